@@ -11,7 +11,7 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
-from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, policy_named
+from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, registered_policy
 from moc.policy.errors import policy_refusal
 from moc.policy.flags import bubble_share
 from moc.runtime.environment import node_limits
@@ -35,7 +35,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     if snapshot.ckpt_policy not in (None, AUTO):
         job = _job_shape(config, engine)
         try:
-            options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
+            options = registered_policy(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
             refused = policy_refusal(snapshot.ckpt_policy, error)
             raise ConfigError(str(refused), code=refused.code) from None
@@ -102,7 +102,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         replicas=snapshot.replicas,
         exact_only=snapshot.exact_only,
         host_memory_gb=snapshot.host_memory_gb,
-        plt={name: kind.most_lost(snapshot) for name, kind in POLICIES.items()},
+        plt={name: kind.flags.max_lost_tokens(snapshot) for name, kind in POLICIES.items()},
         mtbf_hours=snapshot.mtbf_hours,
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,
@@ -163,5 +163,5 @@ def _is_of(flag: str, policy: object, asked: Config) -> bool:
     """Returns whether a flag applies to the chosen policy."""
     if (owner := policy_by_flag().get(flag)) is None:
         return flag not in _OWN_FLAGS
-    needs = next(one.required_flag for one in owner.flags if one.name == flag)
+    needs = next(one.required_flag for one in owner.flags.specs if one.name == flag)
     return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))

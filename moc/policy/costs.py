@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from moc.policy.expert_selection import steady_risk
 from moc.policy.windows import OperatorBytes
@@ -32,17 +32,17 @@ class Machine:
 
     Attributes:
         ranks: ranks of the job.
-        everything: sizes of a full snapshot.
+        full_snapshot: sizes of a full snapshot.
         with_experts: sizes of a snapshot of everything dense and K experts of each layer, for any K from 1 to all.
         stages: operators by pipeline stage, in the order in which sparse snapshots save them.
-        hidden_s: seconds of an iteration that a copy can overlap at no cost.
-        rate: bytes per second of an overlapped copy.
-        ks: candidate values of K, ascending, the last being all experts; empty without experts.
-        at_risk: tokens at risk right after a snapshot, in iterations, if experts are selected by popularity. Its
+        overlap_s: seconds of an iteration that a copy can overlap at no cost.
+        copy_rate: bytes per second of an overlapped copy.
+        expert_counts: candidate values of K, ascending, the last being all experts; empty without experts.
+        tokens_at_risk: tokens at risk right after a snapshot, in iterations, if experts are selected by popularity. Its
             arguments are the share of experts in the snapshot and the cost of an expert in every snapshot
             (:func:`moc.policy.tokens_at_risk.risk_by_share`). None if tokens were not counted.
-        gradient: bytes of an expert's gradients relative to its state. None if no snapshot may have gradients, or a
-            loss would leave only storage, which has none.
+        gradient_ratio: bytes of an expert's gradients relative to its state. None if no snapshot may have gradients, or
+            a loss would leave only storage, which has none.
     """
 
     ranks: int
@@ -69,14 +69,14 @@ class Price:
         size: total size of its snapshots.
         snapshots: bytes of the busiest rank by snapshot; several form a window, one per iteration.
         k: experts of each layer that a checkpoint saves, the others being older; None for all.
-        length: snapshots in the longest window of any stage.
-        kept: maximum number of snapshots that recovery needs in memory, if the policy has windows; None otherwise.
-        at_risk: tokens at risk right after it, in iterations, with one per iteration; None as if experts were saved in
-            turn.
-        every: iterations between snapshots that this price is for; None for any.
-        waits: bytes of the busiest rank that are copied while training waits, and do not hide.
-        folded: updates of all experts that a recovery repeats with saved gradients.
-        chained: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
+        window_length: snapshots in the longest window of any stage.
+        snapshots_in_memory: maximum number of snapshots that recovery needs in memory; None without windows.
+        tokens_at_risk: tokens at risk right after it, in iterations, with one per iteration; None as if experts were
+            saved in turn.
+        interval: iterations between snapshots that this price is for; None for any.
+        blocking_bytes: bytes of the busiest rank that are copied while training waits, and do not hide.
+        repeated_updates: updates of all experts that a recovery repeats with saved gradients.
+        chained_bytes: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
     """
 
     size: SnapshotSizes
@@ -89,6 +89,34 @@ class Price:
     blocking_bytes: float = 0.0
     repeated_updates: float = 0.0
     chained_bytes: float = 0.0
+
+
+class PolicyCosts:
+    """Candidate settings of a policy and their prices; without state.
+
+    Attributes:
+        doubled_setting: the setting that faults double in the simulator, if any; see :mod:`moc.policy.pec_selection`.
+    """
+
+    doubled_setting: ClassVar[str | None] = None
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """Yields the settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
+
+        Each setting corresponds to a flag of the policy that is marked ``chosen_by_auto``.
+        """
+        yield {}
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """Returns the price of a checkpoint under some settings; by default, of one full snapshot.
+
+        ``settings`` is one of :meth:`candidates`, or the settings given by a user of the simulator, possibly none.
+        """
+        return Price(machine.full_snapshot)
+
+    def describe(self, settings: PolicySettings) -> str:
+        """Returns a candidate's settings in readable form, without the interval."""
+        return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
 GRADIENTS_OFF = "off"

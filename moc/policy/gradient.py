@@ -7,15 +7,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from moc.files import decode
 from moc.files.decode import Count, StateError
-from moc.policy.costs import Machine, PolicySettings, Price, SnapshotSizes
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, gradient_obstacles, number_or_auto
+from moc.policy.flags import (
+    FlagConflict,
+    FlagValues,
+    JobShape,
+    PolicyFlag,
+    PolicyFlags,
+    gradient_requirements,
+    number_or_auto,
+    unmet,
+)
 from moc.policy.interval import Every
-from moc.policy.plan import Load, Policy, SnapshotPlan, SnapshotSizer
+from moc.policy.plan import Capability, Load, Policy, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import WindowTuner, pipeline_stage
 from moc.state.detail import Detail
@@ -44,96 +53,56 @@ class GradientState:
     bases: list[Count] = field(default_factory=list)
 
 
-@policy("gradient")
-@dataclass(frozen=True)
-class Gradient(Policy):
-    """Saves a chain for each operator: a base, and the reduced gradients of all later iterations.
+class GradientFlags(PolicyFlags):
+    """Flags of gradient checkpoints."""
 
-    An update is elementwise. With the reduced gradients of all workers and the step record, it repeats bit-identically,
-    without data, activations or other workers. The first snapshot of a run is full. After it, one of W iterations saves
-    an operator in full, and the others save its gradients, a third of the bytes. A replacement worker loads bases and
-    repeats at most W - 1 updates, while all others keep their state. MoEtion (section 5.2) saves only experts'
-    gradients.
-
-    Routers are always saved in full: their biases do not follow from gradients, and they are small.
-
-    Window and turns change only between rounds.
-
-    Attributes:
-        window: W; 0 to choose it from measurements.
-        ep: expert-parallel ranks.
-        stages: pipeline stage of each layer; empty for a single stage.
-        state: state of the policy; stored with snapshots.
-        sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until known.
-
-    Raises:
-        ValueError: a setting is invalid.
-    """
-
-    windows: ClassVar[bool] = True
-    flags: ClassVar[tuple[PolicyFlag, ...]] = (
+    specs = (
         PolicyFlag(
             "gradient_window",
             str,
             "auto",
             "With --ckpt-policy gradient: iterations over which the operators of the model are spread, each in full "
-            "once and as gradients otherwise; auto takes as few as let each snapshot be copied beside an iteration.",
+            "once and as gradients otherwise; auto chooses the fewest whose snapshots are copied during an iteration.",
             parse=number_or_auto,
             metavar="N|auto",
             chosen_by_auto=True,
         ),
     )
+    conflicts = (
+        FlagConflict(
+            lambda flags: flags.snapshot_interval not in ("auto", "1"),
+            lambda flags: (
+                "--ckpt-policy gradient requires a snapshot in every iteration, not in every "
+                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
+            ),
+            code="snapshot-interval-fixed",
+        ),
+    )
+    requirements = gradient_requirements(
+        "--ckpt-policy gradient",
+        "choose another policy, such as full",
+        applies=lambda flags: flags.ckpt_policy == "gradient",
+    )
 
-    window: int = 0
-    ep: int = 1
-    stages: tuple[int, ...] = ()
-    state: GradientState = field(default_factory=GradientState, compare=False)
-    sizes: list[float] = field(default_factory=list, compare=False)
+    def may_save_gradients(self, flags: FlagValues, job: JobShape) -> bool:
+        """As :meth:`PolicyFlags.may_save_gradients`."""
+        requirements = gradient_requirements("--ckpt-policy gradient")
+        return flags.snapshot_interval in ("auto", "1") and not any(unmet(requirements, flags, job))
 
-    def __post_init__(self):
-        if self.window < 0:
-            raise PolicyError(
-                f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
-                code="value-out-of-range",
-            )
-        object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        return {"window": 0 if flags.gradient_window == "auto" else int(flags.gradient_window)}
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.pec_refusals`."""
-        if asked.snapshot_interval not in ("auto", "1"):
-            yield PolicyError(
-                "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
-                f"{asked.snapshot_interval}th. Fix: drop --snapshot-interval",
-                code="snapshot-interval-fixed",
-            )
 
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-        """As :meth:`Policy.selective_misfits`."""
-        if asked.ckpt_policy == cls.name:
-            yield from gradient_obstacles(asked, job, "--ckpt-policy gradient", "choose another policy, such as full")
+class GradientCosts(PolicyCosts):
+    """Every window that may hide, and its price."""
 
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        window = 0 if asked.gradient_window == "auto" else int(asked.gradient_window)
-        return super().settings(asked, job) | {"window": window}
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """As :meth:`Policy.may_save_gradients`."""
-        every = asked.snapshot_interval in ("auto", "1")
-        return every and not any(gradient_obstacles(asked, job, "--ckpt-policy gradient"))
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
         """Yields every window from 2 to the default of :meth:`price`, at least 2; none without gradients."""
         if machine.gradient_ratio is not None:
             yield from ({"window": window} for window in range(2, max(2, _overlapping_window(machine)) + 1))
 
-    @classmethod
-    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
         """Returns the price of a window; by default of the chosen one, or of 1 if no gradients are saved.
 
         Training waits for the copies of gradients, which the next iteration clears. A recovery repeats half a window of
@@ -160,10 +129,51 @@ class Gradient(Policy):
             repeated_updates=(window - 1) / 2,
         )
 
-    @property
-    def saves_gradients(self) -> bool:
-        """As :attr:`Policy.saves_gradients`."""
-        return True
+
+@policy(
+    "gradient",
+    flags=GradientFlags(),
+    costs=GradientCosts(),
+    requires=[Capability.WINDOWS, Capability.GRADIENTS],
+)
+@dataclass(frozen=True)
+class Gradient(Policy):
+    """Saves a chain for each operator: a base, and the reduced gradients of all later iterations.
+
+    An update is elementwise. With the reduced gradients of all workers and the step record, it repeats bit-identically,
+    without data, activations or other workers. The first snapshot of a run is full. After it, one of W iterations saves
+    an operator in full, and the others save its gradients, a third of the bytes. A replacement worker loads bases and
+    repeats at most W - 1 updates, while all others keep their state. MoEtion (section 5.2) saves only experts'
+    gradients.
+
+    Routers are always saved in full: their biases do not follow from gradients, and they are small.
+
+    Window and turns change only between rounds.
+
+    Attributes:
+        window: W; 0 to choose it from measurements.
+        ep: expert-parallel ranks.
+        stages: pipeline stage of each layer; empty for a single stage.
+        state: state of the policy; stored with snapshots.
+        sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until known.
+
+    Raises:
+        ValueError: a setting is invalid.
+    """
+
+    window: int = 0
+    ep: int = 1
+    stages: tuple[int, ...] = ()
+    state: GradientState = field(default_factory=GradientState, compare=False)
+    sizes: list[float] = field(default_factory=list, compare=False)
+
+    def __post_init__(self):
+        if self.window < 0:
+            raise PolicyError(
+                f"a window of {self.window} iterations is not possible. Fix: set a window of 1 or more iterations",
+                code="value-out-of-range",
+            )
+        object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
     @property
     def window_length(self) -> int:

@@ -14,7 +14,7 @@ from moc.files import decode
 from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.plan import Capability, Load, Policy, SnapshotPlan
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -153,7 +153,7 @@ class PartialPolicy(Policy):
             the contents of storage (:meth:`on_inventory`).
     """
 
-    exact: ClassVar[bool] = False
+    _always_requires: ClassVar[frozenset[Capability]] = frozenset({Capability.OLDER_EXPERTS})
 
     state: PartialState = field(default_factory=PartialState, compare=False, kw_only=True)
     pending_writes: dict[int, _PendingWrite] = field(default_factory=dict, compare=False, kw_only=True, repr=False)

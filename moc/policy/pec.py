@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from moc.files import decode
 from moc.files.decode import Amount, Count
-from moc.policy.costs import Machine, PolicySettings, Price
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
-from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
+from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.partial import ExpertTable, PartialPolicy, PartialState
 from moc.policy.pec_selection import (
@@ -32,12 +32,34 @@ from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_exper
 from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import AUTO, policy
 from moc.state.detail import Detail
-from moc.state.operators import Operator
 
 NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
 """Detail of the other experts by target: moments with ``weights``, master weights with ``optimizer``."""
 
 SELECTIONS = ("sequential", "load_aware")
+
+
+def experts_of(flags: FlagValues) -> tuple[int, int]:
+    """Returns K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
+    k = 1 if flags.pec_k == "auto" else int(flags.pec_k)
+    return flags.pec_k_snapshot or k, flags.pec_k_persist or k
+
+
+def _exceeds_message(flags: FlagValues) -> str:
+    in_snapshot, to_storage = experts_of(flags)
+    return (
+        f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts of a layer in a snapshot. Fix: set it to "
+        f"at most {in_snapshot}, or raise --pec-k-snapshot to {to_storage}"
+    )
+
+
+def _disk_message(flags: FlagValues) -> str:
+    in_snapshot, to_storage = experts_of(flags)
+    return (
+        f"{to_storage} of the {in_snapshot} experts in a snapshot would be written to --ckpt-dir, but --ckpt-tier disk "
+        "writes all of them. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose --ckpt-tier memory or peers"
+    )
+
 
 FLAGS = (
     PolicyFlag(
@@ -94,52 +116,87 @@ FLAGS = (
 )
 
 
-def chooses(asked: Asked) -> bool:
-    """Returns whether the numbers of experts are chosen from measurements."""
-    return asked.pec_k == "auto"
+class PecFlags(PolicyFlags):
+    """Flags of partial experts checkpointing."""
 
-
-def experts_of(asked: Asked) -> tuple[int, int]:
-    """Returns K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
-    k = 1 if chooses(asked) else int(asked.pec_k)
-    return asked.pec_k_snapshot or k, asked.pec_k_persist or k
-
-
-def pec_refusals(asked: Asked) -> Iterator[PolicyError]:
-    """Yields the refused combinations of these flags."""
-    if chooses(asked) and (asked.pec_k_snapshot or asked.pec_k_persist or asked.persist_interval):
-        yield PolicyError(
-            "--pec-k auto chooses how many experts go where, and when. Fix: drop --pec-k-snapshot, --pec-k-persist and "
-            "--persist-interval",
+    specs = FLAGS
+    conflicts = (
+        FlagConflict(
+            lambda flags: (
+                flags.pec_k == "auto" and (flags.pec_k_snapshot or flags.pec_k_persist or flags.persist_interval)
+            ),
+            "--pec-k auto chooses the numbers of experts and the intervals. Fix: drop --pec-k-snapshot, "
+            "--pec-k-persist and --persist-interval",
             code="flag-chosen-by-auto",
-        )
-    in_snapshot, to_storage = experts_of(asked)
-    if in_snapshot < to_storage:
-        yield PolicyError(
-            f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts that are in a snapshot. Fix: lower "
-            f"it to {in_snapshot}, or raise --pec-k-snapshot to {to_storage}",
+        ),
+        FlagConflict(
+            lambda flags: experts_of(flags)[0] < experts_of(flags)[1],
+            _exceeds_message,
             code="flag-exceeds-another",
-        )
-    if in_snapshot != to_storage and asked.ckpt_tier == "disk":
-        yield PolicyError(
-            f"of the {in_snapshot} experts in a snapshot, {to_storage} would go on to --ckpt-dir, but with "
-            "--ckpt-tier disk all of them are there. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose "
-            "--ckpt-tier memory or peers",
+        ),
+        FlagConflict(
+            lambda flags: flags.ckpt_tier == "disk" and experts_of(flags)[0] != experts_of(flags)[1],
+            _disk_message,
             code="tier-lacks-flag",
-        )
-    if asked.pec_dynamic_k and asked.pec_target == "optimizer":
-        yield PolicyError(
-            "--pec-dynamic-k goes by tokens that weights have lost, and with --pec-target optimizer all weights "
-            "are saved, so it would never act. Fix: drop one of them",
+        ),
+        FlagConflict(
+            lambda flags: flags.pec_dynamic_k and flags.pec_target == "optimizer",
+            "--pec-dynamic-k has no effect with --pec-target optimizer, which saves all weights. Fix: drop one of them",
             code="flag-has-no-effect",
-        )
-    acts = asked.pec_dynamic_k or chooses(asked) or asked.ckpt_policy == AUTO
-    if asked.pec_plt_limit != PLT_LIMIT and not acts:
-        yield PolicyError(
-            "--pec-plt-limit needs --pec-dynamic-k or --pec-k auto, which act on it, or --ckpt-policy auto. Fix: add "
-            "one of them",
+        ),
+        FlagConflict(
+            lambda flags: (
+                flags.pec_plt_limit != PLT_LIMIT
+                and not (flags.pec_dynamic_k or flags.pec_k == "auto" or flags.ckpt_policy == AUTO)
+            ),
+            "--pec-plt-limit needs --pec-dynamic-k, --pec-k auto or --ckpt-policy auto. Fix: add one of them",
             code="flag-needs-another",
-        )
+        ),
+    )
+
+    def uses_failure_rate(self, flags: FlagValues) -> bool:
+        """Returns whether the numbers of experts are chosen from measurements."""
+        return flags.pec_k == "auto"
+
+    def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:
+        """As :meth:`PolicyFlags.experts_per_layer`."""
+        return experts_of(flags)
+
+    def max_lost_tokens(self, flags: FlagValues) -> float:
+        """As :meth:`PolicyFlags.max_lost_tokens`."""
+        return flags.pec_plt_limit
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        k, k_persist = experts_of(flags)
+        return {
+            "k": k,
+            "k_persist": k_persist,
+            "auto": flags.pec_k == "auto",
+            "auto_plt_limit": flags.pec_plt_limit,
+            "plt_limit": flags.pec_plt_limit if flags.pec_dynamic_k else 0.0,
+        }
+
+
+class PecCosts(PolicyCosts):
+    """Every number of experts below all, and its price."""
+
+    doubled_setting = "k"
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """As :meth:`PolicyCosts.candidates`: every candidate K except all experts."""
+        return ({"k": k} for k in machine.expert_counts[:-1])
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """As :meth:`PolicyCosts.price`; by default, K is one in eight experts."""
+        if not machine.num_experts:
+            return Price(machine.full_snapshot)
+        k = settings.get("k") or max(1, machine.num_experts // 8)
+        return Price(machine.with_experts(k), k=k)
+
+    def describe(self, settings: PolicySettings) -> str:
+        """As :meth:`PolicyCosts.describe`."""
+        return f"K {settings['k']}" if "k" in settings else ""
 
 
 @dataclass
@@ -165,7 +222,7 @@ class PecState(PartialState):
         return super().read({"saved_at": {}, "persisted_at": {}, **known}, num_experts)
 
 
-@policy("pec")
+@policy("pec", flags=PecFlags(), costs=PecCosts())
 @dataclass(frozen=True)
 class Pec(PartialPolicy):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
@@ -192,9 +249,6 @@ class Pec(PartialPolicy):
     Raises:
         ValueError: a setting conflicts with the others or the model.
     """
-
-    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
-    grows: ClassVar[str | None] = "k"
 
     k: int = 1
     k_persist: int = 0
@@ -248,51 +302,6 @@ class Pec(PartialPolicy):
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
             limits = PecLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
-
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.pec_refusals`."""
-        return pec_refusals(asked)
-
-    @classmethod
-    def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Returns whether the numbers of experts are chosen from measurements."""
-        return chooses(asked)
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """As :meth:`Policy.most_lost`."""
-        return asked.pec_plt_limit
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        k, k_persist = experts_of(asked)
-        return super().settings(asked, job) | {
-            "k": k,
-            "k_persist": k_persist,
-            "auto": chooses(asked),
-            "auto_plt_limit": asked.pec_plt_limit,
-            "plt_limit": asked.pec_plt_limit if asked.pec_dynamic_k else 0.0,
-        }
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
-        """As :meth:`Policy.candidates`: every candidate K except all experts."""
-        return ({"k": k} for k in machine.expert_counts[:-1])
-
-    @classmethod
-    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
-        """As :meth:`Policy.price`; by default, K is one in eight experts."""
-        if not machine.num_experts:
-            return Price(machine.full_snapshot)
-        k = settings.get("k") or max(1, machine.num_experts // 8)
-        return Price(machine.with_experts(k), k=k)
-
-    @classmethod
-    def described(cls, settings: PolicySettings) -> str:
-        """As :meth:`Policy.described`."""
-        return f"K {settings['k']}" if "k" in settings else ""
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: for every candidate K."""
@@ -484,11 +493,3 @@ class Pec(PartialPolicy):
 
     def _never(self) -> ExpertTable:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
-
-
-def busiest_by_experts(busiest: SnapshotSizer, operators: Sequence[Operator], ep: int) -> dict[int, int]:
-    """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts."""
-    policy = Pec(operators, Every(1), auto=True, ep=ep)
-    policy.on_sizes(busiest)
-    assert isinstance(policy.interval, PecTuner)  # since auto is set
-    return dict(policy.interval.busiest_rank_bytes)

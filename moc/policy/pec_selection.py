@@ -317,4 +317,4 @@ class DynamicK:
         k, lost = self.k, self.lost + plt
         while k < self.num_experts and lost > self.share:
             k, lost = min(2 * k, self.num_experts), lost - self.share
-        return dataclasses.replace(self, k=k, booked=lost)
+        return dataclasses.replace(self, k=k, lost=lost)

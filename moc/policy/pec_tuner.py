@@ -9,7 +9,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from statistics import median
@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 from moc.files import decode
 from moc.policy.errors import PolicyError
 from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, ObservedIteration, Transfer
-from moc.policy.pec_selection import expert_ages
+from moc.policy.partial import experts_by_layer
+from moc.policy.pec_selection import expert_ages, sequential_experts
+from moc.policy.plan import SnapshotSizer
+from moc.state.detail import Detail
+from moc.state.operators import Operator
 
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"
@@ -174,6 +178,23 @@ def candidate_expert_counts(num_experts: int) -> list[int]:
     return [k for k in range(1, num_experts + 1) if num_experts <= _MANY or k == num_experts or k & (k - 1) == 0]
 
 
+def bytes_by_expert_count(sizer: SnapshotSizer, operators: Sequence[Operator], ep: int) -> dict[int, int]:
+    """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts.
+
+    A collective call.
+    """
+    experts = experts_by_layer(operators)
+    layers = {layer: index for index, layer in enumerate(experts)}
+
+    def details(k: int) -> dict[str, Detail]:
+        chosen = {layer: sequential_experts(0, layers[layer], k, number, ep) for layer, number in experts.items()}
+        saved = (one for one in operators if one.place is None or one.place[1] in chosen[one.place[0]])
+        return {operator.name: Detail.FULL for operator in saved}
+
+    counts = candidate_expert_counts(min(experts.values())) if experts else []
+    return {k: sizer(details(k)) for k in counts}
+
+
 def uniform_plt(
     num_experts: int, faults_per_iteration: float, from_storage: float, k_snapshot: int, k_persist: int, interval: int
 ) -> float:
@@ -310,7 +331,7 @@ class PecTuner(IntervalTuner):
         )
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether a choice exists."""
         return self.choice is not None
 

@@ -9,14 +9,17 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from moc.errors import UserError, raised
+from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyError, PolicyImportError
-from moc.policy.plan import Policy, SnapshotPlan
+from moc.policy.flags import FlagValues, JobShape, PolicyFlag, PolicyFlags
+from moc.policy.plan import Capability, Policy, SnapshotPlan
 
 _RESULT_TYPES = {
     "plan": (SnapshotPlan, type(None)),
@@ -35,17 +38,26 @@ _ALLOWED_EXCEPTIONS: dict[str, tuple[type[Exception], ...]] = {
 """Exceptions allowed by a method's contract."""
 
 
-def guard_methods(kind: type[Policy]) -> None:
-    """Wraps the interface methods that a class defines, or a base outside of this package.
+def guard_methods(entry: RegisteredPolicy) -> None:
+    """Wraps the interface methods that a policy, or its flags, costs and parts, define outside of this package.
 
     Users of the policy need no traceback, and the message has the line for its author.
     """
-    for base in kind.__mro__[: kind.__mro__.index(Policy)]:
+    _guard_class(entry.policy_class, Policy, entry.name)
+    _guard_class(type(entry.flags), PolicyFlags, entry.name)
+    _guard_class(type(entry.costs), PolicyCosts, entry.name)
+
+
+def _guard_class(kind: type, interface: type, policy: str) -> None:
+    for base in kind.__mro__[: kind.__mro__.index(interface)]:
         if base.__module__.partition(".")[0] == __name__.partition(".")[0]:
             continue
-        for name, found in list(vars(base).items()):
-            if hasattr(Policy, name) and not name.startswith("__"):
-                setattr(base, name, _guarded(found, name, kind.name))
+        for name, member in list(vars(base).items()):
+            if hasattr(interface, name) and not name.startswith("_"):
+                setattr(base, name, _guarded(member, name, policy))
+        if interface is PolicyFlags:  # tables contain functions, which methods of this package call
+            for name in ("conflicts_in", "unmet_requirements"):
+                setattr(base, name, _guarded(getattr(base, name), name, policy))
 
 
 def _guarded(member: Any, name: str, policy: str) -> Any:
@@ -95,13 +107,69 @@ AUTO = "auto"
 ENTRY_POINTS = "moc.policies"
 """Entry-point group in which packages list the modules of their policies."""
 
-POLICIES: dict[str, type[Policy]] = {}
-
 Kind = TypeVar("Kind", bound=type[Policy])
 
 
-def policy(name: str) -> Callable[[Kind], Kind]:
+@dataclass(frozen=True)
+class RegisteredPolicy:
+    """A policy, with everything that is known before it is built for a model.
+
+    Attributes:
+        requires: capabilities that the policy needs with any settings.
+    """
+
+    name: str
+    policy_class: type[Policy]
+    flags: PolicyFlags
+    costs: PolicyCosts
+    requires: frozenset[Capability]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a run resumed from its snapshots is bit-identical to one without the failure."""
+        return Capability.OLDER_EXPERTS not in self.requires
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether resuming may replay iterations with some operators frozen."""
+        return Capability.REPLAY in self.requires
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """Returns the policy fields that flags and job determine.
+
+        Field ``k`` of policy ``pec`` is set by flag ``pec_k`` if that exists, otherwise by the job's value of that
+        name. :meth:`PolicyFlags.settings` has the exceptions.
+        """
+        every, interval = flags.persist_interval, flags.snapshot_interval
+        values = {
+            "ep": job.ep,
+            "stages": job.stages,
+            "mtbf_s": flags.mtbf_s,
+            "one_level": flags.ckpt_tier == "disk",
+            "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
+        }
+        values |= {spec.name.removeprefix(f"{self.name}_"): getattr(flags, spec.name) for spec in self.flags.specs}
+        fields = {field.name for field in dataclasses.fields(self.policy_class)}
+        return {name: value for name, value in values.items() if name in fields} | self.flags.settings(flags, job)
+
+
+POLICIES: dict[str, RegisteredPolicy] = {}
+
+
+def policy(
+    name: str,
+    *,
+    flags: PolicyFlags | None = None,
+    costs: PolicyCosts | None = None,
+    requires: Iterable[Capability] = (),
+) -> Callable[[Kind], Kind]:
     """Returns a decorator that registers a class as the policy of that name.
+
+    Args:
+        name: value of ``--ckpt-policy``.
+        flags: the policy's own flags; by default none.
+        costs: its candidate settings and their prices; by default those of full snapshots.
+        requires: capabilities that it needs with any settings; replay implies windows.
 
     Raises:
         ValueError: the name is taken or invalid, the class is no dataclass or lacks ``plan``, or a flag lacks the
@@ -109,56 +177,72 @@ def policy(name: str) -> Callable[[Kind], Kind]:
     """
 
     def register(kind: Kind) -> Kind:
-        if name in POLICIES:
-            raise PolicyError(
-                f"there are two policies called {name}. Fix: rename one of them",
-                code="policy-class-invalid",
-            )
-        if name == AUTO or not re.fullmatch("[a-z][a-z0-9]*", name):
-            raise PolicyError(
-                f"a policy cannot be called {name}. Fix: take lower-case letters and digits, but not {AUTO}",
-                code="policy-class-invalid",
-            )
-        for flag in kind.flags:
-            if not flag.name.startswith(f"{name}_"):
-                raise PolicyError(
-                    f"flag {flag.name} of policy {name} does not begin with {name}_. Fix: rename it",
-                    code="policy-class-invalid",
-                )
-        _check(kind, name)
-        kind.name = name
-        kind.windows = kind.windows or kind.replays
-        POLICIES[name] = kind
+        required = kind._always_requires.union(requires)
+        if Capability.REPLAY in required:
+            required |= {Capability.WINDOWS}
+        entry = RegisteredPolicy(name, kind, flags or PolicyFlags(), costs or PolicyCosts(), required)
+        _check(entry)
+        kind.name, kind._always_requires = name, required
+        POLICIES[name] = entry
         return kind
 
     return register
 
 
-def _check(kind: type[Policy], name: str) -> None:
+def _check(entry: RegisteredPolicy) -> None:
+    name, kind = entry.name, entry.policy_class
+    if problem := _problem_of_name(name) or _problem_of_class(name, kind):
+        raise problem
+    fields = {field.name for field in dataclasses.fields(kind)}
+    maps_flags = type(entry.flags).settings is not PolicyFlags.settings
+    for flag in entry.flags.specs:
+        if problem := _problem_of_flag(name, flag, None if maps_flags else fields):
+            raise problem
+
+
+def _problem_of_name(name: str) -> PolicyError | None:
+    if name in POLICIES:
+        return PolicyError(
+            f"there are two policies called {name}. Fix: rename one of them", code="policy-class-invalid"
+        )
+    if name == AUTO or not re.fullmatch("[a-z][a-z0-9]*", name):
+        return PolicyError(
+            f"a policy cannot be called {name}. Fix: set lower-case letters and digits, but not {AUTO}",
+            code="policy-class-invalid",
+        )
+    return None
+
+
+def _problem_of_class(name: str, kind: type[Policy]) -> PolicyError | None:
     if "__dataclass_fields__" not in vars(kind):
-        raise PolicyError(
+        return PolicyError(
             f"policy {name} is no dataclass. Fix: put @dataclass(frozen=True) below @policy",
             code="policy-class-invalid",
         )
     if lacking := sorted(kind.__abstractmethods__):
-        raise PolicyError(
-            f"policy {name} lacks {', '.join(lacking)}. Fix: define it",
+        return PolicyError(f"policy {name} lacks {', '.join(lacking)}. Fix: define it", code="policy-class-invalid")
+    return None
+
+
+def _problem_of_flag(name: str, flag: PolicyFlag, fields: Collection[str] | None) -> PolicyError | None:
+    if not flag.name.startswith(f"{name}_"):
+        return PolicyError(
+            f"flag {flag.name} of policy {name} does not begin with {name}_. Fix: rename it",
             code="policy-class-invalid",
         )
-    fields = {field.name for field in dataclasses.fields(kind)}
-    maps_flags = any("settings" in vars(base) for base in kind.__mro__[: kind.__mro__.index(Policy)])
-    for flag in kind.flags:
-        if flag.value_type not in (bool, int, float, str):
-            raise PolicyError(
-                f"flag {flag.name} of policy {name} is of type {flag.value_type.__name__}. Fix: make it bool, int, "
-                "float or str",
-                code="policy-class-invalid",
-            )
-        if not maps_flags and (field := flag.name.removeprefix(f"{name}_")) not in fields:
-            raise PolicyError(
-                f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()",
-                code="policy-class-invalid",
-            )
+    if flag.value_type not in (bool, int, float, str):
+        return PolicyError(
+            f"flag {flag.name} of policy {name} is of type {flag.value_type.__name__}. Fix: make it bool, int, float "
+            "or str",
+            code="policy-class-invalid",
+        )
+    field = flag.name.removeprefix(f"{name}_")
+    if fields is not None and field not in fields:
+        return PolicyError(
+            f"flag {flag.name} of policy {name} has no effect. Fix: add a field {field}, or settings()",
+            code="policy-class-invalid",
+        )
+    return None
 
 
 def import_policies() -> None:
@@ -186,13 +270,13 @@ def import_policies() -> None:
             ) from error
 
 
-def policy_by_flag() -> dict[str, type[Policy]]:
+def policy_by_flag() -> dict[str, RegisteredPolicy]:
     """Returns the policy that each policy flag belongs to."""
-    return {flag.name: kind for kind in POLICIES.values() for flag in kind.flags}
+    return {flag.name: entry for entry in POLICIES.values() for flag in entry.flags.specs}
 
 
-def policy_named(name: str) -> type[Policy]:
-    """Returns the policy of a name.
+def registered_policy(name: str) -> RegisteredPolicy:
+    """Returns the policy of a name, with its flags and costs.
 
     Raises:
         ValueError: no policy has this name; the message lists all names.
@@ -205,19 +289,33 @@ def policy_named(name: str) -> type[Policy]:
     return POLICIES[name]
 
 
+def policy_named(name: str) -> type[Policy]:
+    """Returns the class of a policy.
+
+    Raises:
+        ValueError: as :func:`registered_policy`.
+    """
+    return registered_policy(name).policy_class
+
+
+def full_policy_name() -> str:
+    """Returns the name of a policy whose snapshots each have the full model, without any flags."""
+    return next(name for name in POLICIES if is_full_policy(name) and not POLICIES[name].flags.specs)
+
+
 def is_full_policy(name: str | None) -> bool:
     """Returns whether each snapshot of a policy has the full model; False for a policy that is not installed."""
-    kind = None if name is None else POLICIES.get(name)
-    return kind is not None and kind.exact and not kind.windows
+    entry = None if name is None else POLICIES.get(name)
+    return entry is not None and entry.is_exact and Capability.WINDOWS not in entry.requires
 
 
 def is_partial_policy(name: str | None) -> bool:
     """Returns whether experts may be in older snapshots of a policy; False for a policy that is not installed."""
-    kind = None if name is None else POLICIES.get(name)
-    return kind is not None and not kind.exact
+    entry = None if name is None else POLICIES.get(name)
+    return entry is not None and not entry.is_exact
 
 
 def is_window_policy(name: str) -> bool:
     """Returns whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
-    kind = POLICIES.get(name)
-    return kind is not None and kind.windows
+    entry = POLICIES.get(name)
+    return entry is not None and Capability.WINDOWS in entry.requires

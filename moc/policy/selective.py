@@ -6,23 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
 
-from moc.policy.costs import (
-    GRADIENTS_OFF,
-    Machine,
-    PolicySettings,
-    Price,
-    hidden_expert_counts,
-    selective_candidates,
-    selective_price,
-)
 from moc.policy.errors import PolicyError, rounded_up
 from moc.policy.expert_selection import RULES, SCORES, ExpertId, Limit, count_limit
-from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Every, Interval
 from moc.policy.partial import PartialPolicy
-from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.selective_choice import (
     STORAGE_CYCLES,
@@ -36,22 +25,12 @@ from moc.policy.selective_choice import (
     expert_cycle,
     gradient_chains,
 )
-from moc.policy.selective_flags import (
-    BOOST,
-    FLAGS,
-    FOLDS,
-    HIDES,
-    MLT_LIMIT,
-    SURVIVORS,
-    gradients_of,
-    selective_misfits,
-    selective_refusals,
-)
+from moc.policy.selective_flags import FOLDS, HIDES, MLT_LIMIT, SURVIVORS, SelectiveCosts, SelectiveFlags
 from moc.policy.token_ledger import CapacityBoost
 from moc.state.detail import Detail
 
 
-@policy("selective")
+@policy("selective", flags=SelectiveFlags(), costs=SelectiveCosts())
 @dataclass(frozen=True)
 class Selective(PartialPolicy):
     """MoEtion's selective snapshots (sections 4.1 to 4.3), by default in every iteration.
@@ -87,8 +66,6 @@ class Selective(PartialPolicy):
     Raises:
         ValueError: a setting is invalid, or the model has no experts.
     """
-
-    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
 
     experts: int | None = None
     local_gb: float | None = None
@@ -131,87 +108,39 @@ class Selective(PartialPolicy):
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
-            share = self.bubble_share if self.in_bubbles else 0.0
+            share = self.bubble_share if self._copies_in_bubbles else 0.0
             remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
             tuner = SelectiveTuner(every, bubble_share=share, has_budgets=self.local_gb is not None and remote)
             interval: Interval = Every(every) if self.experts else tuner
             object.__setattr__(self, "interval", interval)
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.pec_refusals`."""
-        return selective_refusals(asked)
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """As :meth:`Policy.most_lost`."""
-        return asked.selective_mlt_limit
-
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-        """As :meth:`Policy.selective_misfits`."""
-        return selective_misfits(asked, job)
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        gradients, why = gradients_of(asked, job)
-        found = {"tier": asked.ckpt_tier, "gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
-        found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
-        if asked.selective_boost is None:
-            found["boost"] = BOOST if job.drops_tokens else 0.0
-        return super().settings(asked, job) | found
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
-        """As :meth:`Policy.candidates`: every number of experts whose copy hides; one if none does.
-
-        Budgets would choose the maximum; with fewer experts, snapshots may be more frequent.
-        """
-        return selective_candidates(machine)
-
-    @classmethod
-    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
-        """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
-        if not machine.num_experts:
-            return Price(machine.full_snapshot)
-        k = settings.get("experts") or max(hidden_expert_counts(machine))
-        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF)
-
-    @classmethod
-    def described(cls, settings: PolicySettings) -> str:
-        """As :meth:`Policy.described`."""
-        alone = ", states alone" if settings.get("gradients") == GRADIENTS_OFF else ""
-        return f"{settings['experts']} experts{alone}" if "experts" in settings else ""
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """As :meth:`Policy.may_save_gradients`."""
-        return gradients_of(asked, job)[0]
-
     def remarks(self) -> Iterator[str]:
         """As :meth:`Policy.remarks`."""
         if self.no_gradients is not None:
             yield f"experts are saved as their state, not as gradients: {self.no_gradients}"
-        if self.hide == "bubble" and not self.in_bubbles:
+        if self.hide == "bubble" and not self._copies_in_bubbles:
             yield (
                 "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "
                 "the host does not wait; they run beside forward and backward"
             )
 
     @property
-    def folds_beside(self) -> bool:
-        """As :attr:`Policy.folds_beside`."""
+    def requires(self) -> frozenset[Capability]:
+        """As :attr:`Policy.requires`."""
+        wanted = {
+            Capability.GRADIENTS: self.gradients,
+            Capability.BACKGROUND_UPDATES: self._has_background_updates,
+            Capability.BUBBLES: self._copies_in_bubbles,
+            Capability.LIVE_EXPERTS: self.survivors == "keep",
+        }
+        return super().requires.union(capability for capability, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def _has_background_updates(self) -> bool:
         return self.gradients and self.fold == "peers"
 
     @property
-    def saves_gradients(self) -> bool:
-        """As :attr:`Policy.saves_gradients`."""
-        return self.gradients
-
-    @property
-    def in_bubbles(self) -> bool:
-        """As :meth:`Policy.in_bubbles`."""
+    def _copies_in_bubbles(self) -> bool:
         return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:
@@ -335,11 +264,6 @@ class Selective(PartialPolicy):
         )
         return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
 
-    @property
-    def keeps_live(self) -> bool:
-        """As :meth:`Policy.keeps_live`."""
-        return self.survivors == "keep"
-
     def gauges(self) -> dict[str, float]:
         """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
 
@@ -372,7 +296,7 @@ class Selective(PartialPolicy):
         tuner = self.interval
         if not isinstance(tuner, SelectiveTuner) or tuner.local_bytes is None:
             return None
-        during = "in the pipeline's bubbles" if self.in_bubbles else "during forward and backward"
+        during = "in the pipeline's bubbles" if self._copies_in_bubbles else "during forward and backward"
         text = f"a rank copies {tuner.local_bytes / 1e9:.3g} GB {during}"
         remote = tuner.remote_bytes(self.tier)
         if remote is not None:
@@ -404,7 +328,7 @@ class Selective(PartialPolicy):
                 self._max_age(limits),
                 self.gradients,
                 self.sizes[0] if self.sizes else None,
-                saves_comparison=self.folds_beside,
+                saves_comparison=self._has_background_updates,
                 storage_max_age=self.max_age,
             )
 
@@ -418,7 +342,7 @@ class Selective(PartialPolicy):
 
     def _compared(self, chosen: DetailByExpert, iteration: int) -> frozenset[str]:
         """Returns the experts saved in full although gradients would suffice; empty unless a process applies chains."""
-        if not self.folds_beside:
+        if not self._has_background_updates:
             return frozenset()
         state = self.state.in_memory
         chained = chained_experts(gradient_chains(state.bases, state.at), iteration)

@@ -73,7 +73,7 @@ class SelectiveState(PartialState):
         """Copies in other nodes' memory."""
         return SavedVersions(self.copied, self.copied_at, self.copied_bases)
 
-    def resumed(self, in_memory: bool, in_storage: bool) -> None:
+    def record_resume(self, in_memory: bool, in_storage: bool) -> None:
         """As :meth:`PartialState.record_resume`; chains of gradients end."""
         super().record_resume(in_memory, in_storage)
         self.bases.clear()
@@ -358,7 +358,7 @@ class ExpertChoice:
         gradients: gradients are saved in place of state where they suffice.
         sizes: sizes of both, by which scores count; None if unknown.
         compares: if an expert is saved in full although its gradients suffice, these are saved, too.
-        storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at the last speed.
+        storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at its speed.
     """
 
     iteration: int

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from moc.files import decode
 from moc.files.decode import Amount, Count, StateError
-from moc.policy.costs import Machine, PolicySettings, Price, SnapshotSizes
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
+from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
 from moc.policy.interval import Every
 from moc.policy.partial import check_tables, experts_by_layer
-from moc.policy.plan import Load, Policy, SnapshotPlan, SnapshotSizer
+from moc.policy.plan import Capability, Load, Policy, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import (
     OperatorBytes,
@@ -29,6 +29,8 @@ from moc.policy.windows import (
     generate_schedule,
     have_frequencies_changed,
     merge_schedules,
+    operator_sizes,
+    operators_of_stages,
     order_operators,
     pipeline_stage,
     relative_popularity,
@@ -107,7 +109,69 @@ _Table = dict[Count, list[Amount]]
 _TABLES = ("load", "counts", "mean", "probabilities")
 
 
-@policy("sparse")
+class SparseFlags(PolicyFlags):
+    """Flags of sparse checkpoints."""
+
+    specs = (
+        PolicyFlag(
+            "sparse_window",
+            str,
+            "auto",
+            "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
+            "chooses the fewest whose snapshots are copied during an iteration.",
+            parse=number_or_auto,
+            metavar="N|auto",
+            chosen_by_auto=True,
+        ),
+        PolicyFlag(
+            "sparse_order",
+            str,
+            "popularity",
+            "By what experts are sorted in such a window, the first ones being saved first: tokens since training "
+            "began; the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
+            choices=ORDERS,
+        ),
+    )
+    conflicts = (
+        FlagConflict(
+            lambda flags: flags.snapshot_interval not in ("auto", "1"),
+            lambda flags: (
+                "--ckpt-policy sparse requires a snapshot in every iteration, not in every "
+                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
+            ),
+            code="snapshot-interval-fixed",
+        ),
+    )
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        return {"window": 0 if flags.sparse_window == "auto" else int(flags.sparse_window)}
+
+
+class SparseCosts(PolicyCosts):
+    """Every window up to one beyond the shortest that overlaps fully, and its price."""
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """As :meth:`PolicyCosts.candidates`."""
+        lengths = (find_window_size(stage, machine.overlap_s, machine.copy_rate).length for stage in machine.stages)
+        return ({"window": window} for window in range(1, max(lengths) + 2))
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """As :meth:`PolicyCosts.price`; by default, the window is the shortest that overlaps fully."""
+        windows = []
+        for stage in machine.stages:
+            if settings.get("window"):
+                active = math.ceil(len(stage) / settings["window"])
+            else:
+                active = find_window_size(stage, machine.overlap_s, machine.copy_rate).active
+            windows.append(snapshot_bytes(stage, active))
+        snapshots = max(windows, key=sum)
+        size = SnapshotSizes(sum(snapshots), machine.ranks * sum(snapshots))
+        length = max(map(len, windows))
+        return Price(size, snapshots, window_length=length, snapshots_in_memory=kept_of_windows(length))
+
+
+@policy("sparse", flags=SparseFlags(), costs=SparseCosts(), requires=[Capability.REPLAY])
 @dataclass(frozen=True)
 class Sparse(Policy):
     """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
@@ -135,28 +199,6 @@ class Sparse(Policy):
         ValueError: a setting is invalid.
     """
 
-    replays: ClassVar[bool] = True
-    flags: ClassVar[tuple[PolicyFlag, ...]] = (
-        PolicyFlag(
-            "sparse_window",
-            str,
-            "auto",
-            "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
-            "takes as few as let each snapshot be copied beside an iteration.",
-            parse=number_or_auto,
-            metavar="N|auto",
-            chosen_by_auto=True,
-        ),
-        PolicyFlag(
-            "sparse_order",
-            str,
-            "popularity",
-            "By what experts are sorted in such a window, the first ones being saved first: tokens since training "
-            "began; the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
-            choices=ORDERS,
-        ),
-    )
-
     window: int = 0
     order: str = "popularity"
     ep: int = 1
@@ -179,71 +221,23 @@ class Sparse(Policy):
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.pec_refusals`."""
-        if asked.snapshot_interval not in ("auto", "1"):
-            yield PolicyError(
-                f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th. "
-                "Fix: drop --snapshot-interval",
-                code="snapshot-interval-fixed",
-            )
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        window = 0 if asked.sparse_window == "auto" else int(asked.sparse_window)
-        return super().settings(asked, job) | {"window": window}
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[PolicySettings]:
-        """As :meth:`Policy.candidates`: every window up to one beyond the shortest that overlaps fully."""
-        hides = max(find_window_size(stage, machine.overlap_s, machine.copy_rate).length for stage in machine.stages)
-        return ({"window": window} for window in range(1, hides + 2))
-
-    @classmethod
-    def price(cls, machine: Machine, settings: PolicySettings) -> Price:
-        """As :meth:`Policy.price`; by default, the window is the shortest that overlaps fully."""
-        windows = []
-        for stage in machine.stages:
-            if settings.get("window"):
-                active = math.ceil(len(stage) / settings["window"])
-            else:
-                active = find_window_size(stage, machine.overlap_s, machine.copy_rate).active
-            windows.append(snapshot_bytes(stage, active))
-        snapshots = max(windows, key=sum)
-        size = SnapshotSizes(sum(snapshots), machine.ranks * sum(snapshots))
-        length = max(map(len, windows))
-        return Price(size, snapshots, window_length=length, snapshots_in_memory=kept_of_windows(length))
-
     @property
     def window_length(self) -> int:
         """As :attr:`Policy.window_length`."""
         return max(1, len(self.state.current.turns))
 
     @property
-    def counts_tokens(self) -> bool:
-        """As :attr:`Policy.counts_tokens`: for the order and for the skewness gauges."""
-        return any(operator.expert is not None for operator in self.operators)
+    def requires(self) -> frozenset[Capability]:
+        """As :attr:`Policy.requires`: token counts for the order and for the skewness gauges."""
+        if all(operator.expert is None for operator in self.operators):
+            return super().requires
+        probabilities = {Capability.GATING_PROBABILITIES} if self.order == "soft" else set()
+        return super().requires | {Capability.TOKEN_COUNTS} | probabilities
 
-    @property
-    def counts_probabilities(self) -> bool:
-        """As :attr:`Policy.counts_probabilities`."""
-        return self.order == "soft" and self.counts_tokens
-
-    def on_sizes(self, busiest: SnapshotSizer) -> None:
-        """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank.
-
-        A snapshot takes about the same share of every rank, so its size is the sum over its operators.
-        """
-        if self.window:
-            return
-        for operators in self._stages.values():
-            parameters = sum(operator.parameters for operator in operators)
-            names = [operator.name for operator in operators]
-            full, compute = (busiest(dict.fromkeys(names, d)) / parameters for d in (Detail.FULL, Detail.COMPUTE))
-            for one in operators:
-                self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
+    def on_sizes(self, sizer: SnapshotSizer) -> None:
+        """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank."""
+        if not self.window:
+            self.sizes.update(operator_sizes(sizer, self._stages.values()))
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns the operators of this turn in full, and the compute weights of later turns' operators."""
@@ -351,7 +345,7 @@ class Sparse(Policy):
     def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
         """Returns the operators by pipeline stage, in the order of saving."""
         ordered = [self.operators[place] for place in order]
-        return [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
+        return [[one for one in ordered if pipeline_stage(one, self.stages) == stage] for stage in sorted(self._stages)]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
         """Returns W_sparse of the slowest stage; 1 until a copy has been measured."""
@@ -389,23 +383,7 @@ class Sparse(Policy):
     @cached_property
     def _stages(self) -> dict[int, list[Operator]]:
         """The operators of each pipeline stage, in model order."""
-        stages: dict[int, list[Operator]] = {}
-        for operator in self.operators:
-            stages.setdefault(self._stage_of(operator), []).append(operator)
-        return stages
-
-    def _stage_of(self, operator: Operator) -> int:
-        return pipeline_stage(operator, self.stages)
-
-
-def operators_by_stage(
-    busiest: SnapshotSizer, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
-) -> list[list[OperatorBytes]]:
-    """Returns the bytes that each operator adds to a snapshot, by pipeline stage, in an order of saving."""
-    policy = Sparse(operators, Every(1), ep=ep, stages=stages)
-    policy.on_sizes(busiest)
-    queues = (order_operators(stage, None, ep) for stage in policy._stages.values())
-    return [[policy.sizes[operator.name] for operator in queue] for queue in queues]
+        return operators_of_stages(self.operators, self.stages)
 
 
 def _table(rows: Mapping[Any, Any]) -> dict[int, list[float]]:

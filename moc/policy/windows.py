@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median
@@ -17,6 +17,8 @@ from typing import Any
 from moc.files import decode
 from moc.policy.errors import PolicyError
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
+from moc.policy.plan import SnapshotSizer
+from moc.state.detail import Detail
 from moc.state.operators import Operator
 
 Scores = Mapping[int, Sequence[float]]
@@ -233,6 +235,38 @@ def pipeline_stage(operator: Operator, stages: Sequence[int]) -> int:
     if operator.layer is not None:
         return stages[operator.layer]
     return stages[-1 if operator.kind == "output" else 0]
+
+
+def operators_of_stages(operators: Iterable[Operator], stages: Sequence[int]) -> dict[int, list[Operator]]:
+    """Returns the operators of each pipeline stage, in model order; ``stages`` as in :func:`pipeline_stage`."""
+    by_stage: dict[int, list[Operator]] = {}
+    for operator in operators:
+        by_stage.setdefault(pipeline_stage(operator, stages), []).append(operator)
+    return by_stage
+
+
+def operator_sizes(sizer: SnapshotSizer, stages: Iterable[Sequence[Operator]]) -> dict[str, OperatorBytes]:
+    """Returns the bytes that each operator adds to its stage's busiest rank, by name; a collective call.
+
+    A snapshot takes about the same share of every rank, so its size is the sum over its operators.
+    """
+    sizes = {}
+    for operators in stages:
+        parameters = sum(operator.parameters for operator in operators)
+        names = [operator.name for operator in operators]
+        full, compute = (sizer(dict.fromkeys(names, d)) / parameters for d in (Detail.FULL, Detail.COMPUTE))
+        for operator in operators:
+            sizes[operator.name] = OperatorBytes(full * operator.parameters, compute * operator.parameters)
+    return sizes
+
+
+def operators_by_stage(
+    sizer: SnapshotSizer, operators: Sequence[Operator], ep: int, stages: Sequence[int]
+) -> list[list[OperatorBytes]]:
+    """Returns the bytes that each operator adds to a snapshot, by pipeline stage, in an order of saving."""
+    by_stage = operators_of_stages(operators, stages).values()
+    sizes = operator_sizes(sizer, by_stage)
+    return [[sizes[operator.name] for operator in order_operators(stage, None, ep)] for stage in by_stage]
 
 
 @dataclass(frozen=True)

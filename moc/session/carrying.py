@@ -25,7 +25,7 @@ Coming = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
 
 def experts_of(policy: Policy) -> list[Operator]:
     """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
-    return [one for one in policy.operators if one.expert is not None and not policy.exact]
+    return [one for one in policy.operators if one.expert is not None and not policy.is_exact]
 
 
 class Carrying:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from moc.policy import Policy
+from moc.policy import Capability, Policy
 from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import check_generation
@@ -107,13 +107,13 @@ def build(
             undo.callback(tap.close)
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
-        bubbles = tap.bubbles = bubbles_on(world.device) if policy.in_bubbles else None
+        bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = Hasher()
         undo.callback(hasher.close)
         places = tiers.memory, tiers.storage
         saver = Saver(world.rank, world.device, *places, bubbles, kept, check_generation, hasher.digests)
         undo.callback(saver.close)
-        folds = Folds() if policy.folds_beside else None
+        folds = Folds() if Capability.BACKGROUND_UPDATES in policy.requires else None
         if peers is not None and peers.replicas == 1:
             # with several copies of a node's snapshots, each copy would have a different base
             peers.folds = folds
@@ -142,7 +142,7 @@ def close(parts: Components, patience_s: float) -> None:
 
 def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
     """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
-    state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
+    state, gradients = engine.state, (Detail.GRAD,) if Capability.GRADIENTS in policy.requires else ()
     told = [
         holding
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)

@@ -191,7 +191,7 @@ class Peers:
     ):
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
-        self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._operators, self._exact, self._experts = policy.operators, policy.is_exact, experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None

@@ -130,7 +130,7 @@ class Publisher:
         storage = self._tiers.storage
         try:
             self._unless_given_up()
-            retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
+            retain(storage, self._policy.operators, self._policy.is_exact, keep=self._tiers.keep, upto=upto)
             self._remove_all()
         except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(

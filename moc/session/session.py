@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moc.policy import AUTO, Load, Policy, parse_interval, policy_named
+from moc.policy import AUTO, Capability, Load, Policy, parse_interval, policy_named
 from moc.policy.errors import policy_refusal
 from moc.recovery.folds import RULES
 from moc.runtime.collectives import gather
@@ -127,7 +127,7 @@ class Session(VoteParticipant):
         for remark in policy.remarks() if mine is None else ():
             log.message(remark)
         kept = self.remains.buffers
-        counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
+        counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
         again, known = mine is not None, self.remains.digests
         parts = build(engine, settings, policy, tiers, log, counts=counts, again=again, kept=kept, known=known)
         undo.callback(close, parts, _patience_s(parts))
@@ -206,7 +206,7 @@ class Session(VoteParticipant):
         if parts.tokens is not None:
             parts.tokens.completed(skipped=record.skipped)
             parts.report.boost(self.position.iteration, parts.tokens.debt)
-            if parts.policy.counts_probabilities and not record.skipped:
+            if Capability.GATING_PROBABILITIES in parts.policy.requires and not record.skipped:
                 parts.policy.on_routing(parts.tokens.probabilities)
         return self.position
 
@@ -317,7 +317,7 @@ class Session(VoteParticipant):
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
             "auto": chooser.state_dict() if chooser is not None else None,
-            **({RULES: self._engine.rules().to_plain()} if policy.folds_beside else {}),
+            **({RULES: self._engine.rules().to_plain()} if Capability.BACKGROUND_UPDATES in policy.requires else {}),
         }
 
 
@@ -351,9 +351,13 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
             code="policy-option-unknown",
         ) from None
-    if policy.replays:
+    if Capability.REPLAY in policy.requires:
         check_freezing(engine.state)
-    needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
+    needs = {
+        "router_tally": Capability.TOKEN_COUNTS in policy.requires,
+        "replay": Capability.REPLAY in policy.requires,
+        "rules": Capability.BACKGROUND_UPDATES in policy.requires,
+    }
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(

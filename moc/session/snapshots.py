@@ -26,7 +26,7 @@ from typing import Any
 
 from moc.errors import code_of, with_code
 from moc.faults import reach
-from moc.policy import SnapshotPlan
+from moc.policy import Capability, SnapshotPlan
 from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
@@ -78,7 +78,7 @@ class Snapshots:
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
         self._reservation = Reservation(parts, settings)
         # otherwise the next snapshot replaces one whose write has failed
-        self._pauses_s = RETRIES_S if parts.policy.windows and not settings.stops else ()
+        self._pauses_s = RETRIES_S if Capability.WINDOWS in parts.policy.requires and not settings.stops else ()
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """Recent snapshots by iteration, kept in case the committing worker or a writer dies."""
@@ -194,7 +194,7 @@ class Snapshots:
     def gauges(self) -> dict[str, float]:
         """Gauges of storage, and of copies in bubbles."""
         found = self._storage.gauges | self._report.gauges
-        if "storage_age" in found and self._tokens is not None and not self._policy.exact:
+        if "storage_age" in found and self._tokens is not None and not self._policy.is_exact:
             found["mlt_storage"] = self._tokens.storage_lacks(self._stored.persisted.iteration)
         return found
 
@@ -388,7 +388,7 @@ class Snapshots:
             self._dependent.remove(iteration)
         else:
             self._policy.begin_anew()
-            if self._policy.windows:
+            if Capability.WINDOWS in self._policy.requires:
                 ended, waiting = before.newest_end(iteration), (*self._queues.replicating, *self._queues.copying)
                 self._dependent = {one.plan.iteration for one in waiting if one.plan.iteration > ended}
         self.begun.pop(iteration, None)

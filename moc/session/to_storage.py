@@ -42,7 +42,7 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     """
     for iteration in iterations:
         _copy_one(iteration, tiers, policy)
-    keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
+    keep = (tiers.storage, policy.operators, policy.is_exact, tiers.keep, max(iterations))
     run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moc.policy import Load, Policy, SnapshotPlan
+from moc.policy import Capability, Load, Policy, SnapshotPlan
 from moc.policy.expert_selection import lost_tokens_by_layer
 from moc.policy.token_ledger import TokenDebt, TokenLedger
 from moc.recovery.sources import RecoveryPath
@@ -36,7 +36,7 @@ class TokenTracker:
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
-        self._with_probabilities, self._makes_up = policy.counts_probabilities, policy.makes_up
+        self._with_probabilities, self._makes_up = Capability.GATING_PROBABILITIES in policy.requires, policy.makes_up
         self._counts = engine.router_tally(sorted(numbers), self._with_probabilities)
         self._ledger, self._heard, self._beyond = TokenLedger.empty(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)

@@ -150,17 +150,17 @@ class Running:
     def machine_with(self, options: Options) -> Machine:
         """Returns the machine with these copies; with a snapshot in every iteration, they may have gradients."""
         may = options.replicas and options.interval in (None, 1)
-        return dataclasses.replace(self.machine, gradient=self.saved.gradient) if may else self.machine
+        return dataclasses.replace(self.machine, gradient_ratio=self.saved.gradient) if may else self.machine
 
     def price(self, name: str, options: Options) -> Price:
         """Returns the price of a policy."""
-        return POLICIES[name].price(self.machine_with(options), options.settings)
+        return POLICIES[name].costs.price(self.machine_with(options), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """Yields :meth:`moc.simulate.planner.Priced.offered`, without settings whose snapshots are too slow."""
         for number in replicas if self.tier == "peers" else (0,):
             options = dataclasses.replace(basic, replicas=number)
-            for settings in POLICIES[name].candidates(self.machine_with(options)):
+            for settings in POLICIES[name].costs.candidates(self.machine_with(options)):
                 found = options.with_settings(settings)
                 every = self.price(name, found).interval
                 if every is None or shortest_interval(self, name, found) <= every:
@@ -168,7 +168,7 @@ class Running:
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """Returns :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
-        if POLICIES[name].replays:
+        if POLICIES[name].can_replay:
             saving, plt = _windows(self, name, options), 0.0
         else:
             saving, plt = _at_interval(self, name, options)
@@ -222,9 +222,9 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
     """Returns the training flags of a candidate, by name with underscores."""
     options, kind = found.options, POLICIES[found.saving.name]
     flags: dict[str, object] = {"ckpt_policy": kind.name}
-    if not kind.replays:  # a window's interval is its length
+    if not kind.can_replay:  # a window's interval is its length
         flags["snapshot_interval"] = str(options.interval)
-    kinds = {flag.name: flag.value_type for flag in kind.flags}
+    kinds = {flag.name: flag.value_type for flag in kind.flags.specs}
     for name, value in options.settings.items():
         flags[f"{kind.name}_{name}"] = kinds[f"{kind.name}_{name}"](value)
     if options.persist_interval is not None:

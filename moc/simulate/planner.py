@@ -72,10 +72,10 @@ class Candidate:
     def name(self) -> str:
         """Policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
-        if kind is not None and kind.replays:
+        if kind is not None and kind.can_replay:
             how = [f"window {self.saving.interval}"]
         else:
-            settings = kind.described(self.options.settings) if kind is not None else ""
+            settings = kind.costs.describe(self.options.settings) if kind is not None else ""
             how = [settings, f"interval {self.saving.interval}"]
         how.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
         return ", ".join(filter(None, (self.saving.name, *how)))

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from statistics import fmean
 
 from moc.policy import POLICIES as REGISTERED
-from moc.policy import Policy
+from moc.policy import RegisteredPolicy
 from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.expert_selection import CountsByLayer
 from moc.policy.pec_selection import DynamicK
@@ -156,9 +156,9 @@ class Setup:
             gradient_ratio=self.state.gradient if replicas and interval in (None, 1) else None,
         )
 
-    def price(self, kind: type[Policy], options: Options) -> Price:
+    def price(self, kind: RegisteredPolicy, options: Options) -> Price:
         """Returns the price of a training policy."""
-        return kind.price(self.machine(options.replicas, options.interval), options.settings)
+        return kind.costs.price(self.machine(options.replicas, options.interval), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """Yields :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
@@ -167,7 +167,7 @@ class Setup:
             return
         for number in replicas:
             options = dataclasses.replace(basic, replicas=number)
-            for settings in REGISTERED[name].candidates(self.machine(number)):
+            for settings in REGISTERED[name].costs.candidates(self.machine(number)):
                 yield options.with_settings(settings)
 
     def weighed(self, name: str, options: Options) -> Weighed:
@@ -275,11 +275,11 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(saving)
 
 
-def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
+def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
     """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
-        if kind.replays:
+        if kind.can_replay:
             return Strategy(_windows(setup, options, kind))
         price = setup.price(kind, options)
         if price.k is None:
@@ -373,18 +373,18 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Polic
     return _with_storage(setup, options, saving)
 
 
-def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
+def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> Strategy:
     """Returns a strategy of some experts of each layer at a time, in every iteration by default."""
-    by_k, key, count = {}, k, setup.num_experts
+    by_k, key, count, doubled = {}, k, setup.num_experts, kind.costs.doubled_setting
     while key not in by_k:
-        now = options if kind.grows is None else options.with_settings({kind.grows: key})
+        now = options if doubled is None else options.with_settings({doubled: key})
         by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
-        key = k if kind.grows is None else min(2 * key, count)
-    fixed = kind.grows is None or not options.dynamic
+        key = k if doubled is None else min(2 * key, count)
+    fixed = doubled is None or not options.dynamic
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
 
 
-def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
+def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> PolicyCosts:
     """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
     window, largest, held = price.window_length, max(price.snapshots), price.size.total

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
-from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, parse_interval, policy_by_flag
+from moc.policy import AUTO, POLICIES, PolicyFlag, RegisteredPolicy, parse_interval, policy_by_flag
 from moc.policy.errors import PolicyError, policy_refusal
 from moc.policy.interval import UNDISTURBED_MTBF_S
-from moc.policy.pec import experts_of
 from moc.session.settings import TIERS, node_names
 from moc.sharding import scheme_named
 
@@ -21,7 +20,7 @@ _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
 
 
-_REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.replays))
+_REPLAYING = " or ".join(sorted(name for name, entry in POLICIES.items() if entry.can_replay))
 
 
 @dataclass(frozen=True)
@@ -133,19 +132,19 @@ class _EveryPolicy(FlagGroup):
     @property
     def chooses_experts(self) -> bool:
         """Whether the policy chooses its numbers of experts from measurements."""
-        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].reckons_with_faults(self)
+        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].flags.uses_failure_rate(self)
 
     @property
     def experts(self) -> tuple[int, int]:
         """K_snapshot and K_persist, or their initial values."""
-        return experts_of(self)
+        return next(filter(None, (entry.flags.experts_per_layer(self) for entry in POLICIES.values())), (1, 1))
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
         kind, whose = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
         chosen = {
             *_CHOSEN_BY_AUTO,
-            *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen_by_auto),
+            *(one.name for entry in POLICIES.values() for one in entry.flags.specs if one.chosen_by_auto),
         }
         asked = {kind}
         given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
@@ -179,17 +178,19 @@ class _EveryPolicy(FlagGroup):
         for one in POLICIES.values():
             if one in asked:
                 problems.check(self._ask, one, problems)
-        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.replays)
+        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
         problems.check(self._validate_tier, problems)
         problems.refuse(
-            self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
+            self.mtbf_hours is not None
+            and self.ckpt_policy != AUTO
+            and not (kind and kind.flags.uses_failure_rate(self)),
             "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto. Fix: add one of them, or "
             "drop --mtbf-hours",
             code="flag-needs-another",
         )
 
-    def _ask(self, kind: type[Policy], problems: Problems) -> None:
-        for refused in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
+    def _ask(self, kind: RegisteredPolicy, problems: Problems) -> None:
+        for refused in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
             refuse_by(kind, refused, problems)
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
@@ -245,7 +246,7 @@ if TYPE_CHECKING:
 else:
     SnapshotFlags = dataclasses.make_dataclass(
         "SnapshotFlags",
-        [_field(one) for kind in POLICIES.values() for one in kind.flags],
+        [_field(one) for kind in POLICIES.values() for one in kind.flags.specs],
         bases=(_EveryPolicy,),
         frozen=True,
         namespace={
@@ -255,7 +256,7 @@ else:
     )
 
 
-def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
+def refuse_by(kind: RegisteredPolicy, refused: str | PolicyError, problems: Problems) -> None:
     """Adds a policy's refusal to the problems."""
     error = refused if isinstance(refused, PolicyError) else policy_refusal(kind.name, refused)
     problems.refuse(True, str(error), code=error.code)

@@ -15,6 +15,7 @@ from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
 from moc.files.tree import MANIFEST, open_named
 from moc.output import ToolError, counted
+from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit
 from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
@@ -194,7 +195,7 @@ def chosen(
             code="value-out-of-range",
         )
     asked = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
-    own = Selective.settings(asked, job_shape(config))
+    own = POLICIES[Selective.name].settings(asked, job_shape(config))
     own = {name: own[name] for name in ("tier", "gradients", "no_gradients")}
     policy = Selective(operators, SelectiveTuner(measurements=found), **own)
     of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))

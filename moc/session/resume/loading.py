@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
+from moc.policy import Capability
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.live import live_states
@@ -79,7 +80,7 @@ class SnapshotLoader:
         self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
-        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
+        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.is_exact, self.adopted)
         self._rebuilder = Rebuilder(
             engine, self._reader, self._replayer, remains.records, self._repair, parts.digests, log
         )
@@ -247,7 +248,7 @@ class SnapshotLoader:
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
-        whole = next(recoveries(stored, self._policy.operators, self._policy.exact), None)
+        whole = next(recoveries(stored, self._policy.operators, self._policy.is_exact), None)
         return left.again and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
@@ -263,10 +264,10 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if policy.keeps_live and not policy.exact:
+        if Capability.LIVE_EXPERTS in policy.requires and not policy.is_exact:
             held = held + live_states(left.live, left.pieces, policy.name)
         inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
-        return plans(inventory, policy.operators, policy.exact, only)
+        return plans(inventory, policy.operators, policy.is_exact, only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""

@@ -87,7 +87,7 @@ def _reduce_superseded(parts: Components) -> None:
     reduced the snapshots.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
-    if tiers.memory is None or parts.policy.exact:
+    if tiers.memory is None or parts.policy.is_exact:
         return
     carrier = Carrier(tiers.memory, ())
     told = gather(carrier.whole() if tiers.leads_node else None)
@@ -100,11 +100,11 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     """Returns the point where the run resumes; informs the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
-    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    there = staying(loaded.held, policy.operators, policy.is_exact, tier, at, policy.under_way(at))
     if not there.goes_on:
         policy.begin_anew()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    if policy.exact:
+    if policy.is_exact:
         stays = experts_staying((), there.in_memory, at)
     else:
         way = loaded.plan.way

@@ -41,8 +41,8 @@ def machines(draw):
 
 def possible(machine):
     """All pairs of numbers with all intervals, up to far beyond the best one."""
-    for k_snapshot in machine.busiest:
-        for k_persist in (k for k in machine.busiest if k <= k_snapshot):
+    for k_snapshot in machine.busiest_rank_bytes:
+        for k_persist in (k for k in machine.busiest_rank_bytes if k <= k_snapshot):
             least = -(-machine.persist_s(k_persist) // machine.iteration_s)
             for interval in (*range(max(1, int(least)), int(least) + 60), *(int(least) + 10**n for n in (2, 3, 4))):
                 yield k_snapshot, k_persist, interval
@@ -65,7 +65,7 @@ def test_nothing_is_better(machine, limit):
 @settings(deadline=None)
 @given(machines())
 def test_k_snapshot_is_the_largest_that_hides(machine):
-    hidden = [k for k in machine.busiest if machine.snapshot_s(k) <= machine.forward_backward_s]
+    hidden = [k for k in machine.busiest_rank_bytes if machine.snapshot_s(k) <= machine.forward_backward_s]
     choice = choose_pec_settings(machine)
     if hidden:
         assert choice.k_snapshot == max(hidden) and choice.save_s == 0
@@ -83,9 +83,9 @@ def test_the_example():
 def test_experts_that_cost_no_time_are_taken():
     """More experts at the same bottleneck, and a storage that has time left in the same interval."""
     same = {1: 150, 2: 200, 3: 300, 4: 300, 5: 301, 8: 400}
-    choice = choose_pec_settings(dataclasses.replace(MACHINE, busiest=same, persist_bandwidth=50.0))
+    choice = choose_pec_settings(dataclasses.replace(MACHINE, busiest_rank_bytes=same, persist_bandwidth=50.0))
     assert (choice.k_snapshot, choice.k_persist, choice.interval) == (4, 2, 1)
-    less = choose_pec_settings(dataclasses.replace(MACHINE, busiest={k: 150 for k in (1, 2, 3)}))
+    less = choose_pec_settings(dataclasses.replace(MACHINE, busiest_rank_bytes={k: 150 for k in (1, 2, 3)}))
     assert (less.k_snapshot, less.k_persist) == (3, 3)
 
 
@@ -186,8 +186,8 @@ def test_numbers_of_experts_that_are_looked_at():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"busiest": {}},
-        {"busiest": {0: 1, 1: 2}},
+        {"busiest_rank_bytes": {}},
+        {"busiest_rank_bytes": {0: 1, 1: 2}},
         {"iteration_s": 0.0},
         {"iteration_s": math.inf},
         {"restart_s": -1.0},

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import Every, IntervalTuner, parse_interval, policy_named
+from moc.policy import POLICIES, Every, IntervalTuner, parse_interval, policy_named, registered_policy
 from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.flags import JobShape, number_or_auto
 from moc.policy.pec_selection import PLT_LIMIT
@@ -24,19 +24,19 @@ def machine(ks=(1, 2, 4, 16), stages=(FOUR, SMALL), hidden_s=1.0, rate=31.0) -> 
 
 
 def test_a_dense_checkpoint_is_everything():
-    full = policy_named("full")
-    assert list(full.candidates(machine())) == [{}] and full.described({}) == ""
-    assert full.price(machine(), {}) == Price(SnapshotSizes(48.0, 144.0), (), None, 1)
+    full = registered_policy("full")
+    assert list(full.costs.candidates(machine())) == [{}] and full.costs.describe({}) == ""
+    assert full.costs.price(machine(), {}) == Price(SnapshotSizes(48.0, 144.0), (), None, 1)
 
 
 def test_partial_checkpoints_have_some_experts():
-    pec = policy_named("pec")
-    assert list(pec.candidates(machine())) == [{"k": 1}, {"k": 2}, {"k": 4}]
-    assert pec.price(machine(), {"k": 4}) == Price(SnapshotSizes(40.0, 120.0), k=4)
-    assert pec.price(machine(), {}) == Price(SnapshotSizes(20.0, 60.0), k=2)  # one in eight
-    assert pec.price(machine(ks=(1, 2, 3)), {}).k == pec.price(machine(ks=(1, 2, 3)), {"k": 0}).k == 1
-    assert pec.price(machine(ks=()), {}) == Price(SnapshotSizes(48.0, 144.0))
-    assert (pec.described({"k": 4}), pec.described({})) == ("K 4", "")
+    pec = registered_policy("pec")
+    assert list(pec.costs.candidates(machine())) == [{"k": 1}, {"k": 2}, {"k": 4}]
+    assert pec.costs.price(machine(), {"k": 4}) == Price(SnapshotSizes(40.0, 120.0), k=4)
+    assert pec.costs.price(machine(), {}) == Price(SnapshotSizes(20.0, 60.0), k=2)  # one in eight
+    assert pec.costs.price(machine(ks=(1, 2, 3)), {}).k == pec.costs.price(machine(ks=(1, 2, 3)), {"k": 0}).k == 1
+    assert pec.costs.price(machine(ks=()), {}) == Price(SnapshotSizes(48.0, 144.0))
+    assert (pec.costs.describe({"k": 4}), pec.costs.describe({})) == ("K 4", "")
     assert (machine().num_experts, machine(ks=()).num_experts) == (16, 0)
 
 
@@ -45,20 +45,22 @@ def test_windows_up_to_the_shortest_that_hides_and_one_more():
 
     2 N - 1 buffers are kept for a window of N snapshots: those of the complete window, and all but one of the next.
     """
-    sparse = policy_named("sparse")
-    assert list(sparse.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
+    sparse = registered_policy("sparse")
+    assert list(sparse.costs.candidates(machine())) == [{"window": 1}, {"window": 2}, {"window": 3}]
     snapshots = [2 * 12.0 + 2 * 2.0, 2 * 12.0]
-    price = sparse.price(machine(), {})
+    price = sparse.costs.price(machine(), {})
     assert price == Price(
         SnapshotSizes(52.0, 156.0), snapshots, window_length=2, snapshots_in_memory=3
-    ) and price == sparse.price(machine(), {"window": 2})
-    assert sparse.price(machine(), {"window": 4}) == Price(
+    ) and price == sparse.costs.price(machine(), {"window": 2})
+    assert sparse.costs.price(machine(), {"window": 4}) == Price(
         SnapshotSizes(60.0, 180.0), [18.0, 16.0, 14.0, 12.0], window_length=4, snapshots_in_memory=7
     )
-    longer = sparse.price(machine(stages=(FOUR[:1], SMALL)), {"window": 3})  # of the first, all is in one snapshot
+    longer = sparse.costs.price(
+        machine(stages=(FOUR[:1], SMALL)), {"window": 3}
+    )  # of the first, all is in one snapshot
     assert longer.window_length == 3 and longer.size == SnapshotSizes(42.0, 126.0)
     assert longer.snapshots == [2 * 6.0 + 4.0, 2 * 6.0 + 2.0, 2 * 6.0]
-    assert sparse.described({"window": 2}) == "window 2"
+    assert sparse.costs.describe({"window": 2}) == "window 2"
 
 
 ASKED = dict(
@@ -73,7 +75,7 @@ def asked(**flags) -> SimpleNamespace:
 
 
 def settings(name="pec", **flags) -> dict:
-    return policy_named(name).settings(asked(**flags), JobShape(ep=2, stages=(0, 0, 1)))
+    return POLICIES[name].settings(asked(**flags), JobShape(ep=2, stages=(0, 0, 1)))
 
 
 def test_settings_follow_from_flags_and_job():
@@ -123,12 +125,12 @@ def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
     ids=str,
 )
 def test_flags_that_cannot_work_together_are_refused(flags, sentences):
-    found = list(map(str, policy_named("pec").refusals(asked(**flags))))
+    found = list(map(str, POLICIES["pec"].flags.conflicts_in(asked(**flags))))
     assert len(found) == len(sentences) and all(map(str.__contains__, found, sentences))
 
 
 def test_sparse_windows_take_a_snapshot_in_every_iteration():
-    refusals = policy_named("sparse").refusals
+    refusals = POLICIES["sparse"].flags.conflicts_in
     assert [list(refusals(asked(snapshot_interval=every))) for every in ("auto", "1")] == [[], []]
     assert "4th" in str(next(refusals(asked())))
 
@@ -142,13 +144,13 @@ def test_numbers_and_auto():
 
 
 def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
-    selective = policy_named("selective")
+    selective = registered_policy("selective")
     full = dataclasses.replace(
-        machine(), everything=SnapshotSizes(160.0, 480.0), with_experts=lambda k: SnapshotSizes(10 * k, 30 * k)
+        machine(), full_snapshot=SnapshotSizes(160.0, 480.0), with_experts=lambda k: SnapshotSizes(10 * k, 30 * k)
     )
-    plain = selective.price(full, {"experts": 2})
+    plain = selective.costs.price(full, {"experts": 2})
     assert plain == Price(SnapshotSizes(20, 60), k=2) and not plain.repeated_updates
-    price = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2})
+    price = selective.costs.price(dataclasses.replace(full, gradient_ratio=1 / 3), {"experts": 2})
     assert price.size == plain.size and price.tokens_at_risk == (16 / 2 - 1) / 2  # equally busy: no better than in turn
     cost = 1 / 3 + (2 / 3) / 33  # states every 33rd time, since 4 times 8 snapshots would save all in turn
     share = 2 / (16 * cost)
@@ -160,10 +162,13 @@ def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
         and price.blocking_bytes == pytest.approx(share / 3 * 32 / 33 * 160)
         and plain.interval is None
     )
-    assert selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 2, "gradients": "off"}) == plain
-    most = selective.price(dataclasses.replace(full, gradient=1 / 3), {"experts": 16})
+    assert (
+        selective.costs.price(dataclasses.replace(full, gradient_ratio=1 / 3), {"experts": 2, "gradients": "off"})
+        == plain
+    )
+    most = selective.costs.price(dataclasses.replace(full, gradient_ratio=1 / 3), {"experts": 16})
     assert (
         most.tokens_at_risk == 0.0 and most.size.busiest == 10 * 8 and most.repeated_updates == 2
     )  # 16 x (1/3 + 2/15), rounded up
-    counted = dataclasses.replace(full, gradient=1 / 3, at_risk=lambda share, always: share * always)
-    assert selective.price(counted, {"experts": 2}).tokens_at_risk == pytest.approx(cost / 8)
+    counted = dataclasses.replace(full, gradient_ratio=1 / 3, tokens_at_risk=lambda share, always: share * always)
+    assert selective.costs.price(counted, {"experts": 2}).tokens_at_risk == pytest.approx(cost / 8)

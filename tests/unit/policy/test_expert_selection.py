@@ -77,14 +77,18 @@ def test_no_budget_is_exceeded_and_what_would_fit_is_not_left_out(data, table, m
         chosen = chosen_of(experts)
         assert len(set(chosen)) == len(chosen) and experts.keys() == table.keys()
         assert all(row == sorted(row) for row in experts.values())
-        used = [{key: sum(limit.cost[place].get(key, 0) for place in chosen) for key in limit.room} for limit in limits]
-        assert all(total[key] <= limit.room[key] for limit, total in zip(limits, used, strict=True) for key in total)
+        used = [
+            {key: sum(limit.costs[place].get(key, 0) for place in chosen) for key in limit.capacity} for limit in limits
+        ]
+        assert all(
+            total[key] <= limit.capacity[key] for limit, total in zip(limits, used, strict=True) for key in total
+        )
     left = set(places(table)) - set(chosen)  # by the choice per byte
     for place in left:
         assert any(
-            total[key] + cost > limit.room[key]
+            total[key] + cost > limit.capacity[key]
             for limit, total in zip(limits, used, strict=True)
-            for key, cost in limit.cost[place].items()
+            for key, cost in limit.costs[place].items()
         )
 
 
@@ -92,11 +96,11 @@ class PlainRooms:
     """What is left of limits, expert by expert and bin by bin."""
 
     def __init__(self, limits, share):
-        self.limits, self.left = limits, [{key: share * room for key, room in one.room.items()} for one in limits]
+        self.limits, self.left = limits, [{key: share * room for key, room in one.capacity.items()} for one in limits]
 
     def take(self, place):
         bins = [
-            (left, *of) for limit, left in zip(self.limits, self.left, strict=True) for of in limit.cost[place].items()
+            (left, *of) for limit, left in zip(self.limits, self.left, strict=True) for of in limit.costs[place].items()
         ]
         if any(left[key] < cost for left, key, cost in bins):
             return False
@@ -112,7 +116,7 @@ def plain_per_byte(table, ages, max_age, limits):
     rooms = PlainRooms(limits, 0.5)
     chosen = {one for one in old if rooms.take(one)}
     for left, limit in zip(rooms.left, limits, strict=True):
-        left.update({key: left[key] + 0.5 * room for key, room in limit.room.items()})
+        left.update({key: left[key] + 0.5 * room for key, room in limit.capacity.items()})
     waiting = sorted((one for one in places(table) if one not in chosen), key=lambda one: -table[one[0]][one[1]])
     chosen |= {one for one in waiting if rooms.take(one)}
     return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in table.items()}
@@ -120,7 +124,7 @@ def plain_per_byte(table, ages, max_age, limits):
 
 def plain_proportional(table, limits):
     rooms, chosen = PlainRooms(limits, 1.0), {}
-    for layer, number in allocate(table, min(limit.total() for limit in limits)).items():
+    for layer, number in allocate(table, min(limit.expert_count() for limit in limits)).items():
         ordered = sorted(range(len(table[layer])), key=lambda expert: (-table[layer][expert], expert))
         fitting = (expert for expert in ordered if rooms.take((layer, expert)))
         chosen[layer] = sorted(itertools.islice(fitting, number))

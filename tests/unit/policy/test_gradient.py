@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import ObservedIteration, Transfer
+from moc.policy import POLICIES, ObservedIteration, Transfer
 from moc.policy.flags import JobShape
 from moc.policy.gradient import MAX_WINDOW, Gradient, shortest_window
 from moc.policy.interval import BLOCK, WARM_UP
@@ -152,12 +152,20 @@ def test_a_window_of_one_is_everything_each_time():
 
 
 def test_what_is_refused():
-    assert list(Gradient.refusals(asked())) == []
-    assert "--ckpt-tier memory" in str(next(Gradient.misfits(asked(ckpt_tier="disk"), JobShape())))
-    assert "drop --elastic" in str(next(Gradient.misfits(asked(), JobShape(is_elastic=True))))
-    assert "5th" in str(next(Gradient.refusals(asked(snapshot_interval="5"))))
-    assert list(Gradient.misfits(asked(), JobShape())) == []
-    assert "take adam" in str(next(Gradient.misfits(asked(), JobShape(optimizer="sgd"))))
-    assert "drop --moe-grouped-gemm" in str(next(Gradient.misfits(asked(), JobShape(has_separate_experts=False))))
+    assert list(POLICIES[Gradient.name].flags.conflicts_in(asked())) == []
+    assert "--ckpt-tier memory" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(ckpt_tier="disk"), JobShape()))
+    )
+    assert "drop --elastic" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(is_elastic=True)))
+    )
+    assert "5th" in str(next(POLICIES[Gradient.name].flags.conflicts_in(asked(snapshot_interval="5"))))
+    assert list(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape())) == []
+    assert "--optimizer adam" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(optimizer="sgd")))
+    )
+    assert "drop --moe-grouped-gemm" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(has_separate_experts=False)))
+    )
     with raises("value-out-of-range", "-1"):
         Gradient(OPERATORS, None, window=-1)

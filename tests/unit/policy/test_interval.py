@@ -59,7 +59,7 @@ def close(interval, clock):
 
 def settled(**costs):
     clock = Clock(IntervalTuner(0.03), **costs).snapshots(SNAPSHOTS)
-    assert clock.interval.settled and close(clock.interval.interval, clock)
+    assert clock.interval.is_settled and close(clock.interval.interval, clock)
     return clock
 
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_keeps_its_interval_and_does_not_save_at_once():
     clock = settled(stall_s=1.5)
     resumed = Clock(IntervalTuner(0.03), stall_s=1.5)
     resumed.interval.load_state_dict(clock.interval.state_dict())
-    assert resumed.interval.settled
+    assert resumed.interval.is_settled
     resumed.snapshots(2)
     assert resumed.starts == [50, 100]
 

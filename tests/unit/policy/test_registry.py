@@ -1,12 +1,11 @@
 """Exceptions of an installed policy are named with policy, method and line; the errors that recovery needs pass."""
 
 import dataclasses
-from typing import ClassVar
 
 import pytest
 
 from moc.policy import POLICIES, Every, Policy, SnapshotPlan, policy
-from moc.policy.flags import PolicyFlag
+from moc.policy.flags import FlagConflict, PolicyFlag, PolicyFlags
 from moc.policy.registry import guard_methods
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
@@ -19,18 +18,20 @@ OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_expe
 def failing():
     """A policy whose methods fail as its field defines."""
 
-    @policy("failing")
+    class FailingFlags(PolicyFlags):
+        conflicts = (FlagConflict(lambda flags: flags.nothing, "this conflicts. Fix: change it"),)
+
+        def max_lost_tokens(self, flags):
+            return flags.nothing
+
+    @policy("failing", flags=FailingFlags())
     @dataclasses.dataclass(frozen=True)
     class Failing(Policy):
         error: Exception | None = None
         result: object = None
 
-        @classmethod
-        def refusals(cls, asked):
-            yield asked.nothing
-
         @property
-        def counts_tokens(self):
+        def window_length(self):
             return self.nothing
 
         def plan(self, iteration, load=None):
@@ -47,7 +48,7 @@ def failing():
                 raise self.error
             return self.result
 
-    guard_methods(Failing)
+    guard_methods(POLICIES["failing"])
     yield lambda **fields: Failing(OPERATORS, Every(1), **fields)
     del POLICIES["failing"]
 
@@ -55,10 +56,13 @@ def failing():
 def test_each_kind_of_method_is_named_with_the_line(failing):
     with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_registry.py:"):
         failing(error=ZeroDivisionError("by zero")).plan(1)
-    with raises("policy-failed", "counts_tokens()", "test_registry.py:"):
-        _ = failing().counts_tokens
-    with raises("policy-failed", "refusals()", "AttributeError"):
-        list(failing().refusals(object()))
+    with raises("policy-failed", "window_length()", "test_registry.py:"):
+        _ = failing().window_length
+    flags = POLICIES["failing"].flags
+    with raises("policy-failed", "max_lost_tokens()", "AttributeError"):
+        flags.max_lost_tokens(object())
+    with raises("policy-failed", "conflicts_in()", "AttributeError"):
+        list(flags.conflicts_in(object()))
 
 
 def test_errors_of_the_contract_pass(failing):
@@ -90,10 +94,12 @@ def test_a_plan_of_something_else_is_refused(operators, failing):
 def test_a_flag_of_another_type_is_refused():
     with raises("policy-class-invalid", "odd_list", "list"):
 
-        @policy("odd")
+        class OddFlags(PolicyFlags):
+            specs = (PolicyFlag("odd_list", list, None, "A list."),)
+
+        @policy("odd", flags=OddFlags())
         @dataclasses.dataclass(frozen=True)
         class Odd(Policy):
-            flags: ClassVar = (PolicyFlag("odd_list", list, None, "A list."),)
             list: object = None
 
             def plan(self, iteration, load=None):

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, JobShape, ObservedIteration, Transfer, policy_named
+from moc.policy import POLICIES, Capability, Every, IntervalTuner, JobShape, ObservedIteration, Transfer, policy_named
 from moc.policy.costs import Machine, SnapshotSizes
 from moc.policy.interval import BLOCK, WARM_UP
-from moc.policy.selective import FLAGS, Selective
+from moc.policy.selective import Selective
 from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
+from moc.policy.selective_flags import FLAGS
 from moc.policy.token_ledger import CapacityBoost
 from moc.state.detail import Detail
 from tests.errors import raises
@@ -411,13 +412,13 @@ def asked(**flags) -> SimpleNamespace:
     ],
 )
 def test_flags_that_contradict_each_other(flags, sentence):
-    (refused,) = Selective.refusals(asked(**flags))
-    assert sentence in str(refused) and not list(Selective.refusals(asked()))
+    (refused,) = POLICIES[Selective.name].flags.conflicts_in(asked(**flags))
+    assert sentence in str(refused) and not list(POLICIES[Selective.name].flags.conflicts_in(asked()))
 
 
 def test_settings_from_flags():
     flags = asked(selective_experts=2, persist_interval=8)
-    policy = Selective(OPERATORS, Every(2), **Selective.settings(flags, JobShape()))
+    policy = Selective(OPERATORS, Every(2), **POLICIES[Selective.name].settings(flags, JobShape()))
     assert (policy.experts, policy.tier, policy.interval) == (2, "peers", Every(2))
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
@@ -425,7 +426,7 @@ def test_settings_from_flags():
 def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
     def boost(drops, **flags):
         return Selective(
-            OPERATORS, Every(2), **Selective.settings(asked(**flags), JobShape(drops_tokens=drops))
+            OPERATORS, Every(2), **POLICIES[Selective.name].settings(asked(**flags), JobShape(drops_tokens=drops))
         ).makes_up
 
     assert boost(True) == CapacityBoost(0.1, 200) and boost(False) is None
@@ -438,32 +439,41 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
 
-    assert list(Selective.candidates(machine(45.0))) == [{"experts": k, "gradients": "off"} for k in (1, 2, 4)]
-    assert [one["experts"] for one in Selective.candidates(machine(5.0))] == [1] and not list(
-        Selective.candidates(machine(5.0, ()))
+    assert list(POLICIES[Selective.name].costs.candidates(machine(45.0))) == [
+        {"experts": k, "gradients": "off"} for k in (1, 2, 4)
+    ]
+    assert [one["experts"] for one in POLICIES[Selective.name].costs.candidates(machine(5.0))] == [1] and not list(
+        POLICIES[Selective.name].costs.candidates(machine(5.0, ()))
     )
-    price = Selective.price(machine(45.0), {})
-    assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
-    assert Selective.price(machine(45.0, ()), {}).k is None and price.tokens_at_risk is None
-    counted = dataclasses.replace(machine(45.0), at_risk=lambda share, always: 8 * share * always)
-    assert Selective.price(counted, {}).tokens_at_risk == 2.0  # 4 of 16
-    assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
-    assert Selective.described({"experts": 4, "gradients": "off"}) != "4 experts"
+    price = POLICIES[Selective.name].costs.price(machine(45.0), {})
+    assert (price.k, price.size.busiest) == (4, 40.0) and POLICIES[Selective.name].costs.price(
+        machine(45.0), {"experts": 2}
+    ).k == 2
+    assert POLICIES[Selective.name].costs.price(machine(45.0, ()), {}).k is None and price.tokens_at_risk is None
+    counted = dataclasses.replace(machine(45.0), tokens_at_risk=lambda share, always: 8 * share * always)
+    assert POLICIES[Selective.name].costs.price(counted, {}).tokens_at_risk == 2.0  # 4 of 16
+    assert (POLICIES[Selective.name].costs.describe({"experts": 4}), POLICIES[Selective.name].costs.describe({})) == (
+        "4 experts",
+        "",
+    )
+    assert POLICIES[Selective.name].costs.describe({"experts": 4, "gradients": "off"}) != "4 experts"
 
 
 def test_copies_go_in_bubbles_where_there_are_any():
     flags = asked(selective_hide="bubble", selective_gradients="off")
     jobs = JobShape(pp=2, bubble_share=0.5), JobShape(pp=2)
-    timed, cuda = (Selective(OPERATORS, IntervalTuner(), **Selective.settings(flags, job)) for job in jobs)
-    assert timed.in_bubbles and not [*timed.remarks()]
-    assert not cuda.in_bubbles and "no effect" in next(cuda.remarks())
+    timed, cuda = (
+        Selective(OPERATORS, IntervalTuner(), **POLICIES[Selective.name].settings(flags, job)) for job in jobs
+    )
+    assert Capability.BUBBLES in timed.requires and not [*timed.remarks()]
+    assert Capability.BUBBLES not in cuda.requires and "no effect" in next(cuda.remarks())
     seen = dict(copied=Transfer(120.0, 1.0))
     for policy in (timed, cuda, Selective(OPERATORS, Every(1), bubble_share=0.5)):
         for _ in range(WARM_UP + BLOCK):
             policy.interval.observe(ObservedIteration(2.0, forward_backward_s=1.0, **seen))
-        assert policy.interval.local == (60.0 if policy is timed else 120.0)
+        assert policy.interval.local_bytes == (60.0 if policy is timed else 120.0)
         assert ("bubbles" in policy.reason()) == (policy is timed)
     fixed = Selective(OPERATORS, Every(1), experts=1, hide="bubble", bubble_share=0.5)
-    assert fixed.in_bubbles and isinstance(fixed.interval, Every)
+    assert Capability.BUBBLES in fixed.requires and isinstance(fixed.interval, Every)
     with raises("value-not-a-choice", "night"):
         Selective(OPERATORS, Every(1), hide="night")

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import Every, JobShape, ObservedIteration, Transfer
+from moc.policy import POLICIES, Capability, Every, JobShape, ObservedIteration, Transfer
 from moc.policy.expert_selection import Preselection, count_limit, proportional
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.pec import PecState
 from moc.policy.pec_tuner import PecLimits, PecTuner
-from moc.policy.selective import FLAGS, Selective
+from moc.policy.selective import Selective
 from moc.policy.selective_choice import (
     ExpertSizes,
     SelectiveTuner,
@@ -21,6 +21,7 @@ from moc.policy.selective_choice import (
     experts_to_renew,
     gradient_chains,
 )
+from moc.policy.selective_flags import FLAGS
 from moc.policy.tokens_at_risk import equal_sizes, replay_loads
 from moc.state.detail import Detail
 from tests.errors import raises
@@ -63,15 +64,15 @@ def test_nothing_is_due_before_iterations_and_the_cost_of_the_first_snapshot_are
     assert not tuner.is_due(14) and tuner.local_bytes is None and tuner.affordable_interval(9.0) == 1
     observe(tuner)
     assert tuner.is_due(15) and not tuner.is_due(0) and tuner.remote_bytes("peers") is None
-    observe(tuner, started=True, busy=True)
+    observe(tuner, snapshot_started=True, snapshot_pending=True)
     assert not tuner.is_due(16)
-    observe(tuner, busy=True, copied=Transfer(80.0, 2.0))
+    observe(tuner, snapshot_pending=True, copied=Transfer(80.0, 2.0))
     assert tuner.is_due(17) and tuner.local_bytes == 40.0
 
 
 def test_a_first_snapshot_whose_cost_nobody_told_is_not_waited_for_once_it_is_safe():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
-    observe(tuner, started=True, busy=True)
+    observe(tuner, snapshot_started=True, snapshot_pending=True)
     assert not tuner.is_due(17)
     observe(tuner)
     assert tuner.is_due(18)
@@ -290,7 +291,9 @@ def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_
         load = loads(9, 5, 3, 1, before=load)
         plan = take(one, iteration, load)
         if iteration == 5:  # the first with bases that are too old, on half of the budget
-            assert plan.compared == set(plan.of(FULL)) - {o.name for o in OPERATORS if o.place is None} != set()
+            assert (
+                plan.compared == set(plan.operators_at(FULL)) - {o.name for o in OPERATORS if o.place is None} != set()
+            )
             assert not policy(experts=3, max_age=3).plan(5, load).compared
         assert iteration >= 5 or not plan.compared
 
@@ -311,9 +314,9 @@ def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts
         plans[iteration] = take(one, iteration, load)
         assert nbytes(plans[iteration]) <= 2 * experts * FULL_BYTES
         assert other.plan(iteration, load) == plans[iteration]
-        for name in (*plans[iteration].of(GRAD), *plans[iteration].compared):
+        for name in (*plans[iteration].operators_at(GRAD), *plans[iteration].compared):
             assert name in plans[iteration - 1].operators
-        for name in plans[iteration].of(GRAD):
+        for name in plans[iteration].operators_at(GRAD):
             at = iteration
             while plans[at].operators.get(name) is GRAD:
                 at -= 1
@@ -328,40 +331,58 @@ def asked(**flags) -> SimpleNamespace:
 
 OBSTACLES = [
     (dict(ckpt_tier="disk"), {}, "add --ckpt-tier memory or peers"),
-    (dict(ckpt_tier="disk"), dict(elastic=True), "drop --elastic"),
+    (dict(ckpt_tier="disk"), dict(is_elastic=True), "drop --elastic"),
     (dict(snapshot_interval="2"), {}, "set --snapshot-interval 1"),
-    ({}, dict(optimizer="sgd"), "take adam"),
-    ({}, dict(experts_apart=False), "drop --moe-grouped-gemm"),
+    ({}, dict(optimizer="sgd"), "--optimizer adam"),
+    ({}, dict(has_separate_experts=False), "drop --moe-grouped-gemm"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "job", "remedy"), OBSTACLES)
 def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
-    settings = Selective.settings(asked(**flags), JobShape(**job))
+    settings = POLICIES[Selective.name].settings(asked(**flags), JobShape(**job))
     found = Selective(OPERATORS, Every(1), **settings)
-    assert not found.saves_gradients and found.score == "tokens-age" and remedy in next(found.remarks())
+    assert (
+        Capability.GRADIENTS not in found.requires and found.score == "tokens-age" and remedy in next(found.remarks())
+    )
     wanted = asked(**flags, selective_gradients="on")
-    (sentence,) = Selective.misfits(wanted, JobShape(**job))
+    (sentence,) = POLICIES[Selective.name].flags.unmet_requirements(wanted, JobShape(**job))
     assert remedy in str(sentence)
     folded = asked(**flags, selective_fold="peers")
-    (sentence,) = Selective.misfits(folded, JobShape(**job))
+    (sentence,) = POLICIES[Selective.name].flags.unmet_requirements(folded, JobShape(**job))
     assert remedy in str(sentence) and "--selective-fold peers" in str(sentence)
 
 
 def test_folding_what_is_not_saved_is_refused():
-    (sentence,) = Selective.refusals(asked(selective_fold="peers", selective_gradients="off"))
+    (sentence,) = POLICIES[Selective.name].flags.conflicts_in(asked(selective_fold="peers", selective_gradients="off"))
     assert "--selective-fold peers" in str(sentence) and "--selective-gradients off" in str(sentence)
-    assert not [*Selective.refusals(asked(selective_fold="peers")), *Selective.misfits(asked(), JobShape())]
-    assert Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_fold="peers"), JobShape())).folds_beside
-    assert not Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape())).folds_beside
+    assert not [
+        *POLICIES[Selective.name].flags.conflicts_in(asked(selective_fold="peers")),
+        *POLICIES[Selective.name].flags.unmet_requirements(asked(), JobShape()),
+    ]
+    assert (
+        Capability.BACKGROUND_UPDATES
+        in Selective(
+            OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(selective_fold="peers"), JobShape())
+        ).requires
+    )
+    assert (
+        Capability.BACKGROUND_UPDATES
+        not in Selective(OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(), JobShape())).requires
+    )
 
 
 def test_by_default_they_are_on_where_they_can_be():
-    found = Selective(OPERATORS, Every(1), **Selective.settings(asked(), JobShape()))
-    assert found.saves_gradients and found.score == "tokens" and not list(found.remarks())
-    assert not [*Selective.refusals(asked()), *Selective.misfits(asked(), JobShape())]
-    off = Selective(OPERATORS, Every(1), **Selective.settings(asked(selective_gradients="off"), JobShape()))
-    assert not off.saves_gradients and off.score == "tokens-age" and not list(off.remarks())
+    found = Selective(OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(), JobShape()))
+    assert Capability.GRADIENTS in found.requires and found.score == "tokens" and not list(found.remarks())
+    assert not [
+        *POLICIES[Selective.name].flags.conflicts_in(asked()),
+        *POLICIES[Selective.name].flags.unmet_requirements(asked(), JobShape()),
+    ]
+    off = Selective(
+        OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(selective_gradients="off"), JobShape())
+    )
+    assert Capability.GRADIENTS not in off.requires and off.score == "tokens-age" and not list(off.remarks())
 
 
 @pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])

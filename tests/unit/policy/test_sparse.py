@@ -70,7 +70,7 @@ def test_asking_changes_nothing():
 
 
 def first_experts(policy, iteration, load) -> list[str]:
-    return [name for name in policy.plan(iteration, load).of(Detail.FULL) if ".expert." in name]
+    return [name for name in policy.plan(iteration, load).operators_at(Detail.FULL) if ".expert." in name]
 
 
 def test_the_order_follows_popularity_at_the_border_of_a_window_only():

@@ -76,7 +76,7 @@ class World:
             states = self.versions((layer, expert), at, only_newest=False) | {0: {}}
             self.live[layer, expert] = dict(states[iteration])
             restored[layer][expert] = iteration
-        self.ledger = self.ledgers[at].recovered(restored, others)
+        self.ledger = self.ledgers[at].after_recovery(restored, others)
         del self.seen[at + 1 :]
         for tier, states in self.saved.items():
             self.complete[tier] = [i for i in self.complete[tier] if i <= at]

@@ -291,5 +291,5 @@ def test_a_resumed_run_knows_what_was_measured_and_passes_over_its_first_iterati
 def test_a_limit_shortens_longer_windows_alone():
     tuner = WindowTuner()
     assert tuner.limit(9) == 9
-    tuner.limit_windows(4)
+    tuner.limit_window_length(4)
     assert [tuner.limit(length) for length in (3, 4, 9)] == [3, 4, 4]
