@@ -367,7 +367,7 @@ class SnapshotLoader:
             f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
             code="state-digest-differs",
         )
-        operators = None if self._policy.exact else frozenset(result.wrong)
+        operators = None if self._policy.is_exact else frozenset(result.wrong)
         return {held.key: Damage(with_code(error), operators)}, frozenset()
 
     def _complete(self, saved: Mapping) -> None:
