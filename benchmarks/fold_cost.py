@@ -29,7 +29,7 @@ from moc.state.adam import Rule, Rules, kind_of
 from moc.state.record import StepRecord
 from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.shard_file import RegionTensor, write_regions
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 

@@ -138,7 +138,7 @@ def _attempt(what: str, name: str, failed: dict[str, str], run) -> None:
 
 def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
     from benchmarks.papers.equations import pec_size
-    from moc.sharding.contents import StateBytes
+    from moc.sharding.save_items import StateBytes
 
     counts, state, told = parameters(model), StateBytes(weights=0), {}
     for name, s in summaries.items():

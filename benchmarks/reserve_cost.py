@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, rotated, show, table, write_json
 from moc.store.buffers import Buffer
-from moc.store.slots import reserve_slots
+from moc.store.reserved_memory import reserve_slots
 
 GB = 10**9
 

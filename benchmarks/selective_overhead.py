@@ -53,7 +53,7 @@ from benchmarks.sparse_overhead import PRECISIONS
 from benchmarks.sparse_overhead import model as model_of
 from moc.policy.interval import Every
 from moc.policy.selective import Selective
-from moc.sharding.contents import StateBytes
+from moc.sharding.save_items import StateBytes
 
 MORE = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8".split()
 MODEL = [*SMALL_BATCH, *MORE]

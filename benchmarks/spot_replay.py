@@ -53,7 +53,7 @@ from benchmarks.ettr.changes import Pauses, pauses
 from benchmarks.live.job import KIND, ROOT
 from benchmarks.live.members import Nodes
 from megatron.pretraining.planning import simulate
-from moc.report.members import periods, seconds_by_workers
+from moc.report.figures import periods, seconds_by_workers
 from moc.simulate.failures import Trace, read_trace
 
 NODES, LEAST, BATCH, GPUS = 6, 2, 24, 8  # GPUS: of a simulated node

@@ -42,7 +42,7 @@ from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
 from moc.runtime.addresses import resolve
 from moc.runtime.termination import SAVED
-from moc.store.tiers import SOCKETS
+from moc.store.host_memory import SOCKETS
 from tests.integration.strangers import Stranger
 from tests.unit.runtime.fuzz_protocol import attack, between, stranger
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from moc.errors import warning
 from moc.files import decode
-from moc.files.events import NAME
-from moc.files.tree import Tree, open_single
+from moc.files.event_log import EVENTS_FILE
+from moc.files.safe_directory import Tree, open_single
 from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
@@ -42,7 +42,7 @@ class EventLog:
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
-        self._path = Path(directory or "") / NAME  # not opened without a directory
+        self._path = Path(directory or "") / EVENTS_FILE  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in
+from moc.files.safe_directory import RefusedFileError, Tree, remove_own
 from moc.files.text import one_line, printable
-from moc.files.tree import RefusedFileError, Tree, remove_own
 
 if TYPE_CHECKING:
     from rich.console import Console

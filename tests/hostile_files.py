@@ -43,9 +43,9 @@ from megatron.pretraining.planning.selective_choice import read_routing  # noqa:
 from moc.elastic.plan import Plan, Settings  # noqa: E402
 from moc.elastic.plan import plan as make_plan  # noqa: E402
 from moc.events import EventLog  # noqa: E402
-from moc.files import decode, tree  # noqa: E402
-from moc.files.events import read_events  # noqa: E402
-from moc.files.tree import Tree  # noqa: E402
+from moc.files import decode, safe_directory  # noqa: E402
+from moc.files.event_log import read_events  # noqa: E402
+from moc.files.safe_directory import Tree  # noqa: E402
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_checkpoint, read_regions  # noqa: E402
 from moc.inspect.coverage import coverage_problems, missing_operators  # noqa: E402
 from moc.output import ToolError  # noqa: E402
@@ -55,11 +55,11 @@ from moc.report.loss import read_run  # noqa: E402
 from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
 from moc.state import module_bytes  # noqa: E402
-from moc.store import dense_files, leases, runs  # noqa: E402
+from moc.store import dense_files, host_memory, runs  # noqa: E402
 from moc.store import manifest as manifests  # noqa: E402
-from moc.store.boxes import INDEX  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.fence import Holder  # noqa: E402
+from moc.store.header import INDEX  # noqa: E402
 from moc.store.storage import LocalPlace  # noqa: E402
 from tests.mutations import changed, encoded, signed  # noqa: E402
 
@@ -174,7 +174,7 @@ def _read_state(path: Path) -> None:
 
 
 def _read_config(path: Path) -> None:
-    config = read_json(path, tree.SMALL)
+    config = read_json(path, safe_directory.SMALL)
     family_of(config).flags_of(config)
 
 
@@ -186,7 +186,7 @@ def _read_dense(path: Path) -> None:
 
 
 def _read_snapshot(path: Path) -> None:
-    manifest = manifests.Manifest.from_json(Tree(path.parent).read(path.name, tree.MANIFEST), path.name)
+    manifest = manifests.Manifest.from_json(Tree(path.parent).read(path.name, safe_directory.MANIFEST), path.name)
     json.dumps([summary(manifest)])
     assert manifest.bytes >= 0 and manifest.to_json()
     read_checkpoint(path.parent)
@@ -197,8 +197,8 @@ def _read_run(path: Path) -> None:
 
 
 def _read_lease(path: Path) -> None:
-    leases.lease_left_s(path.parent)
-    _valid(leases._length_s(path.parent) != leases.DEFAULT_S)
+    host_memory.lease_left_s(path.parent)
+    _valid(host_memory._length_s(path.parent) != host_memory.DEFAULT_S)
 
 
 def _read_dense_report(path: Path) -> None:
@@ -324,7 +324,7 @@ def _trace() -> Iterator[bytes]:
 
 def _flags() -> Iterator[bytes]:
     yield from _any_json()
-    most = tree.CONFIG
+    most = safe_directory.CONFIG
     yield from (
         part * (most // len(part)) for part in (b"a: 1\n", b"- ", b"? ", b"&a ", b"[", b"{", b"!!", b"a:\n ", b"*a\n")
     )
@@ -338,7 +338,7 @@ def _routing() -> Iterator[bytes]:
     yield from (b"", b"PK", b"\0" * MOST, _archive(b""), _archive(b"\x93NUMPY"))
     for shape in ((1 << 22, 1, 1), (60_000, 8, 16), (12, 1, 4), (0, 1, 1), (7_900_000,)):
         for dtype in ("u1", "i8", "f8", "U1"):
-            if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= tree.MANIFEST:
+            if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= safe_directory.MANIFEST:
                 yield _archive(_array(numpy.zeros(shape, dtype)), zipfile.ZIP_DEFLATED)
     for shape in ((900_000, 1, 1), (12, 75_000, 1), (12, 1, 75_000), (60_000, 1, 2)):
         for dtype in ("u1", "i8"):
@@ -523,14 +523,16 @@ TYPES: dict[str, FileType] = {
     "manifest.json, dense": _json_type("manifest.json", _read_dense, DENSE),
     ".rank_00000.json, snapshot": _json_type(
         ".rank_00000.json",
-        lambda path: manifests.RankReport.from_json(Tree(path.parent).read(path.name, tree.MANIFEST).decode()),
+        lambda path: manifests.RankReport.from_json(
+            Tree(path.parent).read(path.name, safe_directory.MANIFEST).decode()
+        ),
         REPORT,
     ),
     ".rank_00000.json, dense": _json_type(
         ".rank_00000.json", _read_dense_report, {"files": DENSE["files"], "error": None}
     ),
     ".fence": _signed_type(
-        ".fence", lambda path: Holder.from_json(Tree(path.parent).read(path.name, tree.SMALL)), HOLDER
+        ".fence", lambda path: Holder.from_json(Tree(path.parent).read(path.name, safe_directory.SMALL)), HOLDER
     ),
     ".run.json": _signed_type(".run.json", _read_run, RUN),
     ".lease": _signed_type(".lease", _read_lease, {"seconds": 12.5}),

@@ -7,12 +7,11 @@ import json
 import random
 from pathlib import Path
 
-from moc.store.digest import digest_of
 from moc.store.fence import NAME as FENCE
-from moc.store.leases import NAME as LEASE
-from moc.store.manifest import NAME as MANIFEST
-from moc.store.manifest import FileEntry
-from moc.store.runs import NAME as RUN
+from moc.store.host_memory import NAME as LEASE
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
+from moc.store.manifest import FileEntry, digest_of
+from moc.store.runs import RUN_FILE as RUN
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.hostile_files import changed_index, file_of, header_of

@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from moc.store.digest import digest_of
-from moc.store.manifest import _canonical
+from moc.store.manifest import _canonical, digest_of
 
 _AGAIN, _TEXT = "\ue000", "\ue001"  # marks of strings: a key that occurs again, and JSON text
 _MARKED = re.compile(r'"\\ue001((?:[^"\\]|\\.)*)"')

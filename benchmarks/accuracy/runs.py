@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
 from benchmarks.live.job import ROOT, SHARED, free_ports
-from moc.files.events import read_events
-from moc.store.tiers import memory_found
+from moc.files.event_log import read_events
+from moc.store.host_memory import memory_found
 
 ARTICLE = r"^ = [^=]+ = $"  # first line of a WikiText article
 FEWEST_ARTICLES = 20  # with fewer, the tenth for validation is too small

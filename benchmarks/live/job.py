@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from moc.store.store import Store, directory_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from moc.store.digest import digest_of
+from moc.store.manifest import digest_of
 
 MB = 1 << 20
 ROUNDS, TURN_S, PAUSE_S = 60, 0.06, 0.02

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 from moc.store.errors import CheckpointError
+from moc.store.host_memory import memory_found
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 
 PERIOD_S = 0.2
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.pec_selection import sequential_experts
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from moc.sharding import SCHEMES, Layout, StateBytes, assign_items, cut_large, list_save_items, loads
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.cost import Work, estimate
 from moc.state.operators import Operator
@@ -89,16 +89,16 @@ def _busiest(hidden: int, method: str) -> int:
     """Returns the bytes of the rank that saves most."""
     layout, operators = Layout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
     if method == "Base-Async":
-        items, scheme = contents(operators, layout, StateBytes()), SCHEMES["baseline"]
+        items, scheme = list_save_items(operators, layout, StateBytes()), SCHEMES["baseline"]
     else:
         chosen = {
             f"layers.{layer}.expert.{expert}"
             for layer in range(_LAYERS)
             for expert in sequential_experts(0, layer, _COUNTED // _SAVED, _COUNTED, layout.ep)
         }
-        items, scheme = contents(operators, layout, StateBytes(), chosen=chosen), SCHEMES["EE+AN"]
+        items, scheme = list_save_items(operators, layout, StateBytes(), chosen=chosen), SCHEMES["EE+AN"]
     items = cut_large(items)
-    return max(loads(items, assign(items, scheme), layout.world))
+    return max(loads(items, assign_items(items, scheme), layout.world))
 
 
 def _forward_backward_s(point: Simulated) -> float:

@@ -9,7 +9,7 @@ from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, operators_of
 from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
 from moc.policy.pec_tuner import uniform_plt
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from moc.sharding import SCHEMES, Layout, StateBytes, assign_items, cut_large, list_save_items, loads
 from moc.state.operators import Operator
 
 _CASES = {1: Layout(world=8, ep=8), 2: Layout(world=16, ep=16), 3: Layout(world=16, ep=8)}
@@ -47,8 +47,8 @@ def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_mast
     if k is not None:
         experts = {layer: sequential_experts(0, place, k, _EXPERTS, layout.ep) for place, layer in enumerate(layers)}
         chosen = {f"layers.{layer}.expert.{expert}" for layer, numbers in experts.items() for expert in numbers}
-    items = cut_large(contents(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
-    found = {name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}
+    items = cut_large(list_save_items(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
+    found = {name: max(loads(items, assign_items(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}
     return found | {"total": sum(item.nbytes for item in items)}
 
 

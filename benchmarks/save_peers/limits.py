@@ -26,8 +26,7 @@ cpu.install()
 from moc.snapshot.contents import Share  # noqa: E402
 from moc.snapshot.saver import Saver  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.fill import reading_ahead, values_for  # noqa: E402
-from moc.store.regions import Entry, FileLayout, RegionReader  # noqa: E402
+from moc.store.shard_file import Entry, FileLayout, RegionReader, reading_ahead, values_for  # noqa: E402  # noqa: E402
 from moc.store.storage import LocalPlace  # noqa: E402
 from moc.store.store import Store, directory_of, file_of  # noqa: E402
 

@@ -31,7 +31,7 @@ from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.state.undo_log import UntrackedChangeError
 from moc.store.errors import CheckpointError
-from moc.store.tiers import memory_of_run
+from moc.store.host_memory import memory_of_run
 
 
 def pretrain(config: Config, program: Program) -> int:

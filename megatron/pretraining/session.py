@@ -18,7 +18,7 @@ from moc.runtime.environment import node_limits
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
-from moc.sharding.layout import Layout
+from moc.sharding.parallel_layout import Layout
 from moc.simulate.elastic import ElasticSettings
 from moc.simulate.lasting import Lasting
 

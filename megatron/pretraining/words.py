@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
+from moc.files.safe_directory import CONFIG, open_named
 from moc.files.text import short, without_middle
-from moc.files.tree import CONFIG, open_named
 
 _SIMILAR = 0.8
 """Minimum similarity, from 0 to 1, of a word to a suggested flag."""

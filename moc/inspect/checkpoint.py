@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from moc.errors import cause_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name
-from moc.files.tree import Tree
+from moc.files.safe_directory import Tree
 from moc.store import dense_files
 from moc.store import manifest as manifests
-from moc.store.boxes import StoredBox, read_boxes
 from moc.store.dense_files import MANIFEST, STATE
 from moc.store.errors import CheckpointError
+from moc.store.header import StoredBox, read_boxes
 from moc.store.manifest import Manifest, OperatorEntry
 from moc.store.store import iteration_of
 
@@ -77,7 +77,7 @@ def is_checkpoint(path: Path) -> bool:
 def format_of(directory: Path) -> str:
     """Returns ``snapshot`` if the manifest has Format v1, otherwise ``dense``."""
     try:
-        written = decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST))["format"]
+        written = decode.parse(Tree(directory).read(MANIFEST, safe_directory.MANIFEST))["format"]
         return SNAPSHOT if written == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
@@ -158,7 +158,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _read_snapshot(directory: Path) -> Checkpoint:
-    manifest = Manifest.from_json(Tree(directory).read(MANIFEST, tree.MANIFEST), MANIFEST)
+    manifest = Manifest.from_json(Tree(directory).read(MANIFEST, safe_directory.MANIFEST), MANIFEST)
     files = {name: asdict(entry) for name, entry in manifest.files.items()}
     same = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
     checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **same)
@@ -206,7 +206,7 @@ def _read_state(checkpoint: Checkpoint) -> None:
     if STATE in checkpoint.broken or not path.is_file():
         return  # already reported
     try:
-        state = _checked(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)))
+        state = _checked(decode.parse(Tree(checkpoint.directory).read(STATE, safe_directory.MANIFEST)))
     except (ValueError, OSError) as error:
         checkpoint.broken.add(STATE)
         checkpoint.problems.append(f"{STATE}: cannot be read ({error})")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moc.output import Parser, escapes_output, print_lines, refused
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import Leftover, leftovers, leftovers_of, remove_leftover
+from moc.store.host_memory import Leftover, leftovers, leftovers_of, remove_leftover
 
 
 @escapes_output

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.inspect.chains import Age, ages, bases, chain_problems
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, is_by_operator, operator_or_other
-from moc.inspect.older import sentence
+from moc.inspect.older_versions import Age, ages, bases, chain_problems, sentence
 from moc.output import Parser, console, escapes_output, human, print_json, print_lines, refused
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry

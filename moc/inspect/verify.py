@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moc.errors import cause_of, with_code
-from moc.files.tree import Tree
-from moc.inspect.chains import chain_problems
+from moc.files.safe_directory import Tree
 from moc.inspect.checkpoint import (
     DENSE,
     SNAPSHOT,
@@ -27,10 +26,11 @@ from moc.inspect.checkpoint import (
     saved_iterations,
 )
 from moc.inspect.coverage import coverage_problems
+from moc.inspect.older_versions import chain_problems
 from moc.output import Parser, escapes_output, human, print_json, print_lines, progress
 from moc.store import dense_files
-from moc.store.digest import digest_of_file
 from moc.store.errors import CheckpointError
+from moc.store.manifest import digest_of_file
 
 EPILOG = """\
 examples:

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 
 from moc.errors import cause_of, with_code
-from moc.files.tree import Tree, remove_own
+from moc.files.safe_directory import Tree, remove_own
 from moc.state.region import Region
-from moc.store.blobs import LocalBlob
 from moc.store.buffers import Buffer
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
-from moc.store.regions import Entry, FileLayout, Source, read_sources
+from moc.store.manifest import digest_of
+from moc.store.shard_file import Entry, FileLayout, Source, read_sources
+from moc.store.storage import LocalBlob
 
 _FILE = re.compile(r"^iter_(\d{10})\.safetensors$")
 

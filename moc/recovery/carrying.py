@@ -32,13 +32,10 @@ from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
-from moc.store.blobs import Blob
-from moc.store.boxes import StoredBox, read_boxes
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, MissingRegionError
-from moc.store.layout import FileLayout
-from moc.store.manifest import NAME, FileEntry, Manifest
-from moc.store.storage import LocalPlace
+from moc.store.header import FileLayout, StoredBox, read_boxes
+from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, digest_of
+from moc.store.storage import Blob, LocalPlace
 from moc.store.store import Store, directory_of, is_by_rank
 
 CARRIED = ".carried.json"
@@ -357,7 +354,7 @@ class Carrier:
             self._store.remove(iteration)
             return
         place.check_owner()
-        place.write(f"{directory}/{NAME}", [place.read(f"{directory}/{CARRIED}")])
+        place.write(f"{directory}/{MANIFEST_FILE}", [place.read(f"{directory}/{CARRIED}")])
         for name in names:
             if is_by_rank(name) or name == CARRIED:
                 place.remove(f"{directory}/{name}")

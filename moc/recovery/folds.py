@@ -18,11 +18,10 @@ from moc.recovery.chains import Chain, file_of_folded, is_of_operator, place_of_
 from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
 from moc.state.detail import Detail
 from moc.state.region import Region
-from moc.store.blobs import Blob
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, MissingRegionError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, digest_of
+from moc.store.shard_file import FileLayout, RegionReader, RegionTensor, bytes_of
+from moc.store.storage import Blob
 from moc.store.store import Store, directory_of
 
 _GONE = (CheckpointError, MissingRegionError, OSError)

@@ -12,8 +12,7 @@ from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest
-from moc.store.publish import joined
+from moc.store.manifest import Manifest, joined
 from moc.store.store import Store, directory_of, is_of_rank
 
 COPIED = "copied"

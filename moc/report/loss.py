@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.files.events import events_file, read_events
+from moc.files.event_log import events_file, read_events
 from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
 from moc.simulate.recoveries import ByIteration
 

@@ -8,11 +8,10 @@ import json
 from pathlib import Path
 
 from moc.errors import code_of
-from moc.files.events import events_file, read_events
+from moc.files.event_log import events_file, read_events
 from moc.output import Parser, escapes_output, refused, replacing
 from moc.report.figures import ReportError, report
-from moc.report.plot import plot
-from moc.report.tables import show
+from moc.report.presentation import plot, show
 
 EPILOG = """\
 examples:

@@ -28,7 +28,7 @@ from moc.runtime.replica_server import run_replica_server
 from moc.runtime.socket_directory import memory_directory_of, socket_directory
 from moc.runtime.termination import RESUME_REMEDY, SAVED
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import give_back
+from moc.store.host_memory import give_back
 
 WATCH_INTERVAL_S = 1.0
 """Seconds between two checks of the workers."""

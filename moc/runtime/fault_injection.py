@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moc.errors import UserError
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
-from moc.files.tree import open_single
+from moc.files.safe_directory import open_single
 
 ACTIONS = {
     "kill": "SIGKILL",

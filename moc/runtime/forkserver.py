@@ -32,7 +32,7 @@ from typing import NoReturn
 from moc import private_interfaces
 from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
-from moc.files.tree import open_single
+from moc.files.safe_directory import open_single
 from moc.output import print_lines, print_traceback
 from moc.runtime import environment, import_hook
 from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor

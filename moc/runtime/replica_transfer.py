@@ -33,19 +33,17 @@ from typing import NamedTuple
 import xxhash
 
 from moc.errors import UserError
-from moc.files.tree import Tree, open_single
+from moc.files.safe_directory import Tree, open_single
 from moc.runtime import async_connections
 from moc.runtime.protocol import Message, PeerGoneError
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store import manifest as manifests
-from moc.store import slots
-from moc.store.boxes import StoredBox, read_boxes
-from moc.store.digest import digest_of
+from moc.store import reserved_memory
 from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
-from moc.store.layout import extract
-from moc.store.manifest import FileEntry, Manifest
+from moc.store.header import StoredBox, extract, read_boxes
+from moc.store.manifest import FileEntry, Manifest, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, is_by_rank, part_of_file, rank_of
 
@@ -199,7 +197,7 @@ SILENCE_TIMEOUT_S = 30.0
 """Seconds without a received byte after which a node counts as lost."""
 
 _NODE = re.compile(r"[0-9A-Za-z]+")
-_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.NAME))  # file of a rank or an expert
+_FILE = re.compile(r"\w+(?:\.\w+)*\.safetensors|" + re.escape(manifests.MANIFEST_FILE))  # file of a rank or an expert
 
 
 class AbsentError(UserError, RuntimeError):
@@ -282,9 +280,9 @@ async def copy_snapshot(
         DamagedRegionError, CheckpointError: its contents contradict its manifest, or it cannot be written.
     """
     async with _RemoteSnapshot(request, await async_connections.open_connection(request.address, token)) as remote:
-        size = await remote.size(manifests.NAME)
-        text = b"".join([bytes(data) async for data in remote.read(manifests.NAME, [(0, size)])])
-        name = f"{manifests.NAME} of iteration {request.iteration} in the memory of node {request.held_by}"
+        size = await remote.size(manifests.MANIFEST_FILE)
+        text = b"".join([bytes(data) async for data in remote.read(manifests.MANIFEST_FILE, [(0, size)])])
+        name = f"{manifests.MANIFEST_FILE} of iteration {request.iteration} in the memory of node {request.held_by}"
         manifest = Manifest.from_json(text.decode(errors="replace"), name)
         if manifest.iteration != request.iteration or not all(map(_FILE.fullmatch, manifest.files)):
             raise CheckpointError(
@@ -298,7 +296,7 @@ async def copy_snapshot(
             )
         if request.operators is not None:
             return remote.result(await _copy_operators(remote, manifest, request.operators, store, destination))
-        manifest_path = f"{directory_of(request.iteration)}/{manifests.NAME}"
+        manifest_path = f"{directory_of(request.iteration)}/{manifests.MANIFEST_FILE}"
         if request.iteration in store.iterations() and store.place.read(manifest_path) == text:
             return CopyResult()
         store.remove(request.iteration)
@@ -330,7 +328,7 @@ async def _copy_operators(
             amount += sum(stop - start for start, stop in file_copy.spans)
     added = {name: entry.at(details[name]) for name, entry in manifest.operators.items() if name in details}
     merged = dataclasses.replace(manifest, files=files, operators={**local.operators, **added})
-    store.place.write(f"{directory_of(manifest.iteration)}/{manifests.NAME}", [merged.to_json().encode()])
+    store.place.write(f"{directory_of(manifest.iteration)}/{manifests.MANIFEST_FILE}", [merged.to_json().encode()])
     return amount
 
 
@@ -408,7 +406,7 @@ async def _copy_identical(
 
 def _allocate_buffer(destination: Path, file: str, entry: FileEntry, request: CopyRequest) -> Path:
     try:
-        return slots.free_slot(destination / slots.DIRECTORY, file, entry.bytes)
+        return reserved_memory.free_slot(destination / reserved_memory.SLOTS_DIRECTORY, file, entry.bytes)
     except OSError as error:
         raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
             f"{destination} has no room for the copy of {file} of node {request.of}, of {entry.bytes:,} bytes "

@@ -1,9 +1,9 @@
 """Creates the directory of a node's Unix sockets, which other users cannot enter.
 
 It has mode 0700.  Its path is ``/dev/shm/moc-UID/.sockets/NAME``, in the user's directory of a memory file system
-(:func:`moc.store.tiers.memory_home`).  If that is impossible, it is a temporary directory.  The creating process holds
-a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a killed
-job, and the next job of the user removes it.
+(:func:`moc.store.host_memory.memory_home`).  If that is impossible, it is a temporary directory.  The creating process
+holds a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a
+killed job, and the next job of the user removes it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moc.errors import UserError
-from moc.files.tree import Tree, remove_own
+from moc.files.safe_directory import Tree, remove_own
 from moc.store.errors import CheckpointError
-from moc.store.tiers import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS, memory_home
 
 _MEMORY = "/dev/shm"
 _ATTEMPTS = 100  # another job may remove a new directory before it is locked

@@ -15,12 +15,10 @@ from moc.session.settings import Settings
 from moc.session.tiers import Tiers
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import DEFAULT_S, record_lease
-from moc.store.leftovers import Leftover, leftover
-from moc.store.locate import place_of
+from moc.store.host_memory import DEFAULT_S, Leftover, leftover, memory_of_other_runs, record_lease
+from moc.store.object_storage import place_of
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalPlace, Storage
-from moc.store.tiers import memory_of_other_runs
 
 
 def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:

@@ -24,7 +24,7 @@ from moc.session.settings import Settings
 from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
 from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, nodes_alike, pack, unpack
+from moc.sharding.save_plan import StageHoldings, describe, nodes_alike, pack, unpack
 from moc.snapshot.bubbles import bubbles_on
 from moc.snapshot.contents import Contents
 from moc.snapshot.kept import KeptBuffers

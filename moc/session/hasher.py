@@ -11,10 +11,10 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-from moc.files.tree import Tree
+from moc.files.safe_directory import Tree
 from moc.runtime import child_processes
 from moc.runtime.helper_process import serve
-from moc.store.digest import digest_of
+from moc.store.manifest import digest_of
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
-from moc.store.layout import FileLayout
+from moc.store.header import FileLayout
 
 _SETTLED = 3  # earlier windows: the current one, and the first one of its kind
 _PLANS = 16  # until the number of carried experts is constant

@@ -40,8 +40,8 @@ from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
 from moc.store.errors import CheckpointError, MissingRegionError, NoRoomError
-from moc.store.regions import RegionReader
-from moc.store.slots import DIRECTORY, reserve_slots
+from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_slots
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, file_of
 
@@ -246,7 +246,7 @@ class Peers:
         for node, rank in ranks[turn::turns]:
             into = snapshots_directory(self._root, self._node, node)
             for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
-                reserve_slots(into / DIRECTORY, name, sizes, tidies)
+                reserve_slots(into / SLOTS_DIRECTORY, name, sizes, tidies)
             LocalPlace(into, in_memory=True).spare.fill(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:

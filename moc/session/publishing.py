@@ -19,8 +19,7 @@ from moc.session.engine import Listener
 from moc.session.tiers import Tiers
 from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.store.errors import CheckpointError
-from moc.store.manifest import RankReport
-from moc.store.publish import assemble
+from moc.store.manifest import RankReport, assemble
 from moc.store.store import Store
 
 

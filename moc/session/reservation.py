@@ -35,9 +35,8 @@ from moc.session.settings import Settings
 from moc.snapshot.rotation import Rotation
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.store.errors import CheckpointError, NoRoomError
-from moc.store.slots import DIRECTORY, reserve_slots
-from moc.store.spare import NAME as SPARE_NAME
-from moc.store.spare import SpareRoom
+from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
+from moc.store.reserved_memory import SLOTS_DIRECTORY, SpareRoom, reserve_slots
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
@@ -226,7 +225,7 @@ class Reservation:
             if self._peers is not None:
                 self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
             for name, sizes in self._experts.items():
-                reserve_slots(self._root / DIRECTORY, name, sizes, tidies)
+                reserve_slots(self._root / SLOTS_DIRECTORY, name, sizes, tidies)
             self.fill_spare()
         except OSError as error:
             raise NoRoomError(

@@ -45,7 +45,7 @@ from moc.session.storage_health import storage_of
 from moc.session.tiers import memory_of, nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import give_back_unused
+from moc.store.host_memory import give_back_unused
 
 _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""

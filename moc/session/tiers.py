@@ -14,11 +14,10 @@ from moc.runtime.job import World
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import renew_lease
-from moc.store.locate import place_of
+from moc.store.host_memory import memory_place, renew_lease
+from moc.store.object_storage import place_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 
 LOOKING_S = 5.0
 """Seconds that storage may take to list its snapshots, if a run can resume without it."""
@@ -47,7 +46,7 @@ class Tiers:
     keep: int
 
     def renew_lease(self) -> None:
-        """Shows that the job in this node's memory is alive (:mod:`moc.store.leases`)."""
+        """Shows that the job in this node's memory is alive (:mod:`moc.store.host_memory`)."""
         if self.memory is not None and self.leads_node:
             renew_lease(Path(self.memory.place.name))
 

@@ -15,10 +15,8 @@ from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.tiers import Tiers
 from moc.state.operators import operator_of
 from moc.state.region import Region
-from moc.store.boxes import StoredBox, read_boxes
-from moc.store.digest import digest_of
-from moc.store.layout import Extract, FileLayout, extract
-from moc.store.manifest import ALIKE, FileEntry, Manifest
+from moc.store.header import Extract, FileLayout, StoredBox, extract, read_boxes
+from moc.store.manifest import ALIKE, FileEntry, Manifest, digest_of
 from moc.store.store import Store, directory_of
 
 _CHUNK = 16 << 20  # bytes per write

@@ -1,11 +1,20 @@
 """Assigns each byte of a checkpoint to exactly one of the ranks that hold it."""
 
-from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads, scheme_named
-from moc.sharding.contents import StateBytes, contents
-from moc.sharding.ideal import equation_8, forced_bytes, ideal_bytes, pec_leaves_ranks_unequal
-from moc.sharding.item import Item, cut_large
-from moc.sharding.layout import Layout, LayoutError
+from moc.sharding.assignment import (
+    SCHEMES,
+    Scheme,
+    ShardingError,
+    assign_items,
+    equation_8,
+    forced_bytes,
+    ideal_bytes,
+    loads,
+    pec_leaves_ranks_unequal,
+    scheme_named,
+)
+from moc.sharding.parallel_layout import Layout, LayoutError
 from moc.sharding.rules import RULES, rule
+from moc.sharding.save_items import Item, StateBytes, cut_large, list_save_items
 
 __all__ = [
     "RULES",
@@ -16,8 +25,8 @@ __all__ = [
     "Scheme",
     "ShardingError",
     "StateBytes",
-    "assign",
-    "contents",
+    "assign_items",
+    "list_save_items",
     "cut_large",
     "equation_8",
     "forced_bytes",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from moc.files.tree import MANIFEST, open_named
+from moc.files.safe_directory import MANIFEST, open_named
 from moc.simulate.errors import SimulationError
 
 _NUMBER = re.compile(r"[0-9]{1,15}")

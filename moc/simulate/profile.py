@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from moc.errors import code_of
-from moc.files.events import events_file, read_events
+from moc.files.event_log import events_file, read_events
 from moc.simulate.errors import SimulationError
 from moc.simulate.recoveries import Recovered, recovered, stretches
 

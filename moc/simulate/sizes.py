@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moc.policy.costs import SnapshotSizes
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.windows import order_operators
-from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
+from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign_items, cut_large, list_save_items
 from moc.simulate.stages import split_stages
 from moc.state.detail import Detail
 from moc.state.operators import Operator
@@ -97,7 +97,7 @@ class SizesByRules:
         self._items: dict[tuple[str, bool], list[Item]] = defaultdict(list)
         gradients = dataclasses.replace(_saved(state), moments=0)  # the size of fp32 weights
         for gradient, of_each in enumerate((_saved(state), gradients)):
-            for item in contents(operators, layout, of_each, zero=zero):
+            for item in list_save_items(operators, layout, of_each, zero=zero):
                 self._items[item.operator, bool(gradient)].append(item)
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
@@ -112,7 +112,7 @@ class SizesByRules:
         details = ((name, detail is Detail.GRAD) for name, detail in operators.items())
         items = cut_large([item for one in details for item in self._items[one]])
         found: Counter[int] = Counter()
-        for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+        for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
             found[rank] += item.nbytes
         return dict(found)
 
@@ -151,9 +151,9 @@ def _shares(
     stage: Sequence[Operator], alone: Layout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
     """Returns the bytes of each operator that each rank of a stage saves."""
-    items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
+    items: list[Item] = cut_large(list_save_items(stage, alone, state, chosen=chosen))
     shares = {rank: Counter() for rank in range(alone.world)}
-    for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+    for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
         shares[rank][item.operator] += item.nbytes
     return shares
 

@@ -11,12 +11,12 @@ from operator import attrgetter
 import torch
 
 from moc.sharding import Scheme
-from moc.sharding.shares import ByteRange, StageHoldings, rank_loads, share_of, shares, stored_shares
+from moc.sharding.save_plan import ByteRange, StageHoldings, rank_loads, share_of, shares, stored_shares
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 from moc.store.manifest import OperatorEntry
-from moc.store.regions import Entry, FileLayout
+from moc.store.shard_file import Entry, FileLayout
 
 _REMEMBERED = 64  # plans; experts selected by load form arbitrarily many sets
 

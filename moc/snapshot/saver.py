@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from moc.faults import reach
-from moc.files.tree import Tree, remove_own
+from moc.files.safe_directory import Tree, remove_own
 from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.snapshot.capture import Capture, Captures, Gate, capturer
 from moc.snapshot.contents import Share
@@ -29,8 +29,8 @@ from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
 from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, StateDigests
-from moc.store.regions import Entry, FileLayout, digest_of
-from moc.store.slots import DIRECTORY
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.shard_file import Entry, FileLayout, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 
@@ -422,7 +422,7 @@ class Saver:
     @property
     def _directory(self) -> Path | None:
         """Directory with the buffers' own names; None without a memory tier."""
-        return None if self._memory is None else self._memory_place().root / DIRECTORY
+        return None if self._memory is None else self._memory_place().root / SLOTS_DIRECTORY
 
     def _new_path(self) -> Path | None:
         directory = self._directory

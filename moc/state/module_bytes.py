@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from moc.errors import UserError
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name, Sizes
 
 _ALIGNMENT = 16
@@ -85,7 +85,7 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
     if length == 0:
         return {}
     try:
-        if length > min(source.numel() - 8, tree.HEADER):
+        if length > min(source.numel() - 8, safe_directory.HEADER):
             raise ValueError(f"the header cannot have {length:,} bytes")
         header = decode.decode(_plain(source[8 : 8 + length]), _Header)
         reader = _Reader(source, _start_after(length), header.tensors)
@@ -163,11 +163,11 @@ class _Reader:
         self._used: set[int] = set()
 
     def value(self, tree: Any, current: Any) -> Any:
-        if not isinstance(tree, dict):
-            return tree
-        if not tree:
+        if not isinstance(safe_directory, dict):
+            return safe_directory
+        if not safe_directory:
             raise ValueError("a value has no type")
-        kind, content = next(iter(tree.items()))
+        kind, content = next(iter(safe_directory.items()))
         if kind == "complex":
             return complex(*content)
         if kind == "bytes":
@@ -182,7 +182,7 @@ class _Reader:
             current.update(read)  # keeps its type, such as Counter
             return current
         if kind == "deque":
-            return collections.deque((self.value(part, None) for part in content), tree["maxlen"])
+            return collections.deque((self.value(part, None) for part in content), safe_directory["maxlen"])
         if kind in _SEQUENCES:
             known = list(current) if isinstance(current, (list, tuple)) and len(current) == len(content) else []
             known += [None] * (len(content) - len(known))

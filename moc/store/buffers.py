@@ -13,9 +13,9 @@ import numpy
 import psutil
 import torch
 
-from moc.files.tree import remove_own
+from moc.files.safe_directory import remove_own
 from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
-from moc.store.slots import reserve
+from moc.store.reserved_memory import reserve
 
 
 class Buffer:

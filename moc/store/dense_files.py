@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
+from moc.files.safe_directory import SMALL, RefusedFileError, Tree, sync_directory, write_durably
 from moc.files.text import shown
-from moc.files.tree import SMALL, RefusedFileError, Tree
 from moc.store import store
-from moc.store.digest import digest_of_file
-from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
-from moc.store.manifest import NAME as MANIFEST
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
+from moc.store.manifest import digest_of_file
 
 STATE = "training_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -103,7 +102,7 @@ def read_manifest(directory: Path) -> dict | None:
             raise damaged(f"{path} is missing although {STATE} is there")
         return None
     try:
-        manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
+        manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, safe_directory.MANIFEST)), "it")}
         if manifest.get("format") not in (FORMAT, OF_MEGATRON):
             raise CheckpointError(
                 f"{path} is of format {shown(manifest.get('format'))}, and this program reads {FORMAT!r}. Fix: load it "

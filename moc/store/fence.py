@@ -32,7 +32,7 @@ from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
-from moc.files.tree import SMALL, RefusedFileError, Tree, open_single
+from moc.files.safe_directory import SMALL, RefusedFileError, Tree, open_single
 from moc.output import print_once
 from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError, TakenError

@@ -1,21 +1,97 @@
-"""``manifest.json``: the contents of a checkpoint; writing it, last, publishes the checkpoint."""
+"""``manifest.json``: the contents of a checkpoint.
+
+Each rank reports its shard file.  The publisher merges the reports into a manifest (:func:`assemble`).  Writing it, last,
+publishes the checkpoint.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase, RawIOBase
 from typing import Any
+
+import xxhash
 
 from moc.files import decode
 from moc.files.decode import Count, Digest, FileName, Name, StateSum
 from moc.files.text import shown
 from moc.state.detail import Detail, DetailName
-from moc.store.digest import digest_of
+from moc.state.operators import Operator
+from moc.state.record import StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.saved_state import SavedState
 
-NAME = "manifest.json"
+_LARGEST_BATCH = 1 << 24  # samples of an iteration
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Everything in a snapshot that is not a tensor; engines add fields, such as ``shape``, and check them.
+
+    Attributes:
+        iteration: iterations completed.
+        consumed_samples: samples consumed.
+        skipped_iterations: number of completed iterations without an update.
+        record: step record of the last iteration; None at the start of a run.
+        interval: state of the policy's interval.
+        policy_state: state of the policy.
+        ledger: state of the token ledger; None if tokens are not counted.
+        auto: measurements and choice of ``--ckpt-policy auto``.
+        alike: in a snapshot in memory, names of operators that several nodes save, by the number of nodes.
+        copied: in a snapshot in memory, the operators that are copied to other nodes; None for all.
+    """
+
+    iteration: Count | None = None
+    consumed_samples: Count = 0
+    skipped_iterations: Count = 0
+    record: StepRecord | None = None
+    interval: dict[str, Any] | None = None
+    policy_state: dict[str, Any] | None = None
+    ledger: dict[str, Any] | None = None
+    auto: dict[str, Any] | None = None
+    alike: Mapping[Count, list[Name]] = field(default_factory=dict)
+    copied: list[Name] | None = None
+
+    def check(self, iteration: int) -> None:
+        """Checks the iterations and samples of state and record against the manifest's iteration.
+
+        Raises:
+            ValueError: the values contradict each other.
+        """
+        for what, found in (("state", self.iteration), ("record", self.record and self.record.iteration)):
+            if found is not None and found != iteration:
+                raise ValueError(f"its {what} is of iteration {found}, not of {iteration}")
+        if self.consumed_samples > _LARGEST_BATCH * max(iteration, 1) or self.skipped_iterations > iteration:
+            samples, skipped = self.consumed_samples, self.skipped_iterations
+            raise ValueError(f"{samples} samples and {skipped} skipped iterations cannot be those of {iteration}")
+
+
+_BLOCK = 4 << 20
+
+
+def digest_of(data) -> str:
+    """Returns the xxh3-128 of a buffer, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_of_file(
+    file: BufferedIOBase | RawIOBase, size: int, advance: Callable[[int], object] = lambda count: None
+) -> str:
+    """Returns the xxh3-128 of the next ``size`` bytes of a file, or of fewer if it ends, in hex.
+
+    Calls ``advance`` with the number of bytes of each block read.
+    """
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
+    while size and (count := file.readinto(block[: min(size, len(block))])):
+        hasher.update(block[:count])
+        advance(count)
+        size -= count
+    return hasher.hexdigest()
+
+
+MANIFEST_FILE = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
 _OPTIONAL = ("run", "job", "term", "digests")
 ALIKE = "alike"
@@ -237,3 +313,82 @@ def _canonical(plain: dict) -> str:
 
 def _signed(canonical: str, digest: str) -> str:
     return f'{canonical[:-1]},"xxh3_128":"{digest}"}}'
+
+
+_PARAM = "param"
+
+
+def assemble(
+    parts: Iterable[RankReport],
+    iteration: int,
+    policy: str,
+    writers: int,
+    planned: Iterable[Operator],
+    layout: Mapping[str, int],
+    state: Mapping[str, object],
+) -> Manifest:
+    """Builds a manifest from reports, and refuses an incomplete one.
+
+    Args:
+        parts: reports of all ranks, or of the ranks whose files are in one node's memory.
+        iteration: iterations completed.
+        policy: name of the policy.
+        writers: number of ranks that write, over all nodes.
+        planned: operators that the checkpoint must hold, with all parameters in each of their slots.
+        layout: sizes of the layout.
+        state: state that is not a tensor.
+
+    Raises:
+        CheckpointError: an operator is missing or partial although all ranks have reported, or reports contradict.
+    """
+    parts = list(parts)
+    files, operators = merge(parts)
+    digests = {part.name: part.digests for part in parts if part.digests is not None}
+    manifest = Manifest(iteration, policy, writers, files, operators, layout, state, digests=digests)
+    if manifest.complete:
+        slots = _slots(operators.values())
+        for operator in planned:
+            if lack := _lack(operator, operators.get(operator.name), slots):
+                raise CheckpointError(
+                    f"the checkpoint of iteration {iteration} is not published: it lacks {lack}. Fix: let the ranks of "
+                    "each pipeline stage describe all fragments of their operators",
+                    code="operator-incomplete",
+                )
+    return manifest
+
+
+def joined(manifests: Sequence[Manifest]) -> Manifest:
+    """Merges the manifests of a checkpoint whose parts are in the memories of several nodes.
+
+    Raises:
+        CheckpointError: two nodes disagree about an operator, or hold parts of different launches.
+    """
+    parts = []
+    for manifest in manifests:
+        operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # covers all files, so count it once
+        jobs = [manifest.job] * len(manifest.files)
+        parts += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
+    files, operators = merge(parts)
+    digests = {name: found for manifest in manifests for name, found in manifest.digests.items()}
+    return dataclasses.replace(manifests[0], files=files, operators=operators, digests=digests)
+
+
+def _slots(entries: Iterable[OperatorEntry]) -> dict[str, set[str]]:
+    """Returns the slots of each saved state subset, equal for all its operators; drops slots outside of the subset."""
+    there: dict[str, set[str]] = {}
+    for entry in entries:
+        there.setdefault(entry.detail, set()).update(entry.elements)
+    return {
+        detail: {slot for slot in slots if Detail(detail).holds(slot) and (slot != _PARAM or detail == "compute")}
+        for detail, slots in there.items()
+    }
+
+
+def _lack(operator: Operator, entry: OperatorEntry | None, slots: Mapping[str, set[str]]) -> str | None:
+    if entry is None:
+        return operator.name
+    for slot in sorted(slots[entry.detail]):
+        missing = operator.elements(slot) - entry.elements.get(slot, 0)
+        if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
+            return f"{missing} of {operator.elements(slot)} {slot} of {operator.name}"
+    return None if slots[entry.detail] else f"all slots of {operator.name}"

@@ -5,13 +5,13 @@ import time
 from dataclasses import dataclass
 
 from moc.files import decode
-from moc.files.tree import SMALL, RefusedFileError
+from moc.files.safe_directory import SMALL, RefusedFileError
 from moc.output import print_once
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 from moc.store.store import Store
 
-NAME = ".run.json"
+RUN_FILE = ".run.json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def begin_run(place: Storage, address: str) -> Run:
     if (found := run_of(place)) is not None:
         return found
     new = Run(secrets.token_hex(8), address, round(time.time(), 3))
-    place.create(NAME, _parts(new))
+    place.create(RUN_FILE, _parts(new))
     return _recorded(place) or new
 
 
@@ -61,9 +61,9 @@ def record_run(place: Storage, run: Run) -> None:
     Raises:
         OSError: the location cannot be read or written.
     """
-    if _recorded(place) is None and not place.create(NAME, _parts(run)):
-        place.remove(NAME)
-        place.create(NAME, _parts(run))
+    if _recorded(place) is None and not place.create(RUN_FILE, _parts(run)):
+        place.remove(RUN_FILE)
+        place.create(RUN_FILE, _parts(run))
 
 
 def _parts(run: Run) -> list[bytes]:
@@ -72,11 +72,11 @@ def _parts(run: Run) -> list[bytes]:
 
 def _recorded(place: Storage) -> Run | None:
     try:
-        return decode.unsealed(place.read(NAME, SMALL), Run)
+        return decode.unsealed(place.read(RUN_FILE, SMALL), Run)
     except FileNotFoundError:
         return None
     except (RefusedFileError, ValueError) as error:
-        print_once(f"{place.path(NAME)} is damaged ({error}): if a checkpoint there names the run, it continues")
+        print_once(f"{place.path(RUN_FILE)} is damaged ({error}): if a checkpoint there names the run, it continues")
         return None
 
 

@@ -1,22 +1,80 @@
-"""Storage of checkpoints: a tree of atomically and durably written files, on disk, in memory or elsewhere."""
+"""Storage of checkpoints: atomically and durably written files, read by byte ranges."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
-from moc.files import tree
-from moc.files.tree import Tree, open_single
-from moc.store.blobs import Blob, LocalBlob
+from moc.files import safe_directory
+from moc.files.safe_directory import Tree, open_single
 from moc.store.claims import Claim
 from moc.store.errors import NO_ROOM
 from moc.store.fence import Fence
-from moc.store.slots import DIRECTORY, free_slot
-from moc.store.spare import NAME, SpareRoom
+from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpareRoom, free_slot
+
+
+class Blob(Protocol):
+    """A file that is immutable while it is read."""
+
+    name: str
+    """Name in messages."""
+    size: int
+    """Size in bytes."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Returns the bytes [start, stop); writing into them does not change the file."""
+        ...
+
+    def will_read(self, start: int, stop: int) -> None:
+        """Hints that the bytes [start, stop) will be read soon."""
+
+
+_PIECE = 4 << 20  # bytes read ahead at once
+
+
+class LocalBlob:
+    """A memory-mapped local file: ranges are read without a copy.
+
+    Args:
+        path: the file.
+        in_memory: the file is in a memory file system, so reading ahead is skipped.
+        descriptor: a descriptor of the file, which the blob takes over; by default the path is opened.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, in_memory: bool = False, descriptor: int | None = None):
+        self.name, self._in_memory = str(path), in_memory
+        descriptor = Tree(path.parent).open(path.name) if descriptor is None else descriptor
+        self._file = open(descriptor, "rb", buffering=0)  # stays open for reading ahead
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._bytes = memoryview(b"")
+        if self.size:  # private and writable, as torch expects of tensors; pages are copied only on write
+            mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            self._bytes = memoryview(mapped)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """See :class:`Blob`."""
+        return self._bytes[start:stop]
+
+    def will_read(self, start: int, stop: int) -> None:
+        """Reads the range into the page cache; blocks, but releases the GIL.
+
+        ``madvise`` would be cheaper, but reads less far ahead than a disk needs.
+        """
+        if self._in_memory:
+            return
+        scratch = memoryview(bytearray(min(_PIECE, stop - start)))
+        for position in range(start, stop, _PIECE):
+            os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
 
 
 class Storage(ABC):
@@ -50,7 +108,7 @@ class Storage(ABC):
         """Like :meth:`write`, unless the file exists; returns whether it was created."""
 
     @abstractmethod
-    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
+    def read(self, path: str, most: int = safe_directory.MANIFEST) -> bytes:
         """Returns the contents of a file.
 
         Raises:
@@ -146,7 +204,7 @@ class LocalPlace(Storage):
         The location must be in memory.
         """
         data = [memoryview(part) for part in parts]
-        file = free_slot(self.root / DIRECTORY, slot, sum(one.nbytes for one in data))
+        file = free_slot(self.root / SLOTS_DIRECTORY, slot, sum(one.nbytes for one in data))
         with open(open_single(file, os.O_RDWR), "wb", buffering=0) as written:
             for left in data:
                 while left:
@@ -162,7 +220,7 @@ class LocalPlace(Storage):
             return False
         return True
 
-    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
+    def read(self, path: str, most: int = safe_directory.MANIFEST) -> bytes:
         """See :class:`Storage`."""
         return self._tree.read(path, most)
 
@@ -197,8 +255,8 @@ class LocalPlace(Storage):
             with self._tree.directory(directory) as descriptor:
                 with contextlib.suppress(FileNotFoundError):  # another worker has removed it
                     with self._noticing_losses():
-                        tree.write(descriptor, mark, [], tag=self._tag, check=self.check_owner)
-                    tree.empty(descriptor, first, mark)
+                        safe_directory.write(descriptor, mark, [], tag=self._tag, check=self.check_owner)
+                    safe_directory.empty(descriptor, first, mark)
         except (FileNotFoundError, NotADirectoryError):
             return
         self._tree.remove_if_empty(directory)
@@ -222,7 +280,7 @@ class LocalPlace(Storage):
     @property
     def spare(self) -> SpareRoom:
         """Reserve of a memory location for small files when the file system is full."""
-        return SpareRoom(self.root / NAME)
+        return SpareRoom(self.root / RESERVE_FILE)
 
     def _write_in_memory(self, path: str, parts: list, final: bool) -> None:
         while True:

@@ -12,20 +12,18 @@ from types import MappingProxyType
 
 from moc.errors import cause_of
 from moc.store import manifest as manifests
-from moc.store.blobs import Blob
 from moc.store.claims import term_in
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError, DamagedRegionError
-from moc.store.manifest import FileEntry, Manifest, RankReport
-from moc.store.storage import Storage
+from moc.store.manifest import FileEntry, Manifest, RankReport, digest_of
+from moc.store.storage import Blob, Storage
 
 SUFFIX = ".safetensors"
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"rank_(?P<rank>\d{5,})(?P<part>\.\d+)?\.safetensors")
 _CHUNK = 16 << 20  # bytes written at once
-_SET_ASIDE = f"{manifests.NAME}.superseded"
-_REMOVED = f"{manifests.NAME}.removed"
+_SET_ASIDE = f"{manifests.MANIFEST_FILE}.superseded"
+_REMOVED = f"{manifests.MANIFEST_FILE}.removed"
 
 
 def directory_of(iteration: int) -> str:
@@ -123,7 +121,7 @@ class Store:
         Raises:
             CheckpointError: the manifest is missing, set aside, damaged or of another iteration.
         """
-        path = f"{directory_of(iteration)}/{manifests.NAME}"
+        path = f"{directory_of(iteration)}/{manifests.MANIFEST_FILE}"
         try:
             text = self.place.read(path).decode()
         except (OSError, ValueError) as error:
@@ -216,15 +214,15 @@ class Store:
                 if damage := self.damage_in_header(manifest.iteration, name, entry):
                     raise CheckpointError(f"nothing is published: {damage}. Fix: save again", code="part-overwritten")
         there = self.place.names(directory)  # before publishing: files written later are not removed
-        self.place.write(f"{directory}/{manifests.NAME}", [manifest.to_json().encode()])
+        self.place.write(f"{directory}/{manifests.MANIFEST_FILE}", [manifest.to_json().encode()])
         for name in there:
-            if name != manifests.NAME and name not in manifest.files:
+            if name != manifests.MANIFEST_FILE and name not in manifest.files:
                 self.place.remove(f"{directory}/{name}")
 
     def remove(self, iteration: int) -> None:
         """Removes a checkpoint, manifest first, so that a kill midway leaves no partial checkpoint."""
         self._check()
-        self.place.discard(directory_of(iteration), manifests.NAME, _REMOVED)
+        self.place.discard(directory_of(iteration), manifests.MANIFEST_FILE, _REMOVED)
 
     def move(self, iteration: int, target: Store) -> None:
         """Moves a checkpoint to another location of the same file system, where it must not exist."""
@@ -240,7 +238,7 @@ class Store:
         """
         self._check()
         directory, claim = directory_of(iteration), self.place.claim
-        text = self.place.read(f"{directory}/{manifests.NAME}")
+        text = self.place.read(f"{directory}/{manifests.MANIFEST_FILE}")
         self.place.write(f"{directory}/{_SET_ASIDE}{f'.{claim.tag}' if claim is not None else ''}", [text])
 
     def clear_unpublished(self) -> None:
@@ -252,7 +250,7 @@ class Store:
         """Like :meth:`clear_unpublished`, for one iteration whose save failed."""
         directory = directory_of(iteration)
         names = self.place.names(directory)
-        if _REMOVED in names or not any(name.startswith(manifests.NAME) for name in names):
+        if _REMOVED in names or not any(name.startswith(manifests.MANIFEST_FILE) for name in names):
             self.remove(iteration)
         elif hidden := [name for name in names if name.startswith(".")]:
             self._check()
@@ -340,10 +338,12 @@ class Store:
 
     def _counts(self, iteration: int, names: Iterable[str]) -> bool:
         """Returns whether there is a manifest, neither being removed nor set aside."""
-        if manifests.NAME not in names or _REMOVED in names:
+        if manifests.MANIFEST_FILE not in names or _REMOVED in names:
             return False
         asides = [name for name in names if name.startswith(_SET_ASIDE)]
-        return not asides or self._text(iteration, manifests.NAME) not in {self._text(iteration, n) for n in asides}
+        return not asides or self._text(iteration, manifests.MANIFEST_FILE) not in {
+            self._text(iteration, n) for n in asides
+        }
 
     def _text(self, iteration: int, name: str) -> bytes | None:
         with contextlib.suppress(OSError):

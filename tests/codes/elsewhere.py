@@ -20,7 +20,7 @@ TESTS = {
     "no-complete-snapshot": "integration/test_snapshot_damage.py",
     "nothing-stored-yet": "integration/test_gradient_policy.py",
     "optimizer-format-differs": "integration/test_masters.py",
-    "owner-unreadable": "unit/store/test_objects.py",
+    "owner-unreadable": "unit/store/test_object_storage.py",
     "package-missing": "unit/pretraining/test_ds_config.py",
     "peer-unreachable": "unit/runtime/test_async_connections.py",
     "policy-change-refused": "integration/test_policy_changes.py",

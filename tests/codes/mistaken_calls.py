@@ -14,7 +14,7 @@ from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import Every, policy_named
 from moc.policy.pec_tuner import PecLimits, choose_pec_settings
 from moc.policy.token_ledger import TokenLedger
-from moc.sharding import Layout, StateBytes, contents
+from moc.sharding import Layout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import PolicyCosts
 from moc.state.shape import ModelShape, model_operators
@@ -24,7 +24,7 @@ from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.unit.elastic.test_boxes import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
-from tests.unit.sharding.test_shares import StageHoldings, told, world
+from tests.unit.sharding.test_save_plan import StageHoldings, told, world
 from tests.unit.store.test_publish import full, made, part
 from tests.unit.store.test_store import file_parts, publish, saved, written
 
@@ -39,7 +39,7 @@ def store(term):
 
 def items(layout):
     """What a layout saves of the model."""
-    contents(OPERATORS, layout, StateBytes())
+    list_save_items(OPERATORS, layout, StateBytes())
 
 
 def unannounced_log():

@@ -18,11 +18,11 @@ from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _
 from megatron.pretraining.data.pairs import PairWriter
 from moc.store.buffers import Buffer
 from moc.store.claims import Claim
+from moc.store.host_memory import memory_place
 from moc.store.runs import Run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import _REMOVED as REMOVED
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip

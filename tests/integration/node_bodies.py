@@ -27,7 +27,7 @@ from moc.session.session import Session
 from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration import bodies

@@ -14,7 +14,7 @@ from moc.session.queues import started
 from moc.session.session import Session
 from moc.snapshot import capture
 from moc.state.detail import Detail
-from moc.store.regions import bytes_of, digest_of
+from moc.store.shard_file import bytes_of, digest_of
 from tests.integration import bodies
 from tests.integration.bodies import with_run
 from tests.integration.folding_pretrain_gpt_moe import wait_for_folders

@@ -21,9 +21,8 @@ from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.state.operators import Operator
 from moc.state.region import Region
-from moc.store.digest import digest_of
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import FileLayout, RegionTensor, write_regions
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, digest_of
+from moc.store.shard_file import FileLayout, RegionTensor, write_regions
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.worlds import REPOSITORY

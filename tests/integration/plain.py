@@ -16,7 +16,7 @@ import torch
 from examples.pure_torch import BATCH, SEQUENCE, Engine, Log
 from moc import CheckpointError, Session, Settings, StepRecord, join_job, sum_over_workers
 from moc.errors import with_code
-from moc.store.digest import digest_of
+from moc.store.manifest import digest_of
 
 _SETTINGS = dict(
     ckpt_dir="directory",

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.engine.state import MegatronState
 from moc.sharding import scheme_named
-from moc.sharding.shares import ByteRange, StageHoldings, describe, pack, rank_loads, share_of, shares, unpack
+from moc.sharding.save_plan import ByteRange, StageHoldings, describe, pack, rank_loads, share_of, shares, unpack
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from tests.integration.bodies import with_run

@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moc.files import direct, tree
+from moc.files import safe_directory
 from moc.session import snapshots
 from moc.snapshot import capture
 from moc.store import storage
-from moc.store.regions import FileLayout
+from moc.store.shard_file import FileLayout
 from moc.store.store import Store
 from tests.integration import bodies
 
 
 def train_slowly(flags: dict, write_s: float) -> dict:
     """As ``bodies.train``; on the last worker so much time passes before each file of a snapshot in storage."""
-    write = tree.Tree.write
+    write = safe_directory.Tree.write
 
     def slowly(self, *args, **how) -> None:
         if str(self.root).startswith(flags["ckpt_dir"]):
@@ -32,7 +32,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
         write(self, *args, **how)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        tree.Tree.write = slowly
+        safe_directory.Tree.write = slowly
     return bodies.train(flags)
 
 
@@ -170,7 +170,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
     for name in ("rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
         setattr(os, name, watched(name, getattr(os, name)))
 
-    write = direct._write
+    write = safe_directory._write
 
     def watched_write(file: int, data: memoryview) -> None:
         if data.nbytes:
@@ -178,7 +178,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
             calls.note("write half", lambda: write(file, data[: data.nbytes // 2]))
         write(file, data)
 
-    direct._write = watched_write
+    safe_directory._write = watched_write
 
 
 def _watch_memory(calls: _Calls) -> None:

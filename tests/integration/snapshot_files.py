@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.live.job import Events
 from moc.event_types import problems
 from moc.store.errors import CheckpointError
-from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.host_memory import memory_found
+from moc.store.shard_file import MissingRegionError, RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained
 from tests.worlds import World, start_world
 

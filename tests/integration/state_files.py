@@ -13,7 +13,7 @@ from megatron.pretraining.engine.state import MegatronState
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import boxes_of_range
-from moc.store.regions import RegionReader, RegionTensor, write_regions
+from moc.store.shard_file import RegionReader, RegionTensor, write_regions
 
 
 def label(fragment: Fragment) -> str:

@@ -8,7 +8,7 @@ from benchmarks.live.job import Events
 from moc.errors import codes_in
 from moc.event_types import problems
 from moc.state.region import Region
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.integration.launched import Launched

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from moc.errors import codes_in
-from moc.store.locate import place_of
+from moc.store.object_storage import place_of
 from moc.store.store import Store
 from tests.integration.entry_jobs import (
     BASE,

@@ -13,9 +13,9 @@ from moc.errors import codes_in
 from moc.recovery.carrying import file_of_operator
 from moc.session.folds import Folds
 from moc.state.detail import Detail
+from moc.store.host_memory import memory_found
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_gradients import CLIPPED, GRADIENTS, WAYS

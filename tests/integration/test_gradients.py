@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.live.job import Events
 from moc.recovery.carrying import file_of_operator
+from moc.store.host_memory import memory_found
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_pec import loaded, saved

@@ -13,10 +13,10 @@ import sys
 import pytest
 
 from moc.store.claims import Claim
+from moc.store.host_memory import SOCKETS, memory_home, memory_of_run, memory_place
 from moc.store.runs import Run, record_run, run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import SOCKETS, memory_home, memory_of_run, memory_place
 from tests.hostile import add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints

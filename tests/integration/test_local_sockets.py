@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.store.tiers import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS, memory_home
 from tests.integration import loses_one, socket_attacker
 from tests.shared import ALL
 from tests.worlds import REPOSITORY

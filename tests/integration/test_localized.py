@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 from moc.report.figures import report
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.pretraining.convert import program
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
 from tests.errors import only_code

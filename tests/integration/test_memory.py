@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.leftovers import leftovers
-from moc.store.spare import SpareRoom
-from moc.store.tiers import memory_place
+from moc.store.host_memory import leftovers, memory_place
+from moc.store.reserved_memory import SpareRoom
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.shared import ALL

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.live.job import Events
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.sharding import StateBytes
-from moc.store.regions import RegionReader
+from moc.store.host_memory import memory_found
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import node_memory, start
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from moc.store.locate import place_of
+from moc.store.object_storage import place_of
 from moc.store.store import Store
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import FLAGS

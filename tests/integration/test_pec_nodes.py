@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from moc.state.operators import operator_of
-from moc.store.blobs import LocalBlob
-from moc.store.regions import read_sources
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import memory_found
+from moc.store.shard_file import read_sources
+from moc.store.storage import LocalBlob, LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import events, node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from benchmarks.live.job import Events
+from moc.store.host_memory import memory_found
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL

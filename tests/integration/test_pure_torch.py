@@ -15,8 +15,7 @@ from benchmarks.live.job import Events
 from moc.inspect import memory
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError
-from moc.store.leases import lease_left_s
-from moc.store.tiers import memory_found
+from moc.store.host_memory import lease_left_s, memory_found
 from tests import warm
 from tests.worlds import REPOSITORY
 

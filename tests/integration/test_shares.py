@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.pretraining.planning.model import operators_of
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from moc.sharding import SCHEMES, Layout, StateBytes, assign_items, cut_large, list_save_items, loads
 from moc.state.operators import operator_of
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from tests.configs import config_of
 from tests.integration.test_training_state import covered, whole
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
@@ -135,8 +135,8 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     zero = flags["use_distributed_optimizer"]
     compute = StateBytes(0, weights, 0) if zero else StateBytes(weights, 0, 0)  # it is saved as the masters are
     state = StateBytes(0, 4, 8) if plan == "full" else compute
-    items = cut_large(contents(operators_of(config, None, FLAGS["vocab_size"]), ranks, state, zero=zero))
-    return loads(items, assign(items, SCHEMES[scheme]), size)
+    items = cut_large(list_save_items(operators_of(config, None, FLAGS["vocab_size"]), ranks, state, zero=zero))
+    return loads(items, assign_items(items, SCHEMES[scheme]), size)
 
 
 def test_a_rule_of_your_own_shares_out_what_is_trained(tmp_path):

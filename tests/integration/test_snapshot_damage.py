@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.manifest import NAME as MANIFEST
-from moc.store.regions import RegionReader
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.errors import only_code

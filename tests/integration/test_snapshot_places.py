@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.tiers import memory_found
+from moc.store.host_memory import memory_found
 from tests.integration.mounts import mounted
 from tests.integration.snapshot_files import (
     EVERY,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moc.state.region import Region
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import run_world
 

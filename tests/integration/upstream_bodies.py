@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.pretraining.engine.step import sum_losses
 from moc.logs.crossings import Direction
-from moc.store.regions import bytes_of
+from moc.store.shard_file import bytes_of
 from tests.integration import bodies
 
 

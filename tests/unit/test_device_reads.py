@@ -24,7 +24,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     "moc/snapshot/capture.py": "done, mark",  # a snapshot is of a committed iteration, and is sealed by a later vote
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
-    "moc/store/regions.py": "tensor.contiguous(), tensor.values.detach()",  # files
+    "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 
 

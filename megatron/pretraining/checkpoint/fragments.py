@@ -1,6 +1,6 @@
 """``optimizer/`` in a dense checkpoint: master weights and moments as boxes of the unpartitioned tensors.
 
-Any layout and any engine loads them; see :mod:`moc.store.regions`.
+Any layout and any engine loads them; see :mod:`moc.store.shard_file`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from megatron.pretraining.engine.state import optimizer_fragments
 from moc.errors import cause_of, code_of, with_code
 from moc.runtime.collectives import first_reported
 from moc.store.errors import CheckpointError
-from moc.store.fill import values_for
-from moc.store.regions import MissingRegionError, RegionReader, RegionTensor
+from moc.store.shard_file import MissingRegionError, RegionReader, RegionTensor, values_for
 
 DIRECTORY = "optimizer"
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Positive
-from moc.files.tree import Tree
+from moc.files.safe_directory import Tree
 from moc.store import dense_files
 
 
@@ -96,7 +96,7 @@ def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
     try:
-        found = decode.parse(Tree(directory).read(dense_files.STATE, tree.MANIFEST))
+        found = decode.parse(Tree(directory).read(dense_files.STATE, safe_directory.MANIFEST))
         check_types(decode.table(found, "it"), resumes)
         return found
     except OSError as error:

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint import filesystem
 
 from moc import private_interfaces
 from moc.errors import code_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name
+from moc.files.safe_directory import Tree
 from moc.files.text import shown
-from moc.files.tree import Tree
 from moc.store.errors import CheckpointError
 
 _NEEDED = {
@@ -342,10 +342,10 @@ class _Part:
         """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is too much at a time."""
         left = max(0, self.size - self._at)
         size = left if size < 0 else min(size, left)
-        if size > tree.MANIFEST:
+        if size > safe_directory.MANIFEST:
             raise CheckpointError(
-                f"has a list of records of {size} bytes, more than {tree.MANIFEST}. Fix: use a checkpoint from a "
-                "source that you trust",
+                f"has a list of records of {size} bytes, more than {safe_directory.MANIFEST}. Fix: use a checkpoint from "
+                "a source that you trust",
                 code="metadata-refused",
             )
         self._stream.seek(self._begin + self._at)
@@ -383,9 +383,9 @@ def _check_saved(stream: Any) -> None:
             sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
             for one in records:
                 if one.filename.endswith(".pkl"):
-                    if one.file_size > tree.MANIFEST:
+                    if one.file_size > safe_directory.MANIFEST:
                         raise CheckpointError(
-                            f"has {one.file_size} bytes of objects, more than {tree.MANIFEST}. Fix: "
+                            f"has {one.file_size} bytes of objects, more than {safe_directory.MANIFEST}. Fix: "
                             "use a checkpoint from a source that you trust",
                             code="metadata-refused",
                         )
@@ -487,7 +487,7 @@ def check_metadata(directory: Path) -> list[str]:
     except FileNotFoundError:
         return []  # another format: megatron-core reports the missing file
     try:
-        decode.decode(Tree(directory).read(_CONFIG, tree.SMALL), _Format)
+        decode.decode(Tree(directory).read(_CONFIG, safe_directory.SMALL), _Format)
     except FileNotFoundError:
         pass  # the same
     except (OSError, ValueError) as error:
@@ -510,7 +510,7 @@ def read_metadata(directory: Path) -> Any:
             code="file-refused",
         )
     try:
-        return _Pickle().load(io.BytesIO(Tree(directory).read(".metadata", tree.METADATA)))
+        return _Pickle().load(io.BytesIO(Tree(directory).read(".metadata", safe_directory.METADATA)))
     except CheckpointError as error:
         raise CheckpointError(f"{directory}/{error}", code=code_of(error)) from None
     except FileNotFoundError:

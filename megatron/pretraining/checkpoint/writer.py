@@ -17,15 +17,14 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.pretraining.checkpoint.fragments import path_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
-from moc.files.tree import Tree
+from moc.files.safe_directory import Tree, write_durably
 from moc.runtime.child_processes import attach_without_gpus
 from moc.store import dense_files
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.shard_file import RegionTensor, write_regions
 
 
 def write_files(
@@ -101,7 +100,7 @@ class _Report:
 
 def _read_report(staging: Path, rank: int) -> _Report:
     try:
-        return decode.decode(Tree(staging).read(_report(staging, rank).name, tree.MANIFEST), _Report)
+        return decode.decode(Tree(staging).read(_report(staging, rank).name, safe_directory.MANIFEST), _Report)
     except FileNotFoundError:
         return _Report(error=f"worker {rank} left no report")
     except (OSError, ValueError) as error:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
+from moc.files.safe_directory import CONFIG, open_named
 from moc.files.text import short, shown
-from moc.files.tree import CONFIG, open_named
 
 AUTO = "auto"
 """A value that leaves the decision to the flags."""

@@ -18,7 +18,7 @@ from moc.state.operators import MODULE_STATE, is_module_state
 from moc.state.region import Region
 from moc.store import store
 from moc.store.errors import CheckpointError
-from moc.store.regions import Entry
+from moc.store.shard_file import Entry
 
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

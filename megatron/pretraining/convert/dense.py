@@ -41,13 +41,13 @@ from megatron.pretraining.convert.regions import (
     write_regions,
 )
 from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
+from moc.files.safe_directory import write_durably
 from moc.inspect.checkpoint import OPTIMIZER, is_of_optimizer
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.region import Region
 from moc.store import dense_files
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
-from moc.store.regions import Entry, RegionReader
+from moc.store.shard_file import Entry, RegionReader
 from moc.store.store import file_of
 
 _COUNTING = ("adam",)  # optimizers that count updates

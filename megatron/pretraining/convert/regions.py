@@ -15,7 +15,7 @@ from moc.errors import cause_of, code_of
 from moc.state.region import Region, boxes_of_range
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
-from moc.store.regions import Entry, FileLayout, MissingRegionError, RegionReader, write_layout
+from moc.store.shard_file import Entry, FileLayout, MissingRegionError, RegionReader, write_layout
 
 Advance = Callable[[int], None]
 _NUMBER = re.compile(r"\d+")

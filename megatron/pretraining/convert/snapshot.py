@@ -17,17 +17,17 @@ from megatron.pretraining.convert.regions import (
     whole_tensors,
     write_regions,
 )
+from moc.files.safe_directory import sync_directory
 from moc.inspect.coverage import operators_of
-from moc.inspect.older import chained, recovery_from, sentence, stale
+from moc.inspect.older_versions import chained, recovery_from, sentence, stale
 from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.state.region import Region
-from moc.store.durable import sync_directory
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.regions import RegionReader
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 

@@ -47,7 +47,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
 from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
-from moc.files.tree import Tree  # noqa: E402
+from moc.files.safe_directory import Tree  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 

@@ -21,7 +21,7 @@ from megatron.pretraining.config.flag import flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.offline import config_of_words, given_options
 from moc.errors import code_of
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 from moc.inspect.coverage import operators_of
 from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
@@ -29,7 +29,7 @@ from moc.recovery.sources import recoveries
 from moc.runtime import child_processes
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.manifest import NAME as MANIFEST
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import Manifest
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.data.documents import sync
-from moc.files.tree import open_single, remove_own
+from moc.files.safe_directory import new_file, open_single, remove_own
 from moc.output import ToolError
-from moc.store.durable import new_file
 
 _TRIES, _PAUSE_S = 20, 0.1
 

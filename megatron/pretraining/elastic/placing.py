@@ -18,7 +18,7 @@ from moc.elastic.plan import Loads, Plan, plan
 from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
-from moc.sharding.layout import Layout
+from moc.sharding.parallel_layout import Layout
 
 Plans = Mapping[int, Plan]
 """By pipeline stage with experts; ranks are numbered in the stage's exchange group."""

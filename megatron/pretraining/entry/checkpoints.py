@@ -29,11 +29,11 @@ from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
+from moc.files.safe_directory import write_durably
 from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))

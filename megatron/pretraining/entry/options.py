@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from moc.files import decode
-from moc.files.tree import CONFIG, RefusedFileError, Tree
+from moc.files.safe_directory import CONFIG, RefusedFileError, Tree
 
 _SOURCE = "megatron/training/arguments.py"
 

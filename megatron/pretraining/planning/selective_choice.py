@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
-from moc.files.tree import MANIFEST, open_named
+from moc.files.safe_directory import MANIFEST, open_named
 from moc.output import ToolError, counted
 from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit

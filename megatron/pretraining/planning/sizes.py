@@ -20,12 +20,12 @@ from moc.sharding import (
     Layout,
     Scheme,
     StateBytes,
-    assign,
-    contents,
+    assign_items,
     cut_large,
     equation_8,
     forced_bytes,
     ideal_bytes,
+    list_save_items,
     loads,
     pec_leaves_ranks_unequal,
 )
@@ -226,7 +226,7 @@ class SizePlan:
 
     def items(self, k: int | None) -> list[Item]:
         """Returns the items to save with k experts of each layer; None for everything."""
-        items = contents(
+        items = list_save_items(
             self.operators,
             self.layout,
             self.state,
@@ -253,7 +253,8 @@ class SizePlan:
             ideal=ideal_bytes(items, layout),
             forced=forced_bytes(items),
             bottleneck={
-                name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in self.schemes.items()
+                name: max(loads(items, assign_items(items, scheme), layout.world))
+                for name, scheme in self.schemes.items()
             },
             unequal=pec_leaves_ranks_unequal(k or self.num_experts, layers, layout.ep * layout.expert_dp, layout.ep),
         )
@@ -266,7 +267,7 @@ class SizePlan:
                 code="value-out-of-range",
             )
         items = self.items(k)
-        return {name: loads(items, assign(items, s), self.layout.world) for name, s in self.schemes.items()}
+        return {name: loads(items, assign_items(items, s), self.layout.world) for name, s in self.schemes.items()}
 
     def facts(self) -> dict:
         """Returns model, layout and number of parameters for JSON."""

@@ -31,10 +31,8 @@ from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.operators import UnsupportedStateError, operator_of
 from moc.store.errors import CheckpointError
-from moc.store.fill import reading_ahead, values_for
-from moc.store.manifest import Manifest
-from moc.store.publish import joined
-from moc.store.regions import MissingRegionError, RegionReader, read_sources
+from moc.store.manifest import Manifest, joined
+from moc.store.shard_file import MissingRegionError, RegionReader, read_sources, reading_ahead, values_for
 from moc.store.store import Store, directory_of, file_of
 
 Key = tuple[int, str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from moc.sharding.item import Item
 from moc.sharding.rules.registry import rule
+from moc.sharding.save_items import Item
 
 
 @rule("adaptive")

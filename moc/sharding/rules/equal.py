@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moc.sharding.item import Item
 from moc.sharding.rules.adaptive import largest_to_least_loaded
 from moc.sharding.rules.registry import rule
+from moc.sharding.save_items import Item
 
 
 @rule("equal")

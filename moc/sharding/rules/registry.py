@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from moc.errors import UserError
-from moc.sharding.item import Item
+from moc.sharding.save_items import Item
 
 Rule = Callable[[Sequence[Item], Mapping[int, int]], Sequence[int]]
 """Function from items, and the bytes already assigned to each rank, to the rank that saves each item.

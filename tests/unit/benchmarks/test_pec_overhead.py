@@ -8,11 +8,11 @@ from benchmarks import pec_overhead
 from benchmarks.overhead import figures, methods, report
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
+from moc.store.host_memory import memory_place
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.runs import begin_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 
 EVERY = 6
 SLOW = 1.5  # seconds more of the iteration beside which a snapshot is copied

@@ -1,4 +1,4 @@
-"""Programs delete files through moc.files.tree alone."""
+"""Programs delete files through moc.files.safe_directory alone."""
 
 import ast
 from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 
 from moc.state.region import boxes_of_range
 from moc.store import dense_files
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.shard_file import RegionTensor, write_regions
 
 TENSORS = {
     "embedding.word_embeddings.weight": (8, 4),

@@ -13,12 +13,10 @@ import pytest
 
 from moc.inspect import memory
 from moc.store.claims import Claim
-from moc.store.leases import lease_left_s, record_lease, renew_lease
-from moc.store.leftovers import leftovers
+from moc.store.host_memory import lease_left_s, leftovers, memory_place, record_lease, renew_lease
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.store.test_store import files, saved

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory, log_path
-from moc.store.blobs import LocalBlob
 from moc.store.buffers import Buffer
 from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
-from moc.store.regions import read_sources
+from moc.store.shard_file import read_sources
+from moc.store.storage import LocalBlob
 from tests.errors import only_code, raises
 
 ENTRIES = [  # of any shapes; in a file the wide ones come first

@@ -19,8 +19,8 @@ from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
-from moc.store.slots import DIRECTORY
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.shard_file import Entry, FileLayout, RegionReader, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, part_of_file
 from tests.errors import raises
@@ -150,7 +150,7 @@ def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chos
     held = [held_of(iteration, operators) for iteration, operators in enumerate(plans, start=1)]
     for one, operators in zip(held, plans, strict=True):
         take(store, carrier, one.iteration, operators)
-        slots = store.place.root / DIRECTORY
+        slots = store.place.root / SLOTS_DIRECTORY
         there |= Counter(path.name.partition(".")[0] for path in slots.glob("*"))
     most = most_carried(held, NAMES, 0)
     assert {slot_of(detail): number for detail, number in most.items()} == there

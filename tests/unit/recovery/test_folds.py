@@ -18,7 +18,7 @@ from moc.state.operators import Operator
 from moc.state.record import StepRecord
 from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.regions import RegionReader, RegionTensor, write_regions
+from moc.store.shard_file import RegionReader, RegionTensor, write_regions
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 

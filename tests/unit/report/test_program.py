@@ -9,7 +9,7 @@ import pytest
 
 from moc.report import program as tool
 from moc.report.figures import report
-from moc.report.tables import rows
+from moc.report.presentation import rows
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration

@@ -22,10 +22,9 @@ from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import ReplicaClient, ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
 from moc.state.region import Region
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import RegionReader, RegionTensor, write_regions
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, digest_of
+from moc.store.shard_file import RegionReader, RegionTensor, write_regions
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of, is_of_rank
 from tests.slow_way import SlowWay

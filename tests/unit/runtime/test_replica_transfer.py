@@ -12,7 +12,7 @@ from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest, CopyResult, copy_snapshot
 from moc.state.region import Region
 from moc.store.manifest import ALIKE, Manifest, OperatorEntry
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.shard_file import RegionTensor, write_regions
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.unit.runtime.peers import TOKEN

@@ -12,8 +12,7 @@ import pytest
 
 from moc.runtime import socket_directory as module
 from moc.runtime.socket_directory import memory_directory_of, socket_directory
-from moc.store.leftovers import leftovers
-from moc.store.tiers import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS, leftovers, memory_home
 from tests.unit.conftest import REPOSITORY
 
 HOLDS = """

@@ -16,13 +16,13 @@ from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_d
 from moc.session import to_storage
 from moc.session.tiers import Tiers
 from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, nodes_alike
+from moc.sharding.save_plan import StageHoldings, describe, nodes_alike
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.state.operators import Operator
-from moc.store.publish import assemble
-from moc.store.regions import RegionReader
+from moc.store.manifest import assemble
+from moc.store.shard_file import RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.unit.runtime.peers import TOKEN

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.sharding import RULES, SCHEMES, Item, Scheme, assign, contents, loads, rule, scheme_named
+from moc.sharding import RULES, SCHEMES, Item, Scheme, assign_items, list_save_items, loads, rule, scheme_named
 from moc.state.shape import model_operators
 from tests.errors import raises
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
@@ -20,20 +20,20 @@ EVERY_SCHEME = [Scheme(a, b) for a in sorted(RULES) for b in sorted(RULES)]
 @settings(max_examples=40)
 @given(items=item_lists())
 def test_every_item_is_saved_by_one_of_its_holders(scheme, items):
-    savers = assign(items, scheme)
+    savers = assign_items(items, scheme)
     assert len(savers) == len(items)
     assert all(rank in item.holders for item, rank in zip(items, savers, strict=True))
     assert sum(loads(items, savers, 8)) == sum(item.nbytes for item in items)
-    assert savers == assign(list(items), scheme)
+    assert savers == assign_items(list(items), scheme)
 
 
 @settings(max_examples=20)
 @given(models_in_layouts(), st.booleans())
 def test_every_byte_of_a_model_is_saved_once(case, zero):
     shape, layout = case
-    items = contents(model_operators(shape), layout, zero=zero)
+    items = list_save_items(model_operators(shape), layout, zero=zero)
     for scheme in SCHEMES.values():
-        assert sum(loads(items, assign(items, scheme), layout.world)) == 14 * sum(
+        assert sum(loads(items, assign_items(items, scheme), layout.world)) == 14 * sum(
             o.parameters for o in model_operators(shape)
         )
 
@@ -60,27 +60,27 @@ def items(*sizes: int, holders=(0, 1), kind="mlp") -> list[Item]:
 def test_baseline_is_rank_0_and_the_first_expert_parallel_group():
     here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, holders=(0, 2), kind="expert.0")
     here += items(3, holders=(1, 3), kind="expert.1")
-    assert assign(here, SCHEMES["baseline"]) == [0, 0, 0, 1]
+    assert assign_items(here, SCHEMES["baseline"]) == [0, 0, 0, 1]
 
 
 def test_equal_experts_leave_the_rest_where_it_was():
     """MoC, Figure 7: half of what the first group saved goes to the second."""
     here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, 3, holders=(0, 2), kind="expert.0")
-    assert assign(here, SCHEMES["EE"]) == [0, 0, 0, 2]
+    assert assign_items(here, SCHEMES["EE"]) == [0, 0, 0, 2]
 
 
 def test_equal_does_not_look_at_what_else_there_is_and_adaptive_does():
     here = items(4, 4) + items(8, holders=(0,), kind="expert.0")
-    assert assign(here, SCHEMES["EE+EN"]) == [0, 1, 0]
-    assert assign(here, SCHEMES["EE+AN"]) == [1, 1, 0]
+    assert assign_items(here, SCHEMES["EE+EN"]) == [0, 1, 0]
+    assert assign_items(here, SCHEMES["EE+AN"]) == [1, 1, 0]
 
 
 def test_adaptive_takes_the_largest_first():
-    assert assign(items(2, 3, 7, 4), SCHEMES["EE+AN"]) == [0, 1, 0, 1]
+    assert assign_items(items(2, 3, 7, 4), SCHEMES["EE+AN"]) == [0, 1, 0, 1]
 
 
 def test_ties_go_to_the_first_item_and_the_lowest_rank():
-    assert assign(items(4, 4, 4, 4, holders=(1, 2, 5)), SCHEMES["EE+AN"]) == [1, 2, 5, 1]
+    assert assign_items(items(4, 4, 4, 4, holders=(1, 2, 5)), SCHEMES["EE+AN"]) == [1, 2, 5, 1]
 
 
 @settings(max_examples=50)
@@ -88,7 +88,7 @@ def test_ties_go_to_the_first_item_and_the_lowest_rank():
 def test_greedy_is_within_grahams_bound_of_the_best(sizes, ranks):
     here = items(*sizes, holders=tuple(range(ranks)))
     best = min(max(loads(here, savers, ranks)) for savers in itertools.product(range(ranks), repeat=len(here)))
-    bottleneck = max(loads(here, assign(here, SCHEMES["EE+AN"]), ranks))
+    bottleneck = max(loads(here, assign_items(here, SCHEMES["EE+AN"]), ranks))
     assert 3 * ranks * bottleneck <= (4 * ranks - 1) * best
 
 
@@ -96,7 +96,7 @@ def test_greedy_is_within_grahams_bound_of_the_best(sizes, ranks):
 def test_greedy_from_any_load_is_within_one_item_of_even(sizes, before):
     here = items(*sizes, holders=(0, 1, 2, 3))
     fixed = [Item(f"layers.0.expert.{r}", "optimizer", 0, 0, size, (r,)) for r, size in enumerate(before)]
-    bottleneck = max(loads(here + fixed, assign(here + fixed, SCHEMES["EE+AN"]), 4))
+    bottleneck = max(loads(here + fixed, assign_items(here + fixed, SCHEMES["EE+AN"]), 4))
     even = (sum(sizes) + sum(before)) / 4
     assert bottleneck <= max([*before, even + 0.75 * max(sizes, default=0)])
 
@@ -112,7 +112,7 @@ def test_greedy_always_takes_the_least_loaded_holder(here, before):
         for item in sorted((i for i in shared if i.is_expert == kind), key=lambda i: -i.nbytes):
             expected[item] = min(item.holders, key=lambda rank: (total[rank], rank))
             total[expected[item]] += item.nbytes
-    savers = assign(fixed + here, SCHEMES["AE+AN"])[len(fixed) :]
+    savers = assign_items(fixed + here, SCHEMES["AE+AN"])[len(fixed) :]
     assert all(expected.get(item, item.holders[0]) == rank for item, rank in zip(here, savers, strict=True))
 
 
@@ -158,17 +158,17 @@ def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
         return [load[-1] for _ in items]
 
     try:
-        assert assign(items(1, 2), Scheme("last", "last")) == [1, 1]
+        assert assign_items(items(1, 2), Scheme("last", "last")) == [1, 1]
         with raises("sharding-rule-broken", "failing", "KeyError: -1", "test_rules.py:"):
-            assign(items(1), Scheme("equal", "failing"))
+            assign_items(items(1), Scheme("equal", "failing"))
         with raises("sharding-rule-broken", "nobody", "layers.0.mlp", "99"):
-            assign(items(1), Scheme("equal", "nobody"))
+            assign_items(items(1), Scheme("equal", "nobody"))
         with raises("sharding-rule-broken", "lazy", "0 of 1"):
-            assign(items(1), Scheme("equal", "lazy"))
+            assign_items(items(1), Scheme("equal", "lazy"))
         with raises("sharding-rule-broken", "last"):
             rule("last")(last)
     finally:
         for name in ("last", "nobody", "lazy"):
             del RULES[name]
     with raises("sharding-rule-unknown", "'last'", "adaptive", "baseline", "equal"):
-        assign(items(1), Scheme("equal", "last"))
+        assign_items(items(1), Scheme("equal", "last"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, rank_loads
+from moc.sharding.save_plan import StageHoldings, describe, rank_loads
 from moc.snapshot import contents as of_ranks
 from moc.snapshot.contents import Contents, share
 from moc.state.detail import Detail
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe
+from moc.sharding.save_plan import StageHoldings, describe
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail

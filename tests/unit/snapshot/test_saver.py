@@ -20,7 +20,7 @@ from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry
-from moc.store.regions import LocalBlob, RegionReader, bytes_of, digest_of, read_sources
+from moc.store.shard_file import LocalBlob, RegionReader, bytes_of, digest_of, read_sources
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.errors import raises

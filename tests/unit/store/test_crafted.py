@@ -7,11 +7,11 @@ import random
 import pytest
 
 from moc.inspect.checkpoint import read_checkpoint, read_regions
-from moc.store import boxes, dense_files
-from moc.store.boxes import INDEX, read_boxes
+from moc.store import dense_files, header
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence, Holder
+from moc.store.header import INDEX, read_boxes
 from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport
 from moc.store.runs import run_of
 from moc.store.storage import LocalPlace
@@ -72,12 +72,12 @@ def test_headers():
             text = text[: rng.randrange(len(text))]
         file = len(text).to_bytes(8, "little") + text + data
         try:
-            boxes = read_boxes("file", len(file), lambda start, stop, file=file: file[start:stop])
+            header = read_boxes("file", len(file), lambda start, stop, file=file: file[start:stop])
         except ValueError as error:
             assert str(error).isprintable() and len(str(error)) < 500
             continue
         read += 1
-        for box in boxes:
+        for box in header:
             assert 0 <= box.start <= box.start + box.nbytes <= len(file)
             assert min(*box.region.offset, *box.region.shape, *box.global_shape, 0) == 0
     assert 0 < read < ROUNDS / 2
@@ -153,4 +153,4 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
 )
 def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):
     with pytest.raises(ValueError, match=told):
-        boxes.check_spans([boxes.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, slack=False)
+        header.check_spans([header.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, slack=False)

@@ -14,7 +14,7 @@ from moc.store.claims import Claim
 from moc.store.errors import TakenError
 from moc.store.fence import NAME as FENCE
 from moc.store.fence import Fence, Holder, lives
-from moc.store.runs import NAME as RUN
+from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import Run, begin_run, record_run, run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store

@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 
-from moc.files.tree import Tree
+from moc.files.safe_directory import Tree
 from moc.output import refused
 from moc.recovery.inventory import look
 from moc.store import dense_files
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import NAME as FENCE
-from moc.store.runs import NAME as RUN
+from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import begin_run, run_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store

@@ -13,19 +13,25 @@ from pathlib import Path
 import pytest
 
 from moc.events import EventLog
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import Fence
-from moc.store.leases import record_lease, renew_lease
-from moc.store.leftovers import leftovers, remove_leftover
+from moc.store.host_memory import (
+    leftovers,
+    memory_found,
+    memory_home,
+    memory_place,
+    record_lease,
+    remove_leftover,
+    renew_lease,
+)
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from moc.store.tiers import memory_found, memory_home, memory_place
 from tests.hostile import Uses, add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints

@@ -15,10 +15,9 @@ from moc.recovery.inventory import look
 from moc.state.region import Region
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import lease_left_s, record_lease
-from moc.store.leftovers import leftover
-from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.host_memory import lease_left_s, leftover, record_lease
 from moc.store.runs import Run, begin_run, record_run
+from moc.store.shard_file import MissingRegionError, RegionReader
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.mutated_snapshots import OF_DIRECTORY, OF_SNAPSHOT, mutate

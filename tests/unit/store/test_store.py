@@ -14,7 +14,7 @@ import torch
 from moc.state.region import Region
 from moc.store.claims import Claim
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
-from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
+from moc.store.shard_file import FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
 from moc.store.storage import LocalPlace
 from moc.store.store import Store, directory_of, file_of
 from tests.errors import raises

@@ -25,9 +25,9 @@ from megatron.pretraining.convert.hugging_face.files import (
 )
 from megatron.pretraining.convert.hugging_face.tensors import Exported
 from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
-from moc.files import tree
+from moc.files import safe_directory
+from moc.files.safe_directory import sync_directory, write_durably
 from moc.store import dense_files
-from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError
 
 CONVERSION = "conversion.json"
@@ -172,13 +172,13 @@ def _staged(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     private, descriptor = _private(output)
     try:
-        tree.empty(descriptor)
+        safe_directory.empty(descriptor)
         staging = private / os.path.basename(os.path.realpath(output))
         staging.mkdir()
         yield staging
     finally:
         with contextlib.suppress(OSError):
-            tree.remove_own(private)
+            safe_directory.remove_own(private)
         os.close(descriptor)
 
 

@@ -13,14 +13,14 @@ import numpy
 import torch
 import xxhash
 
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import FileName, Name
+from moc.files.safe_directory import Tree
 from moc.files.text import short, shown
-from moc.files.tree import Tree
-from moc.store import boxes
-from moc.store.blobs import LocalBlob
+from moc.store import header
 from moc.store.errors import CheckpointError
-from moc.store.regions import bytes_of
+from moc.store.shard_file import bytes_of
+from moc.store.storage import LocalBlob
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -66,7 +66,7 @@ class StoredTensor:
         return values.view(count, *tensor.shape[1:])
 
 
-def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
+def read_json(path: Path, most: int = safe_directory.MANIFEST) -> Mapping:
     """Reads the object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
     try:
         return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
@@ -146,9 +146,9 @@ def _index(directory: Path) -> dict[str, str] | None:
 def _read_file(path: Path) -> dict[str, StoredTensor]:
     try:
         blob = LocalBlob(path)
-        header, _, begin = boxes.read_header(blob.size, blob.read)
-        boxes.check_spans(header.values(), blob.size - begin, slack=False)
-        return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in header.items()}
+        tensors, _, begin = header.read_header(blob.size, blob.read)
+        header.check_spans(tensors.values(), blob.size - begin, slack=False)
+        return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()}
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -161,7 +161,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -> StoredTensor:
+def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> StoredTensor:
     if about.dtype not in _DTYPES:
         raise ValueError(f"{name} is of dtype {shown(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
     tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets

@@ -22,10 +22,10 @@ from megatron.pretraining.convert.hugging_face.names import name_map
 from megatron.pretraining.convert.hugging_face.recorded import configured, first_state, recipe
 from megatron.pretraining.convert.hugging_face.tensors import Imported
 from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
+from moc.files.safe_directory import write_durably
 from moc.inspect.coverage import PARAM
 from moc.output import print_lines, progress
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
 RECIPE = "model.yaml"
@@ -52,7 +52,7 @@ def import_directory(args: argparse.Namespace) -> Path:
         )
     with progress(0, "verifying") as advance:
         check_hashes(source, advance)
-    config = read_json(source / CONFIG, tree.SMALL)
+    config = read_json(source / CONFIG, safe_directory.SMALL)
     family = family_of(config)
     model = family.flags_of(config)
     imported = Imported(read_directory(source), name_map(model, family), DTYPES.get(args.dtype or ""), {})

@@ -34,7 +34,7 @@ from megatron.pretraining.model.parameters import (  # noqa: E402
     unwrap,
 )
 from moc.files.decode import parse  # noqa: E402
-from moc.files.tree import SMALL, Tree  # noqa: E402
+from moc.files.safe_directory import SMALL, Tree  # noqa: E402
 from moc.state.operators import is_module_state  # noqa: E402
 
 

@@ -21,7 +21,7 @@ from megatron.pretraining.entry.previous import check_flags, described_by_flags 
 from moc.errors import code_of  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
-from moc.store.regions import Entry  # noqa: E402
+from moc.store.shard_file import Entry  # noqa: E402
 
 _LONGEST = 4096  # maximum tokens of a sample if only the model limits them
 _OF_NO_RUN = (

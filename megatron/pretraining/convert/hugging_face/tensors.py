@@ -15,7 +15,7 @@ from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.operators import is_module_state
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
-from moc.store.regions import Entry
+from moc.store.shard_file import Entry
 
 _BLOCK = 64 << 20
 _HELD = 1 << 30  # bytes of a tensor that is cached for its later rows

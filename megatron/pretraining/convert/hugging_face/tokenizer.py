@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moc.store.durable import write_durably
+from moc.files.safe_directory import write_durably
 from moc.store.errors import CheckpointError
 
 _FILES = (  # files of a tokenizer, without code, weights and the model's configuration

@@ -9,7 +9,7 @@ import torch
 from megatron.pretraining.convert.contents import ConvertedState, Facts, whole_of
 from moc.inspect.coverage import operator_or_other
 from moc.state.region import Region
-from moc.store.regions import Entry
+from moc.store.shard_file import Entry
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 HIDDEN, WIDTH, EXPERTS, LAYERS, VOCABULARY = 4, 6, 2, 2, 10

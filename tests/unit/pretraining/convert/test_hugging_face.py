@@ -34,7 +34,7 @@ from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.regions import Entry  # noqa: E402
+from moc.store.shard_file import Entry  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
 
 ROWS, PADDED = 200, 256  # of the embedding

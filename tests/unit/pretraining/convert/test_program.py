@@ -20,7 +20,7 @@ from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.regions import cut
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
-from moc.store.regions import Entry
+from moc.store.shard_file import Entry
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import publish_again
