@@ -34,7 +34,7 @@ from benchmarks.common import command_line, machine, show, table, write_json
 from moc.snapshot import capture
 from moc.snapshot.capture import Capturer, FromDevice, FromHost, Gate, ThreadCapturer
 from moc.snapshot.copies import Copy, nbytes
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 
 MB = 1 << 20
 LAYERS = 24
@@ -93,7 +93,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def state(device: torch.device, amount: int, tensors: int, buffer: Buffer) -> list[Copy]:
+def state(device: torch.device, amount: int, tensors: int, buffer: HostBuffer) -> list[Copy]:
     """Returns copies into a buffer, from a state with this many bytes and tensors."""
     elements, copies = amount // 4 // tensors, []
     for number in range(tensors):
@@ -142,7 +142,7 @@ def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
 def limits(device: torch.device, side: int, amount: int) -> dict[str, float]:
     """Returns bytes per second of one copy into pinned and pageable memory, and into pinned memory during products."""
     source = torch.zeros(amount, dtype=torch.uint8, device=device)
-    locked = Buffer(amount, pin=device.type == "cuda")
+    locked = HostBuffer(amount, pin=device.type == "cuda")
     found = {
         "locked": _rate(device, source, locked.values),
         "not locked": _rate(device, source, torch.empty(amount, dtype=torch.uint8)),
@@ -176,7 +176,7 @@ def measure(device: torch.device, size: Size) -> dict:
     """Measures the limits and all cases."""
     told: dict = {"limits": limits(device, size.side, size.amounts[0]), "cases": []}
     for amount in size.amounts:
-        buffer = Buffer(amount, pin=device.type == "cuda")
+        buffer = HostBuffer(amount, pin=device.type == "cuda")
         for iteration_ms in size.iterations_ms:
             work = Work(device, size.side, iteration_ms)
             for tensors in (1, TENSORS):

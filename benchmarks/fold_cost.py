@@ -29,9 +29,9 @@ from moc.state.adam import Rule, Rules, kind_of
 from moc.state.record import StepRecord
 from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.shard_file import RegionTensor, write_regions
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.shard_file import BoxTensor, write_shard_file
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 
 EXPERT, TENSOR = "layers.0.expert.0", "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight"
 SHAPE = (2048, 2048)
@@ -42,11 +42,11 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 
 def save(store: Store, iteration: int, slots: tuple[str, ...]) -> None:
     """Saves an expert's file and manifest, as extracted from a snapshot."""
-    directory, region = Path(store.place.path(directory_of(iteration))), Region((0, 0), SHAPE)
+    directory, region = Path(store.storage.display_path(checkpoint_name(iteration))), Region((0, 0), SHAPE)
     directory.mkdir(parents=True)
-    tensors = [RegionTensor(TENSOR, slot, SHAPE, region, torch.rand(SHAPE) * 1e-3) for slot in slots]
+    tensors = [BoxTensor(TENSOR, slot, SHAPE, region, torch.rand(SHAPE) * 1e-3) for slot in slots]
     file = file_of_operator(EXPERT)
-    entry = write_regions(directory / file, tensors)
+    entry = write_shard_file(directory / file, tensors)
     elements = dict.fromkeys(slots, region.numel)
     operators = {EXPERT: OperatorEntry("grad" if slots == ("grad",) else "full", iteration, elements)}
     record = StepRecord(iteration, 1.0, 2.0, 1.0, False, 1, 1e-3, 1)
@@ -76,7 +76,7 @@ def main() -> None:
     update, folds = cpu_s(optimizer.step), {}
     for length in LENGTHS:
         with tempfile.TemporaryDirectory(prefix="moc-fold-", dir="/dev/shm") as directory:
-            store = Store(LocalPlace(directory, in_memory=True), slack=True)
+            store = Store(LocalStorage(directory, in_memory=True), allows_slack=True)
             for iteration in range(1, length + 2):
                 save(store, iteration, SLOTS if iteration == 1 else ("grad",))
             folds[length] = cpu_s(lambda: carry_out(store, [], [Chain(EXPERT, 1, 1 + length)]))  # noqa: B023

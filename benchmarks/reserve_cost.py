@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, rotated, show, table, write_json
-from moc.store.buffers import Buffer
-from moc.store.reserved_memory import reserve_slots
+from moc.store.buffers import HostBuffer
+from moc.store.reserved_memory import reserve_files
 
 GB = 10**9
 
@@ -26,8 +26,8 @@ GB = 10**9
 def allocations(directory: Path, nbytes: int) -> dict[str, Callable[[], object]]:
     """Returns the allocations to measure, by name."""
     return {
-        "a rank's buffer": lambda: Buffer(nbytes, directory / "buffer"),
-        "a copy, or a carried expert": lambda: reserve_slots(directory / "slots", "copy", [nbytes]),
+        "a rank's buffer": lambda: HostBuffer(nbytes, directory / "buffer"),
+        "a copy, or a carried expert": lambda: reserve_files(directory / "slots", "copy", [nbytes]),
     }
 
 

@@ -98,13 +98,13 @@ def measure(flags: Sequence[str], iterations: int) -> dict:
 
 def predicted_memory(flags: Sequence[str]) -> float:
     """Returns the planner's prediction of a node's memory for a step, in bytes: the maximum over nodes."""
-    from moc.sharding import Layout, StateBytes
+    from moc.sharding import ParallelLayout, StateBytes
     from moc.simulate.live_costs import Running, options_of, priced, saved_by_rules
 
     flags = [flag for flag in flags if flag not in ZERO]
     words = dict(zip(flags[::2], flags[1::2], strict=True))
     state = StateBytes(weights=0)  # Format v1 has masters and moments
-    saved = saved_by_rules(operators_of(MODEL), Layout(NODES, pp=2, ep=2), state, gradients=True)
+    saved = saved_by_rules(operators_of(MODEL), ParallelLayout(NODES, pp=2, ep=2), state, gradients=True)
     copy_rate = write_rate = replicate_rate = 1e12  # irrelevant for memory
     run = Running("peers", NODES, 1, saved, 1.0, 0.9, copy_rate, write_rate, replicate_rate)
     known = {"--selective-experts": "selective_experts", "--selective-gradients": "selective_gradients"}

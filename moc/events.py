@@ -17,7 +17,7 @@ from typing import Any
 from moc.errors import warning
 from moc.files import decode
 from moc.files.event_log import EVENTS_FILE
-from moc.files.safe_directory import Tree, open_single
+from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
@@ -139,7 +139,7 @@ class EventLog:
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = open_single(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._descriptor = open_without_links(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
@@ -156,7 +156,7 @@ class EventLog:
 
     def _newest(self, event: str) -> dict:
         try:
-            descriptor = Tree(self._path.parent).open(self._path.name)
+            descriptor = SafeDirectory(self._path.parent).open(self._path.name)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         with open(descriptor, "rb", buffering=0) as file:

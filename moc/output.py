@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in
-from moc.files.safe_directory import RefusedFileError, Tree, remove_own
-from moc.files.text import one_line, printable
+from moc.files.safe_directory import RefusedFileError, SafeDirectory, remove_owned
+from moc.files.text import escape_controls, escape_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,9 +33,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str, *, code: str = "flag-invalid") -> NoReturn:
         """Prints the usage and the message, adds a remedy and a code if they are missing, and exits with code 2."""
         if codes_in(message):
-            super().error(one_line(message))
+            super().error(escape_line(message))
         sentence = message if FIX in message else f"{message}{FIX}{CORRECT_FLAGS}"
-        super().error(one_line(f"{sentence} [{code}]"))
+        super().error(escape_line(f"{sentence} [{code}]"))
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
@@ -80,7 +80,7 @@ def print_lines(*lines: object, error: bool = False, flush: bool = False) -> Non
         flush: flush the stream, so that the lines of a job appear immediately.
     """
     stream = sys.stderr if error else sys.stdout
-    stream.write("".join(f"{one_line(line)}\n" for line in lines))
+    stream.write("".join(f"{escape_line(line)}\n" for line in lines))
     if flush:
         stream.flush()
 
@@ -137,7 +137,7 @@ class _Escaping:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        self.stream.write(printable(text))
+        self.stream.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -164,7 +164,7 @@ def console(error: bool = False, width: int | None = None) -> Console:
 
     class Escaping(Console):
         def render_str(self, text: str, **how: Any) -> Text:
-            return super().render_str(one_line(text), **how)
+            return super().render_str(escape_line(text), **how)
 
     stream = _plain(sys.stderr if error else sys.stdout)
     made = Escaping(file=stream, highlight=False, markup=False, emoji=False)
@@ -182,17 +182,17 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
 
 class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return one_line(super().formatMessage(record))
+        return escape_line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        return printable(super().formatException(ei))
+        return escape_controls(super().formatException(ei))
 
 
 def print_traceback(error: BaseException) -> None:
     """Prints an exception and its traceback to standard error."""
     import traceback
 
-    sys.stderr.write(printable("".join(traceback.format_exception(error))))
+    sys.stderr.write(escape_controls("".join(traceback.format_exception(error))))
 
 
 def pyplot() -> Any:
@@ -208,7 +208,7 @@ def pyplot() -> Any:
 
 def check_output(path: str | os.PathLike[str]) -> None:
     """Raises OSError if no file can be created in the directory of ``path``; for use before long work."""
-    remove_own(Path(_created_beside(path)))
+    remove_owned(Path(_created_beside(path)))
 
 
 @contextmanager
@@ -228,13 +228,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         yield partial
         os.replace(partial, path)
     finally:
-        remove_own(Path(partial))
+        remove_owned(Path(partial))
 
 
 def _created_beside(path: str | os.PathLike[str]) -> str:
     """Creates an empty file with a random name in the directory of ``path``, and that directory; returns its path."""
     partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
-    with Tree(Path(partial).absolute().parent).directory(make=True):
+    with SafeDirectory(Path(partial).absolute().parent).directory(creates=True):
         pass
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     return partial

@@ -9,7 +9,15 @@ from functools import cache
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.pec_selection import sequential_experts
-from moc.sharding import SCHEMES, Layout, StateBytes, assign_items, cut_large, list_save_items, loads
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.cost import Work, estimate
 from moc.state.operators import Operator
@@ -87,7 +95,7 @@ def _snapshot_s(point: Simulated, method: str) -> float:
 @cache
 def _busiest(hidden: int, method: str) -> int:
     """Returns the bytes of the rank that saves most."""
-    layout, operators = Layout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
+    layout, operators = ParallelLayout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
     if method == "Base-Async":
         items, scheme = list_save_items(operators, layout, StateBytes()), SCHEMES["baseline"]
     else:
@@ -96,9 +104,9 @@ def _busiest(hidden: int, method: str) -> int:
             for layer in range(_LAYERS)
             for expert in sequential_experts(0, layer, _COUNTED // _SAVED, _COUNTED, layout.ep)
         }
-        items, scheme = list_save_items(operators, layout, StateBytes(), chosen=chosen), SCHEMES["EE+AN"]
-    items = cut_large(items)
-    return max(loads(items, assign_items(items, scheme), layout.world))
+        items, scheme = list_save_items(operators, layout, StateBytes(), chosen_experts=chosen), SCHEMES["EE+AN"]
+    items = cut_large_items(items)
+    return max(bytes_by_rank(items, assign_items(items, scheme), layout.world))
 
 
 def _forward_backward_s(point: Simulated) -> float:
@@ -118,7 +126,7 @@ def _link() -> float:
 def _with_link(point: Simulated, link: float) -> float:
     batch = dict(global_batch=_SEQUENCES * point.gpus, micro_batch=_SEQUENCES * point.gpus, seq_length=point.length)
     work = Work(**batch, hidden_size=point.hidden, topk=1, pipelines=1, overlap=1.0)
-    layout = Layout(world=point.gpus, ep=point.gpus)
+    layout = ParallelLayout(world=point.gpus, ep=point.gpus)
     return estimate(_operators(point.hidden, point.gpus), layout, _ring(point, link), work).forward_backward_s
 
 

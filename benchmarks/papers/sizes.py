@@ -9,10 +9,18 @@ from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, operators_of
 from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
 from moc.policy.pec_tuner import uniform_plt
-from moc.sharding import SCHEMES, Layout, StateBytes, assign_items, cut_large, list_save_items, loads
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
 from moc.state.operators import Operator
 
-_CASES = {1: Layout(world=8, ep=8), 2: Layout(world=16, ep=16), 3: Layout(world=16, ep=8)}
+_CASES = {1: ParallelLayout(world=8, ep=8), 2: ParallelLayout(world=16, ep=16), 3: ParallelLayout(world=16, ep=8)}
 _EXPERTS = 16
 _FAULTS = 40  # faults in Figure 15(b)
 _ABOVE = 4 / 3  # PLT after these faults with a constant K = 1, relative to the limit
@@ -41,14 +49,20 @@ def figure_10() -> Reproduction:
     return Reproduction("MoC-System (ASPLOS '25), Figure 10: bytes of a checkpoint", tuple(rows), notes, fitted=fitted)
 
 
-def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_master: bool = False) -> dict[str, int]:
+def _busiest(
+    operators: list[Operator], layout: ParallelLayout, k: int | None, keep_master: bool = False
+) -> dict[str, int]:
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     chosen = None
     if k is not None:
         experts = {layer: sequential_experts(0, place, k, _EXPERTS, layout.ep) for place, layer in enumerate(layers)}
         chosen = {f"layers.{layer}.expert.{expert}" for layer, numbers in experts.items() for expert in numbers}
-    items = cut_large(list_save_items(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
-    found = {name: max(loads(items, assign_items(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}
+    items = cut_large_items(
+        list_save_items(operators, layout, StateBytes(), chosen_experts=chosen, keeps_master=keep_master)
+    )
+    found = {
+        name: max(bytes_by_rank(items, assign_items(items, scheme), layout.world)) for name, scheme in SCHEMES.items()
+    }
     return found | {"total": sum(item.nbytes for item in items)}
 
 

@@ -16,7 +16,7 @@ import numpy
 
 from benchmarks.live.job import reader_of
 from benchmarks.live.recoveries import first_new
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 State = Mapping[tuple[str, str], numpy.ndarray]
@@ -124,8 +124,8 @@ def our_end(snapshots: Path, iteration: int) -> State:
     Raises:
         CheckpointError: the snapshot is missing.
     """
-    reader = reader_of(Store(LocalPlace(snapshots)), iteration)
-    pieces = ((source.entry, source.values()) for source in reader.sources())
+    reader = reader_of(Store(LocalStorage(snapshots)), iteration)
+    pieces = ((source.box, source.read_tensor()) for source in reader.sources())
     return {(e.name, f"{e.slot} {e.region.offset} {e.region.shape}"): values.numpy().copy() for e, values in pieces}
 
 

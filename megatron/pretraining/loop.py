@@ -31,7 +31,7 @@ from moc.session.snapshots import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.state.undo_log import UntrackedChangeError
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import memory_of_run
+from moc.store.host_memory import memory_path_of_run
 
 
 def pretrain(config: Config, program: Program) -> int:
@@ -236,7 +236,9 @@ def secure(run: TrainingRun) -> None:
     if run.session.memory_is_free and not problems[0]:
         job, of_run = run.config.snapshot_dir, run.session.run
         assert job is not None and of_run is not None  # snapshots are in memory
-        run.world.job.allow_memory_release(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
+        run.world.job.allow_memory_release(
+            memory_path_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute()
+        )
     for problem in failed:
         sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
         run.log.message(warning(sentence, code=codes_in(problem)[-1]))

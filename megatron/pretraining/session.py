@@ -18,7 +18,7 @@ from moc.runtime.environment import node_limits
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
-from moc.sharding.parallel_layout import Layout
+from moc.sharding.parallel_layout import ParallelLayout
 from moc.simulate.elastic import ElasticSettings
 from moc.simulate.lasting import Lasting
 
@@ -138,7 +138,7 @@ def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
     found: list[list[int]] = [[] for _ in range(parts)]
     for layer, has in enumerate(config.moe.expert_layers(layers)):
         if has:
-            found[Layout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
+            found[ParallelLayout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
     return tuple(map(tuple, found))
 
 

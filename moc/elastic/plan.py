@@ -22,8 +22,8 @@ from moc.elastic.placement import EMPTY, holders, place_by_load
 from moc.elastic.settings import Settings
 from moc.elastic.split import split
 from moc.files import decode
-from moc.files.decode import MOST, Count
-from moc.files.text import shown
+from moc.files.decode import MAX_COUNT, Count
+from moc.files.text import short_repr
 
 Loads = Mapping[int, Sequence[int]]
 """Tokens of each expert, by layer; all layers have equally many experts."""
@@ -206,7 +206,7 @@ class _Stored:
     columns: tuple[Count, ...]
     experts: Count
     ranks: Count
-    tables: dict[Count, list[list[Annotated[int, msgspec.Meta(ge=EMPTY, le=MOST)]]]]
+    tables: dict[Count, list[list[Annotated[int, msgspec.Meta(ge=EMPTY, le=MAX_COUNT)]]]]
     domains: tuple[Count, ...] | None = None
 
 
@@ -214,11 +214,11 @@ def _problem(plan: Plan) -> str | None:
     """Returns the defect of an untrusted plan, as a clause; None if it is valid."""
     members, domains = len(plan.members), plan.domains
     if not plan.size or len(set(plan.members)) < members:
-        return f"its nodes are {shown(list(plan.members))}, with {plan.ranks} workers each"
+        return f"its nodes are {short_repr(list(plan.members))}, with {plan.ranks} workers each"
     if sum(domains) != members or not all(domains):
-        return f"its domains {shown(list(domains))} are no cut of {members} nodes"
+        return f"its domains {short_repr(list(domains))} are no cut of {members} nodes"
     if sorted(plan.columns) != list(range(members)):
-        return f"its columns are {shown(list(plan.columns))}"
+        return f"its columns are {short_repr(list(plan.columns))}"
     for layer, table in plan.tables.items():
         if table.ndim != 2 or len(table) != plan.size:
             return f"its table of layer {layer} has not one row for each of {plan.size} ranks"

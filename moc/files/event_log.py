@@ -11,15 +11,15 @@ from msgspec import UNSET, Meta, UnsetType
 from moc.errors import UserError
 from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Seconds
-from moc.files.safe_directory import Tree
-from moc.files.text import shown
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import short_repr
 
 EVENTS_FILE = "events.jsonl"
-_MOST_TORN = 1000  # lines; each start of a worker leaves at most one
+_MAX_INCOMPLETE_LINES = 1000  # lines; each start of a worker leaves at most one
 
 _Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
 _Difference = Annotated[float, Meta(ge=-1e12, le=1e12)]  # of two clocks, in seconds
-_BY_TYPE = {
+_FIELDS_BY_TYPE = {
     str: "type split tier action cause reason what",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
@@ -36,9 +36,9 @@ _BY_TYPE = {
     "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
     "storage_age storage_overdue mlt_storage max_violation dropped_share",
 }
-_FIELDS = msgspec.defstruct(
+_KnownFields = msgspec.defstruct(
     "_Fields",
-    [(name, kind | UnsetType, UNSET) for kind, names in _BY_TYPE.items() for name in names.split()],  # pyright: ignore[reportOperatorIssue]
+    [(name, kind | UnsetType, UNSET) for kind, names in _FIELDS_BY_TYPE.items() for name in names.split()],  # pyright: ignore[reportOperatorIssue]
 )
 
 
@@ -53,7 +53,7 @@ class Event(dict[str, Any]):
 
     def __missing__(self, field: str) -> Any:
         raise EventsError(
-            f"an event {shown(self.get('type'))} has no {field}. Fix: give an {EVENTS_FILE} of this program"
+            f"an event {short_repr(self.get('type'))} has no {field}. Fix: give an {EVENTS_FILE} of this program"
         )
 
 
@@ -73,9 +73,9 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         EventsError: the file is not an event log, or a field has another type.
     """
     path = events_file(path)
-    found: list[dict[str, Any]] = []
-    torn = 0
-    for number, line in enumerate(Tree(path.parent).lines(path.name, safe_directory.LINE), 1):
+    events: list[dict[str, Any]] = []
+    incomplete_lines = 0
+    for number, line in enumerate(SafeDirectory(path.parent).read_lines(path.name, safe_directory.MAX_LINE_BYTES), 1):
         if not line.strip():
             continue
         try:
@@ -83,18 +83,18 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         except ValueError:
             if number == 1:
                 raise EventsError(f"{path}: line 1 is not JSON. Fix: give an {EVENTS_FILE}") from None
-            torn += 1
-            if torn > _MOST_TORN:
+            incomplete_lines += 1
+            if incomplete_lines > _MAX_INCOMPLETE_LINES:
                 raise EventsError(
-                    f"{path}: more than {_MOST_TORN} lines are not JSON. Fix: give an {EVENTS_FILE}"
+                    f"{path}: more than {_MAX_INCOMPLETE_LINES} lines are not JSON. Fix: give an {EVENTS_FILE}"
                 ) from None
             continue
         if isinstance(fields, dict) and "type" in fields:
             try:
-                decode.convert(fields, _FIELDS)
+                decode.convert(fields, _KnownFields)
             except ValueError as error:
                 raise EventsError(
                     f"{path}: line {number} is not an event ({error}). Fix: give an {EVENTS_FILE} of this program"
                 ) from None
-            found.append(Event(fields))
-    return found
+            events.append(Event(fields))
+    return events

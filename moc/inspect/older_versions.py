@@ -13,10 +13,10 @@ from moc.policy import is_partial_policy
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import MASTER, MOMENTS, PARTS, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.detail import Detail
-from moc.store.dense_files import directory_of
+from moc.store.dense_files import checkpoint_path
 from moc.store.errors import CheckpointError
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, iteration_of
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, parse_iteration
 
 Details = Mapping[str, str]
 """Detail of each operator in a checkpoint."""
@@ -40,7 +40,7 @@ class Age:
         return f"{self.base}" + (f", gradients to {self.until}" if self.until > self.base else "")
 
 
-def ages(checkpoint: Checkpoint) -> dict[str, Age]:
+def expert_ages(checkpoint: Checkpoint) -> dict[str, Age]:
     """Returns the age of each expert with a state in the checkpoint or in older ones of its directory.
 
     Empty if its policy leaves no experts to older checkpoints.
@@ -48,52 +48,56 @@ def ages(checkpoint: Checkpoint) -> dict[str, Age]:
     iteration = checkpoint.iteration
     if iteration is None or not is_partial_policy(checkpoint.policy):
         return {}
-    summaries, _ = look(Store(LocalPlace(checkpoint.directory.resolve().parent)))
-    older = {one.iteration: one.details for one in summaries if one.iteration < iteration}
-    there = {iteration: _details(checkpoint)} | dict(sorted(older.items(), reverse=True))  # the newest first
-    names = dict.fromkeys(name for details in there.values() for name in details if ".expert." in name)
-    found = {}
+    summaries, _ = look(Store(LocalStorage(checkpoint.directory.resolve().parent)))
+    older = {summary.iteration: summary.details for summary in summaries if summary.iteration < iteration}
+    details_by_iteration = {iteration: _details(checkpoint)} | dict(
+        sorted(older.items(), reverse=True)
+    )  # the newest first
+    names = dict.fromkeys(name for details in details_by_iteration.values() for name in details if ".expert." in name)
+    ages_by_expert = {}
     for name in names:
-        newest = [_newest(there, name, part) for part in (MASTER, MOMENTS)]
+        newest = [_newest_iteration(details_by_iteration, name, part) for part in (MASTER, MOMENTS)]
         if None not in newest:
             base = until = min(filter(None, newest))
-            while until < iteration and there.get(until + 1, {}).get(name) == Detail.GRAD.value:
+            while until < iteration and details_by_iteration.get(until + 1, {}).get(name) == Detail.GRAD.value:
                 until += 1
-            found[name] = Age(base, until, iteration - base)
-    return found
+            ages_by_expert[name] = Age(base, until, iteration - base)
+    return ages_by_expert
 
 
-def _newest(there: Mapping[int, Details], operator: str, part: str) -> int | None:
-    return next((i for i, details in there.items() if part in PARTS.get(details.get(operator, ""), ())), None)
+def _newest_iteration(details_by_iteration: Mapping[int, Details], operator: str, part: str) -> int | None:
+    return next(
+        (i for i, details in details_by_iteration.items() if part in PARTS.get(details.get(operator, ""), ())), None
+    )
 
 
-def bases(checkpoint: Checkpoint) -> dict[str, int]:
+def gradient_bases(checkpoint: Checkpoint) -> dict[str, int]:
     """Returns, for each operator with gradients in a checkpoint, the iteration of the full save that they follow.
 
     If the chain has a gap, the value is the negative of the missing iteration.
     """
-    root, known = checkpoint.directory.parent, {checkpoint.iteration: _details(checkpoint)}
+    root, details = checkpoint.directory.parent, {checkpoint.iteration: _details(checkpoint)}
 
-    def there(iteration: int) -> Details:
-        if iteration not in known:
+    def details_at(iteration: int) -> Details:
+        if iteration not in details:
             try:
-                known[iteration] = _details(read_checkpoint(directory_of(root, iteration)))
+                details[iteration] = _details(read_checkpoint(checkpoint_path(root, iteration)))
             except CheckpointError:
-                known[iteration] = {}
-        return known[iteration]
+                details[iteration] = {}
+        return details[iteration]
 
-    return {} if checkpoint.iteration is None else followed(checkpoint.iteration, there)
+    return {} if checkpoint.iteration is None else follow_gradients(checkpoint.iteration, details_at)
 
 
-def followed(iteration: int, there: Callable[[int], Details]) -> dict[str, int]:
-    """Returns the same as :func:`bases` for an iteration; ``there`` returns the details at any iteration."""
-    found = {}
-    for operator in (name for name, detail in there(iteration).items() if detail == Detail.GRAD.value):
+def follow_gradients(iteration: int, details_at: Callable[[int], Details]) -> dict[str, int]:
+    """Returns the same as :func:`gradient_bases` for an iteration; ``details_at`` returns the details at any iteration."""
+    bases = {}
+    for operator in (name for name, detail in details_at(iteration).items() if detail == Detail.GRAD.value):
         base = iteration
-        while there(base).get(operator) == Detail.GRAD.value:
+        while details_at(base).get(operator) == Detail.GRAD.value:
             base -= 1
-        found[operator] = base if there(base).get(operator) == Detail.FULL.value else -base
-    return found
+        bases[operator] = base if details_at(base).get(operator) == Detail.FULL.value else -base
+    return bases
 
 
 def chain_problems(checkpoint: Checkpoint) -> list[str]:
@@ -101,7 +105,7 @@ def chain_problems(checkpoint: Checkpoint) -> list[str]:
     return [
         f"{operator}: its gradients follow the state of iteration {-base}, which is not there: keep all checkpoints of "
         "a chain"
-        for operator, base in bases(checkpoint).items()
+        for operator, base in gradient_bases(checkpoint).items()
         if base <= 0
     ]
 
@@ -113,7 +117,7 @@ def _details(checkpoint: Checkpoint) -> Details:
 _NAMED = 8  # experts in a sentence
 
 
-def recovery_from(directory: Path) -> RecoveryPath | None:
+def storage_recovery_path(directory: Path) -> RecoveryPath | None:
     """Returns the recovery path at a checkpoint's iteration if only storage is left, without any gradients.
 
     Returns:
@@ -123,10 +127,10 @@ def recovery_from(directory: Path) -> RecoveryPath | None:
         CheckpointError: the manifest cannot be read, or does not describe the shape of a model.
     """
     directory = directory.resolve()
-    store, iteration = Store(LocalPlace(directory.parent)), iteration_of(directory.name)
+    store, iteration = Store(LocalStorage(directory.parent)), parse_iteration(directory.name)
     if iteration is None:
         return None
-    manifest = store.manifest(iteration)
+    manifest = store.read_manifest(iteration)
     if not is_partial_policy(manifest.policy):
         return None
     try:
@@ -136,34 +140,40 @@ def recovery_from(directory: Path) -> RecoveryPath | None:
             f"the state of the snapshot of iteration {iteration} {error}. Fix: use another snapshot",
             code="model-description-invalid",
         ) from None
-    held = map(_without_gradients, in_storage(look(store)[0]))
-    way = next(recoveries(held, operators, exact=False, only=iteration), None)
-    return way if way is not None and len(way.moments) == 1 else None
+    available = map(_without_gradients, in_storage(look(store)[0]))
+    path = next(recoveries(available, operators, exact=False, only=iteration), None)
+    return path if path is not None and len(path.moments) == 1 else None
 
 
-def _without_gradients(one: AvailableCheckpoint) -> AvailableCheckpoint:
-    return replace(one, operators={n: detail for n, detail in one.operators.items() if detail != Detail.GRAD.value})
+def _without_gradients(checkpoint: AvailableCheckpoint) -> AvailableCheckpoint:
+    return replace(
+        checkpoint, operators={n: detail for n, detail in checkpoint.operators.items() if detail != Detail.GRAD.value}
+    )
 
 
-def stale(way: RecoveryPath) -> dict[str, int]:
+def older_sources(path: RecoveryPath) -> dict[str, int]:
     """Returns, by expert whose state is older than the rest, the iteration of this state; oldest first."""
     older: dict[str, int] = {}
-    for (name, _), held in way.sources.items():
-        if held.iteration < way.iteration:
-            older[name] = min(held.iteration, older.get(name, held.iteration))
+    for (name, _), source in path.sources.items():
+        if source.iteration < path.iteration:
+            older[name] = min(source.iteration, older.get(name, source.iteration))
     return dict(sorted(older.items(), key=lambda one: one[1]))
 
 
-def chained(directory: Path) -> int:
+def count_chained_experts(directory: Path) -> int:
     """Returns the number of experts whose gradients follow the state that a run would load at a checkpoint."""
-    return sum(age.until > age.base for age in ages(read_checkpoint(directory)).values())
+    return sum(age.until > age.base for age in expert_ages(read_checkpoint(directory)).values())
 
 
-def sentence(older: Mapping[str, int]) -> str:
+def describe_older_experts(older: Mapping[str, int]) -> str:
     """Returns half a sentence with the number of older experts and their names, oldest first; there is at least one."""
     count = "1 expert is" if len(older) == 1 else f"{len(older):,} experts are"
-    named: dict[int, list[str]] = {}
+    names_by_iteration: dict[int, list[str]] = {}
     for name, iteration in islice(older.items(), _NAMED):
-        named.setdefault(iteration, []).append(name)
-    told = "; ".join(f"{', '.join(names)} of iteration {iteration}" for iteration, names in named.items())
-    return f"{count} in older checkpoints: {told}" + (f"; and {len(older) - _NAMED:,} more" * (len(older) > _NAMED))
+        names_by_iteration.setdefault(iteration, []).append(name)
+    iterations = "; ".join(
+        f"{', '.join(names)} of iteration {iteration}" for iteration, names in names_by_iteration.items()
+    )
+    return f"{count} in older checkpoints: {iterations}" + (
+        f"; and {len(older) - _NAMED:,} more" * (len(older) > _NAMED)
+    )

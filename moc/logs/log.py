@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from moc.errors import cause_of, with_code
-from moc.files.safe_directory import Tree, remove_own
+from moc.files.safe_directory import SafeDirectory, remove_owned
 from moc.state.region import Region
-from moc.store.buffers import Buffer
-from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
-from moc.store.manifest import digest_of
-from moc.store.shard_file import Entry, FileLayout, Source, read_sources
+from moc.store.buffers import HostBuffer
+from moc.store.errors import CheckpointError, DamagedTensorError, MissingTensorError
+from moc.store.manifest import compute_digest
+from moc.store.shard_file import FileLayout, StoredTensorBox, TensorBox, read_stored_boxes
 from moc.store.storage import LocalBlob
 
 _FILE = re.compile(r"^iter_(\d{10})\.safetensors$")
@@ -64,7 +64,9 @@ def log_layout(iteration: int, entries: Iterable[LogEntry]) -> FileLayout:
     The keys of the entries are the slots of the layout, which has its own order.
     """
     name = _entry_name(iteration)
-    return FileLayout(Entry(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries)
+    return FileLayout(
+        TensorBox(name, key, shape, Region((0,) * len(shape), shape), dtype) for key, shape, dtype in entries
+    )
 
 
 class LogReader:
@@ -72,7 +74,7 @@ class LogReader:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._opened: tuple[int | None, dict[tuple[str, str], Source]] = None, {}
+        self._opened: tuple[int | None, dict[tuple[str, str], StoredTensorBox]] = None, {}
 
     def iterations(self) -> list[int]:
         """Returns the iterations with a complete log, ascending."""
@@ -82,31 +84,31 @@ class LogReader:
         """Returns a logged tensor on the host, in its shape; callers must not change it.
 
         Raises:
-            MissingRegionError: it was not logged.
-            DamagedRegionError: its hash does not match.
+            MissingTensorError: it was not logged.
+            DamagedTensorError: its hash does not match.
         """
         source = self._entries(iteration).get((_entry_name(iteration), key))
         if source is None:
-            raise MissingRegionError(
+            raise MissingTensorError(
                 f"{log_path(self._directory, iteration)} does not hold {key}. Fix: resume from a snapshot, "
                 "with the layout that wrote the log",
                 code="log-missing",
             )
-        if damage := source.damage():
-            raise DamagedRegionError(f"{damage}. Fix: resume from a snapshot")
-        return source.values()
+        if damage := source.find_damage():
+            raise DamagedTensorError(f"{damage}. Fix: resume from a snapshot")
+        return source.read_tensor()
 
-    def _entries(self, iteration: int) -> dict[tuple[str, str], Source]:
+    def _entries(self, iteration: int) -> dict[tuple[str, str], StoredTensorBox]:
         if self._opened[0] != iteration:
             path = log_path(self._directory, iteration)
             try:
-                sources = read_sources(LocalBlob(path, in_memory=True))
+                sources = read_stored_boxes(LocalBlob(path, in_memory=True))
             except OSError:
-                raise MissingRegionError(
+                raise MissingTensorError(
                     f"{path} does not exist: iteration {iteration} was not logged. Fix: resume from a snapshot",
                     code="log-missing",
                 ) from None
-            self._opened = iteration, {(one.entry.name, one.entry.slot): one for one in sources}
+            self._opened = iteration, {(one.box.name, one.box.slot): one for one in sources}
         return self._opened[1]
 
 
@@ -153,9 +155,9 @@ class LogWriter:
         enter = functools.partial(torch.cuda.set_device, device) if self._pin else None
         self._finalizer = ThreadPoolExecutor(1, thread_name_prefix="log-seal", initializer=enter)
         self._finalizing: Future | None = None
-        self._free_buffers: list[Buffer] = []
-        self._buffer_by_iteration: dict[int, Buffer | None] = {}  # by iteration; None for logs of another process
-        self._current: tuple[int, FileLayout, Buffer] | None = None
+        self._free_buffers: list[HostBuffer] = []
+        self._buffer_by_iteration: dict[int, HostBuffer | None] = {}  # by iteration; None for logs of another process
+        self._current: tuple[int, FileLayout, HostBuffer] | None = None
         self._views: dict[str, torch.Tensor] = {}
         self.dropped_iterations = 0
         """Iterations whose logs were removed for lack of room."""
@@ -301,9 +303,9 @@ class LogWriter:
         """Removes all logs, because nothing is left to recover."""
         self.close()
         with contextlib.suppress(OSError):  # other logs remain
-            remove_own(self._directory)
+            remove_owned(self._directory)
             for above in list(self._directory.parents)[:2]:
-                Tree(above.parent).remove_if_empty(above.name)
+                SafeDirectory(above.parent).remove_if_empty(above.name)
 
     @property
     def _buffer_count(self) -> int:
@@ -312,7 +314,7 @@ class LogWriter:
     def _find_existing_logs(self) -> None:
         """Registers the logs of the previous process; removes incomplete, surplus and other layouts' logs."""
         with contextlib.suppress(OSError):
-            remove_own(self._directory / "slots")
+            remove_owned(self._directory / "slots")
         for iteration in reversed(logged_iterations(self._directory)):
             path = log_path(self._directory, iteration)
             if (
@@ -321,9 +323,9 @@ class LogWriter:
             ):
                 self._buffer_by_iteration[iteration] = None
             else:
-                remove_own(path)
+                remove_owned(path)
 
-    def _new_buffer(self) -> Buffer:
+    def _new_buffer(self) -> HostBuffer:
         taken = {
             one.path.name
             for one in (*self._free_buffers, *self._buffer_by_iteration.values())
@@ -331,9 +333,9 @@ class LogWriter:
         }
         number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
         path = self._directory / "slots" / str(number)
-        return Buffer(self.log_bytes, path, self._pin, purpose=f"the {self._name}'s", otherwise=self._alternative)
+        return HostBuffer(self.log_bytes, path, self._pin, purpose=f"the {self._name}'s", remedy=self._alternative)
 
-    def _take_buffer(self) -> Buffer:
+    def _take_buffer(self) -> HostBuffer:
         while not self._free_buffers:
             try:
                 if self._buffer_count < self._max_buffers:
@@ -347,15 +349,15 @@ class LogWriter:
     def _drop(self, iteration: int) -> None:
         """Removes a log: first its name, so that no partial log counts as complete; then frees its buffer."""
         self.wait()
-        remove_own(log_path(self._directory, iteration))
+        remove_owned(log_path(self._directory, iteration))
         buffer = self._buffer_by_iteration.pop(iteration)
         if buffer is not None:
             self._free_buffers.append(buffer)
 
-    def _finalize(self, iteration: int, layout: FileLayout, buffer: Buffer, copy_event: Any) -> None:
+    def _finalize(self, iteration: int, layout: FileLayout, buffer: HostBuffer, copy_event: Any) -> None:
         if copy_event is not None:
             copy_event.synchronize()
-        digests = [digest_of(buffer.memory[start:stop]) for start, stop in layout.spans]
+        digests = [compute_digest(buffer.memory[start:stop]) for start, stop in layout.spans]
         header = layout.header(digests)
         buffer.memory[: len(header)] = header
         assert buffer.path is not None  # _slot() gave it one

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from moc.errors import with_code
-from moc.files.text import one_line
+from moc.files.text import escape_line
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
 from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags
@@ -36,7 +36,7 @@ for _module in pkgutil.iter_modules(__path__):
 try:
     import_policies()
 except PolicyImportError as error:  # programs import this module before they can handle an error
-    sys.exit(f"{Path(sys.argv[0]).name}: error: {one_line(with_code(error))}")
+    sys.exit(f"{Path(sys.argv[0]).name}: error: {escape_line(with_code(error))}")
 
 __all__ = [
     "AUTO",

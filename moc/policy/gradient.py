@@ -209,7 +209,7 @@ class Gradient(Policy):
 
     def begin_anew(self) -> None:
         """As :meth:`Policy.begin_anew`: a chain has a gap, so the next snapshot is full."""
-        vars(self.state).update(decode.values_of(GradientState()))
+        vars(self.state).update(decode.field_values(GradientState()))
 
     def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
         """As :meth:`Policy.for_storage`: in a round, storage needs gradients only after an operator's full save."""
@@ -237,17 +237,17 @@ class Gradient(Policy):
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        return decode.values_of(self.state) | {"bases": list(self.state.bases)}
+        return decode.field_values(self.state) | {"bases": list(self.state.bases)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
         of = "gradient checkpoints"
-        decoded = decode.state(state, GradientState, of, every_field=True)
+        decoded = decode.convert_state(state, GradientState, of, requires_every_field=True)
         if len(decoded.bases) not in (0, len(self.operators)):
             raise StateError(
                 f"this is no state of {of} of this model. Fix: start without it",
             )
-        return lambda: vars(self.state).update(decode.values_of(decoded))
+        return lambda: vars(self.state).update(decode.field_values(decoded))
 
     def _round_at(self, iteration: int) -> GradientState:
         """Returns the round of an iteration; a new one if the last has ended."""

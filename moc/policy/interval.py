@@ -323,7 +323,7 @@ class IntervalTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`; the tuner then skips the first iterations again."""
-        stored = decode.state(state, _Stored, "an interval tuner")
+        stored = decode.convert_state(state, _Stored, "an interval tuner")
 
         def load() -> None:
             self._blocks = deque(stored.iteration_s, maxlen=BLOCKS)
@@ -430,7 +430,7 @@ class Measurements:
         Raises:
             ValueError: the state is not from :meth:`state_dict`.
         """
-        stored = decode.state(state, _StoredMeasurements, "the measurements of a run")
+        stored = decode.convert_state(state, _StoredMeasurements, "the measurements of a run")
         measured = cls(stored.trained_s, stored.faults)
         measured._iteration_s.extend(stored.iteration_s)
         measured._forward_backward_s.extend(stored.forward_backward_s)

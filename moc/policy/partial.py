@@ -122,8 +122,8 @@ class PartialState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all fields as JSON-compatible values; tables are copied."""
-        tables = {name: value for name, value in decode.values_of(self).items() if isinstance(value, dict)}
-        return decode.values_of(self) | {name: _copy_table(table) for name, table in tables.items()}
+        tables = {name: value for name, value in decode.field_values(self).items() if isinstance(value, dict)}
+        return decode.field_values(self) | {name: _copy_table(table) for name, table in tables.items()}
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
@@ -136,9 +136,9 @@ class PartialState:
         Raises:
             ValueError: the state belongs to another class or another model.
         """
-        decoded = decode.state(state, cls, cls.of, every_field=True)
+        decoded = decode.convert_state(state, cls, cls.of, requires_every_field=True)
         check_tables(
-            (value for value in decode.values_of(decoded).values() if isinstance(value, dict)), num_experts, cls.of
+            (value for value in decode.field_values(decoded).values() if isinstance(value, dict)), num_experts, cls.of
         )
         return decoded
 
@@ -266,7 +266,7 @@ class PartialPolicy(Policy):
 
         def load() -> None:
             self.pending_writes.clear()
-            vars(self.state).update(decode.values_of(decoded))
+            vars(self.state).update(decode.field_values(decoded))
 
         return load
 

@@ -216,7 +216,7 @@ class PecState(PartialState):
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
         """As :meth:`PartialState.read`; states of earlier versions have marks instead of tokens, and no iterations."""
-        known = decode.state(state, dict, cls.of)
+        known = decode.convert_state(state, dict, cls.of)
         if "persists" in known:
             known = known | {"saved": {}, "persisted": {}}
         return super().read({"saved_at": {}, "persisted_at": {}, **known}, num_experts)

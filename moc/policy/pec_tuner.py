@@ -351,7 +351,7 @@ class PecTuner(IntervalTuner):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`."""
-        stored, load_others = decode.state(state, _StoredPecTuner, "a tuner"), super().loading(state)
+        stored, load_others = decode.convert_state(state, _StoredPecTuner, "a tuner"), super().loading(state)
 
         def load() -> None:
             load_others()

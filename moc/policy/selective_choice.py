@@ -109,7 +109,7 @@ class SelectiveState(PartialState):
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
         """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
-        known = decode.state(state, dict, cls.of)
+        known = decode.convert_state(state, dict, cls.of)
         same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
         earlier = {name: known[other] for name, other in same.items() if other in known}
         return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
@@ -538,9 +538,9 @@ class SelectiveTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`; another tuner's state is ignored."""
-        known = _KEYS <= decode.state(state, dict, "a tuner").keys()
+        known = _KEYS <= decode.convert_state(state, dict, "a tuner").keys()
         seen = Measurements.from_state(state) if known else Measurements()
-        used = decode.state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
+        used = decode.convert_state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
 
         def load() -> None:
             self._measurements, self._used = seen, used

@@ -302,7 +302,7 @@ class Sparse(Policy):
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`; the next snapshot takes the next turn of an unfinished window."""
         of = "sparse checkpoints"
-        stored = decode.state(state, _StoredSparseState, of)
+        stored = decode.convert_state(state, _StoredSparseState, of)
         tables = {name: getattr(stored, name) for name in _TABLES}
         check_tables([stored.shares, *tables.values()], experts_by_layer(self.operators), of)
         if stored.order and sorted(stored.order) != list(range(len(self.operators))):
@@ -314,7 +314,7 @@ class Sparse(Policy):
         decoded = SparseState(
             CurrentWindow(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
         )
-        return lambda: vars(self.state).update(decode.values_of(decoded))
+        return lambda: vars(self.state).update(decode.field_values(decoded))
 
     def _window_at(self, iteration: int, load: Load | None) -> CurrentWindow:
         """Returns the window of an iteration; a new one if the last has ended."""

@@ -302,7 +302,7 @@ class TokenLedger:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the ledger as JSON-compatible values; nothing is copied, since its values never change."""
-        return decode.values_of(self) | {"debt": None if self.debt is None else decode.values_of(self.debt)}
+        return decode.field_values(self) | {"debt": None if self.debt is None else decode.field_values(self.debt)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> TokenLedger:
@@ -312,9 +312,9 @@ class TokenLedger:
             ValueError: the state is not from :meth:`state_dict`, or contradicts itself.
         """
         of = "a token ledger"
-        known = decode.state(state, dict, of)
+        known = decode.convert_state(state, dict, of)
         earlier = {"peers": known.get("memory"), "to_peers": known.get("to_memory")}  # states without peers
-        ledger = decode.state(earlier | known, cls, of)
+        ledger = decode.convert_state(earlier | known, cls, of)
         debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
         tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
         shapes = {tuple(map(len, table)) for table in tables}

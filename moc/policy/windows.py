@@ -329,7 +329,7 @@ class WindowTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`."""
-        stored = decode.state(state, _StoredWindowTuner, "a tuner")
+        stored = decode.convert_state(state, _StoredWindowTuner, "a tuner")
 
         def load() -> None:
             self._seconds = deque(stored.forward_backward_s, maxlen=BLOCK)

@@ -32,11 +32,11 @@ from moc.recovery.inventory import summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.detail import Detail
 from moc.state.operators import Operator, operator_of
-from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.header import FileLayout, StoredBox, read_boxes
-from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, digest_of
-from moc.store.storage import Blob, LocalPlace
-from moc.store.store import Store, directory_of, is_by_rank
+from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, compute_digest
+from moc.store.storage import Blob, LocalStorage
+from moc.store.store import Store, checkpoint_name, is_shard_file_or_part
 
 CARRIED = ".carried.json"
 """Name of the manifest of carried experts, in the snapshot's directory; on reduction it replaces the snapshot's own."""
@@ -144,7 +144,7 @@ class Carrier:
     """
 
     def __init__(self, store: Store, experts: Iterable[Operator]):
-        self._store, self.name = store, store.place.name
+        self._store, self.name = store, store.storage.name
         self._experts = {one.name: one.parameters for one in experts}
         self._known: dict[int, tuple[bool, Held]] = {}
         self._retired = 0  # snapshots before it are reduced
@@ -181,8 +181,8 @@ class Carrier:
         newest, amount = max((one.whole.iteration for one in held), default=0), 0
         for iteration, wanted in self._of_use(held).items():
             names = self._names(iteration) if wanted and iteration != newest else []
-            if CARRIED not in names and any(map(is_by_rank, names)):
-                amount += _carry(self._store, self._store.manifest(iteration), wanted)
+            if CARRIED not in names and any(map(is_shard_file_or_part, names)):
+                amount += _carry(self._store, self._store.read_manifest(iteration), wanted)
         return amount
 
     def retire(self, before: int) -> None:
@@ -192,14 +192,14 @@ class Carrier:
             CheckpointError, OSError: a write failed.
         """
         since = self._retired if self._retired <= before else 0  # after a recovery, iterations repeat
-        for iteration, names in self._store.listed(since):
-            if iteration < before and any(map(is_by_rank, names)):
+        for iteration, names in self._store.list_files(since):
+            if iteration < before and any(map(is_shard_file_or_part, names)):
                 self._retire(iteration, names)
         self._retired = before
 
     def whole(self) -> set[int]:
         """Returns the iterations of the snapshots that are not reduced."""
-        return {iteration for iteration, names in self._store.listed() if any(map(is_by_rank, names))}
+        return {iteration for iteration, names in self._store.list_files() if any(map(is_shard_file_or_part, names))}
 
     def reduce(self, before: int) -> None:
         """Reduces the snapshots before an iteration whose buffers are in use again, if they have carried experts.
@@ -212,8 +212,8 @@ class Carrier:
                 self._retire(iteration, names)
 
     def _is_overwritten(self, iteration: int) -> bool:
-        files = self._store.manifest(iteration).files.items()
-        return any(self._store.damage_in_header(iteration, name, entry) for name, entry in files)
+        files = self._store.read_manifest(iteration).files.items()
+        return any(self._store.find_header_damage(iteration, name, entry) for name, entry in files)
 
     def drop(self, upto: int) -> None:
         """Removes carried experts that a newer snapshot contains, up to the newest durable one.
@@ -223,7 +223,7 @@ class Carrier:
         """
         held = [one for one in self._held() if one.whole.iteration <= upto]
         for iteration, wanted in self._of_use(held).items():
-            if iteration < upto and not any(map(is_by_rank, self._names(iteration))):
+            if iteration < upto and not any(map(is_shard_file_or_part, self._names(iteration))):
                 self._keep_only(iteration, wanted)
 
     def to_compare(self) -> list[Chain]:
@@ -259,10 +259,10 @@ class Carrier:
         """
         folded, adopted = place_of_folded(self._store), []
         for iteration in folded.iterations():
-            manifest = folded.manifest(iteration)
+            manifest = folded.read_manifest(iteration)
             if iteration not in self._store.iterations():
                 continue  # superseded since then
-            here = self._store.manifest(iteration)
+            here = self._store.read_manifest(iteration)
             operators = {
                 name: entry
                 for name, entry in manifest.operators.items()
@@ -270,38 +270,38 @@ class Carrier:
             }
             files = {file: entry for file, entry in manifest.files.items() if is_of_operator(file, operators)}
             for file in files:
-                os.link(folded.place.path(f"{directory_of(iteration)}/{file}"), self._new(iteration, file))
+                os.link(folded.storage.display_path(f"{checkpoint_name(iteration)}/{file}"), self._new(iteration, file))
             others = {file: entry for file, entry in here.files.items() if not is_of_operator(file, operators)}
             merged = dataclasses.replace(here, files=others | files, operators={**here.operators, **operators})
             self._known.pop(iteration, None)
-            self._store.rewrite(merged)  # removes the gradients
+            self._store.publish_as_is(merged)  # removes the gradients
             adopted += operators
-        folded.clear()
+        folded.remove_all()
         return adopted
 
     def _new(self, iteration: int, file: str) -> str:
-        path = f"{directory_of(iteration)}/{file}"
-        self._store.place.remove(path)  # left by a process that was killed before its commit
-        return self._store.place.path(path)
+        path = f"{checkpoint_name(iteration)}/{file}"
+        self._store.storage.remove(path)  # left by a process that was killed before its commit
+        return self._store.storage.display_path(path)
 
     def delete(self) -> None:
         """Removes experts carried for a snapshot that will not follow; called when a run resumes."""
         for iteration in self._store.iterations():
-            if CARRIED in (names := self._names(iteration)) and any(map(is_by_rank, names)):
-                self._store.rewrite(self._store.manifest(iteration))  # removes files that it does not name
+            if CARRIED in (names := self._names(iteration)) and any(map(is_shard_file_or_part, names)):
+                self._store.publish_as_is(self._store.read_manifest(iteration))  # removes files that it does not name
 
     def _names(self, iteration: int) -> list[str]:
-        return self._store.place.names(directory_of(iteration))
+        return self._store.storage.list_names(checkpoint_name(iteration))
 
     def _held(self) -> list[Held]:
         """Returns the stored snapshots; reads a manifest if it is new or was reduced."""
         there = {}
-        for iteration, names in self._store.listed():
-            whole = any(map(is_by_rank, names))
+        for iteration, names in self._store.list_files():
+            whole = any(map(is_shard_file_or_part, names))
             known = self._known.get(iteration)
             if known is None or known[0] != whole:
                 try:
-                    manifest = self._store.manifest(iteration)
+                    manifest = self._store.read_manifest(iteration)
                 except CheckpointError:
                     continue  # removed since then, or unreadable
                 part, sizes = summary(manifest), self._experts
@@ -349,27 +349,27 @@ class Carrier:
         return found
 
     def _retire(self, iteration: int, names: Collection[str]) -> None:
-        place, directory = self._store.place, directory_of(iteration)
+        place, directory = self._store.storage, checkpoint_name(iteration)
         if CARRIED not in names:
             self._store.remove(iteration)
             return
         place.check_owner()
         place.write(f"{directory}/{MANIFEST_FILE}", [place.read(f"{directory}/{CARRIED}")])
         for name in names:
-            if is_by_rank(name) or name == CARRIED:
+            if is_shard_file_or_part(name) or name == CARRIED:
                 place.remove(f"{directory}/{name}")
 
     def _keep_only(self, iteration: int, wanted: Collection[str]) -> None:
         if not self._known[iteration][1].whole.operators.keys() - wanted:
             return
         self._known.pop(iteration)
-        manifest = self._store.manifest(iteration)
+        manifest = self._store.read_manifest(iteration)
         operators = {name: entry for name, entry in manifest.operators.items() if name in wanted}
         files = {name: entry for name, entry in manifest.files.items() if is_of_operator(name, operators)}
         if not operators:
             self._store.remove(iteration)
         else:
-            self._store.rewrite(dataclasses.replace(manifest, files=files, operators=operators))
+            self._store.publish_as_is(dataclasses.replace(manifest, files=files, operators=operators))
 
 
 def _has_both(detail: str, slots: Collection[str]) -> bool:
@@ -378,29 +378,29 @@ def _has_both(detail: str, slots: Collection[str]) -> bool:
 
 def _carry(store: Store, manifest: Manifest, wanted: Mapping[str, Detail]) -> int:
     """Carries operators out; operators wanted as gradients with all that the snapshot has of them."""
-    place, parts = store.place, defaultdict[str, list[tuple[Blob, StoredBox]]](list)
-    assert isinstance(place, LocalPlace)  # snapshots in memory are local
+    place, parts = store.storage, defaultdict[str, list[tuple[Blob, StoredBox]]](list)
+    assert isinstance(place, LocalStorage)  # snapshots in memory are local
     for file, entry in manifest.files.items():
         for blob, box in _boxes(store, manifest.iteration, file, entry):
             name = operator_of(box.name)
             if name in wanted and (wanted[name] is Detail.GRAD or wanted[name].holds(box.slot)):
                 parts[name].append((blob, box))
-    directory, files, operators = directory_of(manifest.iteration), {}, {}
+    directory, files, operators = checkpoint_name(manifest.iteration), {}, {}
     for name, its in parts.items():
         file = file_of_operator(name)
         files[file] = _write(place, f"{directory}/{file}", its, slot_of(wanted[name]))
         entry = manifest.operators[name]
-        operators[name] = entry if wanted[name] is Detail.GRAD else entry.at(wanted[name])
+        operators[name] = entry if wanted[name] is Detail.GRAD else entry.restricted_to(wanted[name])
     carried = dataclasses.replace(manifest, files=files, operators=operators)
-    store.place.write(f"{directory}/{CARRIED}", [carried.to_json().encode()])
-    return carried.bytes
+    store.storage.write(f"{directory}/{CARRIED}", [carried.to_json().encode()])
+    return carried.nbytes
 
 
 def _boxes(store: Store, iteration: int, file: str, entry: FileEntry) -> list[tuple[Blob, StoredBox]]:
     try:
-        blob = store.blob(iteration, file, entry)
+        blob = store.open_verified(iteration, file, entry)
         return [(blob, box) for box in read_boxes(blob.name, blob.size, blob.read)]
-    except (MissingRegionError, ValueError) as damage:
+    except (MissingTensorError, ValueError) as damage:
         raise CheckpointError(
             f"{file} of iteration {iteration} cannot be read ({cause_of(damage)}). Fix: none is needed, unless this "
             "repeats; then test the memory of the node",
@@ -408,11 +408,11 @@ def _boxes(store: Store, iteration: int, file: str, entry: FileEntry) -> list[tu
         ) from None
 
 
-def _write(place: LocalPlace, path: str, parts: Iterable[tuple[Blob, StoredBox]], slot: str) -> FileEntry:
+def _write(place: LocalStorage, path: str, parts: Iterable[tuple[Blob, StoredBox]], slot: str) -> FileEntry:
     blobs = {box: blob for blob, box in parts}
     layout = FileLayout(blobs)
     data = [blobs[box].read(box.start, box.start + box.nbytes) for box in layout.entries]
-    digests = (box.digest or digest_of(its) for box, its in zip(layout.entries, data, strict=True))
+    digests = (box.digest or compute_digest(its) for box, its in zip(layout.entries, data, strict=True))
     header = layout.header([*digests])
-    place.write_into_slot(path, [header, *data], slot)
-    return FileEntry(layout.nbytes, len(header), digest_of(header))
+    place.write_into_reserved_file(path, [header, *data], slot)
+    return FileEntry(layout.nbytes, len(header), compute_digest(header))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from moc.recovery.sources import AvailableCheckpoint
 from moc.state.detail import Detail
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import SUFFIX, Store
 
 _FOLDED = f".folded{SUFFIX}"
@@ -42,7 +42,7 @@ def is_of_operator(file: str, operators: Collection[str]) -> bool:
 
 def place_of_folded(store: Store) -> Store:
     """Returns the store where the folder of a node commits new bases of the snapshots in a store."""
-    return Store(LocalPlace(f"{store.place.name}/folded", in_memory=True))
+    return Store(LocalStorage(f"{store.storage.name}/folded", in_memory=True))
 
 
 def foldable(held: Iterable[AvailableCheckpoint], experts: Collection[str], least: int) -> list[Chain]:

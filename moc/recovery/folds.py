@@ -18,13 +18,13 @@ from moc.recovery.chains import Chain, file_of_folded, is_of_operator, place_of_
 from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
 from moc.state.detail import Detail
 from moc.state.region import Region
-from moc.store.errors import CheckpointError, MissingRegionError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry, digest_of
-from moc.store.shard_file import FileLayout, RegionReader, RegionTensor, bytes_of
+from moc.store.errors import CheckpointError, MissingTensorError
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
+from moc.store.shard_file import BoxTensor, FileLayout, ShardReader, tensor_bytes
 from moc.store.storage import Blob
-from moc.store.store import Store, directory_of
+from moc.store.store import Store, checkpoint_name
 
-_GONE = (CheckpointError, MissingRegionError, OSError)
+_GONE = (CheckpointError, MissingTensorError, OSError)
 RULES = "adam"
 """Key in a snapshot's state for the :class:`~moc.state.adam.Rules` of the next update."""
 
@@ -55,7 +55,7 @@ def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain
     Removes earlier results in :func:`place_of_folded`, then commits the new bases there, one manifest per iteration.
     """
     into, done = place_of_folded(store), Outcome([], 0, [], [], [], "")
-    into.clear()
+    into.remove_all()
     steps = _Steps(store)
     for chain in to_compare:
         try:
@@ -96,15 +96,15 @@ class _Steps:
 
     def manifest(self, iteration: int) -> Manifest:
         if iteration not in self._manifests:
-            self._manifests[iteration] = self._store.manifest(iteration)
+            self._manifests[iteration] = self._store.read_manifest(iteration)
         return self._manifests[iteration]
 
     def is_right(self, chain: Chain) -> bool:
         """Returns whether the state saved with a chain's last gradients has the hashes of the chain's result."""
         boxes, step = self._follow(chain)
-        saved = RegionReader(self._files(chain.until, chain.operator), verify=True)
+        saved = ShardReader(self._files(chain.until, chain.operator), verifies=True)
         same = [
-            digest_of(bytes_of(values)) == digest_of(bytes_of(saved.get(name, slot, region)))
+            compute_digest(tensor_bytes(values)) == compute_digest(tensor_bytes(saved.read_region(name, slot, region)))
             for (name, region), state in boxes.items()
             for slot, values in state.items()
         ]
@@ -114,29 +114,29 @@ class _Steps:
     def fold(self, chain: Chain, into: Store) -> tuple[FileEntry, OperatorEntry]:
         """Writes the state that a chain leads to; returns its entries in a manifest."""
         boxes, step = self._follow(chain)
-        base = RegionReader(self._files(chain.base, chain.operator))
+        base = ShardReader(self._files(chain.base, chain.operator))
         tensors = [
-            RegionTensor(name, slot, base.global_shape(name, slot), region, values)
+            BoxTensor(name, slot, base.global_shape(name, slot), region, values)
             for (name, region), its in boxes.items()
             for slot, values in its.items()
         ]
-        by_entry = {tensor.entry: bytes_of(tensor.values) for tensor in tensors}
+        by_entry = {tensor.box: tensor_bytes(tensor.values) for tensor in tensors}
         layout = FileLayout(by_entry)
         data = [by_entry[entry] for entry in layout.entries]
-        header = layout.header(list(map(digest_of, data)))
-        path = f"{directory_of(chain.until)}/{file_of_folded(chain.operator)}"
-        into.place.write(path, [header, *data], final=False)
+        header = layout.header(list(map(compute_digest, data)))
+        path = f"{checkpoint_name(chain.until)}/{file_of_folded(chain.operator)}"
+        into.storage.write(path, [header, *data], is_durable=False)
         elements = dict.fromkeys(sorted(SLOTS), sum(region.numel for _, region in boxes))
-        file = FileEntry(layout.nbytes, len(header), digest_of(header))
+        file = FileEntry(layout.nbytes, len(header), compute_digest(header))
         return file, OperatorEntry(Detail.FULL.value, step, elements)
 
     def _follow(self, chain: Chain) -> tuple[dict[tuple[str, Region], dict[str, torch.Tensor]], int]:
         """Returns the state at the end of a chain, by tensor, box and slot, and its number of updates."""
-        name, base = chain.operator, RegionReader(self._files(chain.base, chain.operator), verify=True)
-        entries = [source.entry for source in base.sources()]
+        name, base = chain.operator, ShardReader(self._files(chain.base, chain.operator), verifies=True)
+        entries = [source.box for source in base.sources()]
         slots = {entry.slot for entry in entries} - {"grad"}
         boxes = {  # slots may be split if several ranks save identical state
-            (one.name, one.region): {slot: base.get(one.name, slot, one.region).clone() for slot in slots}
+            (one.name, one.region): {slot: base.read_region(one.name, slot, one.region).clone() for slot in slots}
             for one in entries
             if one.slot == MASTER
         }
@@ -147,11 +147,11 @@ class _Steps:
                 continue
             rules = Rules.from_plain(self._told(iteration - 1, RULES))
             factor = gradient_factor(record["grad_norm"], rules.clip_grad, record["loss_scale"])
-            gradients = RegionReader(self._files(iteration, name), verify=True)
+            gradients = ShardReader(self._files(iteration, name), verifies=True)
             for (tensor, region), state in boxes.items():
                 if (rule := rules.by_kind.get(kind_of(tensor))) is None:
                     raise ValueError(f"the engine has not told how {kind_of(tensor)} is updated")
-                update(state, gradients.get(tensor, "grad", region), step, rule, factor)
+                update(state, gradients.read_region(tensor, "grad", region), step, rule, factor)
             step += 1
         self._check(chain)
         return boxes, step
@@ -177,4 +177,6 @@ class _Steps:
 
     def _files(self, iteration: int, name: str) -> list[Blob]:
         files = self.manifest(iteration).files.items()
-        return [self._store.blob(iteration, file, entry) for file, entry in files if is_of_operator(file, {name})]
+        return [
+            self._store.open_verified(iteration, file, entry) for file, entry in files if is_of_operator(file, {name})
+        ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from moc.store.manifest import ALIKE
+from moc.store.manifest import REPLICAS_KEY
 
 Told = Mapping[tuple[str, ...], Mapping[str, int]]
 """By nodes with identical state: operators, and bytes of each node's copy."""
@@ -28,12 +28,12 @@ class Redundancy:
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.ALIKE`); empty if none."""
+        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`); empty if none."""
         found: dict[str, list[str]] = {}
         for name in operators:
             if name in self.copies:
                 found.setdefault(str(self.copies[name]), []).append(name)
-        return {ALIKE: found} if found else {}
+        return {REPLICAS_KEY: found} if found else {}
 
 
 def redundancy(stages: Iterable[Told]) -> Redundancy:

@@ -9,7 +9,7 @@ from moc.output import console, human, print_lines, pyplot, replacing
 from moc.report.figures import Report, Saving, Spread, Trend, seconds_by_workers
 from moc.report.wall_clock import Event
 
-PARTS = {
+PART_TITLES = {
     "useful_s": "useful work",
     "stalls_s": "stalls for snapshots",
     "slower_s": "slower iterations",
@@ -34,18 +34,18 @@ _WIDE = 160  # columns without a terminal
 Cell = Callable[[Report], "str | None"]
 
 
-def show(runs: Sequence[Report]) -> None:
+def print_reports(runs: Sequence[Report]) -> None:
     """Prints a table with a column for each run, and the choices of tuners."""
     console(width=_WIDE).print(_table(runs))
     for run in runs:
-        print_lines(*_choices(run, len(runs) > 1))
+        print_lines(*_choice_lines(run, len(runs) > 1))
 
 
-def rows(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
+def table_sections(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
     """Yields sections of lines, each with a cell for each run; leaves out lines without any value."""
     for section, lines in _SECTIONS.items():
-        told = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
-        filled = [(name, [cell or "" for cell in cells]) for name, cells in told if any(cells)]
+        cells_by_title = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
+        filled = [(name, [cell or "" for cell in cells]) for name, cells in cells_by_title if any(cells)]
         if filled:
             yield section, filled
 
@@ -58,7 +58,7 @@ def _table(runs: Sequence[Report]):
     table.add_column("")
     for run in runs:
         table.add_column(run.name, justify="right", overflow="fold")
-    for section, lines in rows(runs):
+    for section, lines in table_sections(runs):
         table.add_row(section.upper())
         for name, cells in lines:
             table.add_row(f"  {name}", *cells)
@@ -66,11 +66,11 @@ def _table(runs: Sequence[Report]):
     return table
 
 
-def _choices(run: Report, named: bool) -> Iterable[str]:
-    whose = f"{run.name}: " if named else ""
-    for one in run.choices:
-        yield f"{whose}at iteration {one.iteration}: {', '.join(f'{name} {new}' for name, new in one.chosen.items())}"
-        yield f"    {one.reason}" + (f" (It looked since {one.cause}.)" if one.cause else "")
+def _choice_lines(run: Report, named: bool) -> Iterable[str]:
+    prefix = f"{run.name}: " if named else ""
+    for choice in run.choices:
+        yield f"{prefix}at iteration {choice.iteration}: {', '.join(f'{name} {new}' for name, new in choice.chosen.items())}"
+        yield f"    {choice.reason}" + (f" (It looked since {choice.cause}.)" if choice.cause else "")
 
 
 def seconds(value: float | None) -> str | None:
@@ -101,10 +101,12 @@ def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str |
 
 def _by_workers(run: Report) -> str | None:
     """Returns seconds and share by number of workers, if the number has changed."""
-    found = seconds_by_workers(run.periods)
-    trained_s = sum(found.values())
-    told = (f"{workers}: {seconds(time)}, {_percent(time / trained_s, 1)}" for workers, time in found.items())
-    return "\n".join(told) if len(found) > 1 else None
+    seconds_by_count = seconds_by_workers(run.periods)
+    trained_s = sum(seconds_by_count.values())
+    parts = (
+        f"{workers}: {seconds(time)}, {_percent(time / trained_s, 1)}" for workers, time in seconds_by_count.items()
+    )
+    return "\n".join(parts) if len(seconds_by_count) > 1 else None
 
 
 def _moves(run: Report) -> str | None:
@@ -132,13 +134,13 @@ def _highest(name: str, text: Callable[[float], str]) -> Cell:
     return _gauge(name, lambda trend: f"{text(trend.mean)}, {text(trend.most)}")
 
 
-def _share(of: str, whole: str) -> Cell:
+def _share(part: str, total: str) -> Cell:
     """Returns a cell with the share of one gauge in another, by their means."""
 
     def cell(run: Report) -> str | None:
-        if of not in run.gauges:
+        if part not in run.gauges:
             return None
-        return _percent(run.gauges[of].mean / run.gauges[whole].mean, 1)
+        return _percent(run.gauges[part].mean / run.gauges[total].mean, 1)
 
     return cell
 
@@ -156,28 +158,28 @@ def _iterations(run: Report) -> str:
     return f"{run.iterations:,} ({run.first:,} to {run.last:,}){skipped}"
 
 
-def _by(counts: Mapping[str, Any], text: Callable[[Any], str], between: str = " ") -> str:
+def _join_counts(counts: Mapping[str, Any], text: Callable[[Any], str], between: str = " ") -> str:
     return ", ".join(f"{name}{between}{text(value)}" for name, value in counts.items())
 
 
 def _exact(run: Report) -> str | None:
     recoveries = run.recoveries
-    told = [f"{recoveries.exact} exact"] * bool(recoveries.exact)
-    told += [f"{recoveries.not_exact} not"] * bool(recoveries.not_exact)
+    parts = [f"{recoveries.exact} exact"] * bool(recoveries.exact)
+    parts += [f"{recoveries.not_exact} not"] * bool(recoveries.not_exact)
     other = recoveries.count - recoveries.exact - recoveries.not_exact
-    return ", ".join([*told, f"{other} not compared"] if other and told else told) or None
+    return ", ".join([*parts, f"{other} not compared"] if other and parts else parts) or None
 
 
-def _alone(run: Report) -> str | None:
+def _localized_recoveries(run: Report) -> str | None:
     recoveries = run.recoveries
     return recoveries.stages and f"{_mean_and_most(recoveries.stages)}; in {recoveries.alone} of {recoveries.count}"
 
 
-def _a_snapshot(total: str, count: str) -> Cell:
+def _per_snapshot(total: str, count: str) -> Cell:
     return _saved(lambda saving: human(getattr(saving, total) / getattr(saving, count)), count)
 
 
-def _an_iteration(total: str) -> Cell:
+def _per_iteration(total: str) -> Cell:
     def cell(run: Report) -> str | None:
         nbytes = getattr(run.saving, total, 0)
         return human(nbytes / run.computed) if nbytes else None
@@ -185,8 +187,8 @@ def _an_iteration(total: str) -> Cell:
     return cell
 
 
-def _not_written(what: str) -> Cell:
-    return lambda run: f"{run.not_written[what]:,}" if run.not_written.get(what) else None
+def _not_written(kind: str) -> Cell:
+    return lambda run: f"{run.not_written[kind]:,}" if run.not_written.get(kind) else None
 
 
 def _stall(run: Report) -> str | None:
@@ -203,7 +205,7 @@ def _violations(run: Report) -> str | None:
     return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
 
 
-def _made_up(run: Report) -> str | None:
+def _compensated(run: Report) -> str | None:
     return "{:,} of {:,}".format(*run.made_up) if run.made_up else None
 
 
@@ -217,13 +219,13 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
         "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
         "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
-        "loss, newest": lambda run: _by(run.validation, "{:.4f}".format),
+        "loss, newest": lambda run: _join_counts(run.validation, "{:.4f}".format),
         "recovery is exact": lambda run: None if run.exact is None else "yes" if run.exact else "no",
         "ended": lambda run: run.ended or "not in good order, or not yet",
     },
     "where the time went": {
         "ETTR": lambda run: f"{run.ettr:.3f}",
-        **{title: _part(name) for name, title in PARTS.items()},
+        **{title: _part(name) for name, title in PART_TITLES.items()},
     },
     "members": {
         "trained on so many workers": _by_workers,
@@ -231,23 +233,23 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "checkpoints read, since experts were lost": lambda run: f"{run.moves.fallbacks:,}" if run.moves else None,
     },
     "faults and recoveries": {
-        "injected": lambda run: _by(run.recoveries.injected, str),
+        "injected": lambda run: _join_counts(run.recoveries.injected, str),
         "recoveries": lambda run: f"{run.recoveries.count:,}" if run.recoveries.count else None,
         "until stopped: median, worst": lambda run: _spread(run.recoveries.detect_s, seconds),
         "outside useful work: median, worst": lambda run: _spread(run.recoveries.outside_s, seconds),
         "workers that kept their state: mean, most": lambda run: _mean_and_most(run.recoveries.kept),
-        "stages that computed alone: mean, most": _alone,
+        "stages that computed alone: mean, most": _localized_recoveries,
         "iterations computed again: mean, most": lambda run: _mean_and_most(run.recoveries.again),
         "what was computed again": _exact,
     },
     "snapshots": {
         "tier": _saved(lambda saving: saving.tier),
         "taken": _saved(lambda saving: f"{saving.snapshots:,}"),
-        "bytes of one": _a_snapshot("snapshot_bytes", "snapshots"),
-        "bytes an iteration, to host memory": _an_iteration("snapshot_bytes"),
-        "bytes an iteration, to peers": _an_iteration("replicated_bytes"),
-        "not sent, since peers hold it alike": _an_iteration("not_sent_bytes"),
-        "bytes an iteration, to storage": _an_iteration("persisted_bytes"),
+        "bytes of one": _per_snapshot("snapshot_bytes", "snapshots"),
+        "bytes an iteration, to host memory": _per_iteration("snapshot_bytes"),
+        "bytes an iteration, to peers": _per_iteration("replicated_bytes"),
+        "not sent, since peers hold it alike": _per_iteration("not_sent_bytes"),
+        "bytes an iteration, to storage": _per_iteration("persisted_bytes"),
         "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
         "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
         "of these, gradients alone": _share("selective_gradients", "selective_experts"),
@@ -266,7 +268,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         ),
         "of lost nodes, from others": _saved(lambda saving: f"{saving.restored:,}", "restored"),
         "survived, of nodes lost at once": _saved(
-            lambda saving: _by(saving.survival, lambda share: f"{100 * share:.3g} %", ": "), "survival"
+            lambda saving: _join_counts(saving.survival, lambda share: f"{100 * share:.3g} %", ": "), "survival"
         ),
     },
     "could not be written": {
@@ -294,17 +296,17 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
         "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
         "at risk with all memory: mean, most": _highest("mlt_storage", "{:.3g}".format),
-        "of the newest, made up by more capacity": _made_up,
+        "of the newest, made up by more capacity": _compensated,
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},
 }
 
 
-def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+def draw_report(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     """Draws runs, with the events of each, into a PNG; replaces it atomically."""
     varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
-    panels = [_progress, *([_workers] if varies else []), _parts]
-    panels += [_skewness] if any("skewness" in run.gauges for run in runs) else []
+    panels = [_draw_progress, *([_draw_workers] if varies else []), _draw_parts]
+    panels += [_draw_skewness] if any("skewness" in run.gauges for run in runs) else []
     plots = pyplot()
     figure, axes = plots.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
     try:
@@ -316,9 +318,9 @@ def plot(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -
         plots.close(figure)
 
 
-def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    for number, (run, told) in enumerate(zip(runs, events, strict=True)):
-        trained = [event for event in told if event["type"] == "iteration"]
+def _draw_progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
+        trained = [event for event in run_events if event["type"] == "iteration"]
         times, iterations = zip(*((e["time"] - run.began, e["iteration"]) for e in trained), strict=True)
         panel.plot(times, iterations, color=f"C{number}", label=f"{run.name} (ETTR {run.ettr:.3f})")
         for recovery in run.each:
@@ -328,21 +330,23 @@ def _progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) 
     panel.legend(loc="upper left")
 
 
-def _workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+def _draw_workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     for number, run in enumerate(runs):
         edges = [(edge, one.workers) for one in run.periods for edge in (one.began_s, one.ended_s)]
         panel.plot(*zip(*edges, strict=True), color=f"C{number}", linewidth=0.8, linestyle=":")
-        for one in run.periods:
-            panel.plot((one.began_s, one.ended_s), (one.workers, one.workers), color=f"C{number}", linewidth=2.5)
+        for period in run.periods:
+            panel.plot(
+                (period.began_s, period.ended_s), (period.workers, period.workers), color=f"C{number}", linewidth=2.5
+            )
     panel.set(xlabel="seconds since the begin; dotted: nobody trained", ylabel="workers that train", ylim=(0, None))
     panel.yaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
 
 
-def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+def _draw_parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     left = [0.0] * len(runs)
-    for number, (name, title) in enumerate(PARTS.items()):
-        shares = [max(0.0, _drawn(run, name)) / run.wall_s for run in runs]
+    for number, (name, title) in enumerate(PART_TITLES.items()):
+        shares = [max(0.0, _drawn_seconds(run, name)) / run.wall_s for run in runs]
         if any(shares):
             panel.barh([run.name for run in runs], shares, left=left, color=f"C{number}", label=title)
         left = [a + b for a, b in zip(left, shares, strict=True)]
@@ -351,15 +355,15 @@ def _parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> 
     panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize="small")
 
 
-def _drawn(run: Report, name: str) -> float:
+def _drawn_seconds(run: Report, name: str) -> float:
     """Returns the seconds to draw; a negative ``slower_s`` is subtracted from the useful time."""
     faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
     return getattr(run.spent, name) + faster_s
 
 
-def _skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    for number, (run, told) in enumerate(zip(runs, events, strict=True)):
-        points = {event["iteration"]: event["skewness"] for event in told if "skewness" in event}
+def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
+        points = {event["iteration"]: event["skewness"] for event in run_events if "skewness" in event}
         if points:
             panel.plot(points.keys(), points.values(), color=f"C{number}", label=run.name)
     panel.set(xlabel="iteration", ylabel="skewness of experts", ylim=(0, None))

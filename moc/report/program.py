@@ -10,8 +10,8 @@ from pathlib import Path
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
 from moc.output import Parser, escapes_output, refused, replacing
-from moc.report.figures import ReportError, report
-from moc.report.presentation import plot, show
+from moc.report.figures import ReportError, compute_report
+from moc.report.presentation import draw_report, print_reports
 
 EPILOG = """\
 examples:
@@ -45,17 +45,17 @@ def main(argv: list[str] | None = None) -> int:
         for path in dict.fromkeys(args.events):
             events.append(read_events(path))
             try:
-                runs.append(report(str(events_file(path).parent), events[-1]))
+                runs.append(compute_report(str(events_file(path).parent), events[-1]))
             except ValueError as error:
                 raise ReportError(f"{events_file(path)}: {error}", code=code_of(error)) from None
-        show(runs)
+        print_reports(runs)
         if args.json:
             path = args.json
             with replacing(path) as name:
                 Path(name).write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) + "\n")
         if args.plot:
             path = args.plot
-            plot(path, runs, events)
+            draw_report(path, runs, events)
     except (ValueError, OSError) as error:
         return refused("report", error, path)
     return 0

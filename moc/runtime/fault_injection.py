@@ -18,7 +18,7 @@ from pathlib import Path
 
 from moc.errors import UserError
 from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
-from moc.files.safe_directory import open_single
+from moc.files.safe_directory import open_without_links
 
 ACTIONS = {
     "kill": "SIGKILL",
@@ -221,7 +221,7 @@ class Injector:
                 self._faults.setdefault(fault.point, []).append(fault)
         directory.mkdir(parents=True, exist_ok=True)
         self._rank, self._directory, self._on_strike = rank, directory, on_strike
-        self._iteration_file = open_single(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT)
+        self._iteration_file = open_without_links(directory / f"rank_{rank:05d}", os.O_RDWR | os.O_CREAT)
         self._iteration = int.from_bytes(os.pread(self._iteration_file, 8, 0), "little")
 
     def reached(self, point: str, iteration: int | None = None) -> None:

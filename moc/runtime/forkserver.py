@@ -32,7 +32,7 @@ from typing import NoReturn
 from moc import private_interfaces
 from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
-from moc.files.safe_directory import open_single
+from moc.files.safe_directory import open_without_links
 from moc.output import print_lines, print_traceback
 from moc.runtime import environment, import_hook
 from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor
@@ -208,7 +208,7 @@ def _redirect_output(path: str) -> None:
     """Redirects this process's output to a file; on failure the launcher's output is kept."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        output = open_single(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        output = open_without_links(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         print_lines(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", error=True)
         return

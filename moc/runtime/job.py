@@ -129,7 +129,7 @@ class Job:
     def allow_memory_release(self, memory: Path) -> None:
         """Allows nodes to free the run's memory when the job ends, since storage has all of it.
 
-        The path is equal on all nodes: :func:`moc.store.host_memory.memory_of_run`.
+        The path is equal on all nodes: :func:`moc.store.host_memory.memory_path_of_run`.
         """
 
     def leave(self) -> None:

@@ -35,7 +35,7 @@ from moc.runtime.replica_transfer import (
     snapshots_directory,
 )
 from moc.runtime.termination import FAILED
-from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, DamagedTensorError, InsufficientMemoryError
 
 _RETRY_S = 0.02
 _WARN_AFTER_S = 5.0
@@ -101,8 +101,12 @@ class ReplicaServer:
             try:
                 pulled = await self._copy(node, request)
                 answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
-            except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
-                no_room = isinstance(error, NoRoomError) or isinstance(error, OSError) and error.errno in NO_ROOM
+            except (AbsentError, CheckpointError, DamagedTensorError, WireError, ValueError, OSError) as error:
+                no_room = (
+                    isinstance(error, InsufficientMemoryError)
+                    or isinstance(error, OSError)
+                    and error.errno in OUT_OF_SPACE_ERRNOS
+                )
                 answer = {"kind": "failed", "why": with_code(error), "no_room": no_room}
         with contextlib.suppress(WireError):
             connection.post(Message(answer))
@@ -256,14 +260,14 @@ class ReplicaClient:
         """Copies a snapshot to this node; returns the result and the duration in seconds.
 
         Raises:
-            NoRoomError: this node lacks memory for the copy.
+            InsufficientMemoryError: this node lacks memory for the copy.
             CheckpointError: the copy failed.
             PeerGoneError: the replica server has disconnected, or this client was closed.
         """
         self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(request)}))
         answer = self._connection.recv().header
         if answer["kind"] == "failed":
-            raise (NoRoomError if answer["no_room"] else CheckpointError)(answer["why"])
+            raise (InsufficientMemoryError if answer["no_room"] else CheckpointError)(answer["why"])
         return CopyResult(*(answer[name] for name in CopyResult._fields)), answer["seconds"]
 
     def close(self) -> None:

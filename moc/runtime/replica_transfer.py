@@ -33,7 +33,7 @@ from typing import NamedTuple
 import xxhash
 
 from moc.errors import UserError
-from moc.files.safe_directory import Tree, open_single
+from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import async_connections
 from moc.runtime.protocol import Message, PeerGoneError
 from moc.state.detail import Detail
@@ -41,11 +41,11 @@ from moc.state.operators import operator_of
 from moc.state.region import Region
 from moc.store import manifest as manifests
 from moc.store import reserved_memory
-from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
-from moc.store.header import StoredBox, extract, read_boxes
-from moc.store.manifest import FileEntry, Manifest, digest_of
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of, is_by_rank, part_of_file, rank_of
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, DamagedTensorError, InsufficientMemoryError
+from moc.store.header import StoredBox, extract_sub_file, read_boxes
+from moc.store.manifest import FileEntry, Manifest, compute_digest
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, is_shard_file_or_part, parse_rank, shard_file_name, sub_file_name
 
 _LOCAL_COPY_BYTES = 4 << 20
 """Bytes copied per turn of the event loop, as in a remote read (:data:`moc.runtime.replica_transfer.REQUEST_BYTES`)."""
@@ -132,17 +132,17 @@ class IdenticalChunks:
 
 def find_identical_chunks(store: Store, remote_manifest: Manifest) -> IdenticalChunks:
     """Returns the chunks of a node's own part of a snapshot that another node's part may share; possibly none."""
-    if not (operators := remote_manifest.alike):
+    if not (operators := remote_manifest.replica_counts):
         return IdenticalChunks()
     try:
-        manifest = store.manifest(remote_manifest.iteration)
+        manifest = store.read_manifest(remote_manifest.iteration)
     except CheckpointError:
         return IdenticalChunks()
     if (manifest.writers, manifest.job) != (remote_manifest.writers, remote_manifest.job):
         return IdenticalChunks()
     chunks = IdenticalChunks()
     for name, entry in manifest.files.items():
-        path = store.place.path(f"{directory_of(manifest.iteration)}/{name}")
+        path = store.storage.display_path(f"{checkpoint_name(manifest.iteration)}/{name}")
         for box in _read_chunks(Path(path), entry.header_bytes, entry.header_xxh3_128):
             if operator_of(box.name) in operators:
                 chunks.chunks[box.name, box.slot, box.region] = _LocalChunk(path, box)
@@ -152,9 +152,9 @@ def find_identical_chunks(store: Store, remote_manifest: Manifest) -> IdenticalC
 def _read_chunks(path: Path, header_bytes: int, digest: str) -> list[StoredBox]:
     """Returns the chunks in a file's header; none if it is damaged or unreadable."""
     try:
-        with open(Tree(path.parent).open(path.name), "rb") as file:
+        with open(SafeDirectory(path.parent).open(path.name), "rb") as file:
             header, size = file.read(header_bytes), os.fstat(file.fileno()).st_size
-        if digest_of(header) != digest:
+        if compute_digest(header) != digest:
             return []
         return read_boxes(path.name, size, lambda start, stop: header[start:stop])
     except (OSError, ValueError):
@@ -259,7 +259,7 @@ def snapshot_file(root: Path, node: str, of: str, iteration: int, file: str) -> 
     """Returns the path of a snapshot file in a node's memory; raises ValueError for the name of any other file."""
     if type(iteration) is not int or iteration < 0 or not _FILE.fullmatch(file):
         raise ValueError(f"{file!r} of iteration {iteration!r} is no file of a snapshot")
-    return snapshots_directory(root, node, of) / directory_of(iteration) / file
+    return snapshots_directory(root, node, of) / checkpoint_name(iteration) / file
 
 
 async def copy_snapshot(
@@ -276,8 +276,8 @@ async def copy_snapshot(
     Raises:
         AbsentError: the holder does not have it.
         PeerGoneError: the holder does not answer.
-        NoRoomError: this node lacks memory for it.
-        DamagedRegionError, CheckpointError: its contents contradict its manifest, or it cannot be written.
+        InsufficientMemoryError: this node lacks memory for it.
+        DamagedTensorError, CheckpointError: its contents contradict its manifest, or it cannot be written.
     """
     async with _RemoteSnapshot(request, await async_connections.open_connection(request.address, token)) as remote:
         size = await remote.size(manifests.MANIFEST_FILE)
@@ -289,22 +289,22 @@ async def copy_snapshot(
                 f"{name} is of iteration {manifest.iteration}. Fix: start without the snapshots of this node's memory",
                 code="checkpoint-moved",
             )
-        store = Store(LocalPlace(destination, in_memory=True), slack=True)
+        store = Store(LocalStorage(destination, in_memory=True), allows_slack=True)
         if own_directory is not None:
             remote.identical = find_identical_chunks(
-                Store(LocalPlace(own_directory, in_memory=True), slack=True), manifest
+                Store(LocalStorage(own_directory, in_memory=True), allows_slack=True), manifest
             )
         if request.operators is not None:
             return remote.result(await _copy_operators(remote, manifest, request.operators, store, destination))
-        manifest_path = f"{directory_of(request.iteration)}/{manifests.MANIFEST_FILE}"
-        if request.iteration in store.iterations() and store.place.read(manifest_path) == text:
+        manifest_path = f"{checkpoint_name(request.iteration)}/{manifests.MANIFEST_FILE}"
+        if request.iteration in store.iterations() and store.storage.read(manifest_path) == text:
             return CopyResult()
         store.remove(request.iteration)
         for file, entry in manifest.files.items():
             header = await remote.header(file, entry) if remote.identical else b""
             await _copy_file(remote, file, _FileCopy(file, entry, header, [(len(header), entry.bytes)]), destination)
-        store.place.write(manifest_path, [text])
-        return remote.result(manifest.bytes)
+        store.storage.write(manifest_path, [text])
+        return remote.result(manifest.nbytes)
 
 
 async def _copy_operators(
@@ -326,9 +326,9 @@ async def _copy_operators(
             await _copy_file(remote, file, file_copy, destination)
             files[file_copy.name] = file_copy.entry
             amount += sum(stop - start for start, stop in file_copy.spans)
-    added = {name: entry.at(details[name]) for name, entry in manifest.operators.items() if name in details}
+    added = {name: entry.restricted_to(details[name]) for name, entry in manifest.operators.items() if name in details}
     merged = dataclasses.replace(manifest, files=files, operators={**local.operators, **added})
-    store.place.write(f"{directory_of(manifest.iteration)}/{manifests.MANIFEST_FILE}", [merged.to_json().encode()])
+    store.storage.write(f"{checkpoint_name(manifest.iteration)}/{manifests.MANIFEST_FILE}", [merged.to_json().encode()])
     return amount
 
 
@@ -336,7 +336,7 @@ def _local_manifest(store: Store, manifest: Manifest) -> Manifest:
     """Returns the manifest of the local copy of the same snapshot; empty if there is none."""
     empty = dataclasses.replace(manifest, files={}, operators={})
     try:
-        manifest = store.manifest(manifest.iteration)
+        manifest = store.read_manifest(manifest.iteration)
     except CheckpointError:
         return empty
     return manifest if dataclasses.replace(manifest, files={}, operators={}) == empty else empty
@@ -355,13 +355,13 @@ def _select_chunks(
         return detail is not None and detail.holds(box.slot)
 
     try:
-        extracted = extract(file, entry, header, is_wanted)
+        extracted = extract_sub_file(file, entry, header, is_wanted)
     except ValueError as error:
         raise _damaged(remote, file, str(error)) from None
     if extracted is None:
         return None
     names = itertools.chain(
-        [file] if extracted.entry == entry else [], (part_of_file(file, n) for n in itertools.count())
+        [file] if extracted.entry == entry else [], (sub_file_name(file, n) for n in itertools.count())
     )
     return _FileCopy(
         next(name for name in names if name not in taken), extracted.entry, extracted.header, extracted.spans
@@ -370,22 +370,22 @@ def _select_chunks(
 
 async def _copy_file(remote: _RemoteSnapshot, file: str, file_copy: _FileCopy, destination: Path) -> None:
     name = (
-        file_of(rank_of(file_copy.name)) if is_by_rank(file_copy.name) else file_copy.name
+        shard_file_name(parse_rank(file_copy.name)) if is_shard_file_or_part(file_copy.name) else file_copy.name
     )  # parts use their rank's buffers
     slot, entry = _allocate_buffer(destination, name, file_copy.entry, remote.request), file_copy.entry
-    descriptor = open_single(slot, os.O_RDWR)
+    descriptor = open_without_links(slot, os.O_RDWR)
     try:
         os.pwrite(descriptor, file_copy.header, 0)
         missing = await _copy_identical(remote, file, file_copy, descriptor)
         offsets = (place + i for start, stop, place in missing for i in range(0, stop - start, REQUEST_BYTES))
         async for data in remote.read(file, [(start, stop) for start, stop, _ in missing]):
             os.pwrite(descriptor, data, next(offsets))
-        if digest_of(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
+        if compute_digest(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_xxh3_128:
             raise _damaged(remote, file, "its header does not match its hash")
     finally:
         os.close(descriptor)
-    name = f"{directory_of(remote.request.iteration)}/{file_copy.name}"  # replaces a file of an unfinished copy
-    Tree(destination, ours=True).link(slot.relative_to(destination).as_posix(), name)
+    name = f"{checkpoint_name(remote.request.iteration)}/{file_copy.name}"  # replaces a file of an unfinished copy
+    SafeDirectory(destination, is_owned=True).link(slot.relative_to(destination).as_posix(), name)
 
 
 async def _copy_identical(
@@ -406,9 +406,9 @@ async def _copy_identical(
 
 def _allocate_buffer(destination: Path, file: str, entry: FileEntry, request: CopyRequest) -> Path:
     try:
-        return reserved_memory.free_slot(destination / reserved_memory.SLOTS_DIRECTORY, file, entry.bytes)
+        return reserved_memory.find_free_file(destination / reserved_memory.SLOTS_DIRECTORY, file, entry.bytes)
     except OSError as error:
-        raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
+        raise (InsufficientMemoryError if error.errno in OUT_OF_SPACE_ERRNOS else CheckpointError)(
             f"{destination} has no room for the copy of {file} of node {request.of}, of {entry.bytes:,} bytes "
             f"({error.strerror}). Fix: enlarge it (Docker: --shm-size), name another memory file system with "
             "--ckpt-memory-dir, or keep fewer copies with --replicas",
@@ -416,8 +416,8 @@ def _allocate_buffer(destination: Path, file: str, entry: FileEntry, request: Co
         ) from None
 
 
-def _damaged(remote: _RemoteSnapshot, file: str, why: str) -> DamagedRegionError:
-    return DamagedRegionError(f"{remote.name(file)} is damaged: {why}. Fix: test the memory of that node")
+def _damaged(remote: _RemoteSnapshot, file: str, why: str) -> DamagedTensorError:
+    return DamagedTensorError(f"{remote.name(file)} is damaged: {why}. Fix: test the memory of that node")
 
 
 class _RemoteSnapshot:
@@ -451,9 +451,9 @@ class _RemoteSnapshot:
         return (await self._receive_data()).header["size"]
 
     async def header(self, file: str, entry: FileEntry) -> bytes:
-        """Reads the bytes before a file's data; raises DamagedRegionError if they do not match their hash."""
+        """Reads the bytes before a file's data; raises DamagedTensorError if they do not match their hash."""
         header = b"".join([bytes(data) async for data in self.read(file, [(0, entry.header_bytes)])])
-        if digest_of(header) != entry.header_xxh3_128:
+        if compute_digest(header) != entry.header_xxh3_128:
             raise _damaged(self, file, "its header does not match its hash")
         return header
 

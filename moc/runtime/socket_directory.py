@@ -1,7 +1,7 @@
 """Creates the directory of a node's Unix sockets, which other users cannot enter.
 
 It has mode 0700.  Its path is ``/dev/shm/moc-UID/.sockets/NAME``, in the user's directory of a memory file system
-(:func:`moc.store.host_memory.memory_home`).  If that is impossible, it is a temporary directory.  The creating process
+(:func:`moc.store.host_memory.user_directory`).  If that is impossible, it is a temporary directory.  The creating process
 holds a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a
 killed job, and the next job of the user removes it.
 """
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moc.errors import UserError
-from moc.files.safe_directory import Tree, remove_own
+from moc.files.safe_directory import SafeDirectory, remove_owned
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS_DIRECTORY, user_directory
 
 _MEMORY = "/dev/shm"
 _ATTEMPTS = 100  # another job may remove a new directory before it is locked
@@ -51,18 +51,18 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
         yield path
     finally:
         with contextlib.suppress(OSError):
-            remove_own(path)
+            remove_owned(path)
         os.close(lock)
-        if path.parent.name == SOCKETS:  # other jobs may have directories there
+        if path.parent.name == SOCKETS_DIRECTORY:  # other jobs may have directories there
             with contextlib.suppress(OSError):
-                Tree(path.parent.parent).remove_if_empty(SOCKETS)
+                SafeDirectory(path.parent.parent).remove_if_empty(SOCKETS_DIRECTORY)
 
 
 def _create(memory_dir: str) -> tuple[Path, int]:
     """Creates a directory in the first possible location; returns it and the descriptor of its lock."""
     for memory in dict.fromkeys((memory_dir, _MEMORY)):
         with contextlib.suppress(CheckpointError, OSError):
-            return _create_in(memory_home(memory).absolute() / SOCKETS, "")
+            return _create_in(user_directory(memory).absolute() / SOCKETS_DIRECTORY, "")
     prefix = f"moc-sockets-{os.geteuid()}-"
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         with contextlib.suppress(OSError):
@@ -72,7 +72,7 @@ def _create(memory_dir: str) -> tuple[Path, int]:
 
 def _create_in(parent: Path, prefix: str) -> tuple[Path, int]:
     for _ in range(_ATTEMPTS):
-        if parent.name == SOCKETS:
+        if parent.name == SOCKETS_DIRECTORY:
             parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -91,7 +91,7 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):
             if (lock := _lock(path)) is not None:
                 try:
-                    remove_own(path)
+                    remove_owned(path)
                 finally:
                     os.close(lock)
 

@@ -102,7 +102,7 @@ class AutoState:
     @classmethod
     def read(cls, state: Any) -> AutoState:
         """Decodes a state; raises ValueError if it is invalid."""
-        stored = decode.state(state, cls, "--ckpt-policy auto")
+        stored = decode.convert_state(state, cls, "--ckpt-policy auto")
         Measurements.from_state(stored.measured)
         return stored
 
@@ -373,7 +373,7 @@ def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, 
 def _newest_in(store: Store) -> tuple[int, Any] | None:
     for iteration in reversed(store.iterations()):
         with contextlib.suppress(CheckpointError, ValueError):
-            if state := store.manifest(iteration).state.get("auto"):
+            if state := store.read_manifest(iteration).state.get("auto"):
                 AutoState.read(state)
             return iteration, state
     return None

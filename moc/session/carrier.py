@@ -20,7 +20,7 @@ from moc.runtime.helper_process import serve
 from moc.state.operators import Operator
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 _LOW = 10
@@ -56,11 +56,11 @@ def _carry_out(carriers: dict[str, Carrier], memory: str, compares: bool, does: 
 
 
 def _open(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[str, Any]]) -> Carrier:
-    place = LocalPlace(memory, in_memory=True)
+    place = LocalStorage(memory, in_memory=True)
     if claim is not None:
-        place = LocalPlace(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
-        place.taken = True  # the worker has taken it, and this process writes on its behalf
-    return Carrier(Store(place, slack=True), [Operator(**one) for one in experts])
+        place = LocalStorage(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
+        place.is_locked = True  # the worker has taken it, and this process writes on its behalf
+    return Carrier(Store(place, allows_slack=True), [Operator(**one) for one in experts])
 
 
 if __name__ == "__main__":

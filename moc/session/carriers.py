@@ -83,7 +83,7 @@ class RemoteCarrier(Carrier):
     def __init__(self, carriers: Carriers, store: Store, experts: Iterable[Operator]):
         experts = list(experts)
         super().__init__(store, experts)
-        claim = store.place.claim
+        claim = store.storage.claim
         self.described = {"claim": claim and asdict(claim), "experts": [asdict(one) for one in experts]}
         self._carriers = carriers
 

@@ -93,8 +93,8 @@ class Carrying:
         if self._carrier is not None:
             self._carrier.retire(iteration)
         if self._memory is not None and self._before is not None and self._before.iterations():  # now superseded
-            self._memory.place.check_owner()
-            self._before.clear()
+            self._memory.storage.check_owner()
+            self._before.remove_all()
 
     def close(self) -> None:
         """Abandons pending work."""

@@ -23,8 +23,14 @@ from moc.session.resume.replay import check_freezing
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
-from moc.sharding import scheme_named
-from moc.sharding.save_plan import StageHoldings, describe, nodes_alike, pack, unpack
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import (
+    StageReplicas,
+    describe_replicas,
+    pack_descriptors,
+    replicated_operators,
+    unpack_descriptors,
+)
 from moc.snapshot.bubbles import bubbles_on
 from moc.snapshot.contents import Contents
 from moc.snapshot.kept import KeptBuffers
@@ -100,13 +106,13 @@ def build(
         if tokens is not None:
             undo.callback(tokens.close)
         if settings.upstream_logging:
-            claim = tiers.storage.place.claim
+            claim = tiers.storage.storage.claim
             assert claim is not None  # every tier of a session has one
             logs = memory_of(settings, world, tiers.nodes, claim).root
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
         nodes = tiers.nodes if tiers.memory is not None else ()
-        contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
+        contents = Contents(engine.state, holdings, world.rank, parse_scheme(settings.sharding), nodes)
         bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = Hasher()
         undo.callback(hasher.close)
@@ -140,23 +146,30 @@ def close(parts: Components, patience_s: float) -> None:
     parts.tap.close()
 
 
-def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
+def holdings_of(engine: Engine, policy: Policy) -> StageReplicas:
     """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
     state, gradients = engine.state, (Detail.GRAD,) if Capability.GRADIENTS in policy.requires else ()
     told = [
         holding
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)
-        for holding in describe(state.fragments(state.operators(), detail), detail)
+        for holding in describe_replicas(state.fragments(state.operators(), detail), detail)
     ]
-    return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
+    return StageReplicas(
+        {
+            rank: unpack_descriptors(text)
+            for rank, text in gather((engine.world.rank, pack_descriptors(told)), engine.peers)
+        }
+    )
 
 
-def _redundancy(engine: Engine, holdings: StageHoldings, tiers: Tiers, policy: Policy) -> Redundancy:
+def _redundancy(engine: Engine, holdings: StageReplicas, tiers: Tiers, policy: Policy) -> Redundancy:
     """Returns the replicated state that several nodes save in their memory; empty without a memory tier."""
     if tiers.memory is None or len(set(tiers.nodes)) == 1:
         return Redundancy()
     first = engine.world.rank == min(holdings.ranks)  # the other workers of its stage have the same descriptors
-    return redundancy(gather(nodes_alike(holdings, policy.everything(0).operators, tiers.nodes) if first else {}))
+    return redundancy(
+        gather(replicated_operators(holdings, policy.everything(0).operators, tiers.nodes) if first else {})
+    )
 
 
 def check_saving(engine: Engine, tiers: Tiers, tier: str) -> None:

@@ -24,11 +24,11 @@ def main() -> None:
 
     from moc.recovery.chains import Chain
     from moc.recovery.folds import carry_out
-    from moc.store.storage import LocalPlace
+    from moc.store.storage import LocalStorage
     from moc.store.store import Store
 
     def answer(order: dict) -> dict:
-        store = Store(LocalPlace(Path(order["memory"]), in_memory=True), slack=True)
+        store = Store(LocalStorage(Path(order["memory"]), in_memory=True), allows_slack=True)
         chains = ([Chain(*chain) for chain in order[what]] for what in ("compare", "fold"))
         return carry_out(store, *chains)._asdict()
 

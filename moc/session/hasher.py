@@ -11,10 +11,10 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-from moc.files.safe_directory import Tree
+from moc.files.safe_directory import SafeDirectory
 from moc.runtime import child_processes
 from moc.runtime.helper_process import serve
-from moc.store.manifest import digest_of
+from moc.store.manifest import compute_digest
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
     Raises:
         OSError, ValueError: the file cannot be mapped, or is another file, of another size.
     """
-    opened = Tree(Path(path).parent).open(Path(path).name)
+    opened = SafeDirectory(Path(path).parent).open(Path(path).name)
     with open(opened, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         if len(mapped) != nbytes:
             raise ValueError(f"{path} has {len(mapped):,} bytes, not {nbytes:,}")
@@ -44,7 +44,7 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
             found = []
             for start, stop in spans:
                 with memory[start:stop] as entry:
-                    found.append(digest_of(entry))
+                    found.append(compute_digest(entry))
             return found
 
 

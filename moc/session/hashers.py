@@ -8,7 +8,7 @@ from moc.errors import warning
 from moc.output import print_lines
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.snapshot.saver import hashed
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 
 Spans = Sequence[tuple[int, int]]
 
@@ -27,7 +27,7 @@ class Hasher:
         self._helper = HelperProcess("moc.session.hasher")
         self._begun = self._failed = False
 
-    def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
+    def digests(self, buffer: HostBuffer, spans: Spans) -> tuple[str, ...]:
         """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
         found = None
         if buffer.path is not None and not self._failed:

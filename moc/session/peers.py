@@ -39,11 +39,11 @@ from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.detail import Detail
-from moc.store.errors import CheckpointError, MissingRegionError, NoRoomError
-from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_slots
-from moc.store.shard_file import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, file_of
+from moc.store.errors import CheckpointError, InsufficientMemoryError, MissingTensorError
+from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, shard_file_name
 
 DEFAULT_REPLICAS = 2
 _NAMED = 3  # operators in a message
@@ -245,9 +245,9 @@ class Peers:
         ranks = [(node, rank) for node in self.kept for rank, of in enumerate(self._nodes) if of == node]
         for node, rank in ranks[turn::turns]:
             into = snapshots_directory(self._root, self._node, node)
-            for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
-                reserve_slots(into / SLOTS_DIRECTORY, name, sizes, tidies)
-            LocalPlace(into, in_memory=True).spare.fill(small)
+            for name, sizes in {shard_file_name(rank): needed[rank].copies, **needed[rank].experts}.items():
+                reserve_files(into / SLOTS_DIRECTORY, name, sizes, tidies)
+            LocalStorage(into, in_memory=True).reserve.allocate(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
         """Fetches parts of snapshots, on the worker that leads a node; returns the problems."""
@@ -339,9 +339,9 @@ class Peers:
     def _remove_others(self, iterations: Collection[int]) -> None:
         if not self._leads:
             return
-        for name in self._memory.place.names():
+        for name in self._memory.storage.list_names():
             if name.startswith("of_") and name[len("of_") :] not in self.kept:
-                self._memory.place.remove(name)
+                self._memory.storage.remove(name)
         for copies in self._copies().values():
             for other in copies.iterations():
                 if other not in iterations:
@@ -349,7 +349,7 @@ class Peers:
         for copies in self._carriers.values():
             copies.delete()
         for copies in self._copies().values():
-            copies.clear_unpublished()
+            copies.remove_unpublished()
 
     def quiesce(self) -> None:
         """Ends pending work for this node; afterwards nothing is written to its memory."""
@@ -387,9 +387,9 @@ class Peers:
         for node in self.kept:
             try:
                 pulled, took = self._pull(self._wanted(node, iteration, operators, patient=True))
-            except NoRoomError as error:
+            except InsufficientMemoryError as error:
                 missing.append(str(error))
-                self._copies()[node].give_up(iteration)
+                self._copies()[node].abandon_save(iteration)
                 continue
             amount, alike, seconds = amount + pulled.bytes, alike + pulled.alike, seconds + took
             trouble += self._trouble(node, iteration, pulled)
@@ -446,7 +446,7 @@ class Peers:
         try:
             self._pull(CopyRequest(*where))
             _verify(self._memory, restore.iteration)
-        except (CheckpointError, MissingRegionError, WireError, OSError) as error:
+        except (CheckpointError, MissingTensorError, WireError, OSError) as error:
             self._memory.remove(restore.iteration)
             return _described(error)
         return None
@@ -458,17 +458,17 @@ class Peers:
         copies = self._copies()[restore.of]
         try:
             _verify(copies, restore.iteration)
-        except (CheckpointError, MissingRegionError):
+        except (CheckpointError, MissingTensorError):
             copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
         parts = {node: snapshots_directory(self._root, self._node, node) for node in self.kept}
-        return {node: Store(LocalPlace(path, in_memory=True), slack=True) for node, path in parts.items()}
+        return {node: Store(LocalStorage(path, in_memory=True), allows_slack=True) for node, path in parts.items()}
 
     @property
     def _root(self) -> Path:
-        place = self._memory.place
-        assert isinstance(place, LocalPlace)  # the memory tier is local
+        place = self._memory.storage
+        assert isinstance(place, LocalStorage)  # the memory tier is local
         return place.root
 
     @cached_property
@@ -502,8 +502,8 @@ def _described(error: Exception) -> str:
 
 
 def _verify(store: Store, iteration: int) -> None:
-    manifest = store.manifest(iteration)
-    files = (store.blob(iteration, name, entry) for name, entry in manifest.files.items())
-    for source in RegionReader(files).sources():
-        if damage := source.damage():
+    manifest = store.read_manifest(iteration)
+    files = (store.open_verified(iteration, name, entry) for name, entry in manifest.files.items())
+    for source in ShardReader(files).sources():
+        if damage := source.find_damage():
             raise CheckpointError(f"{damage}. Fix: test the memory of the node", code="checkpoint-damaged")

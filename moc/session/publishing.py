@@ -58,7 +58,7 @@ class Publisher:
         Raises:
             CheckpointError: the manifest cannot be written.
         """
-        parts = store.reported(iteration, ranks)
+        parts = store.read_reports(iteration, ranks)
         size = self._world.size
         if self._tiers.memory is not None:
             state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
@@ -105,7 +105,7 @@ class Publisher:
         for iteration in sorted(self._to_remove):
             self._unless_given_up()
             try:
-                self._tiers.storage.give_up(iteration)
+                self._tiers.storage.abandon_save(iteration)
                 self._to_remove.remove(iteration)
             except OSError as error:
                 errors.append(error)
@@ -123,7 +123,7 @@ class Publisher:
             self._retain(plan.iteration)
         publish_s = time.perf_counter() - begun
         self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
-        self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.place.name}")
+        self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.storage.name}")
 
     def _retain(self, upto: int) -> None:
         storage = self._tiers.storage
@@ -134,7 +134,7 @@ class Publisher:
         except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(
                 warning(
-                    f"old snapshots cannot be removed from {storage.place.name} ({error.strerror or error}). Fix: "
+                    f"old snapshots cannot be removed from {storage.storage.name} ({error.strerror or error}). Fix: "
                     "correct its permissions; the next snapshot tries again",
                     code="storage-unwritable",
                 )
@@ -153,14 +153,14 @@ class Publisher:
         known: Mapping[int, RankReport] = MappingProxyType({}),
     ) -> None:
         try:
-            parts = store.reported(plan.iteration, ranks, known)
+            parts = store.read_reports(plan.iteration, ranks, known)
             planned = [self._operators[name] for name in plan.operators]
             manifest = assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state)
             self._unless_given_up()
             store.publish(manifest)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.place.name} "
+                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.storage.name} "
                 f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
                 "again",
                 code="storage-unwritable",

@@ -14,7 +14,7 @@ from moc.recovery.inventory import COPIED
 from moc.session.peers import Copied
 from moc.session.storage_health import tolerable
 from moc.snapshot.saver import Snapshot
-from moc.store.errors import NoRoomError
+from moc.store.errors import InsufficientMemoryError
 
 PER_VOTE = 2
 """Snapshots of a queue that one all-reduce can report: one more than can start per iteration.  Otherwise one late
@@ -157,11 +157,11 @@ def told_of(tally: Mapping[str, float], place: int) -> dict[str, float]:
     return {name.removesuffix(f"[{place}]"): value for name, value in tally.items() if name.endswith(f"[{place}]")}
 
 
-def no_room(taken: Taken) -> NoRoomError | None:
+def no_room(taken: Taken) -> InsufficientMemoryError | None:
     """Returns the error if this worker lacked memory for its part of a snapshot, which is then to be abandoned."""
     sealed = taken.snapshot.sealed
     error = sealed.exception() if sealed.done() and not sealed.cancelled() else None
-    return error if isinstance(error, NoRoomError) else None
+    return error if isinstance(error, InsufficientMemoryError) else None
 
 
 def _done(queue: Iterable[Taken], future: Callable[[Taken], Future | None]) -> list[Taken]:

@@ -34,9 +34,9 @@ from moc.session.memory import (
 from moc.session.settings import Settings
 from moc.snapshot.rotation import Rotation
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
-from moc.store.errors import CheckpointError, NoRoomError
+from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
-from moc.store.reserved_memory import SLOTS_DIRECTORY, SpareRoom, reserve_slots
+from moc.store.reserved_memory import SLOTS_DIRECTORY, MemoryReserve, reserve_files
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
@@ -156,12 +156,12 @@ class Reservation:
             OSError: memory is insufficient.
         """
         if self._tiers.memory is not None and self._tiers.leads_node:
-            SpareRoom(self._root / SPARE_NAME).fill(self._small)
+            MemoryReserve(self._root / SPARE_NAME).allocate(self._small)
 
     @property
     def _root(self) -> Path:
         assert self._tiers.memory is not None  # callers have a memory tier
-        return Path(self._tiers.memory.place.name)
+        return Path(self._tiers.memory.storage.name)
 
     def _of_busiest(self, window: Window) -> Window:
         """Returns the window with the size of the busiest rank: operators may be saved in another order later."""
@@ -225,10 +225,10 @@ class Reservation:
             if self._peers is not None:
                 self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
             for name, sizes in self._experts.items():
-                reserve_slots(self._root / SLOTS_DIRECTORY, name, sizes, tidies)
+                reserve_files(self._root / SLOTS_DIRECTORY, name, sizes, tidies)
             self.fill_spare()
         except OSError as error:
-            raise NoRoomError(
+            raise InsufficientMemoryError(
                 f"memory for snapshots cannot be allocated in {self._directory} ({error.strerror or error}). Fix: free "
                 "memory, enlarge the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
             ) from None

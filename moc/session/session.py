@@ -279,7 +279,7 @@ class Session(VoteParticipant):
     @property
     def run(self) -> str | None:
         """Id of the run that the snapshots belong to; None before :meth:`resume` and without a policy."""
-        return None if self._running is None else self._running[0].tiers.storage.place.run
+        return None if self._running is None else self._running[0].tiers.storage.storage.run
 
     @property
     def gauges(self) -> Mapping[str, float]:

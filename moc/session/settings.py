@@ -8,7 +8,7 @@ from typing import Any
 
 from moc.errors import UserError, code_of
 from moc.policy import parse_interval
-from moc.sharding import scheme_named
+from moc.sharding import parse_scheme
 
 TIERS = ("disk", "memory", "peers")
 """Tiers that can make snapshots durable."""
@@ -107,7 +107,7 @@ class Settings:
                 )
         valid = (
             ("interval", lambda: parse_interval(str(self.interval), self.overhead_budget)),
-            ("sharding", lambda: scheme_named(self.sharding)),
+            ("sharding", lambda: parse_scheme(self.sharding)),
             ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
         )
         for name, parse in valid:

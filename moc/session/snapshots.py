@@ -186,7 +186,7 @@ class Snapshots:
         if self._peers is not None:
             self._peers.quiesce()
         if self._memory is not None and self.memory_is_free and self._tiers.leads_node:
-            self._memory.clear()
+            self._memory.remove_all()
         self._tap.delete()
         self._report.end(self._tokens)
 

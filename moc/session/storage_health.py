@@ -260,7 +260,7 @@ def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: L
         tidy_storage(parts.tiers, start)
 
     return StorageHealth(
-        name=parts.tiers.storage.place.name,
+        name=parts.tiers.storage.storage.name,
         every=parts.tiers.persist_interval if parts.tiers.memory is not None else None,
         late_after=settings.persist_interval or _LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,

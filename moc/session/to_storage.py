@@ -15,9 +15,9 @@ from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.tiers import Tiers
 from moc.state.operators import operator_of
 from moc.state.region import Region
-from moc.store.header import Extract, FileLayout, StoredBox, extract, read_boxes
-from moc.store.manifest import ALIKE, FileEntry, Manifest, digest_of
-from moc.store.store import Store, directory_of
+from moc.store.header import FileLayout, StoredBox, SubFile, extract_sub_file, read_boxes
+from moc.store.manifest import REPLICAS_KEY, FileEntry, Manifest, compute_digest
+from moc.store.store import Store, checkpoint_name
 
 _CHUNK = 16 << 20  # bytes per write
 
@@ -51,7 +51,7 @@ def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
         nonlocal manifest, alike
         if tiers.leads_node:
             assert tiers.memory is not None  # the source of the copy
-            manifest = tiers.memory.manifest(iteration)
+            manifest = tiers.memory.read_manifest(iteration)
             alike = _alike(tiers.memory, manifest)
 
     def copy() -> None:
@@ -81,9 +81,9 @@ def _key(box: StoredBox) -> _Key:
 
 def _alike(store: Store, manifest: Manifest) -> set[_Key]:
     """Returns the tensor chunks of operators with saved replicas on several nodes."""
-    if not (names := manifest.alike.keys()):
+    if not (names := manifest.replica_counts.keys()):
         return set()
-    blobs = (store.blob(manifest.iteration, name, entry) for name, entry in manifest.files.items())
+    blobs = (store.open_verified(manifest.iteration, name, entry) for name, entry in manifest.files.items())
     boxes = (box for blob in blobs for box in read_boxes(blob.name, blob.size, blob.read))
     return {_key(box) for box in boxes if operator_of(box.name) in names}
 
@@ -93,25 +93,25 @@ def _copy_boxes(store: Store, manifest: Manifest, keeps: Callable[[StoredBox], b
     elements: dict[str, Counter[str]] = defaultdict(Counter)
     files: dict[str, FileEntry] = {}
     for name, entry in manifest.files.items():
-        blob = store.blob(manifest.iteration, name, entry)
+        blob = store.open_verified(manifest.iteration, name, entry)
         header = bytes(blob.read(0, entry.header_bytes))
         for box in filter(keeps, read_boxes(name, entry.bytes, blob.read)):
             elements[operator_of(box.name)][box.slot] += box.region.numel
-        found = extract(name, entry, header, keeps) or _nothing()
+        found = extract_sub_file(name, entry, header, keeps) or _nothing()
         pieces = ((i, min(i + _CHUNK, stop)) for start, stop in found.spans for i in range(start, stop, _CHUNK))
         content = itertools.chain([found.header], (blob.read(*piece) for piece in pieces))
-        target.place.write(f"{directory_of(manifest.iteration)}/{name}", content, final=False)
+        target.storage.write(f"{checkpoint_name(manifest.iteration)}/{name}", content, is_durable=False)
         files[name] = found.entry
     operators = {
         name: dataclasses.replace(entry, elements=dict(elements[name]))
         for name, entry in manifest.operators.items()
         if name in elements
     }
-    state = {name: value for name, value in manifest.state.items() if name != ALIKE}
+    state = {name: value for name, value in manifest.state.items() if name != REPLICAS_KEY}
     return dataclasses.replace(manifest, files=files, operators=operators, state=state)
 
 
-def _nothing() -> Extract:
+def _nothing() -> SubFile:
     layout: FileLayout = FileLayout(())
     header = layout.header(())
-    return Extract(header, [], FileEntry(layout.nbytes, len(header), digest_of(header)))
+    return SubFile(header, [], FileEntry(layout.nbytes, len(header), compute_digest(header)))

@@ -2,37 +2,37 @@
 
 from moc.sharding.assignment import (
     SCHEMES,
-    Scheme,
     ShardingError,
+    ShardingScheme,
     assign_items,
+    bytes_by_rank,
     equation_8,
     forced_bytes,
     ideal_bytes,
-    loads,
+    parse_scheme,
     pec_leaves_ranks_unequal,
-    scheme_named,
 )
-from moc.sharding.parallel_layout import Layout, LayoutError
+from moc.sharding.parallel_layout import LayoutError, ParallelLayout
 from moc.sharding.rules import RULES, rule
-from moc.sharding.save_items import Item, StateBytes, cut_large, list_save_items
+from moc.sharding.save_items import SaveItem, StateBytes, cut_large_items, list_save_items
 
 __all__ = [
     "RULES",
     "SCHEMES",
-    "Item",
-    "Layout",
+    "SaveItem",
+    "ParallelLayout",
     "LayoutError",
-    "Scheme",
+    "ShardingScheme",
     "ShardingError",
     "StateBytes",
     "assign_items",
     "list_save_items",
-    "cut_large",
+    "cut_large_items",
     "equation_8",
     "forced_bytes",
     "ideal_bytes",
-    "loads",
+    "bytes_by_rank",
     "pec_leaves_ranks_unequal",
     "rule",
-    "scheme_named",
+    "parse_scheme",
 ]

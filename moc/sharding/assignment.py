@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moc.errors import UserError, raised
-from moc.sharding.parallel_layout import Layout
+from moc.sharding.parallel_layout import ParallelLayout
 from moc.sharding.rules import RULES, Rule
-from moc.sharding.save_items import Item
+from moc.sharding.save_items import SaveItem
 
 
 class ShardingError(UserError, ValueError):
@@ -20,24 +20,24 @@ class ShardingError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Scheme:
+class ShardingScheme:
     """Names of the two rules that shard a checkpoint."""
 
     experts: str
     others: str
 
 
-SCHEMES: Mapping[str, Scheme] = {
-    "baseline": Scheme("baseline", "baseline"),
-    "EE": Scheme("equal", "baseline"),
-    "EE+EN": Scheme("equal", "equal"),
-    "EE+AN": Scheme("equal", "adaptive"),
-    "AE+AN": Scheme("adaptive", "adaptive"),
+SCHEMES: Mapping[str, ShardingScheme] = {
+    "baseline": ShardingScheme("baseline", "baseline"),
+    "EE": ShardingScheme("equal", "baseline"),
+    "EE+EN": ShardingScheme("equal", "equal"),
+    "EE+AN": ShardingScheme("equal", "adaptive"),
+    "AE+AN": ShardingScheme("adaptive", "adaptive"),
 }
 """Schemes of MoC's Figure 10 by their names there, and ``AE+AN``, which also places experts adaptively."""
 
 
-def scheme_named(text: str) -> Scheme:
+def parse_scheme(text: str) -> ShardingScheme:
     """Returns the scheme of a flag value: a name in :data:`SCHEMES`, or two rules, ``EXPERTS_RULE,OTHERS_RULE``.
 
     Raises:
@@ -53,11 +53,11 @@ def scheme_named(text: str) -> Scheme:
             code="sharding-rule-unknown",
         )
     for name in rules:
-        _known(name)
-    return Scheme(*rules)
+        named_rule(name)
+    return ShardingScheme(*rules)
 
 
-def _known(name: str) -> Rule:
+def named_rule(name: str) -> Rule:
     if name not in RULES:
         raise ShardingError(
             f"there is no sharding rule {name!r}. Fix: choose one of {', '.join(sorted(RULES))}",
@@ -66,7 +66,7 @@ def _known(name: str) -> Rule:
     return RULES[name]
 
 
-def assign_items(items: Sequence[Item], scheme: Scheme) -> list[int]:
+def assign_items(items: Sequence[SaveItem], scheme: ShardingScheme) -> list[int]:
     """Returns the rank that saves each item; identical on every rank, without communication.
 
     An item with one holder is saved by that rank and counts towards its load.  Experts are assigned next, then the
@@ -78,30 +78,32 @@ def assign_items(items: Sequence[Item], scheme: Scheme) -> list[int]:
     """
     result = [item.holders[0] for item in items]  # replaced below if there are several holders
     load: Counter[int] = Counter()
-    tuples = {id(item.holders): item.holders for item in items}  # thousands of items share up to a thousand ranks
-    members = {identity: frozenset(holders) for identity, holders in tuples.items()}
+    holders_by_id = {
+        id(item.holders): item.holders for item in items
+    }  # thousands of items share up to a thousand ranks
+    holder_sets = {identity: frozenset(holders) for identity, holders in holders_by_id.items()}
     for item in items:
         if len(item.holders) == 1:
             load[item.holders[0]] += item.nbytes
-    for name, of_experts in ((scheme.experts, True), (scheme.others, False)):
-        choose = _known(name)
-        indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == of_experts]
+    for name, for_experts in ((scheme.experts, True), (scheme.others, False)):
+        rule = named_rule(name)
+        indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == for_experts]
         try:
-            chosen = list(choose([items[i] for i in indices], dict(load)))
+            ranks = list(rule([items[i] for i in indices], dict(load)))
         except Exception as error:
             raise ShardingError(
-                f"the sharding rule {name} failed ({raised(error, choose)}). Fix: correct the rule, or choose "
+                f"the sharding rule {name} failed ({raised(error, rule)}). Fix: correct the rule, or choose "
                 "another one",
                 code="sharding-rule-broken",
             ) from error
-        if len(chosen) != len(indices):
+        if len(ranks) != len(indices):
             raise ShardingError(
-                f"the sharding rule {name} assigned {len(chosen)} of {len(indices)} items. Fix: return one rank for "
+                f"the sharding rule {name} assigned {len(ranks)} of {len(indices)} items. Fix: return one rank for "
                 "each item from the rule",
                 code="sharding-rule-broken",
             )
-        for index, rank in zip(indices, chosen, strict=True):
-            if rank not in members[id(items[index].holders)]:
+        for index, rank in zip(indices, ranks, strict=True):
+            if rank not in holder_sets[id(items[index].holders)]:
                 raise ShardingError(
                     f"the sharding rule {name} gives {items[index].operator} to rank {rank}, which does not hold it. "
                     "Fix: return only ranks that hold the item from the rule",
@@ -112,28 +114,28 @@ def assign_items(items: Sequence[Item], scheme: Scheme) -> list[int]:
     return result
 
 
-def loads(items: Sequence[Item], savers: Sequence[int], world: int) -> list[int]:
+def bytes_by_rank(items: Sequence[SaveItem], saving_ranks: Sequence[int], world: int) -> list[int]:
     """Returns the bytes that each of ``world`` ranks saves."""
     result = [0] * world
-    for item, rank in zip(items, savers, strict=True):
+    for item, rank in zip(items, saving_ranks, strict=True):
         result[rank] += item.nbytes
     return result
 
 
-def ideal_bytes(items: Sequence[Item], layout: Layout) -> float:
+def ideal_bytes(items: Sequence[SaveItem], layout: ParallelLayout) -> float:
     """Returns the bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
 
     With one stage and a full checkpoint, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place of
     D_ep.  The two agree for one expert-parallel group; with several, each rank holds only 1 / D_dp of the optimizer
     state, and equal sharding of experts divides their weights likewise.
     """
-    of_stage = [0] * layout.pp
+    stage_bytes = [0] * layout.pp
     for item in items:
-        of_stage[layout.stage(item.holders[0])] += item.nbytes
-    return max(of_stage) * layout.pp / layout.world
+        stage_bytes[layout.stage(item.holders[0])] += item.nbytes
+    return max(stage_bytes) * layout.pp / layout.world
 
 
-def forced_bytes(items: Sequence[Item]) -> int:
+def forced_bytes(items: Sequence[SaveItem]) -> int:
     """Returns the maximum bytes that have one rank as only holder: a lower bound of every assignment's bottleneck."""
     load: Counter[int] = Counter()
     for item in items:

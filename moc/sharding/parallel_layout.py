@@ -12,7 +12,7 @@ class LayoutError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Sizes of all parallel dimensions in ranks, numbered in megatron-core's order "tp-cp-ep-dp-pp".
 
     Attributes:

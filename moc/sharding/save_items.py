@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from moc.sharding.parallel_layout import Layout, LayoutError
+from moc.sharding.parallel_layout import LayoutError, ParallelLayout
 from moc.state.operators import Operator
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SaveItem:
     """Bytes [start, stop) of one slot of one operator.
 
     Attributes:
@@ -47,25 +47,25 @@ _ALIGNMENT = 4096  # bytes; pages and elements are not split
 _PIECES_PER_SHARE = 64  # small enough to balance layers, large enough to write efficiently
 
 
-def cut_large(items: Sequence[Item]) -> list[Item]:
+def cut_large_items(items: Sequence[SaveItem]) -> list[SaveItem]:
     """Cuts items larger than an even share, which would otherwise be the bottleneck of a rank.
 
     Only dense items with several holders are cut.  An even share is the bytes of all such items with the same holders,
     divided by the number of holders.  In most models, layers are smaller than a share, so only the embedding is cut.
     Uncut, it would be the bottleneck; its pieces fill the gaps between layers.
     """
-    of_holders: dict[tuple[int, ...], int] = defaultdict(int)
+    bytes_by_holders: dict[tuple[int, ...], int] = defaultdict(int)
     for item in items:
-        of_holders[item.holders] += 0 if item.is_expert else item.nbytes
+        bytes_by_holders[item.holders] += 0 if item.is_expert else item.nbytes
     result = []
     for item in items:
-        share = of_holders[item.holders] // len(item.holders)
-        whole = item.is_expert or len(item.holders) == 1 or item.nbytes <= share
-        result.extend([item] if whole else _cut(item, share // _PIECES_PER_SHARE))
+        share = bytes_by_holders[item.holders] // len(item.holders)
+        stays_uncut = item.is_expert or len(item.holders) == 1 or item.nbytes <= share
+        result.extend([item] if stays_uncut else _cut(item, share // _PIECES_PER_SHARE))
     return result
 
 
-def _cut(item: Item, largest: int) -> Iterator[Item]:
+def _cut(item: SaveItem, largest: int) -> Iterator[SaveItem]:
     pieces = -(-item.nbytes // max(largest, _ALIGNMENT))
     size = -(-item.nbytes // pieces // _ALIGNMENT) * _ALIGNMENT
     for start in range(item.start, item.stop, size):
@@ -103,7 +103,7 @@ class _Segment:
 
     operator: Operator
     elements: int
-    sliced: bool
+    is_sliced: bool
     """Whether each tensor-parallel rank holds its own slice; otherwise all hold the same data."""
 
 
@@ -114,9 +114,9 @@ class _Buffer:
     segments: list[_Segment]
     grid: list[tuple[int, ...]]
 
-    def copies(self, segment: _Segment) -> Iterator[tuple[int | None, list[tuple[int, ...]]]]:
+    def holders_by_slice(self, segment: _Segment) -> Iterator[tuple[int | None, list[tuple[int, ...]]]]:
         """Yields the holders of each slice of a segment (None if unsliced), by data-parallel position."""
-        if not segment.sliced:
+        if not segment.is_sliced:
             yield None, list(zip(*self.grid, strict=True))
             return
         for number, ranks in enumerate(self.grid):
@@ -125,13 +125,13 @@ class _Buffer:
 
 def list_save_items(
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
     state: StateBytes | None = None,
     *,
-    zero: bool = True,
-    chosen: Collection[str] | None = None,
-    keep_master: bool = False,
-) -> list[Item]:
+    uses_zero: bool = True,
+    chosen_experts: Collection[str] | None = None,
+    keeps_master: bool = False,
+) -> list[SaveItem]:
     """Returns the save items of a checkpoint.
 
     The first pipeline stage saves a weight shared by embedding and output.
@@ -140,46 +140,56 @@ def list_save_items(
         operators: operators of the unpartitioned model, in order.
         layout: parallel layout of the ranks.
         state: bytes per parameter; by default for 16-bit training with Adam.
-        zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise it is
+        uses_zero: ZeRO-1 or ZeRO-2: each data-parallel rank holds a part of the optimizer state.  Otherwise it is
             replicated, and rules shard it like weights.
-        chosen: names of the experts that partial experts checkpointing saves (MoC, section 3); None for all.
-        keep_master: also save the master weights of experts that are not chosen.
+        chosen_experts: names of the experts that partial experts checkpointing saves (MoC, section 3); None for all.
+        keeps_master: also save the master weights of experts that are not chosen.
 
     Raises:
         LayoutError: layers, experts or slices do not divide evenly over ranks.
     """
     state = state or StateBytes()
-    items: list[Item] = []
+    items: list[SaveItem] = []
     for buffer in _buffers(operators, layout):
-        items += [*_weights(buffer, state, chosen), *_optimizer(buffer, state, zero, chosen, keep_master)]
+        items += [
+            *_weight_items(buffer, state, chosen_experts),
+            *_optimizer_items(buffer, state, uses_zero, chosen_experts, keeps_master),
+        ]
     return items
 
 
-def _weights(buffer: _Buffer, state: StateBytes, chosen: Collection[str] | None) -> Iterator[Item]:
+def _weight_items(buffer: _Buffer, state: StateBytes, chosen_experts: Collection[str] | None) -> Iterator[SaveItem]:
     for segment in buffer.segments:
-        if not state.weights or not _is_chosen(segment.operator, chosen):
+        if not state.weights or not _is_saved(segment.operator, chosen_experts):
             continue
-        for number, places in buffer.copies(segment):
-            yield Item(segment.operator.name, "weights", number, 0, segment.elements * state.weights, _together(places))
+        for number, ranks_by_position in buffer.holders_by_slice(segment):
+            yield SaveItem(
+                segment.operator.name,
+                "weights",
+                number,
+                0,
+                segment.elements * state.weights,
+                _all_ranks(ranks_by_position),
+            )
 
 
-def _optimizer(
-    buffer: _Buffer, state: StateBytes, zero: bool, chosen: Collection[str] | None, keep_master: bool
-) -> Iterator[Item]:
+def _optimizer_items(
+    buffer: _Buffer, state: StateBytes, uses_zero: bool, chosen_experts: Collection[str] | None, keeps_master: bool
+) -> Iterator[SaveItem]:
     sizes = [segment.elements for segment in buffer.segments]
-    for index, part, start, stop in flat_ranges(sizes, len(buffer.grid[0]) if zero else 1):
+    for index, part, start, stop in partition_flat_buffer(sizes, len(buffer.grid[0]) if uses_zero else 1):
         segment = buffer.segments[index]
         slot, size = "optimizer", state.optimizer
-        if not _is_chosen(segment.operator, chosen):
-            slot, size = "master", state.master * keep_master
+        if not _is_saved(segment.operator, chosen_experts):
+            slot, size = "master", state.master * keeps_master
         if not size:
             continue
-        for number, places in buffer.copies(segment):
-            holders = places[part] if zero else _together(places)
-            yield Item(segment.operator.name, slot, number, start * size, stop * size, holders)
+        for number, ranks_by_position in buffer.holders_by_slice(segment):
+            holders = ranks_by_position[part] if uses_zero else _all_ranks(ranks_by_position)
+            yield SaveItem(segment.operator.name, slot, number, start * size, stop * size, holders)
 
 
-def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, int, int]]:
+def partition_flat_buffer(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, int, int]]:
     """Cuts a buffer of consecutive segments into equal contiguous parts, as ZeRO does.
 
     DeepSpeed's ZeRO-1 and ZeRO-2 and megatron-core's distributed optimizer all give each data-parallel rank one
@@ -188,27 +198,27 @@ def flat_ranges(sizes: Sequence[int], parts: int) -> Iterator[tuple[int, int, in
     Yields:
         (segment, part, first element in the segment, one past the last), ascending, none empty.
     """
-    each = -(-sum(sizes) // parts)
-    begin = 0
+    part_elements = -(-sum(sizes) // parts)
+    segment_start = 0
     for segment, size in enumerate(sizes):
         start = 0
         while start < size:
-            part = (begin + start) // each
-            stop = min(size, (part + 1) * each - begin)
+            part = (segment_start + start) // part_elements
+            stop = min(size, (part + 1) * part_elements - segment_start)
             yield segment, part, start, stop
             start = stop
-        begin += size
+        segment_start += size
 
 
-def _is_chosen(operator: Operator, chosen: Collection[str] | None) -> bool:
-    return chosen is None or operator.kind != "expert" or operator.name in chosen
+def _is_saved(operator: Operator, chosen_experts: Collection[str] | None) -> bool:
+    return chosen_experts is None or operator.kind != "expert" or operator.name in chosen_experts
 
 
-def _together(places: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(rank for ranks in places for rank in ranks))
+def _all_ranks(ranks_by_position: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(rank for ranks in ranks_by_position for rank in ranks))
 
 
-def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]:
+def _buffers(operators: Sequence[Operator], layout: ParallelLayout) -> Iterator[_Buffer]:
     num_layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
     num_experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     if num_experts % layout.ep:
@@ -217,17 +227,21 @@ def _buffers(operators: Sequence[Operator], layout: Layout) -> Iterator[_Buffer]
             "expert-parallel size",
             code="experts-not-divisible",
         )
-    one_for_all = layout.ep == 1 and layout.etp == layout.tp  # megatron-core then treats experts as ordinary parameters
+    experts_are_dense = (
+        layout.ep == 1 and layout.etp == layout.tp
+    )  # megatron-core then treats experts as ordinary parameters
     for stage in range(layout.pp):
-        here = [o for o in operators if _stage(o, layout, num_layers) == stage]
-        dense = [o for o in here if one_for_all or o.kind != "expert"]
+        stage_operators = [o for o in operators if _stage(o, layout, num_layers) == stage]
+        dense = [o for o in stage_operators if experts_are_dense or o.kind != "expert"]
         yield _buffer(dense, [layout.replicas(tp, stage) for tp in range(layout.tp)])
-        for ep in range(0 if one_for_all else layout.ep):
-            mine = [o for o in here if o.expert is not None and o.expert * layout.ep // num_experts == ep]
-            yield _buffer(mine, [layout.expert_replicas(etp, ep, stage) for etp in range(layout.etp)])
+        for ep in range(0 if experts_are_dense else layout.ep):
+            expert_operators = [
+                o for o in stage_operators if o.expert is not None and o.expert * layout.ep // num_experts == ep
+            ]
+            yield _buffer(expert_operators, [layout.expert_replicas(etp, ep, stage) for etp in range(layout.etp)])
 
 
-def _stage(operator: Operator, layout: Layout, num_layers: int) -> int:
+def _stage(operator: Operator, layout: ParallelLayout, num_layers: int) -> int:
     if operator.layer is not None:
         return layout.stage_of_layer(operator.layer, num_layers)
     return layout.pp - 1 if operator.kind == "output" else 0

@@ -2,9 +2,9 @@
 
     holdings = describe(state.fragments(operators, detail), detail)  # per detail that a policy may plan
     # once: all-gather pack(holdings) within the pipeline stage; only its ranks can hold copies
-    stage = StageHoldings({rank: unpack(text) for rank, text in gathered.items()})
+    stage = StageReplicas({rank: unpack(text) for rank, text in gathered.items()})
     parts = shares(stage, {operator: detail, ...}, scheme)           # per plan, without communication
-    mine = share_of(state.fragments(...), parts.get(rank, []))
+    mine = select_fragments(state.fragments(...), parts.get(rank, []))
 
 With snapshots in node memory, each node saves the state of its ranks, so that it can resume from its own memory.  State
 that is identical on several nodes has a copy on each, in the same pieces; one of them is written to storage.  Nothing
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from moc.files.decode import parse
-from moc.sharding.assignment import Scheme, ShardingError, assign_items
-from moc.sharding.save_items import Item, cut_large
+from moc.sharding.assignment import ShardingError, ShardingScheme, assign_items
+from moc.sharding.save_items import SaveItem, cut_large_items
 from moc.state.detail import Detail
 from moc.state.operators import is_module_state
 from moc.state.region import boxes_of_range
@@ -38,10 +38,10 @@ if TYPE_CHECKING:  # imports torch
 
 _OPTIMIZER, _MODULES = "optimizer", "modules"
 _SLOTS = {"param": "weights", "grad": "gradients"}
-""":class:`Item` slot of each chunk slot, except for module state; all others belong to the optimizer."""
+""":class:`SaveItem` slot of each chunk slot, except for module state; all others belong to the optimizer."""
 
 
-class Holding(NamedTuple):
+class ReplicaDescriptor(NamedTuple):
     """Part of one operator on one rank, as described to the other ranks.
 
     An operator has up to one holding for state shared by all tensor-parallel ranks, one for this rank's slices, and one
@@ -60,57 +60,60 @@ class Holding(NamedTuple):
     operator: str
     detail: str
     slot: str
-    copy: str
+    replica_id: str
     nbytes: int
     total: int
 
 
 class ByteRange(NamedTuple):
-    """Bytes [start, stop) of the holding ``copy`` of an operator: see :class:`Holding`."""
+    """Bytes [start, stop) of the holding ``copy`` of an operator: see :class:`ReplicaDescriptor`."""
 
     operator: str
-    copy: str
+    replica_id: str
     start: int
     stop: int
 
 
-def describe(fragments: Iterable[Fragment], detail: Detail) -> list[Holding]:
+def describe_replicas(fragments: Iterable[Fragment], detail: Detail) -> list[ReplicaDescriptor]:
     """Returns this rank's holdings.
 
     For replicated state, only copies on the first stage that holds it are candidates: embeddings tied across stages are
     saved with the embedding.  For state that ZeRO shards, the first copy is always saved; it is described only because
     it counts as load.  There are at most four holdings per operator, for any number of tensors.
     """
-    return [group.holding(detail.value) for group in _groups(fragments)]
+    return [group.descriptor(detail.value) for group in _group_boxes(fragments)]
 
 
-def pack(holdings: Sequence[Holding]) -> bytes:
+def pack_descriptors(descriptors: Sequence[ReplicaDescriptor]) -> bytes:
     """Serializes holdings, at about 15 bytes each.
 
     A rank with 300 operators in two details (DeepSeek-MoE-16B in one stage, with 8 expert-parallel ranks) sends about 9
     kB.  So 1,000 ranks of a stage gather about 9 MB, once per model and layout.
     """
-    parts = ([holding for holding in holdings if bool(holding.copy) == has_copies] for has_copies in (True, False))
-    copies, alone = (zlib.compress(json.dumps(part, separators=(",", ":")).encode()) for part in parts)
-    return len(copies).to_bytes(4, "big") + copies + alone
+    parts = (
+        [holding for holding in descriptors if bool(holding.replica_id) == is_replicated]
+        for is_replicated in (True, False)
+    )
+    replicated, unique = (zlib.compress(json.dumps(part, separators=(",", ":")).encode()) for part in parts)
+    return len(replicated).to_bytes(4, "big") + replicated + unique
 
 
-def unpack(text: bytes) -> list[Holding]:
-    """Restores holdings from the bytes of :func:`pack`; holdings with copies are first."""
+def unpack_descriptors(text: bytes) -> list[ReplicaDescriptor]:
+    """Restores holdings from the bytes of :func:`pack_descriptors`; holdings with copies are first."""
     middle = 4 + int.from_bytes(text[:4], "big")
-    return [*_inflated(text[4:middle]), *_inflated(text[middle:])]
+    return [*_decompress(text[4:middle]), *_decompress(text[middle:])]
 
 
 @functools.lru_cache(maxsize=64)  # replicas of the same experts describe identical copies
-def _inflated(text: bytes) -> tuple[Holding, ...]:
-    return tuple(Holding(*row) for row in parse(zlib.decompress(text)))
+def _decompress(text: bytes) -> tuple[ReplicaDescriptor, ...]:
+    return tuple(ReplicaDescriptor(*row) for row in parse(zlib.decompress(text)))
 
 
-class StageHoldings:
+class StageReplicas:
     """Holdings of all ranks of one pipeline stage.
 
     Args:
-        told: holdings of every rank of the stage, from :func:`describe`, all details together.
+        descriptors_by_rank: holdings of every rank of the stage, from :func:`describe_replicas`, all details together.
 
     Attributes:
         ranks: ranks of the stage.
@@ -119,43 +122,45 @@ class StageHoldings:
         ShardingError: the holdings of an operator overlap or are incomplete.
     """
 
-    def __init__(self, told: Mapping[int, Sequence[Holding]]):
-        self.ranks = frozenset(told)
-        ranks: dict[Holding, list[int]] = defaultdict(list)
-        for rank in sorted(told):
-            for holding in told[rank]:
+    def __init__(self, descriptors_by_rank: Mapping[int, Sequence[ReplicaDescriptor]]):
+        self.ranks = frozenset(descriptors_by_rank)
+        ranks: dict[ReplicaDescriptor, list[int]] = defaultdict(list)
+        for rank in sorted(descriptors_by_rank):
+            for holding in descriptors_by_rank[rank]:
                 ranks[holding].append(rank)
-        slots: dict[tuple[str, str, str], list[Holding]] = defaultdict(list)
-        for holding in sorted(ranks, key=lambda holding: not holding.copy):  # the order of unpack()
+        slots: dict[tuple[str, str, str], list[ReplicaDescriptor]] = defaultdict(list)
+        for holding in sorted(ranks, key=lambda holding: not holding.replica_id):  # the order of unpack()
             slots[holding.operator, holding.detail, holding.slot].append(holding)
-        known = {holders: holders for holders in map(tuple, ranks.values())}  # thousands of operators share a few
-        self._items: dict[tuple[str, str], list[Item]] = defaultdict(list)
-        self._copies: dict[tuple[str, str, str, int | None], str | None] = {}
-        for (operator, detail, slot), holdings in slots.items():
-            for number, holding in _numbered(holdings):
-                together = known[tuple(ranks[holding])]
-                for holders in [together] if holding.copy else [(rank,) for rank in together]:
-                    item = Item(operator, slot, number, 0, holding.nbytes, holders)
+        shared_tuples = {
+            holders: holders for holders in map(tuple, ranks.values())
+        }  # thousands of operators share a few
+        self._items: dict[tuple[str, str], list[SaveItem]] = defaultdict(list)
+        self._replica_ids: dict[tuple[str, str, str, int | None], str | None] = {}
+        for (operator, detail, slot), descriptors in slots.items():
+            for number, holding in _number_slices(descriptors):
+                holder_ranks = shared_tuples[tuple(ranks[holding])]
+                for holders in [holder_ranks] if holding.replica_id else [(rank,) for rank in holder_ranks]:
+                    item = SaveItem(operator, slot, number, 0, holding.nbytes, holders)
                     self._items[operator, detail].append(item)
-                self._copies[operator, detail, slot, number] = holding.copy or None
+                self._replica_ids[operator, detail, slot, number] = holding.replica_id or None
 
-    def items(self, plan: Mapping[str, Detail]) -> list[Item]:
+    def items(self, plan: Mapping[str, Detail]) -> list[SaveItem]:
         """Returns the uncut save items of a checkpoint, without other stages' operators; identical on every rank."""
         wanted = {(operator, detail.value) for operator, detail in plan.items()}
         return [item for key, items in self._items.items() if key in wanted for item in items]
 
-    def copy(self, item: Item, detail: Detail) -> str | None:
-        """Returns the ``copy`` of an item's (or piece's) :class:`Holding`; None if only one rank can save it."""
-        return self._copies[item.operator, detail.value, item.slot, item.slice]
+    def replica_id(self, item: SaveItem, detail: Detail) -> str | None:
+        """Returns the ``copy`` of an item's (or piece's) :class:`ReplicaDescriptor`; None if only one rank can save it."""
+        return self._replica_ids[item.operator, detail.value, item.slot, item.slice]
 
 
-def shares(
-    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
+def plan_shards(
+    stage: StageReplicas, plan: Mapping[str, Detail], scheme: ShardingScheme, nodes: Sequence[str] = ()
 ) -> dict[int, list[ByteRange]]:
     """Returns the shares of replicated state of each rank of a stage; identical on every rank, without communication.
 
     Operators are not cut, as in MoC's section 4, unless they exceed an even share of their holders
-    (:func:`moc.sharding.cut_large`).  Operators of other stages are ignored.
+    (:func:`moc.sharding.cut_large_items`).  Operators of other stages are ignored.
 
     Args:
         stage: holdings of all ranks.
@@ -169,91 +174,99 @@ def shares(
     Raises:
         ShardingError: as :func:`moc.sharding.assignment`.
     """
-    return _ranges(stage, plan, _assigned(stage, plan, scheme, nodes))
+    return _byte_ranges_by_rank(stage, plan, _assign_plan(stage, plan, scheme, nodes))
 
 
-def stored_shares(
-    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
+def plan_storage_shards(
+    stage: StageReplicas, plan: Mapping[str, Detail], scheme: ShardingScheme, nodes: Sequence[str]
 ) -> dict[int, list[ByteRange]]:
-    """Returns the part of :func:`shares` for storage: the rules choose one of the ranks that save an item."""
-    savers: dict[Item, list[int]] = defaultdict(list)
-    for item, rank in _assigned(stage, plan, scheme, nodes):
-        savers[dataclasses.replace(item, holders=())].append(rank)
-    items = [dataclasses.replace(item, holders=tuple(sorted(ranks))) for item, ranks in savers.items()]
-    return _ranges(stage, plan, zip(items, assign_items(items, scheme), strict=True))
+    """Returns the part of :func:`plan_shards` for storage: the rules choose one of the ranks that save an item."""
+    ranks_by_item: dict[SaveItem, list[int]] = defaultdict(list)
+    for item, rank in _assign_plan(stage, plan, scheme, nodes):
+        ranks_by_item[dataclasses.replace(item, holders=())].append(rank)
+    items = [dataclasses.replace(item, holders=tuple(sorted(ranks))) for item, ranks in ranks_by_item.items()]
+    return _byte_ranges_by_rank(stage, plan, zip(items, assign_items(items, scheme), strict=True))
 
 
-def rank_loads(
-    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str] = ()
+def planned_bytes_by_rank(
+    stage: StageReplicas, plan: Mapping[str, Detail], scheme: ShardingScheme, nodes: Sequence[str] = ()
 ) -> Counter[int]:
-    """Returns the bytes of each rank of a stage under a plan (:func:`shares`), without ranks that save nothing."""
+    """Returns the bytes of each rank of a stage under a plan (:func:`plan_shards`), without ranks that save nothing."""
     load: Counter[int] = Counter()
-    for item, rank in _assigned(stage, plan, scheme, nodes):
+    for item, rank in _assign_plan(stage, plan, scheme, nodes):
         load[rank] += item.nbytes
     return load
 
 
-def nodes_alike(
-    stage: StageHoldings, plan: Mapping[str, Detail], nodes: Sequence[str]
+def replicated_operators(
+    stage: StageReplicas, plan: Mapping[str, Detail], nodes: Sequence[str]
 ) -> dict[tuple[str, ...], dict[str, int]]:
     """Returns the operators of a stage with identical copies on several nodes, by these nodes, with bytes per copy.
 
     ``nodes`` names the node of each rank.
     """
-    found: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    bytes_by_operator: dict[tuple[str, ...], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for item in stage.items(plan):
         if len(of := tuple(dict.fromkeys(nodes[rank] for rank in item.holders))) > 1:
-            found[of][item.operator] += item.nbytes
-    return {of: dict(operators) for of, operators in found.items()}
+            bytes_by_operator[of][item.operator] += item.nbytes
+    return {holder_nodes: dict(operators) for holder_nodes, operators in bytes_by_operator.items()}
 
 
-def _assigned(
-    stage: StageHoldings, plan: Mapping[str, Detail], scheme: Scheme, nodes: Sequence[str]
-) -> list[tuple[Item, int]]:
-    items = [part for item in cut_large(stage.items(plan)) for part in _by_node(item, nodes)]  # identical on all nodes
+def _assign_plan(
+    stage: StageReplicas, plan: Mapping[str, Detail], scheme: ShardingScheme, nodes: Sequence[str]
+) -> list[tuple[SaveItem, int]]:
+    items = [
+        part for item in cut_large_items(stage.items(plan)) for part in _split_by_node(item, nodes)
+    ]  # identical on all nodes
     return list(zip(items, assign_items(items, scheme), strict=True))
 
 
-def _by_node(item: Item, nodes: Sequence[str]) -> list[Item]:
+def _split_by_node(item: SaveItem, nodes: Sequence[str]) -> list[SaveItem]:
     """Returns the item once for each node that holds it."""
     if not nodes or len(item.holders) == 1:
         return [item]
-    on: dict[str, list[int]] = defaultdict(list)
+    ranks_by_node: dict[str, list[int]] = defaultdict(list)
     for rank in item.holders:
-        on[nodes[rank]].append(rank)
-    return [item] if len(on) == 1 else [dataclasses.replace(item, holders=tuple(ranks)) for ranks in on.values()]
+        ranks_by_node[nodes[rank]].append(rank)
+    return (
+        [item]
+        if len(ranks_by_node) == 1
+        else [dataclasses.replace(item, holders=tuple(ranks)) for ranks in ranks_by_node.values()]
+    )
 
 
-def _ranges(
-    stage: StageHoldings, plan: Mapping[str, Detail], assigned: Iterable[tuple[Item, int]]
+def _byte_ranges_by_rank(
+    stage: StageReplicas, plan: Mapping[str, Detail], assigned: Iterable[tuple[SaveItem, int]]
 ) -> dict[int, list[ByteRange]]:
     result: dict[int, list[ByteRange]] = defaultdict(list)
     for item, rank in assigned:
-        copy = stage.copy(item, plan[item.operator])
-        if copy is not None:
-            result[rank].append(ByteRange(item.operator, copy, item.start, item.stop))
+        replica_id = stage.replica_id(item, plan[item.operator])
+        if replica_id is not None:
+            result[rank].append(ByteRange(item.operator, replica_id, item.start, item.stop))
     return dict(result)
 
 
-def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: bool = True) -> list[Fragment]:
+def select_fragments(
+    fragments: Iterable[Fragment], byte_ranges: Sequence[ByteRange], merges_adjacent: bool = True
+) -> list[Fragment]:
     """Returns the tensor chunks that this rank saves, as views of live memory, cut where an operator was cut.
 
     Args:
         fragments: tensor chunks of this rank.
-        parts: this rank's entry of :func:`shares`; its slices of ZeRO's optimizer state are also saved.
-        joins: merge adjacent parts.  Otherwise all nodes with identical parts save the same boxes.
+        byte_ranges: this rank's entry of :func:`plan_shards`; its slices of ZeRO's optimizer state are also saved.
+        merges_adjacent: merge adjacent parts.  Otherwise all nodes with identical parts save the same boxes.
 
     Raises:
         ShardingError: a part is not among the fragments.
     """
     spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    for part in parts:
-        spans[part.operator, part.copy].append((part.start, part.stop))
+    for part in byte_ranges:
+        spans[part.operator, part.replica_id].append((part.start, part.stop))
     result = []
-    for group in _groups(fragments):
-        mine = [(0, group.nbytes)] if group.alone else spans.pop((group.operator, group.copy), [])
-        for start, stop in _joined(mine) if joins else sorted(mine):
-            result.extend(group.between(start, stop))
+    for group in _group_boxes(fragments):
+        wanted = [(0, group.nbytes)] if group.is_unique else spans.pop((group.operator, group.replica_id), [])
+        for start, stop in _merge_adjacent(wanted) if merges_adjacent else sorted(wanted):
+            result.extend(group.select_bytes(start, stop))
     if spans:
         operator = next(iter(spans))[0]
         raise ShardingError(
@@ -265,7 +278,7 @@ def share_of(fragments: Iterable[Fragment], parts: Sequence[ByteRange], joins: b
 
 
 @dataclass(frozen=True)
-class _Box:
+class _BoxSlots:
     """Slots of one box of a tensor."""
 
     slots: list[Fragment]
@@ -283,13 +296,13 @@ class _Box:
         return self.element_bytes * math.prod(self.slots[0].global_shape)
 
     @property
-    def name(self) -> list:
+    def identity(self) -> list:
         """Identity of the box, for hashing."""
         first = self.slots[0]
         sizes = [(fragment.slot, fragment.view.element_size()) for fragment in self.slots]
         return [first.name, first.region.offset, first.region.shape, sizes]
 
-    def between(self, start: int, stop: int) -> Iterator[Fragment]:
+    def select_bytes(self, start: int, stop: int) -> Iterator[Fragment]:
         """Yields the elements that begin within bytes [start, stop), with the slots of an element adjacent."""
         size, region = self.element_bytes, self.slots[0].region
         first, last = (min(max(-(-position // size), 0), region.numel) for position in (start, stop))
@@ -307,35 +320,35 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _BoxGroup:
     """Boxes of an operator with the same holders, in an order that is identical on these."""
 
     operator: str
     slot: str
-    alone: bool
-    boxes: list[_Box]
+    is_unique: bool
+    boxes: list[_BoxSlots]
 
     @property
     def nbytes(self) -> int:
         return sum(box.nbytes for box in self.boxes)
 
     @property
-    def copy(self) -> str:
-        if self.alone:
+    def replica_id(self) -> str:
+        if self.is_unique:
             return ""
-        return xxhash.xxh3_64_hexdigest(json.dumps([box.name for box in self.boxes]).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([box.identity for box in self.boxes]).encode())
 
-    def holding(self, detail: str) -> Holding:
-        total = 0 if self.alone else sum(box.total for box in self.boxes)
-        return Holding(self.operator, detail, self.slot, self.copy, self.nbytes, total)
+    def descriptor(self, detail: str) -> ReplicaDescriptor:
+        total = 0 if self.is_unique else sum(box.total for box in self.boxes)
+        return ReplicaDescriptor(self.operator, detail, self.slot, self.replica_id, self.nbytes, total)
 
-    def between(self, start: int, stop: int) -> Iterator[Fragment]:
+    def select_bytes(self, start: int, stop: int) -> Iterator[Fragment]:
         for box in self.boxes:
-            yield from box.between(start, stop)
+            yield from box.select_bytes(start, stop)
             start, stop = start - box.nbytes, stop - box.nbytes
 
 
-def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
+def _group_boxes(fragments: Iterable[Fragment]) -> Iterator[_BoxGroup]:
     boxes: dict[tuple, list[Fragment]] = defaultdict(list)
     for fragment in fragments:
         if fragment.first_copy if fragment.sharded else fragment.replica[0] == 0:
@@ -343,35 +356,41 @@ def _groups(fragments: Iterable[Fragment]) -> Iterator[_Group]:
             slot = _MODULES if is_module_state(fragment.name) else _SLOTS.get(fragment.slot, _OPTIMIZER)
             kind = fragment.operator, slot, fragment.sharded, is_whole
             boxes[kind, fragment.name, fragment.region].append(fragment)
-    groups: dict[tuple, list[_Box]] = defaultdict(list)
+    groups: dict[tuple, list[_BoxSlots]] = defaultdict(list)
     for (kind, _, _), slots in boxes.items():
-        groups[kind].append(_Box(sorted(slots, key=lambda f: f.slot)))
-    for (operator, slot, sharded, _), found in groups.items():
-        yield _Group(operator, slot, sharded, sorted(found, key=lambda box: box.name))
+        groups[kind].append(_BoxSlots(sorted(slots, key=lambda f: f.slot)))
+    for (operator, slot, sharded, _), group_boxes in groups.items():
+        yield _BoxGroup(operator, slot, sharded, sorted(group_boxes, key=lambda box: box.identity))
 
 
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merges adjacent ranges."""
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(spans):
-        if joined and joined[-1][1] == start:
-            start, _ = joined.pop()
-        joined.append((start, stop))
-    return joined
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
+    return merged
 
 
-def _numbered(holdings: Sequence[Holding]) -> Iterator[tuple[int | None, Holding]]:
+def _number_slices(descriptors: Sequence[ReplicaDescriptor]) -> Iterator[tuple[int | None, ReplicaDescriptor]]:
     """Returns the distinct holdings of an operator's slot with their slice numbers, if they are consistent."""
-    alone = [holding for holding in holdings if not holding.copy]
-    whole = [holding for holding in holdings if holding.copy and holding.nbytes == holding.total]
-    slices = [holding for holding in holdings if holding.copy and holding.nbytes != holding.total]
-    held, total = sum(holding.nbytes for holding in slices), slices[0].total if slices else 0
-    mixed = bool(alone) == bool(whole or slices)
-    if mixed or len(whole) > 1 or held != total or any(holding.total != total for holding in slices):
+    unique = [holding for holding in descriptors if not holding.replica_id]
+    replicated = [holding for holding in descriptors if holding.replica_id and holding.nbytes == holding.total]
+    slices = [holding for holding in descriptors if holding.replica_id and holding.nbytes != holding.total]
+    slice_bytes, total = sum(holding.nbytes for holding in slices), slices[0].total if slices else 0
+    is_inconsistent = bool(unique) == bool(replicated or slices)
+    if (
+        is_inconsistent
+        or len(replicated) > 1
+        or slice_bytes != total
+        or any(holding.total != total for holding in slices)
+    ):
         raise ShardingError(
-            f"the parts of the {holdings[0].slot} of {holdings[0].operator} on the ranks do not fit ({len(whole)} "
-            f"versions of replicated parts, slices of {held} of {total} bytes). Fix: describe the same model on "
+            f"the parts of the {descriptors[0].slot} of {descriptors[0].operator} on the ranks do not fit "
+            f"({len(replicated)} "
+            f"versions of replicated parts, slices of {slice_bytes} of {total} bytes). Fix: describe the same model on "
             "every rank of the pipeline stage, and once",
             code="holdings-misfit",
         )
-    return itertools.chain(((None, holding) for holding in alone + whole), enumerate(slices))
+    return itertools.chain(((None, holding) for holding in unique + replicated), enumerate(slices))

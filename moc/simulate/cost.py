@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.cluster import Cluster
 from moc.simulate.errors import SimulationError
 from moc.simulate.stages import split_stages
@@ -107,7 +107,7 @@ def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -
     return cluster.latency_s * math.ceil(math.log2(ranks)) + nbytes * (ranks - 1) / ranks / rate
 
 
-def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work) -> Timing:
+def estimate(operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster, work: Work) -> Timing:
     """Returns the timing of an iteration of plain or interleaved 1F1B, only from sizes.
 
     T_pipeline = (M + S - 1) max t_s (Appendix C).  With v virtual stages the warm-up is v times shorter, which gives M
@@ -138,7 +138,7 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     return Timing(pipeline_s + sync_s + update_s, pipeline_s, sync_s, update_s, micro_batches, layout.pp, slowest_s)
 
 
-def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
+def _stage_s(stage: Sequence[Operator], layout: ParallelLayout, cluster: Cluster, work: Work, wide: int) -> float:
     """Returns t_s: computation and communication of one micro batch."""
     tokens = work.micro_batch * work.seq_length
     operations = _FORWARD_AND_BACKWARD * tokens * sum(active(stage, work.topk))

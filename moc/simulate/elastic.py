@@ -18,7 +18,7 @@ from moc.elastic.domains import MOST_RANKS
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import TooManyNodesError, least_survival, survived
 from moc.policy.expert_selection import CountsByLayer
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.cost import active
 from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members, steps
@@ -185,7 +185,7 @@ class ElasticMembers(Members):
 
 def elastic_members(
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
     micro_batches: int,
     topk: int,
     loads: Sequence[CountsByLayer],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from moc.files.safe_directory import MANIFEST, open_named
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 from moc.simulate.errors import SimulationError
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
@@ -106,7 +106,7 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ValueError: a line has neither format; the message names it.
     """
-    with open(open_named(path, MANIFEST), encoding="utf-8") as lines:
+    with open(open_user_file(path, MAX_MANIFEST_BYTES), encoding="utf-8") as lines:
         numbered = enumerate(csv.reader(lines), 1)
         rows = ((number, [cell.strip() for cell in row]) for number, row in numbered if row)
         try:

@@ -21,7 +21,7 @@ from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.plan import Load
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes, order_operators
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.closed_form import at_interval, best_interval, longest
 from moc.simulate.errors import SimulationError
 from moc.simulate.planner import Candidate
@@ -182,7 +182,7 @@ class Running:
 
 
 def saved_by_rules(
-    operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED, gradients: bool = False
+    operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED, gradients: bool = False
 ) -> Saved:
     """Returns sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)

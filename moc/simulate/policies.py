@@ -18,7 +18,7 @@ from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes
 from moc.recovery.placement import place
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
@@ -60,7 +60,7 @@ class Setup:
     """
 
     operators: Sequence[Operator]
-    layout: Layout
+    layout: ParallelLayout
     cluster: Cluster
     timing: Timing
     work: Work = Work()

@@ -10,16 +10,16 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 
 
 class KeptBuffers:
     """Buffers of one worker between generations; not thread-safe."""
 
     def __init__(self):
-        self._kept: list[Buffer] = []
+        self._kept: list[HostBuffer] = []
 
-    def keep(self, buffers: Iterable[Buffer]) -> None:
+    def keep(self, buffers: Iterable[HostBuffer]) -> None:
         """Takes over buffers that no thread reads or writes."""
         self._kept.extend(buffers)
 
@@ -35,11 +35,11 @@ class KeptBuffers:
             self._kept.remove(buffer)
             buffer.close()
 
-    def published_as(self, file: Path) -> Buffer | None:
+    def published_as(self, file: Path) -> HostBuffer | None:
         """Removes and returns the buffer that is also named ``file``, if there is one."""
         return self._give(next((one for one in self._kept if _is_same(one.path, file)), None))
 
-    def take(self, nbytes: int, directory: Path | None) -> Buffer | None:
+    def take(self, nbytes: int, directory: Path | None) -> HostBuffer | None:
         """Removes and returns the smallest free buffer of at least ``nbytes`` bytes in a directory.
 
         Without a directory (None), the buffer is anonymous memory. If all are too small, it frees the largest, to make
@@ -62,13 +62,13 @@ class KeptBuffers:
         for buffer in over:
             buffer.close()
 
-    def _give(self, buffer: Buffer | None) -> Buffer | None:
+    def _give(self, buffer: HostBuffer | None) -> HostBuffer | None:
         if buffer is not None:
             self._kept.remove(buffer)
         return buffer
 
 
-def _is_free(buffer: Buffer) -> bool:
+def _is_free(buffer: HostBuffer) -> bool:
     if buffer.path is None:
         return True
     try:

@@ -85,7 +85,7 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
     if length == 0:
         return {}
     try:
-        if length > min(source.numel() - 8, safe_directory.HEADER):
+        if length > min(source.numel() - 8, safe_directory.MAX_HEADER_BYTES):
             raise ValueError(f"the header cannot have {length:,} bytes")
         header = decode.decode(_plain(source[8 : 8 + length]), _Header)
         reader = _Reader(source, _start_after(length), header.tensors)

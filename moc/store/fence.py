@@ -32,7 +32,7 @@ from typing import BinaryIO
 from weakref import WeakValueDictionary
 
 from moc.files import decode
-from moc.files.safe_directory import SMALL, RefusedFileError, Tree, open_single
+from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError, SafeDirectory, open_without_links
 from moc.output import print_once
 from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError, TakenError
@@ -79,12 +79,14 @@ class Holder:
     def to_json(self) -> str:
         """Returns JSON text with its hash."""
         claim = self.claim
-        return decode.sealed(asdict(_Stored(claim.job, claim.run, claim.term, self.host, self.pid, self.before)))
+        return decode.encode_with_hash(
+            asdict(_Stored(claim.job, claim.run, claim.term, self.host, self.pid, self.before))
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Holder:
         """Inverts :meth:`to_json`; raises ValueError on other text."""
-        plain = decode.unsealed(text, _Stored)
+        plain = decode.decode_verified(text, _Stored)
         return cls(Claim(plain.job, plain.term, plain.run), plain.host, plain.pid, plain.before)
 
 
@@ -148,7 +150,7 @@ class Fence:
     """
 
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
-        self._root, self.claim, self._patience, self._tree = root, claim, patience, Tree(root)
+        self._root, self.claim, self._patience, self._tree = root, claim, patience, SafeDirectory(root)
         self._lock: _Lock | None = None
         self._other = ""
 
@@ -160,7 +162,7 @@ class Fence:
             SupersededError: the claim has been superseded.
             OSError: the fence cannot be read or written.
         """
-        with self._tree.directory(make=True):
+        with self._tree.directory(creates=True):
             pass
         deadline = time.monotonic() + self._patience
         while not self._begins():
@@ -182,7 +184,7 @@ class Fence:
     def read(self) -> Holder | None:
         """Returns the directory's owner; None if it never had one.  If the fence is damaged, lock files name it."""
         try:
-            return Holder.from_json(self._tree.read(NAME, SMALL))
+            return Holder.from_json(self._tree.read(NAME, MAX_SMALL_FILE_BYTES))
         except FileNotFoundError:
             return None
         except (RefusedFileError, ValueError) as error:
@@ -192,7 +194,7 @@ class Fence:
     def _shown_by_locks(self) -> Holder | None:
         """Returns the live launch that owns the directory; if there is none, the one with the newest lock file."""
         found: list[tuple[bool, int, Holder]] = []
-        for name in self._tree.names():
+        for name in self._tree.list_names():
             tag = term_in(name)
             if tag is None or not name.startswith(f"{_LOCK}."):
                 continue
@@ -251,11 +253,11 @@ class Fence:
         self._tree.remove(aside)
 
     def _sweep(self) -> None:
-        for directory in ("", *filter(_HAS_FILES.fullmatch, self._tree.names())):
-            for name in self._tree.names(directory):
+        for directory in ("", *filter(_HAS_FILES.fullmatch, self._tree.list_names())):
+            for name in self._tree.list_names(directory):
                 if name.endswith(_UNFINISHED) and name.startswith(".") and self.claim.supersedes(name):
                     self._give_up(directory, name)
-        for name in self._tree.names():
+        for name in self._tree.list_names():
             if name.startswith(f"{_LOCK}.") and self.claim.supersedes(name):
                 self._tree.remove(name)
 
@@ -279,7 +281,7 @@ class Fence:
         if _is_current(path):
             self._lock = _held[path]
             return
-        lock = _Lock(open(open_single(path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0))
+        lock = _Lock(open(open_without_links(path, os.O_RDWR | os.O_CREAT), "rb+", buffering=0))
         if _try_lock(lock.file, _LIFE):
             self._lock = _held[path] = lock
             if self.claim.run:

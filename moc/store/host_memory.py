@@ -20,30 +20,36 @@ from pathlib import Path
 import xxhash
 
 from moc.files import decode
-from moc.files.safe_directory import SMALL, RefusedFileError, Tree, open_single, remove_own
+from moc.files.safe_directory import (
+    MAX_SMALL_FILE_BYTES,
+    RefusedFileError,
+    SafeDirectory,
+    open_without_links,
+    remove_owned,
+)
 from moc.output import print_once
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.fence import lives
-from moc.store.object_storage import place_of
+from moc.store.object_storage import storage_at
 from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
-from moc.store.runs import run_of
-from moc.store.storage import LocalPlace, Storage
+from moc.store.runs import find_run
+from moc.store.storage import LocalStorage, Storage
 from moc.store.store import Store
 
-SOCKETS = ".sockets"
+SOCKETS_DIRECTORY = ".sockets"
 """Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
 
 No run has this name, since the directory of a run ends with two numbers.
 """
 
 _OF_NODE = "-node-"
-_MOST_HOMES = 100  # names that are tried, since other users can make directories under them
+_MAX_DIRECTORIES = 100  # names that are tried, since other users can make directories under them
 
 
-def memory_place(
+def memory_storage(
     memory_dir: str | Path, job: str, run: str, node: str | None = None, claim: Claim | None = None
-) -> LocalPlace:
+) -> LocalStorage:
     """Returns this node's memory for a run: a directory of shared memory that outlives processes, not the machine.
 
     The directory name contains the run's name, so that no job finds the memory of another run.  The checkpoint
@@ -59,50 +65,52 @@ def memory_place(
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
     """
-    root = memory_of_run(memory_dir, job, run)
-    return LocalPlace(root if node is None else _of_node(root, node), in_memory=True, claim=claim)
+    root = memory_path_of_run(memory_dir, job, run)
+    return LocalStorage(root if node is None else _path_on_node(root, node), in_memory=True, claim=claim)
 
 
-def memory_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
+def memory_path_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
     """Returns the path of a run's memory on every node; nodes that share a file system add their name.
 
-    Arguments and errors as for :func:`memory_place`.
+    Arguments and errors as for :func:`memory_storage`.
     """
-    return memory_home(memory_dir) / f"{_common_name(job)}{run}"
+    return user_directory(memory_dir) / f"{_address_prefix(job)}{run}"
 
 
-def memory_of_node(run: Path, node: str) -> list[Path]:
-    """Returns the possible directories of a run's memory (:func:`memory_of_run`) on a node, existing or not."""
-    return [run, _of_node(run, node)]
+def memory_paths_of_node(run: Path, node: str) -> list[Path]:
+    """Returns the possible directories of a run's memory (:func:`memory_path_of_run`) on a node, existing or not."""
+    return [run, _path_on_node(run, node)]
 
 
 def is_memory_of_run(path: Path, run: Path) -> bool:
-    """Returns whether a directory is a run's memory (:func:`memory_of_run`) on any node, in any home of the user."""
+    """Returns whether a directory is a run's memory (:func:`memory_path_of_run`) on any node, in any home of the user."""
     return path.name == run.name or path.name.startswith(f"{run.name}{_OF_NODE}")
 
 
-def memory_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
+def memory_paths_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
     """Returns the memory left on this machine by other runs with the same checkpoint address."""
-    name = _common_name(job)
-    found = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir() if path.name.startswith(name))
-    return [path for path in found if not is_memory_of_run(path, Path(f"{name}{run}"))]
+    name = _address_prefix(job)
+    paths = sorted(
+        path for home in user_directories(memory_dir) for path in home.iterdir() if path.name.startswith(name)
+    )
+    return [path for path in paths if not is_memory_of_run(path, Path(f"{name}{run}"))]
 
 
-def memory_found(memory_dir: str | Path, job: str, node: str | None = None) -> LocalPlace:
-    """Returns the memory of the run at a checkpoint address (:func:`memory_place`), for a program outside of the job.
+def find_memory_storage(memory_dir: str | Path, job: str, node: str | None = None) -> LocalStorage:
+    """Returns the memory of the run at a checkpoint address (:func:`memory_storage`), for a program outside of the job.
 
     Raises:
         CheckpointError: no run has begun there.
     """
-    run = run_of(place_of(job))
+    run = find_run(storage_at(job))
     if run is None:
         raise CheckpointError(
             f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
         )
-    return memory_place(memory_dir, job, run.run, node)
+    return memory_storage(memory_dir, job, run.run, node)
 
 
-def memory_home(memory_dir: str | Path) -> Path:
+def user_directory(memory_dir: str | Path) -> Path:
     """Returns the parent directory of a user's jobs in a memory file system: ``moc-UID``, or ``moc-UID-1`` to ``-99``.
 
     It is the first of these that is a directory of this user with mode 0700; if there is none, the first that can be
@@ -112,9 +120,9 @@ def memory_home(memory_dir: str | Path) -> Path:
     Raises:
         CheckpointError: all names are taken, or nothing can be made there.
     """
-    homes = _homes(memory_dir)
+    homes = _candidate_directories(memory_dir)
     try:
-        home = next(filter(_is_own, homes), None) or next(filter(_can_be_made, homes), None)
+        home = next(filter(_is_private_directory, homes), None) or next(filter(_create_private_directory, homes), None)
     except OSError as error:
         raise CheckpointError(
             f"{homes[0]} cannot be used for snapshots ({error.strerror}). Fix: name a memory file system with "
@@ -132,22 +140,22 @@ def memory_home(memory_dir: str | Path) -> Path:
     return home
 
 
-def memory_homes(memory_dir: str | Path) -> list[Path]:
-    """Returns all candidates of :func:`memory_home`, in its order; several if two jobs raced for a name.
+def user_directories(memory_dir: str | Path) -> list[Path]:
+    """Returns all candidates of :func:`user_directory`, in its order; several if two jobs raced for a name.
 
     Raises:
-        CheckpointError: as :func:`memory_home`.
+        CheckpointError: as :func:`user_directory`.
     """
-    memory_home(memory_dir)
-    return [home for home in _homes(memory_dir) if _is_own(home)]
+    user_directory(memory_dir)
+    return [home for home in _candidate_directories(memory_dir) if _is_private_directory(home)]
 
 
-def _homes(memory_dir: str | Path) -> list[Path]:
+def _candidate_directories(memory_dir: str | Path) -> list[Path]:
     name = f"moc-{os.geteuid()}"
-    return [Path(memory_dir) / f"{name}{f'-{number}' * bool(number)}" for number in range(_MOST_HOMES)]
+    return [Path(memory_dir) / f"{name}{f'-{number}' * bool(number)}" for number in range(_MAX_DIRECTORIES)]
 
 
-def _is_own(home: Path) -> bool:
+def _is_private_directory(home: Path) -> bool:
     """Returns whether a path is a directory that only this user can use."""
     with suppress(FileNotFoundError):
         status = home.lstat()
@@ -155,25 +163,25 @@ def _is_own(home: Path) -> bool:
     return False
 
 
-def _can_be_made(home: Path) -> bool:
+def _create_private_directory(home: Path) -> bool:
     """Makes a directory unless the name is taken; returns whether it is this user's now."""
     with suppress(FileExistsError):
         home.mkdir(mode=0o700)
-    return _is_own(home)
+    return _is_private_directory(home)
 
 
-def _common_name(job: str) -> str:
-    whole = job.rstrip("/") if "://" in job else os.path.abspath(job)
-    return f"{os.path.basename(whole)}-{xxhash.xxh3_64_hexdigest(whole.encode())}-"
+def _address_prefix(job: str) -> str:
+    address = job.rstrip("/") if "://" in job else os.path.abspath(job)
+    return f"{os.path.basename(address)}-{xxhash.xxh3_64_hexdigest(address.encode())}-"
 
 
-def _of_node(run: Path, node: str) -> Path:
+def _path_on_node(run: Path, node: str) -> Path:
     return run.with_name(f"{run.name}{_OF_NODE}{node}")
 
 
 LEASE_FILE = ".lease"
 
-DEFAULT_S = 30.0
+DEFAULT_LEASE_S = 30.0
 """Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
 
 
@@ -191,35 +199,35 @@ def record_lease(place: Storage, seconds: float) -> None:
         SupersededError: another claim has taken the location.
         OSError: the lease cannot be written.
     """
-    place.write(LEASE_FILE, [decode.sealed({"seconds": seconds}).encode()])
+    place.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
 
 
 def renew_lease(root: Path) -> None:
     """Renews the lease; does nothing if the directory is gone, or the file is another job's."""
     with contextlib.suppress(FileNotFoundError, RefusedFileError):
-        descriptor = open_single(root / LEASE_FILE, os.O_RDONLY)
+        descriptor = open_without_links(root / LEASE_FILE, os.O_RDONLY)
         try:
             os.utime(descriptor)
         finally:
             os.close(descriptor)
 
 
-def lease_left_s(root: Path) -> float:
+def lease_remaining_s(root: Path) -> float:
     """Returns the seconds until the lease of the job in a directory expires; not positive afterwards.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    there = [root, *root.iterdir()]
-    newest = max(path.lstat().st_mtime for path in there)
-    return newest + _length_s(root) - time.time()
+    paths = [root, *root.iterdir()]
+    newest = max(path.lstat().st_mtime for path in paths)
+    return newest + _lease_length_s(root) - time.time()
 
 
-def _length_s(root: Path) -> float:
+def _lease_length_s(root: Path) -> float:
     try:
-        return decode.unsealed(Tree(root).read(LEASE_FILE, SMALL), _Stored).seconds
+        return decode.decode_verified(SafeDirectory(root).read(LEASE_FILE, MAX_SMALL_FILE_BYTES), _Stored).seconds
     except (FileNotFoundError, RefusedFileError, ValueError):
-        return DEFAULT_S
+        return DEFAULT_LEASE_S
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ def leftovers(memory_dir: str | Path) -> list[Leftover]:
     Raises:
         CheckpointError: the directory cannot be made, or belongs to another user.
     """
-    there = sorted(path for home in memory_homes(memory_dir) for path in home.iterdir())
+    there = sorted(path for home in user_directories(memory_dir) for path in home.iterdir())
     return [leftover(path) for path in there if _is_ours(path)]
 
 
@@ -260,27 +268,27 @@ def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
         CheckpointError: no run has begun there, or as :func:`leftovers`.
         OSError: the checkpoints' location cannot be read.
     """
-    run = run_of(place_of(job))
+    run = find_run(storage_at(job))
     if run is None:
         raise CheckpointError(
             f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
         )
-    path = memory_of_run(memory_dir, job, run.run)
+    path = memory_path_of_run(memory_dir, job, run.run)
     return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
 
 
 def _is_ours(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and path.name != SOCKETS
+    return path.is_dir() and not path.is_symlink() and path.name != SOCKETS_DIRECTORY
 
 
 def leftover(path: Path) -> Leftover:
     """Describes one directory."""
-    place = LocalPlace(path, in_memory=True)
+    place = LocalStorage(path, in_memory=True)
     try:
-        run = run_of(place)
+        run = find_run(place)
     except OSError:
         run = None
-    newest = max(Store(place, slack=True).iterations(), default=None)
+    newest = max(Store(place, allows_slack=True).iterations(), default=None)
     return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
 
 
@@ -299,13 +307,13 @@ def remove_leftover(one: Leftover, ended: bool = False) -> None:
         raise CheckpointError(
             f"{one.path} is used by process {users[0]}. Fix: stop that job first", code="memory-in-use"
         )
-    if not ended and (left_s := lease_left_s(one.path)) > 0:
+    if not ended and (left_s := lease_remaining_s(one.path)) > 0:
         raise CheckpointError(
             f"{one.path} is of a job that was alive a moment ago and may continue. Fix: wait {math.ceil(left_s)} s, or "
             "give --ended if that job has ended",
             code="memory-in-use",
         )
-    remove_own(one.path)
+    remove_owned(one.path)
 
 
 def give_back(run: Path, node: str) -> None:
@@ -315,15 +323,15 @@ def give_back(run: Path, node: str) -> None:
         CheckpointError: the directory is not the memory of a run.
         OSError: it cannot be removed.
     """
-    there = [path for path in memory_of_node(run, node) if path.is_dir()]
-    if there and run.parent not in memory_homes(run.parent.parent):
+    there = [path for path in memory_paths_of_node(run, node) if path.is_dir()]
+    if there and run.parent not in user_directories(run.parent.parent):
         raise CheckpointError(
             f"{run} is not the memory of a run. Fix: name a directory that tools/clean_memory.py lists",
             code="memory-of-no-run",
         )
     for path in there:
         if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
-            remove_own(path)
+            remove_owned(path)
 
 
 def give_back_unused(memory: Path) -> None:
@@ -334,11 +342,11 @@ def give_back_unused(memory: Path) -> None:
     with contextlib.suppress(OSError):
         for slot in memory.rglob(f"{SLOTS_DIRECTORY}/*"):
             if slot.lstat().st_nlink == 1:
-                remove_own(slot)
+                remove_owned(slot)
         for spare in memory.rglob(RESERVE_FILE):
-            remove_own(spare)
+            remove_owned(spare)
         if not any(path.is_file() and not path.name.startswith(".") for path in memory.rglob("*")):
-            remove_own(memory)
+            remove_owned(memory)
 
 
 def _bytes(path: Path) -> int:

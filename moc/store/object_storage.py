@@ -17,23 +17,23 @@ from urllib.parse import unquote, urlsplit
 import fsspec
 import fsspec.asyn
 
-from moc.files.safe_directory import MANIFEST, RefusedFileError
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, RefusedFileError
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError, TakenError
 from moc.store.fence import Holder, refuse_superseded, successors
-from moc.store.storage import Blob, LocalPlace, Storage
+from moc.store.storage import Blob, LocalStorage, Storage
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """Supported URL schemes, and the package that each requires."""
 
 _OWNER = ".owner.json"
-_OURS = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)  # paths below the prefix that this package makes
+_OWN_PATHS = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)  # paths below the prefix that this package makes
 _PART = 32 << 20  # S3 takes up to 10,000 parts of at least 5 MiB: files of up to 312 GiB
 _CHUNK = 16 << 20
 _CHUNKS_AT_ONCE = 8
 _LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "google", "requests", "s3fs"}
 
-_REASONS = {  # by class of the error, or by S3's code for it
+_REMEDIES = {  # by class of the error, or by S3's code for it
     "EndpointConnectionError": "it cannot be reached: check the network, and AWS_ENDPOINT_URL if it is not Amazon's",
     "InvalidAccessKeyId": "these credentials are not known there: check AWS_ACCESS_KEY_ID, or the profile",
     "NoCredentialsError": "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile",
@@ -45,7 +45,7 @@ _REASONS = {  # by class of the error, or by S3's code for it
 os.register_at_fork(after_in_child=fsspec.asyn.reset_lock)
 
 
-class ObjectPlace(Storage):
+class ObjectStorage(Storage):
     """The objects of a bucket whose names begin with a prefix.
 
     Objects with names that this package does not make are neither listed nor removed: libraries read ``*``, ``[``, and
@@ -84,15 +84,15 @@ class ObjectPlace(Storage):
         self.name = f"{self._protocol}://{self._root}"
         # fsspec's memory store exposes a file once it is opened, so every file is written in one piece
         self._part_bytes = sys.maxsize if self._protocol == "memory" else part_bytes
-        self.claim, self._asks = claim, claim
-        self._read_last: weakref.ref[ObjectBlob] | None = None
+        self.claim, self._locking_claim = claim, claim
+        self._last_read: weakref.ref[ObjectBlob] | None = None
 
-    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
+    def write(self, path: str, parts: Iterable, is_durable: bool = True) -> None:
         """See :class:`Storage`; a kill during the write leaves the object unchanged or absent."""
         chunks = _chunks(parts, self._part_bytes)
         first = next(chunks)
         if len(first) < self._part_bytes:
-            with self._explained(path):
+            with self._translated_errors(path):
                 self._fs.pipe_file(self._key(path), bytes(first))
         else:
             self._write_in_parts(path, itertools.chain([first], chunks))
@@ -106,37 +106,38 @@ class ObjectPlace(Storage):
             return True
         return False
 
-    def read(self, path: str, most: int = MANIFEST) -> bytes:
+    def read(self, path: str, max_bytes: int = MAX_MANIFEST_BYTES) -> bytes:
         """See :class:`Storage`; an object that is too large is not fetched."""
         size = self._size(path)
-        if size > most:
+        if size > max_bytes:
             raise RefusedFileError(
-                f"it has {size} bytes, more than {most}. Fix: restore it from a copy, or name another", self.path(path)
+                f"it has {size} bytes, more than {max_bytes}. Fix: restore it from a copy, or name another",
+                self.display_path(path),
             )
         if size == 0:
             return b""  # which has no range
-        with self._explained(path):
+        with self._translated_errors(path):
             content = self._fs.cat_file(self._key(path), start=0, end=size)  # it may have been replaced by a larger one
             assert isinstance(content, bytes)
         return content
 
-    def blob(self, path: str) -> Blob:
+    def open_blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
         return ObjectBlob(self, path, self._size(path))
 
-    def names(self, directory: str = "") -> list[str]:
+    def list_names(self, directory: str = "") -> list[str]:
         """See :class:`Storage`; never cached."""
         prefix = f"{self._key(directory)}/"
         try:
-            with self._explained(directory):
-                found = self._fs.ls(prefix, detail=False)
+            with self._translated_errors(directory):
+                keys = self._fs.ls(prefix, detail=False)
         except FileNotFoundError as error:
             if "NoSuchBucket" in _causes(error):
                 raise
             return []
-        found = [name.lstrip("/") for name in found]
-        below = {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
-        return sorted(filter(_OURS.fullmatch, below))
+        keys = [name.lstrip("/") for name in keys]
+        below = {name.removeprefix(prefix) for name in keys if name.startswith(prefix)}
+        return sorted(filter(_OWN_PATHS.fullmatch, below))
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`.
@@ -145,13 +146,13 @@ class ObjectPlace(Storage):
             PermissionError: some objects remain; S3 does not report this for bulk removals.
         """
         key = self._key(path)
-        with self._explained(path):
-            if found := list(filter(self._is_ours, self._fs.find(key))):
-                self._fs.rm(list(map(glob.escape, found)))  # rm() may interpret characters of the prefix as a pattern
-                if left := set(found).intersection(self._fs.find(key)):
-                    raise PermissionError(f"{len(left)} of {len(found)} objects are not removed")
+        with self._translated_errors(path):
+            if keys := list(filter(self._is_own_key, self._fs.find(key))):
+                self._fs.rm(list(map(glob.escape, keys)))  # rm() may interpret characters of the prefix as a pattern
+                if remaining := set(keys).intersection(self._fs.find(key)):
+                    raise PermissionError(f"{len(remaining)} of {len(keys)} objects are not removed")
 
-    def discard(self, directory: str, first: str, mark: str) -> None:
+    def remove_directory(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`; removals take effect immediately, so no mark is needed."""
         self.remove(f"{directory}/{first}")
         self.remove(directory)
@@ -167,28 +168,29 @@ class ObjectPlace(Storage):
         that starts last owns the location, and the earlier one is refused permanently: none of its later generations
         can reclaim it.
         """
-        claim = self._asks = self._asks or Claim.of_process()
+        claim = self._locking_claim = self._locking_claim or Claim.of_process()
         try:
             now = self._owner()
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             now = None
         holder = Holder.this(claim, successors(claim, now, self.name))
         self.write(_OWNER, [holder.to_json().encode()])
-        self.taken = True
+        self.is_locked = True
 
     def check_owner(self) -> None:
         """See :class:`Storage`; a no-op if the location was never locked."""
-        if not self.taken:
+        if not self.is_locked:
             return
         try:
             now = self._owner()
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise TakenError(
-                f"{self.path(_OWNER)} does not name the owner of {self.name} ({error}). Fix: start this job again",
+                f"{self.display_path(_OWNER)} does not name the owner of {self.name} ({error}). Fix: start this job "
+                "again",
                 code="owner-unreadable",
             ) from None
-        assert self._asks is not None  # the place is taken
-        refuse_superseded(self._asks, now, self.name)
+        assert self._locking_claim is not None  # the place is taken
+        refuse_superseded(self._locking_claim, now, self.name)
 
     def _owner(self) -> Holder:
         return Holder.from_json(self.read(_OWNER).decode())
@@ -198,27 +200,27 @@ class ObjectPlace(Storage):
         # cached by fsspec per process; listings are not cached, since other processes write here too
         return fsspec.filesystem(self._protocol, use_listings_cache=False)
 
-    def _is_ours(self, key: str) -> bool:
-        return bool(_OURS.fullmatch(key.lstrip("/").removeprefix(f"{self._root}/")))
+    def _is_own_key(self, key: str) -> bool:
+        return bool(_OWN_PATHS.fullmatch(key.lstrip("/").removeprefix(f"{self._root}/")))
 
     def _key(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
 
     def _size(self, path: str) -> int:
-        with self._explained(path):
+        with self._translated_errors(path):
             info = self._fs.info(self._key(path))
             if info["type"] != "file":
                 raise FileNotFoundError(path)
         return info["size"]
 
     def _write_in_parts(self, path: str, chunks: Iterable[bytearray]) -> None:
-        with self._explained(path):
+        with self._translated_errors(path):
             file: Any = self._fs.open(self._key(path), "wb", block_size=self._part_bytes)
         try:
             for chunk in chunks:
-                with self._explained(path):
+                with self._translated_errors(path):
                     file.write(chunk)
-            with self._explained(path):
+            with self._translated_errors(path):
                 file.close()
         except BaseException:
             file.closed = True  # otherwise the garbage collector would close it, and so publish a partial object
@@ -226,19 +228,19 @@ class ObjectPlace(Storage):
                 file.discard()
             raise
 
-    def _keeps_only(self, blob: ObjectBlob) -> None:
+    def _drop_other_range(self, blob: ObjectBlob) -> None:
         """Drops the kept bytes of the previously read blob."""
-        before = self._read_last() if self._read_last is not None else None
-        if before is not None and before is not blob:
-            before._kept = None
-        self._read_last = weakref.ref(blob)
+        previous = self._last_read() if self._last_read is not None else None
+        if previous is not None and previous is not blob:
+            previous._cached_range = None
+        self._last_read = weakref.ref(blob)
 
     def _fetch(self, path: str, start: int, stop: int) -> bytearray:
         data, starts = bytearray(stop - start), range(start, stop, _CHUNK)
         for first in range(0, len(starts), _CHUNKS_AT_ONCE):
             begins = starts[first : first + _CHUNKS_AT_ONCE]
             ends = [min(begin + _CHUNK, stop) for begin in begins]
-            with self._explained(path):
+            with self._translated_errors(path):
                 fetched = self._fs.cat_ranges([self._key(path)] * len(begins), list(begins), ends)
                 for begin, end, chunk in zip(begins, ends, fetched, strict=True):
                     if isinstance(chunk, Exception):
@@ -249,7 +251,7 @@ class ObjectPlace(Storage):
         return data
 
     @contextlib.contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
+    def _translated_errors(self, path: str) -> Iterator[None]:
         """Converts the libraries' exceptions to an OSError of one sentence."""
         try:
             yield
@@ -257,16 +259,16 @@ class ObjectPlace(Storage):
             if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] not in _LIBRARIES:
                 raise
             kinds = (kind for kind in (FileNotFoundError, PermissionError) if isinstance(error, kind))
-            raise next(kinds, OSError)(f"{self.path(path).rstrip('/')}: {_reason(error)}") from error
+            raise next(kinds, OSError)(f"{self.display_path(path).rstrip('/')}: {_reason(error)}") from error
 
 
 class ObjectBlob:
     """An object whose ranges are fetched on demand."""
 
-    def __init__(self, place: ObjectPlace, path: str, size: int):
-        self.name, self.size = place.path(path), size
-        self._place, self._path = place, path
-        self._kept: tuple[int, int, bytearray] | None = None
+    def __init__(self, storage: ObjectStorage, path: str, size: int):
+        self.name, self.size = storage.display_path(path), size
+        self._storage, self._path = storage, path
+        self._cached_range: tuple[int, int, bytearray] | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
         """See :class:`Blob`; large ranges are fetched in several streams.
@@ -274,13 +276,13 @@ class ObjectBlob:
         The last range is kept until another range of the location is read.  An entry is read to verify its hash, and
         again for each box that uses it, but fetched once.
         """
-        stop, kept = min(stop, self.size), self._kept
+        stop, cached = min(stop, self.size), self._cached_range
         if start >= stop:
             return memoryview(bytearray())
-        if kept is None or kept[:2] != (start, stop):
-            self._place._keeps_only(self)
-            self._kept = kept = start, stop, self._place._fetch(self._path, start, stop)
-        return memoryview(kept[2])
+        if cached is None or cached[:2] != (start, stop):
+            self._storage._drop_other_range(self)
+            self._cached_range = cached = start, stop, self._storage._fetch(self._path, start, stop)
+        return memoryview(cached[2])
 
     def will_read(self, start: int, stop: int) -> None:
         """No-op: reading ahead would have to keep an unbounded amount of data."""
@@ -317,14 +319,14 @@ def _reason(error: Exception) -> str:
     causes = _causes(error)
     if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in causes:
         return "there is no such object"
-    told = " ".join(str(error).split()) or type(error).__name__
-    return next((_REASONS[name] for name in causes if name in _REASONS), told)
+    message = " ".join(str(error).split()) or type(error).__name__
+    return next((_REMEDIES[name] for name in causes if name in _REMEDIES), message)
 
 
 _URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
-def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
+def storage_at(address: str | Path, claim: Claim | None = None) -> Storage:
     """Returns the storage location of an address; nothing is read, written or connected to.
 
     Args:
@@ -338,18 +340,18 @@ def place_of(address: str | Path, claim: Claim | None = None) -> Storage:
     address = str(address)
     match = _URL.match(address)
     if match is None:
-        return LocalPlace(address, claim=claim)
+        return LocalStorage(address, claim=claim)
     if not match[2]:  # pathlib turns s3:// into s3:/, which would become a directory
         raise CheckpointError(
             f"{address} is neither a path nor a URL. Fix: write two slashes, as in s3://bucket/prefix",
             code="address-invalid",
         )
     if match[1] != "file":
-        return ObjectPlace(address, claim=claim)
+        return ObjectStorage(address, claim=claim)
     parts = urlsplit(address)
     if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
         raise CheckpointError(
             f"{address} is not a directory of this machine. Fix: write file:///path, with three slashes",
             code="address-invalid",
         )
-    return LocalPlace(unquote(parts.path), claim=claim)
+    return LocalStorage(unquote(parts.path), claim=claim)

@@ -13,13 +13,13 @@ import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from moc.files.safe_directory import RefusedFileError, open_single, remove_own
+from moc.files.safe_directory import RefusedFileError, open_without_links, remove_owned
 
 SLOTS_DIRECTORY = "slots"
 """Name of the directory of these files in a memory location."""
 
 
-def reserve(path: Path, nbytes: int) -> int:
+def allocate_file(path: Path, nbytes: int) -> int:
     """Makes a fully allocated file, so that later writes cannot run out of memory; returns its descriptor.
 
     Raises:
@@ -31,12 +31,12 @@ def reserve(path: Path, nbytes: int) -> int:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError:
         os.close(descriptor)
-        remove_own(path)
+        remove_owned(path)
         raise
     return descriptor
 
 
-def free_slot(directory: Path, name: str, nbytes: int) -> Path:
+def find_free_file(directory: Path, name: str, nbytes: int) -> Path:
     """Returns a free file of at least ``nbytes`` bytes: one without a second hard link, or a new one.
 
     A slot is in use while a second hard link publishes its contents, and free again once that link is removed.  The
@@ -45,60 +45,60 @@ def free_slot(directory: Path, name: str, nbytes: int) -> Path:
     Raises:
         OSError: memory is insufficient.
     """
-    there = _slots(directory, name)
-    free = {path: size for path, size in there.items() if path.lstat().st_nlink == 1}
-    fitting = min((path for path, size in free.items() if size >= nbytes), key=lambda path: free[path], default=None)
-    if fitting is not None:
-        return fitting
+    sizes = _reusable_files(directory, name)
+    free = {path: size for path, size in sizes.items() if path.lstat().st_nlink == 1}
+    smallest = min((path for path, size in free.items() if size >= nbytes), key=lambda path: free[path], default=None)
+    if smallest is not None:
+        return smallest
     largest = max(free, key=lambda path: free[path], default=None)
     if largest is not None:  # too small: it makes room
-        remove_own(largest)
-        del there[largest]
-    return _new_slot(directory, name, there, nbytes)
+        remove_owned(largest)
+        del sizes[largest]
+    return _create_reusable_file(directory, name, sizes, nbytes)
 
 
-def reserve_slots(directory: Path, name: str, sizes: Iterable[int], tidies: bool = False) -> None:
+def reserve_files(directory: Path, name: str, sizes: Iterable[int], removes_others: bool = False) -> None:
     """Makes files, so that each of the sizes in bytes has a separate file, free or in use.
 
-    With ``tidies``, other free files are removed first; no other process may then be writing into one.
+    With ``removes_others``, other free files are removed first; no other process may then be writing into one.
 
     Raises:
         OSError: memory is insufficient.
     """
-    there = _slots(directory, name)
-    left, missing = dict(there), []
+    present = _reusable_files(directory, name)
+    unused, missing = dict(present), []
     for nbytes in sorted(sizes, reverse=True):
-        largest = max(left, key=lambda path: left[path], default=None)
-        if largest is not None and left[largest] >= nbytes:
-            del left[largest]
+        largest = max(unused, key=lambda path: unused[path], default=None)
+        if largest is not None and unused[largest] >= nbytes:
+            del unused[largest]
         else:
             missing.append(nbytes)
-    for path in left if tidies else ():
+    for path in unused if removes_others else ():
         if path.lstat().st_nlink == 1:  # it makes room
-            remove_own(path)
-            del there[path]
+            remove_owned(path)
+            del present[path]
     for nbytes in missing:
-        there[_new_slot(directory, name, there, nbytes)] = nbytes
+        present[_create_reusable_file(directory, name, present, nbytes)] = nbytes
 
 
-def _slots(directory: Path, name: str) -> dict[Path, int]:
+def _reusable_files(directory: Path, name: str) -> dict[Path, int]:
     """Returns the sizes of the slots of a name; removes entries that are not regular files."""
-    found = {}
+    sizes = {}
     for path in sorted(directory.glob(f"{name}.*")):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):
-            found[path] = status.st_size
+            sizes[path] = status.st_size
         else:
-            remove_own(path)
-    return found
+            remove_owned(path)
+    return sizes
 
 
-def _new_slot(directory: Path, name: str, taken: Collection[Path], nbytes: int) -> Path:
+def _create_reusable_file(directory: Path, name: str, taken: Collection[Path], nbytes: int) -> Path:
     for number in itertools.count():
         path = directory / f"{name}.{number}"
         if path not in taken:
             with contextlib.suppress(FileExistsError):  # another process has made it meanwhile
-                os.close(reserve(path, nbytes))
+                os.close(allocate_file(path, nbytes))
                 break
     return path
 
@@ -109,7 +109,7 @@ RESERVE_FILE = ".spare"
 _PAGE = 4096
 
 
-class SpareRoom:
+class MemoryReserve:
     """A file whose pages are released for small files when the file system is full; shared by a node's processes.
 
     Args:
@@ -119,7 +119,7 @@ class SpareRoom:
     def __init__(self, path: Path):
         self._path = path
 
-    def fill(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int) -> None:
         """Extends the allocation to ``nbytes`` bytes.
 
         Any other entry with the file's name, such as a link, is replaced by a new file.
@@ -129,28 +129,28 @@ class SpareRoom:
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.close(open_single(self._path, os.O_RDWR))
+            os.close(open_without_links(self._path, os.O_RDWR))
         except FileNotFoundError:
             pass
         except RefusedFileError:
-            remove_own(self._path)
-        with self._opened(os.O_CREAT) as file:
+            remove_owned(self._path)
+        with self._locked_file(os.O_CREAT) as file:
             if os.fstat(file).st_size < nbytes:
                 os.posix_fallocate(file, 0, nbytes)
 
-    def spend(self, nbytes: int) -> bool:
+    def release(self, nbytes: int) -> bool:
         """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
         pages = (-(-nbytes // _PAGE) + 1) * _PAGE
-        with contextlib.suppress(OSError), self._opened() as file:
-            left = os.fstat(file).st_size - pages
-            if left >= 0:
-                os.ftruncate(file, left)
+        with contextlib.suppress(OSError), self._locked_file() as file:
+            remaining = os.fstat(file).st_size - pages
+            if remaining >= 0:
+                os.ftruncate(file, remaining)
                 return True
         return False
 
     @contextlib.contextmanager
-    def _opened(self, flags: int = 0) -> Iterator[int]:
-        file = open_single(self._path, os.O_RDWR | flags)
+    def _locked_file(self, flags: int = 0) -> Iterator[int]:
+        file = open_without_links(self._path, os.O_RDWR | flags)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file

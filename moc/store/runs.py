@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from moc.files import decode
-from moc.files.safe_directory import SMALL, RefusedFileError
+from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError
 from moc.output import print_once
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
@@ -29,7 +29,7 @@ class Run:
     made: decode.Seconds
 
 
-def run_of(place: Storage) -> Run | None:
+def find_run(place: Storage) -> Run | None:
     """Returns the run whose checkpoints, on storage or in memory, are in a location; None if no run has begun there.
 
     If the record of the run is damaged or lost, the newest checkpoint names the run.
@@ -37,7 +37,7 @@ def run_of(place: Storage) -> Run | None:
     Raises:
         OSError: the location cannot be read.
     """
-    return _recorded(place) or _published(place)
+    return _read_record(place) or _run_of_newest_manifest(place)
 
 
 def begin_run(place: Storage, address: str) -> Run:
@@ -48,11 +48,11 @@ def begin_run(place: Storage, address: str) -> Run:
     Raises:
         OSError: the location cannot be read or written.
     """
-    if (found := run_of(place)) is not None:
-        return found
+    if (run := find_run(place)) is not None:
+        return run
     new = Run(secrets.token_hex(8), address, round(time.time(), 3))
-    place.create(RUN_FILE, _parts(new))
-    return _recorded(place) or new
+    place.create(RUN_FILE, _encode_record(new))
+    return _read_record(place) or new
 
 
 def record_run(place: Storage, run: Run) -> None:
@@ -61,31 +61,33 @@ def record_run(place: Storage, run: Run) -> None:
     Raises:
         OSError: the location cannot be read or written.
     """
-    if _recorded(place) is None and not place.create(RUN_FILE, _parts(run)):
+    if _read_record(place) is None and not place.create(RUN_FILE, _encode_record(run)):
         place.remove(RUN_FILE)
-        place.create(RUN_FILE, _parts(run))
+        place.create(RUN_FILE, _encode_record(run))
 
 
-def _parts(run: Run) -> list[bytes]:
-    return [decode.sealed(decode.values_of(run)).encode()]
+def _encode_record(run: Run) -> list[bytes]:
+    return [decode.encode_with_hash(decode.field_values(run)).encode()]
 
 
-def _recorded(place: Storage) -> Run | None:
+def _read_record(place: Storage) -> Run | None:
     try:
-        return decode.unsealed(place.read(RUN_FILE, SMALL), Run)
+        return decode.decode_verified(place.read(RUN_FILE, MAX_SMALL_FILE_BYTES), Run)
     except FileNotFoundError:
         return None
     except (RefusedFileError, ValueError) as error:
-        print_once(f"{place.path(RUN_FILE)} is damaged ({error}): if a checkpoint there names the run, it continues")
+        print_once(
+            f"{place.display_path(RUN_FILE)} is damaged ({error}): if a checkpoint there names the run, it continues"
+        )
         return None
 
 
-def _published(place: Storage) -> Run | None:
+def _run_of_newest_manifest(place: Storage) -> Run | None:
     """Returns the run that the newest valid manifest names, if any."""
-    store = Store(place, slack=True)
+    store = Store(place, allows_slack=True)
     for iteration in reversed(store.iterations()):
         try:
-            return decode.convert({"run": store.manifest(iteration).run, "address": "", "made": 0.0}, Run)
+            return decode.convert({"run": store.read_manifest(iteration).run, "address": "", "made": 0.0}, Run)
         except (CheckpointError, ValueError):  # it is damaged, or no job has published it
             continue
     return None

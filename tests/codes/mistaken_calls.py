@@ -14,17 +14,17 @@ from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import Every, policy_named
 from moc.policy.pec_tuner import PecLimits, choose_pec_settings
 from moc.policy.token_ledger import TokenLedger
-from moc.sharding import Layout, StateBytes, list_save_items
+from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import PolicyCosts
 from moc.state.shape import ModelShape, model_operators
 from moc.store.claims import Claim
-from moc.store.manifest import merge
-from moc.store.storage import LocalPlace
+from moc.store.manifest import merge_reports
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.elastic.test_boxes import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
-from tests.unit.sharding.test_save_plan import StageHoldings, told, world
+from tests.unit.sharding.test_save_plan import StageReplicas, told, world
 from tests.unit.store.test_publish import full, made, part
 from tests.unit.store.test_store import file_parts, publish, saved, written
 
@@ -34,7 +34,7 @@ OPERATORS = model_operators(SHAPE)
 
 def store(term):
     """The snapshots, as a generation of a job sees them."""
-    return Store(LocalPlace("snapshots", 10.0, claim=Claim("job", (0, term))))
+    return Store(LocalStorage("snapshots", 10.0, claim=Claim("job", (0, term))))
 
 
 def items(layout):
@@ -81,7 +81,7 @@ def superseded():
 def overwritten():
     """A file that an earlier generation has written again, after its look at the fence."""
     saved(store(1), 10)
-    new, unfenced = store(2), Store(LocalPlace("snapshots", 10.0))
+    new, unfenced = store(2), Store(LocalStorage("snapshots", 10.0))
     written(new, 30)
     unfenced.write_file(30, 1, file_parts(33, 1)[0])
     publish(new, 30)
@@ -100,21 +100,21 @@ MISTAKES = {
     "counts-misfit": lambda: TokenLedger.empty({0: 2}).after_iteration({0: [1]}),
     "directory-taken-over": superseded,
     "expert-plan-invalid": lambda: Plan.from_json({"members": [0]}),
-    "experts-not-divisible": lambda: items(Layout(6, ep=3)),
-    "holdings-misfit": lambda: StageHoldings({0: told(world(tp=2))[0]}),
+    "experts-not-divisible": lambda: items(ParallelLayout(6, ep=3)),
+    "holdings-misfit": lambda: StageReplicas({0: told(world(tp=2))[0]}),
     "interval-unlimited": lambda: best_interval(PolicyCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
     "ledger-incomplete": lambda: TokenLedger.empty({0: 1}).after_recovery({0: {0: 3}}),
     "log-missing": lambda: LogReader(log_directory(Path.cwd(), 0)).read(1, "activation"),
     "logging-unsupported": unannounced_log,
     "operator-incomplete": lambda: made([part(0, expert=full()), part(1, expert=full(master=0))]),
     "part-overwritten": overwritten,
-    "parts-contradictory": lambda: merge([replace(part(0), job="one"), replace(part(1), job="two")]),
+    "parts-contradictory": lambda: merge_reports([replace(part(0), job="one"), replace(part(1), job="two")]),
     "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
     "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
     "state-without-source": lambda: transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
     "storage-lacks-experts": without_everything_in_storage,
-    "tensors-not-divisible": lambda: items(Layout(6, tp=3, expert_tp=1)),
+    "tensors-not-divisible": lambda: items(ParallelLayout(6, tp=3, expert_tp=1)),
     "tokens-not-counted": untold,
 }
 

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from megatron.pretraining.convert.dense import write_dense
 from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _staged
 from megatron.pretraining.data.pairs import PairWriter
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 from moc.store.claims import Claim
-from moc.store.host_memory import memory_place
+from moc.store.host_memory import memory_storage
 from moc.store.runs import Run, record_run
-from moc.store.storage import LocalPlace
-from moc.store.store import _REMOVED as REMOVED
+from moc.store.storage import LocalStorage
+from moc.store.store import _REMOVAL_MARK as REMOVED
 from moc.store.store import Store
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
@@ -266,10 +266,10 @@ def being_written(root: Path) -> None:
 
 
 def in_use(root: Path) -> None:
-    place = memory_place(root, "/data/checkpoints", "a" * 16)
-    saved(Store(LocalPlace(place.root, claim=Claim("ended"))), 10)
+    place = memory_storage(root, "/data/checkpoints", "a" * 16)
+    saved(Store(LocalStorage(place.root, claim=Claim("ended"))), 10)
     record_run(place, Run("a" * 16, "/data/checkpoints", 0.0))
-    HELD.callback(Buffer(4096, place.root / "slots" / "rank_00001.0").close)
+    HELD.callback(HostBuffer(4096, place.root / "slots" / "rank_00001.0").close)
 
 
 def not_whole(root: Path) -> None:

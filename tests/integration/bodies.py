@@ -62,7 +62,7 @@ def train(flags: dict) -> dict:
         seen = told["samples"].setdefault(iteration, []) if watching else []
         return gpt.forward_step(_noting(batches, seen), model)
 
-    with errors.reported():
+    with errors.read_reports():
         config, program = program_of(flags)
         told["code"] = loop.pretrain(config, dataclasses.replace(program, forward_step=forward_step))
     return told
@@ -315,8 +315,8 @@ def die_while_writing(flags: dict) -> None:
     """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
 
     def die(run):
-        real = writer.write_regions
-        writer.write_regions = lambda *args: (time.sleep(600), real(*args))
+        real = writer.write_shard_file
+        writer.write_shard_file = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
         while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
             time.sleep(0.01)

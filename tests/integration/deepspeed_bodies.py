@@ -72,6 +72,6 @@ def train_by_recipe(words: list[str]) -> dict:
 
     told: dict = {"start": None, "records": []}
     _watch(told)
-    with errors.reported():
+    with errors.read_reports():
         code = loop.pretrain(*program_of_words(words))
     return {"code": code, "losses": [record["loss"] for record in told["records"]]}

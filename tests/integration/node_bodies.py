@@ -27,8 +27,8 @@ from moc.session.session import Session
 from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
-from moc.store.shard_file import RegionReader
-from moc.store.storage import LocalPlace
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
@@ -142,14 +142,14 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 
     def look(snapshots: Snapshots) -> None:
         snapshots.finish()
-        root = snapshots._memory.place.root
+        root = snapshots._memory.storage.root
         for name, path in (("own", root), ("copy", *root.glob("of_*"))):
-            store = Store(LocalPlace(path, in_memory=True), slack=True)
-            manifest = store.manifest(max(store.iterations()))
-            files = [store.blob(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
-            sources = list(RegionReader(files).sources())
-            assert not [damage for source in sources if (damage := source.damage())]
-            told[name] = {f"{s.entry.name} {s.entry.slot} {s.entry.region}": s.digest for s in sources}
+            store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
+            manifest = store.read_manifest(max(store.iterations()))
+            files = [store.open_verified(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
+            sources = list(ShardReader(files).sources())
+            assert not [damage for source in sources if (damage := source.find_damage())]
+            told[name] = {f"{s.box.name} {s.box.slot} {s.box.region}": s.digest for s in sources}
         close(snapshots)
 
     Session.take, Snapshots.flush = drift, look

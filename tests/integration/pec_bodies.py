@@ -14,7 +14,7 @@ from moc.session.queues import started
 from moc.session.session import Session
 from moc.snapshot import capture
 from moc.state.detail import Detail
-from moc.store.shard_file import bytes_of, digest_of
+from moc.store.shard_file import compute_digest, tensor_bytes
 from tests.integration import bodies
 from tests.integration.bodies import with_run
 from tests.integration.folding_pretrain_gpt_moe import wait_for_folders
@@ -26,7 +26,9 @@ def loaded(flags: dict) -> dict:
     def use(run) -> dict:
         state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         held = (f for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy)
-        hashes = {f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": digest_of(bytes_of(f.view)) for f in held}
+        hashes = {
+            f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": compute_digest(tensor_bytes(f.view)) for f in held
+        }
         return {"start": run.position.iteration, "hashes": hashes}
 
     return with_run(flags, use)

@@ -24,7 +24,7 @@ from tests.integration import bodies
 
 def train_slowly(flags: dict, write_s: float) -> dict:
     """As ``bodies.train``; on the last worker so much time passes before each file of a snapshot in storage."""
-    write = safe_directory.Tree.write
+    write = safe_directory.SafeDirectory.write
 
     def slowly(self, *args, **how) -> None:
         if str(self.root).startswith(flags["ckpt_dir"]):
@@ -32,7 +32,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
         write(self, *args, **how)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        safe_directory.Tree.write = slowly
+        safe_directory.SafeDirectory.write = slowly
     return bodies.train(flags)
 
 
@@ -44,7 +44,7 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
         and how many directories of snapshots storage has.
     """
     sync, take, seen = os.fsync, snapshots.Snapshots.take, []
-    begun, store = set(), Store(storage.LocalPlace(flags["ckpt_dir"]))
+    begun, store = set(), Store(storage.LocalStorage(flags["ckpt_dir"]))
 
     def slowly(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -104,7 +104,7 @@ def train_while_clocks_run_backwards(flags: dict) -> dict:
 
 def train_impatiently(flags: dict) -> dict:
     """As ``bodies.train``, without waiting for a job that may still be dying."""
-    storage.LocalPlace.__init__.__defaults__ = (0.2, False, None)
+    storage.LocalStorage.__init__.__defaults__ = (0.2, False, None)
     return bodies.train(flags)
 
 
@@ -170,7 +170,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
     for name in ("rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
         setattr(os, name, watched(name, getattr(os, name)))
 
-    write = safe_directory._write
+    write = safe_directory._write_all
 
     def watched_write(file: int, data: memoryview) -> None:
         if data.nbytes:
@@ -178,7 +178,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
             calls.note("write half", lambda: write(file, data[: data.nbytes // 2]))
         write(file, data)
 
-    safe_directory._write = watched_write
+    safe_directory._write_all = watched_write
 
 
 def _watch_memory(calls: _Calls) -> None:

@@ -17,7 +17,7 @@ FAULT, HALF, END = 7, 9, 12
 
 def ledger_at(flags: dict, iteration: int) -> TokenLedger:
     """The ledger stored with a snapshot."""
-    return TokenLedger.from_state(stores(flags)["storage"].manifest(iteration).state["ledger"])
+    return TokenLedger.from_state(stores(flags)["storage"].read_manifest(iteration).state["ledger"])
 
 
 def recount(trained: Trained, what: str) -> TokenTable:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.tiny import LAYOUTS
@@ -220,7 +220,7 @@ def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, **LONGER)
     (choice,) = job.events("choice")
-    kept = Store(LocalPlace(tmp_path / "snapshots")).manifest(LONGER["train_iters"]).state["auto"]
+    kept = Store(LocalStorage(tmp_path / "snapshots")).read_manifest(LONGER["train_iters"]).state["auto"]
     assert kept["flags"]["ckpt_policy"] == choice["ckpt_policy"]  # it holds for any number of nodes
     assert kept["measured"]["faults"] == 1  # a node that comes is none
     assert choice["iteration"] <= CHOSEN + 8

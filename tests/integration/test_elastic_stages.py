@@ -4,7 +4,7 @@ import pytest
 
 from moc.elastic.plan import Plan
 from moc.inspect import verify
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.tiny import DEEP, LAYOUTS, known
@@ -103,7 +103,7 @@ def test_an_expert_that_a_node_that_helps_holds_survives(data, tmp_path):
     with job_of(data, tmp_path, faults, **more) as job:
         job.is_lost(0)
         assert job.wait() == 0, job.console[-4000:]
-    plan = Plan.from_json(Store(LocalPlace(tmp_path / "snapshots")).manifest(8).state["elastic"]["1"])
+    plan = Plan.from_json(Store(LocalStorage(tmp_path / "snapshots")).read_manifest(8).state["elastic"]["1"])
     assert plan.members == (1, 3, 5)
     assert (1, 2) in {plan.holders(layer, expert) for layer in plan.tables for expert in range(plan.experts)}
     assert_as_of_fixed_members(job, data, layout="PP2xDP2")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
@@ -56,7 +56,7 @@ def undisturbed(data, tmp_path_factory):
 
 def ended_with(flags: dict) -> dict:
     """The hash of everything in the last snapshot."""
-    return contents(Store(LocalPlace(Path(flags["ckpt_dir"]))), ITERATIONS)
+    return contents(Store(LocalStorage(Path(flags["ckpt_dir"]))), ITERATIONS)
 
 
 def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
@@ -280,7 +280,7 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75
         assert job.left() == []
-    assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
+    assert Store(LocalStorage(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from moc.inspect import verify
 from moc.runtime.termination import RESUME_REMEDY
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ZERO
 from tests.integration.launched import Launched
@@ -33,7 +33,7 @@ def stopped(job, tmp_path):
     """Waits until the job has ended with 75; returns it, and its snapshots."""
     assert job.wait() == 75, job.console[-4000:]
     assert job.left() == []
-    return job, Store(LocalPlace(tmp_path / "snapshots")).iterations()
+    return job, Store(LocalStorage(tmp_path / "snapshots")).iterations()
 
 
 def lost_and_stopped(data, tmp_path, *what, **how):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron.pretraining.engine.step import sum_losses
 from moc.logs.crossings import Direction
-from moc.store.shard_file import bytes_of
+from moc.store.shard_file import tensor_bytes
 from tests.integration import bodies
 
 
@@ -51,7 +51,7 @@ def _logged(run, iteration: int) -> list[bytes]:
     upstream._log.wait()
     reader, stage = upstream._reader(), run.world.pipeline_rank
     sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
-    return [bytes(bytes_of(reader.read(iteration, one.key))) for one in sent]
+    return [bytes(tensor_bytes(reader.read(iteration, one.key))) for one in sent]
 
 
 def _scramble(run) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moc import output
-from moc.files.text import one_line
+from moc.files.text import escape_line
 from tests.errors import only_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_a_line_stays_one_line(capsys):
     output.print_lines(HOSTILE, "second")
     output.print_lines(HOSTILE, error=True)
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == [one_line(HOSTILE), "second"] and printed.err.count("\n") == 1
+    assert printed.out.splitlines() == [escape_line(HOSTILE), "second"] and printed.err.count("\n") == 1
     assert is_clean(printed.out + printed.err)
 
 
@@ -140,7 +140,7 @@ def test_a_log_record_is_one_line(capsys):
     finally:
         root.handlers = kept
     printed = capsys.readouterr().err
-    assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {one_line(HOSTILE)}"
+    assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {escape_line(HOSTILE)}"
 
 
 def test_a_traceback_is_escaped(capsys):

@@ -73,9 +73,9 @@ class Saves(ABC):
             save, fence, iteration = self._config.checkpoint.save, self._fence, position.iteration
             assert save is not None and fence is not None  # required for saving
             run_on_rank0(
-                lambda: dense_files.start(Path(save), iteration, fence), f"cannot start a checkpoint in {save}"
+                lambda: dense_files.begin_save(Path(save), iteration, fence), f"cannot start a checkpoint in {save}"
             )
-            staging = dense_files.staging_of(save, iteration, fence.claim.tag)
+            staging = dense_files.staging_path(save, iteration, fence.claim.tag)
             with self._attempts.reporting():
                 request = self.request(position, staging)
             publish = functools.partial(self.publish, Path(save), iteration)

@@ -17,7 +17,7 @@ from megatron.pretraining.config.deterministic import is_exact, promises_bits
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
-from moc.files.text import shown
+from moc.files.text import short_repr
 from moc.runtime.collectives import first_line
 from moc.runtime.job import World
 from moc.state.record import Position
@@ -212,7 +212,7 @@ def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callab
     for name, value in sample_order(config, world).items():
         if name in saved and saved[name] != value:
             say(
-                f"WARNING: {name.replace('_', ' ')} was {shown(saved[name])} and is {value}: the order of samples "
+                f"WARNING: {name.replace('_', ' ')} was {short_repr(saved[name])} and is {value}: the order of samples "
                 "changes from here on, and some may be read twice or never"
             )
 

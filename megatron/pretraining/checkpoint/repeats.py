@@ -17,7 +17,7 @@ from megatron.pretraining.config.deterministic import promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
 from moc.files.decode import parse
-from moc.files.text import shown
+from moc.files.text import short_repr
 from moc.store.errors import CheckpointError
 
 KEY = "repeated"
@@ -68,7 +68,7 @@ def check_replay(config: Config, scheduler: OptimizerParamScheduler, saved: Mapp
         return
     here, there = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in here.items() if name in there and there[name] != value]
-    changes = [f"{dashed(name)} is {shown(there[name])} there and {shown(here[name])} here" for name in names]
+    changes = [f"{dashed(name)} is {short_repr(there[name])} there and {short_repr(here[name])} here" for name in names]
     if not config.learning_rate.use_checkpoint_opt_param_scheduler:
         schedule, stored = scheduler.state_dict(), saved["scheduler"]
         if any(stored.get(name, value) != value for name, value in schedule.items() if name != _POSITION):

@@ -11,7 +11,7 @@ import msgspec
 
 from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Positive
-from moc.files.safe_directory import Tree
+from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files
 
 
@@ -96,10 +96,12 @@ def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
     try:
-        found = decode.parse(Tree(directory).read(dense_files.STATE, safe_directory.MANIFEST))
-        check_types(decode.table(found, "it"), resumes)
+        found = decode.parse(SafeDirectory(directory).read(dense_files.STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
+        check_types(decode.require_object(found, "it"), resumes)
         return found
     except OSError as error:
-        raise dense_files.damaged(f"{directory / dense_files.STATE} cannot be read ({error.strerror})") from None
+        raise dense_files.damage_error(
+            f"{directory / dense_files.STATE_FILE} cannot be read ({error.strerror})"
+        ) from None
     except ValueError as error:
-        raise dense_files.damaged(f"{directory / dense_files.STATE} is damaged ({error})") from None
+        raise dense_files.damage_error(f"{directory / dense_files.STATE_FILE} is damaged ({error})") from None

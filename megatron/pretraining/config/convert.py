@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.config.flag import ConfigError, Flag, refuse
-from moc.files.text import short, shown
+from moc.files.text import short_repr, shorten
 
 
 def convert(flag: Flag, value: object) -> object:
@@ -26,11 +26,13 @@ def convert(flag: Flag, value: object) -> object:
     except (TypeError, ValueError, OverflowError) as error:
         reason, wanted = ("", _WANTED[flag.kind]) if flag.parse is None else (f" ({error})", "a value as --help says")
         raise ConfigError(
-            f"{flag.spelling} {shown(value)} is not understood{reason}. Fix: give {wanted}", code="value-unreadable"
+            f"{flag.spelling} {short_repr(value)} is not understood{reason}. Fix: give {wanted}",
+            code="value-unreadable",
         ) from None
     if flag.choices and result not in flag.choices:
         raise ConfigError(
-            f"{flag.spelling} {short(result)} is not available. Fix: choose one of {', '.join(map(str, flag.choices))}",
+            f"{flag.spelling} {shorten(result)} is not available. Fix: choose one of "
+            f"{', '.join(map(str, flag.choices))}",
             code="value-not-a-choice",
         )
     return result

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
-from moc.files.safe_directory import CONFIG, open_named
-from moc.files.text import short, shown
+from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
+from moc.files.text import short_repr, shorten
 
 AUTO = "auto"
 """A value that leaves the decision to the flags."""
@@ -55,7 +55,7 @@ _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "f
 def _adam(value: object) -> str:
     if str(value).lower() not in _ADAMS:
         raise ConfigError(
-            f"{short(value)} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
+            f"{shorten(value)} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
             code="ds-config-value-unsupported",
         )
     return "adam"
@@ -64,7 +64,7 @@ def _adam(value: object) -> str:
 def _device(value: object) -> bool:
     if value not in ("none", "cpu", None):
         raise ConfigError(
-            f"{short(value)} is not supported. Fix: choose cpu (--cpu-optimizer) or none",
+            f"{shorten(value)} is not supported. Fix: choose cpu (--cpu-optimizer) or none",
             code="ds-config-value-unsupported",
         )
     return value == "cpu"
@@ -73,7 +73,7 @@ def _device(value: object) -> bool:
 def _format(value: object) -> str:
     if str(value) not in _FORMATS:
         raise ConfigError(
-            f"{short(value)} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
+            f"{shorten(value)} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
         )
     return _FORMATS[str(value)]
 
@@ -241,7 +241,7 @@ def ignored_in(path: str) -> list[tuple[str, str]]:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+        with open(open_user_file(path, MAX_CONFIG_BYTES), encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=functools.partial(_once, path))
     except OSError as error:
         raise ConfigError(
@@ -313,7 +313,7 @@ def agree(
             problems.refuse(
                 not setting.yields and not same(name, given[name], value),
                 f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
-                f'{short(value)}. Fix: change one of them, or set the key to "auto"',
+                f'{shorten(value)}. Fix: change one of them, or set the key to "auto"',
                 code="ds-config-contradicts-flag",
             )
         else:
@@ -344,7 +344,7 @@ def _setting(key: str, value: object, path: str) -> Setting:
         raise ConfigError(f"{key} in {path}: {error}", code=error.code) from None
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
-            f"{key} in {path} does not take {shown(value)}. Fix: correct it", code="ds-config-value-invalid"
+            f"{key} in {path} does not take {short_repr(value)}. Fix: correct it", code="ds-config-value-invalid"
         ) from None
 
 
@@ -358,8 +358,8 @@ def _is_off(only: object, value: object) -> bool:
 
 
 def _says(key: str, value: object, path: str) -> str:
-    said = "" if isinstance(value, (Mapping, list)) else f" {short(json.dumps(value))}"
-    return f"{short(key)}{said} in {path} is not supported"
+    said = "" if isinstance(value, (Mapping, list)) else f" {shorten(json.dumps(value))}"
+    return f"{shorten(key)}{said} in {path} is not supported"
 
 
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moc.errors import UserError, with_code
-from moc.files.text import short
+from moc.files.text import shorten
 
 _LARGEST = 1 << 62  # of an integer; larger ones do not fit a float
 _LIMITS = {  # by sign
@@ -195,7 +195,7 @@ class Flag:
             return
         refuse(
             isinstance(value, int) and abs(value) > _LARGEST,
-            f"{self.spelling} is {short(value)}. Fix: give a number that is at most {_LARGEST}",
+            f"{self.spelling} is {shorten(value)}. Fix: give a number that is at most {_LARGEST}",
             code="value-out-of-range",
         )
         refuse(

@@ -12,7 +12,7 @@ from moc.policy import AUTO, POLICIES, PolicyFlag, RegisteredPolicy, parse_inter
 from moc.policy.errors import PolicyError, policy_refusal
 from moc.policy.interval import UNDISTURBED_MTBF_S
 from moc.session.settings import TIERS, node_names
-from moc.sharding import scheme_named
+from moc.sharding import parse_scheme
 
 _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 """Flags chosen by ``--ckpt-policy auto``, besides the settings of policies."""
@@ -68,7 +68,7 @@ class _EveryPolicy(FlagGroup):
         "EE+AN",
         "Which of the ranks that hold the same state saves it: a scheme, or two rules EXPERTS,OTHERS "
         "(docs/explanation/sharding.md).",
-        type=lambda text: (scheme_named(text), text)[1],
+        type=lambda text: (parse_scheme(text), text)[1],
         metavar="SCHEME",
     )
     ckpt_overhead_budget: float = flag(

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, slots_of
+from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
 from moc.state.operators import MODULE_STATE, is_module_state
 from moc.state.region import Region
 from moc.store import store
 from moc.store.errors import CheckpointError
-from moc.store.shard_file import Entry
+from moc.store.shard_file import TensorBox
 
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +54,7 @@ class ConvertedState(ABC):
     """
 
     facts: Facts
-    tensors: list[Entry]
+    tensors: list[TensorBox]
     operators: dict[str, tuple[str, int | None]]
 
     @abstractmethod
@@ -65,9 +65,9 @@ class ConvertedState(ABC):
         """Returns only the compute weights; masters are rounded to ``dtype``."""
         return Weights(self, dtype)
 
-    def slots(self) -> dict[str, dict[str, Entry]]:
+    def slots(self) -> dict[str, dict[str, TensorBox]]:
         """Returns the tensors by name and optimizer-state key."""
-        found: dict[str, dict[str, Entry]] = defaultdict(dict)
+        found: dict[str, dict[str, TensorBox]] = defaultdict(dict)
         for tensor in self.tensors:
             found[tensor.name][tensor.slot] = tensor
         return dict(found)
@@ -113,7 +113,7 @@ class Weights(ConvertedState):
 
 def iteration_of(directory: Path) -> int:
     """Returns the number in the name of a checkpoint's directory; raises CheckpointError for other names."""
-    iteration = store.iteration_of(directory.resolve().name)
+    iteration = store.parse_iteration(directory.resolve().name)
     if iteration is None:
         raise CheckpointError(
             f"{directory} is not called iter_ and a number. Fix: give it the name that it was saved by",
@@ -127,7 +127,7 @@ def whole_of(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
-def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+def count_elements(entries: Iterable[TensorBox]) -> dict[str, dict[str, int]]:
     """Returns the number of elements by operator and optimizer-state key."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for entry in entries:
@@ -152,7 +152,7 @@ def check_whole(contents: ConvertedState) -> None:
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
         raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
-    needed = slots_of(state.get("optimizer")) or (PARAM,)
+    needed = required_slots(state.get("optimizer")) or (PARAM,)
     for name, found in slots.items():
         wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):

@@ -42,13 +42,13 @@ from megatron.pretraining.convert.regions import (
 )
 from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
 from moc.files.safe_directory import write_durably
-from moc.inspect.checkpoint import OPTIMIZER, is_of_optimizer
+from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.region import Region
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.shard_file import Entry, RegionReader
-from moc.store.store import file_of
+from moc.store.shard_file import ShardReader, TensorBox
+from moc.store.store import shard_file_name
 
 _COUNTING = ("adam",)  # optimizers that count updates
 
@@ -76,15 +76,15 @@ class DenseContents(ConvertedState):
             )
         self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
         listed = manifest["files"] if manifest else {}
-        regions = sorted(filter(is_of_optimizer, listed))
-        self._regions = RegionReader((directory / name for name in regions), verify=True)
+        regions = sorted(filter(is_optimizer_file, listed))
+        self._regions = ShardReader((directory / name for name in regions), verifies=True)
         self.facts = self._facts(directory, manifest, len(regions))
         shapes = {key: shape for key, (shape, _) in everything.items()}
         self._slots = {} if regions else optimizer_places(shapes, self._places)
         if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
             self._slots[MASTER] = {name: self._places[name] for held in self._slots.values() for name in held}
         of_megatron = [
-            Entry(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
+            TensorBox(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
             for slot, places in self._slots.items()
             for name, place in places.items()
         ]
@@ -142,14 +142,14 @@ class DenseContents(ConvertedState):
         alone.facts = replace(self.facts, state=dict(self.facts.state) | {"optimizer": None})
         return alone
 
-    def _without_owner(self, owned: set[str]) -> Iterable[Entry]:
+    def _without_owner(self, owned: set[str]) -> Iterable[TensorBox]:
         """Yields the weights without optimizer state: all weights, or only the router biases."""
         for name, place in self._places.items():
             if name not in owned:
-                yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
+                yield TensorBox(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
 
     def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
-        if manifest and dense_files.STATE not in manifest["files"]:
+        if manifest and dense_files.STATE_FILE not in manifest["files"]:
             state = training_state(read_common(directory), self._places)
         elif manifest:
             state = read_state(directory)
@@ -170,7 +170,7 @@ def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mappin
             code="manifest-missing",
         )
     for name, entry in (manifest["files"] if manifest else {}).items():
-        if damage := dense_files.damage_in(directory, {name: entry}):
+        if damage := dense_files.find_damage(directory, {name: entry}):
             raise CheckpointError(
                 f"{damage}. Fix: convert another checkpoint with --iteration",
                 code="checkpoint-damaged",
@@ -179,7 +179,7 @@ def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mappin
     return manifest
 
 
-def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[str, int | None]]:
+def _operators(tensors: Iterable[TensorBox], step: int | None) -> dict[str, tuple[str, int | None]]:
     tensors = list(tensors)
     full = {operator_or_other(tensor.name) for tensor in tensors if tensor.slot == MASTER}
     names = dict.fromkeys(operator_or_other(tensor.name) for tensor in tensors)
@@ -222,19 +222,21 @@ def write_dense(
     weights = contents.weights(dtype)
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
     places = stock_places(shapes, stacks_layers(weights.facts.state))
-    refuse_to_replace(dense_files.directory_of(root, iteration))
+    refuse_to_replace(dense_files.checkpoint_path(root, iteration))
     _refuse_to_disturb(root, iteration)
-    staging = dense_files.start(root, iteration)
+    staging = dense_files.begin_save(root, iteration)
     boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
     write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
     if owned:
         (staging / OPTIMIZER).mkdir()
     for rank, part in enumerate(cut(owned, writers) if owned else ()):
-        write_regions(staging / OPTIMIZER / file_of(rank), part, contents, advance)
-    write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
+        write_regions(staging / OPTIMIZER / shard_file_name(rank), part, contents, advance)
+    write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
     written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    return dense_files.publish(root, iteration, {name: dense_files.describe(staging / name) for name in written})
+    return dense_files.publish_save(
+        root, iteration, {name: dense_files.describe_file(staging / name) for name in written}
+    )
 
 
 def _training_state(contents: ConvertedState) -> dict:
@@ -254,7 +256,7 @@ def _training_state(contents: ConvertedState) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: Advance) -> Weight:
+def _weight(weights: ConvertedState, entry: TensorBox, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
         return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
@@ -264,7 +266,7 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting a save deletes all other unfinished ones."""
-    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
+    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_path(root, iteration)}
     if others:
         raise CheckpointError(
             f"{min(others)} is a save under way, or a killed one. Fix: wait for it or remove it, or name another "

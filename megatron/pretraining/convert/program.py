@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
 from moc.errors import code_of
-from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
+from moc.inspect.checkpoint import SNAPSHOT, format_of, is_checkpoint, read_checkpoint, select_checkpoint
 from moc.output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.policy import is_window_policy
 from moc.store import dense_files
@@ -191,7 +191,7 @@ def convert(args: argparse.Namespace) -> Path:
     if args.flags:
         with _computed_again(args) as directory:
             return _convert(directory, args.to or TORCH_DIST, args)
-    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    directory = args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration)
     return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
 
 
@@ -201,11 +201,11 @@ def _exported(args: argparse.Namespace) -> Path:
     if args.flags and _is_window(args):
         with _computed_again(args) as directory:
             return export(directory, args, replayed=True)
-    return export(args.source if is_checkpoint(args.source) else choose(args.source, args.iteration), args)
+    return export(args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration), args)
 
 
 def _is_window(args: argparse.Namespace) -> bool:
-    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    directory = args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration)
     return is_window_policy(read_checkpoint(directory).policy or "")
 
 
@@ -219,7 +219,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     one, root = is_checkpoint(args.source), args.source.resolve()
     window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
     whole = args.to == HUGGING_FACE  # the output is the result itself, not a directory of results
-    refuse_to_replace(args.output if whole else dense_files.directory_of(args.output, window.end.iteration))
+    refuse_to_replace(args.output if whole else dense_files.checkpoint_path(args.output, window.end.iteration))
     room = args.output.absolute().parent if whole else args.output
     room.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:

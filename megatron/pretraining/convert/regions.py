@@ -15,22 +15,22 @@ from moc.errors import cause_of, code_of
 from moc.state.region import Region, boxes_of_range
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
-from moc.store.shard_file import Entry, FileLayout, MissingRegionError, RegionReader, write_layout
+from moc.store.shard_file import FileLayout, MissingTensorError, ShardReader, TensorBox, write_values
 
 Advance = Callable[[int], None]
 _NUMBER = re.compile(r"\d+")
 
 
-def whole_tensors(reader: RegionReader) -> list[Entry]:
+def whole_tensors(reader: ShardReader) -> list[TensorBox]:
     """Returns every tensor and optimizer-state key of which region files hold a part, in model order.
 
     Raises:
         CheckpointError: files contradict each other about a tensor.
     """
-    found: dict[tuple[str, str], Entry] = {}
+    found: dict[tuple[str, str], TensorBox] = {}
     for source in reader.sources():
-        part = source.entry
-        whole = Entry(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
+        part = source.box
+        whole = TensorBox(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
         if found.setdefault((part.name, part.slot), whole) != whole:
             raise CheckpointError(
                 f"{source.blob.name} contradicts other files about shape or dtype of {part.name}. Fix: convert "
@@ -40,16 +40,16 @@ def whole_tensors(reader: RegionReader) -> list[Entry]:
     return in_model_order(found.values())
 
 
-def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_model_order(entries: Iterable[TensorBox]) -> list[TensorBox]:
     """Sorts tensors from the embedding to the output, masters before other optimizer-state keys."""
     return sorted(entries, key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
 
 
-def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> torch.Tensor:
+def read_region(reader: ShardReader, name: str, slot: str, region: Region) -> torch.Tensor:
     """Reads a chunk from region files; raises CheckpointError if they do not contain it."""
     try:
-        return reader.get(name, slot, region)
-    except MissingRegionError as missing:
+        return reader.read_region(name, slot, region)
+    except MissingTensorError as missing:
         raise CheckpointError(
             f"{cause_of(missing)}. Fix: list all damage with tools/verify_checkpoint.py, and convert another "
             "checkpoint",
@@ -57,11 +57,11 @@ def read_region(reader: RegionReader, name: str, slot: str, region: Region) -> t
         ) from None
 
 
-def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
+def cut(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox]]:
     """Cuts tensors, laid end to end, into parts of equal size; each part is a list of chunks."""
     tensors = list(tensors)
     total, position = sum(tensor.nbytes for tensor in tensors), 0
-    found: list[list[Entry]] = [[] for _ in range(parts)]
+    found: list[list[TensorBox]] = [[] for _ in range(parts)]
     for tensor in tensors:
         size, start = tensor.dtype.itemsize, 0
         while start < tensor.region.numel:
@@ -74,7 +74,7 @@ def cut(tensors: Iterable[Entry], parts: int) -> list[list[Entry]]:
     return found
 
 
-def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState, advance: Advance) -> FileEntry:
+def write_regions(path: Path, entries: Iterable[TensorBox], contents: ConvertedState, advance: Advance) -> FileEntry:
     """Writes a region file durably, chunk by chunk; returns its manifest entry."""
     layout = FileLayout(entries)
 
@@ -83,7 +83,7 @@ def write_regions(path: Path, entries: Iterable[Entry], contents: ConvertedState
             yield contents.read(entry.name, entry.slot, entry.region)
             advance(entry.nbytes)
 
-    return write_layout(path, layout, values())
+    return write_values(path, layout, values())
 
 
 def refuse_to_replace(directory: Path) -> None:

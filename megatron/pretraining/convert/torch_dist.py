@@ -47,7 +47,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
 from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
-from moc.files.safe_directory import Tree  # noqa: E402
+from moc.files.safe_directory import SafeDirectory  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
@@ -242,7 +242,7 @@ def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, resul
     torch.save({"checkpoint_version": _VERSION, "iteration": iteration}, directory / COMMON_STATE_FNAME)
     save_config(_BACKEND, str(directory))
     for path in directory.iterdir():
-        with open(Tree(directory).open(path.name), "rb") as file:
+        with open(SafeDirectory(directory).open(path.name), "rb") as file:
             os.fsync(file.fileno())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pretraining.data.documents import sync
-from moc.files.safe_directory import new_file, open_single, remove_own
+from moc.files.safe_directory import create_file, open_without_links, remove_owned
 from moc.output import ToolError
 
 _TRIES, _PAUSE_S = 20, 0.1
@@ -47,7 +47,7 @@ class PairWriter:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-        self._lock = open(self._bin, "ab", opener=open_single)
+        self._lock = open(self._bin, "ab", opener=open_without_links)
         if not _locked(self._lock.fileno()):
             self._lock.close()
             raise ToolError(
@@ -68,7 +68,7 @@ class PairWriter:
 
     def _discard(self) -> None:
         for path in (self._bin, self._idx):
-            remove_own(Path(path))
+            remove_owned(Path(path))
         self._lock.close()
 
     def add(self, tokens) -> None:
@@ -95,18 +95,18 @@ class PairWriter:
 
     def complete(self) -> None:
         """Writes the index and flushes both files to disk, still under their temporary names."""
-        remove_own(Path(self._idx))
-        with open(new_file(Path(self._idx)), "wb") as index:
+        remove_owned(Path(self._idx))
+        with open(create_file(Path(self._idx)), "wb") as index:
             self._builder.finalize(_again(index.fileno()))
         sync(self._bin)
         sync(self._idx)
 
     def publish(self) -> None:
         """Renames both files to their final names; an .idx is never visible together with another pair's .bin."""
-        remove_own(Path(f"{self.prefix}.idx"))
+        remove_owned(Path(f"{self.prefix}.idx"))
         # megatron-core caches sample indices there by path; the old pair's indices are invalid for the new pair
         with contextlib.suppress(OSError):
-            remove_own(Path(self.prefix, "cache"))
+            remove_owned(Path(self.prefix, "cache"))
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")
         sync(os.path.dirname(os.path.abspath(self.prefix)))

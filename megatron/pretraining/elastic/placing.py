@@ -18,7 +18,7 @@ from moc.elastic.plan import Loads, Plan, plan
 from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
-from moc.sharding.parallel_layout import Layout
+from moc.sharding.parallel_layout import ParallelLayout
 
 Plans = Mapping[int, Plan]
 """By pipeline stage with experts; ranks are numbered in the stage's exchange group."""
@@ -66,7 +66,7 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     settings = plan_settings(config, nodes[0].ranks)
     of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
     for layer, tokens in loads.items():
-        of_stage[Layout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
+        of_stage[ParallelLayout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
     return {stage: plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 

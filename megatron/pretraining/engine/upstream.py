@@ -28,7 +28,7 @@ from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import SnapshotPlan
 from moc.runtime.collectives import first_reported
 from moc.session.engine import PipelineTap
-from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.errors import CheckpointError, MissingTensorError
 
 
 class UpstreamTap(PipelineTap):
@@ -166,7 +166,7 @@ class UpstreamLog(UpstreamTap):
         try:
             for _ in self._sent_to(iteration, stages):
                 pass
-        except MissingRegionError:
+        except MissingTensorError:
             return True
         return False
 

@@ -45,7 +45,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 class StockCheckpoints(Saves):
     """Saves and loads a worker's state by Megatron-LM's functions; all methods are collective."""
 
-    format = dense_files.OF_MEGATRON
+    format = dense_files.MEGATRON_FORMAT
 
     def __init__(self, parts: WorkerParts, model: Model):
         super().__init__(parts.config, parts.world, parts.log)
@@ -77,14 +77,14 @@ class StockCheckpoints(Saves):
         if args.load is None and args.pretrained_checkpoint is None:
             return None
         root, iteration = run_on_rank0(_chosen, "cannot look for a checkpoint")
-        directory = dense_files.directory_of(root, iteration or 0)
+        directory = dense_files.checkpoint_path(root, iteration or 0)
         manifest = self._verify(directory)
         if "vocabulary-padding" not in parts.config.training.corrections:
             run_on_rank0(lambda: _refuse_other_padding(directory, args.padded_vocab_size), "cannot read a checkpoint")
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
             return self._load_boxes(directory, manifest)
         state = None
-        if manifest is not None and dense_files.STATE in manifest["files"]:
+        if manifest is not None and dense_files.STATE_FILE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
@@ -179,7 +179,7 @@ class StockCheckpoints(Saves):
         )
         if get_args().no_save_optim:
             state["optimizer"] = None
-        write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
+        write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
         """Runs Megatron-LM's finalizers once all workers have written."""
@@ -195,17 +195,19 @@ class StockCheckpoints(Saves):
     def publish(self, root: Path, iteration: int) -> None:
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
         super().publish(root, iteration)
-        final = str(dense_files.directory_of(root, iteration))
+        final = str(dense_files.checkpoint_path(root, iteration))
         if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()
             stock: Any = checkpointing
-            stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
+            stock.wandb_utils.on_save_checkpoint_success(
+                final, str(root / dense_files.TRACKER_FILE), str(root), iteration
+            )
 
     @contextlib.contextmanager
     def _saving_to(self, staging: Path, iteration: int) -> Iterator[None]:
         """Lets Megatron-LM save to a staging directory; publishing writes the tracker file and removes checkpoints."""
         stock: Any = checkpointing
-        final, real = dense_files.directory_of(get_args().save, iteration), stock.get_checkpoint_name
+        final, real = dense_files.checkpoint_path(get_args().save, iteration), stock.get_checkpoint_name
 
         def name(*words: Any, **options: Any) -> str:
             return str(staging / os.path.relpath(real(*words, **options), final))
@@ -236,8 +238,8 @@ class StockCheckpoints(Saves):
         manifest = run_on_rank0(manifest_there, "cannot read a checkpoint")
         if manifest is not None:
             mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
-            if damage := first_reported(dense_files.damage_in(directory, mine)):
-                raise dense_files.damaged(damage)
+            if damage := first_reported(dense_files.find_damage(directory, mine)):
+                raise dense_files.damage_error(damage)
         return manifest
 
 
@@ -269,10 +271,10 @@ def _chosen() -> tuple[str, int | None]:
     """
     args = get_args()
     root = args.load
-    if args.pretrained_checkpoint is not None and not (root and (Path(root) / dense_files.TRACKER).is_file()):
+    if args.pretrained_checkpoint is not None and not (root and (Path(root) / dense_files.TRACKER_FILE).is_file()):
         root = args.pretrained_checkpoint
     iteration = _iteration_in(Path(root))
-    if args.exit_on_missing_checkpoint and not (Path(root) / dense_files.TRACKER).is_file():
+    if args.exit_on_missing_checkpoint and not (Path(root) / dense_files.TRACKER_FILE).is_file():
         raise CheckpointError(
             f"{root} holds no checkpoint, and --exit-on-missing-checkpoint is given. Fix: correct --load, or drop the "
             "flag",
@@ -287,5 +289,5 @@ def _iteration_in(root: Path) -> int | None:
     if args.save is not None and Path(args.save) == root:
         dense_files.restore_replaced(root)  # a killed save may have left a replacement incomplete
     if args.ckpt_step:
-        return args.ckpt_step if dense_files.directory_of(root, args.ckpt_step).is_dir() else None
+        return args.ckpt_step if dense_files.checkpoint_path(root, args.ckpt_step).is_dir() else None
     return dense_files.latest_iteration(root)

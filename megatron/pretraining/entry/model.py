@@ -15,7 +15,7 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import MASTER, owned_slices
 from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces
-from moc.files.text import shown
+from moc.files.text import short_repr
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.state.operators import Operator, operator_of
@@ -175,8 +175,8 @@ def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
     for name in sorted({*here, *saved}):
         if here.get(name) != saved.get(name):
             raise CheckpointError(
-                f"{where} holds another model: {shown(name)} has {shown(saved.get(name, 0))} parameters there, and "
-                f"{here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
+                f"{where} holds another model: {short_repr(name)} has {short_repr(saved.get(name, 0))} parameters "
+                f"there, and {here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
                 code="checkpoint-of-another-model",
             )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from moc.files import decode
-from moc.files.safe_directory import CONFIG, RefusedFileError, Tree
+from moc.files.safe_directory import MAX_CONFIG_BYTES, RefusedFileError, SafeDirectory
 
 _SOURCE = "megatron/training/arguments.py"
 
@@ -29,7 +29,7 @@ def remember(source: str | Path, spellings: Iterable[str]) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # no home directory
         file = _file(Path(source))
         if not file.exists():
-            Tree(file.parent).write(file.name, [json.dumps(sorted(spellings)).encode()])
+            SafeDirectory(file.parent).write(file.name, [json.dumps(sorted(spellings)).encode()])
 
 
 def remembered(places: Sequence[Path]) -> frozenset[str]:
@@ -38,5 +38,7 @@ def remembered(places: Sequence[Path]) -> frozenset[str]:
     if source is not None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):
             file = _file(source)
-            return frozenset(decode.decode(Tree(file.parent).read(file.name, CONFIG), tuple[str, ...]))
+            return frozenset(
+                decode.decode(SafeDirectory(file.parent).read(file.name, MAX_CONFIG_BYTES), tuple[str, ...])
+            )
     return frozenset()

@@ -10,7 +10,7 @@ from megatron.pretraining.config.together import may_save_gradients
 from moc.output import ToolError
 from moc.policy import AUTO, POLICIES
 from moc.session.settings import TIERS
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Work, estimate
 from moc.simulate.live_costs import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> tuple[Running, PolicyChoice]:
     """Returns the assumed run, and the policy chosen for it.
 
@@ -123,7 +123,7 @@ def _figures(found: Candidate) -> str:
 
 
 def _running(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> Running:
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
     found, nodes = figures("--explain-policy", names, args, config, operators, layout)
@@ -138,7 +138,7 @@ def figures(
     args: argparse.Namespace,
     config: Config,
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
 ) -> tuple[dict[str, float], int]:
     """Returns the figures from measurements or the cluster's data, in seconds and bytes per second, and the node count.
 
@@ -172,7 +172,7 @@ def figures(
 
 
 def _by_sheet(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, cluster: Cluster
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster
 ) -> dict[str, float]:
     found = {
         "copy_rate": cluster.host_bandwidth,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
-from moc.files.safe_directory import MANIFEST, open_named
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 from moc.output import ToolError, counted
 from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit
@@ -29,7 +29,7 @@ from moc.policy.tokens_at_risk import (
     selection_rules,
     steady_risk_per_layer,
 )
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
@@ -159,7 +159,7 @@ def chosen(
     args: argparse.Namespace,
     config: Config,
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
     state: StateBytes,
     *,
     zero: bool = True,
@@ -338,10 +338,10 @@ def read_routing(path: str) -> list[CountsByLayer]:
     import numpy  # noqa: PLC0415
 
     try:
-        with open(open_named(path, MANIFEST), "rb") as file:
+        with open(open_user_file(path, MAX_MANIFEST_BYTES), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
-            if unpacked > min(MANIFEST, _BYTES_OF_NUMBER * size + _SMALL):
+            if unpacked > min(MAX_MANIFEST_BYTES, _BYTES_OF_NUMBER * size + _SMALL):
                 raise ValueError("it is too large")
             file.seek(0)
             with numpy.load(file, allow_pickle=False) as arrays:

@@ -13,7 +13,7 @@ from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
 from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.pec_selection import PLT_LIMIT
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
@@ -339,7 +339,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     return Setup(operators, layout, cluster, timing, work, **own)
 
 
-def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
+def _layout(args: argparse.Namespace, config: Any, world: int) -> ParallelLayout:
     """Returns the layout of the command line, or of a file that it names."""
     parallel = config.parallel
     if parallel.context_parallel_size > 1:
@@ -347,7 +347,7 @@ def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
             f"--context-parallel-size {parallel.context_parallel_size} is not simulated. Fix: drop it",
             code="flag-has-no-effect",
         )
-    return Layout(
+    return ParallelLayout(
         world=world,
         tp=parallel.tensor_model_parallel_size,
         # unlike Megatron-LM, the simulator allows uneven stages, so the pipeline need not divide the layers
@@ -404,7 +404,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
+def _timing(args: argparse.Namespace, operators, layout: ParallelLayout, cluster: Cluster, work: Work) -> Timing:
     """Returns the measured timing, or the cost model's."""
     model = estimate(operators, layout, cluster, work)
     seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)

@@ -16,17 +16,17 @@ from moc.policy.pec_tuner import PecLimits, candidate_expert_counts, choose_pec_
 from moc.sharding import (
     RULES,
     SCHEMES,
-    Item,
-    Layout,
-    Scheme,
+    ParallelLayout,
+    SaveItem,
+    ShardingScheme,
     StateBytes,
     assign_items,
-    cut_large,
+    bytes_by_rank,
+    cut_large_items,
     equation_8,
     forced_bytes,
     ideal_bytes,
     list_save_items,
-    loads,
     pec_leaves_ranks_unequal,
 )
 from moc.simulate.k_choice import add_flags, explained, measured
@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     state = StateBytes(weights=4, master=0) if args.fp32 else StateBytes()
     schemes = dict(SCHEMES)
     if args.experts or args.others:
-        extra = Scheme(args.experts or "equal", args.others or "adaptive")
+        extra = ShardingScheme(args.experts or "equal", args.others or "adaptive")
         schemes[f"{extra.experts}+{extra.others}"] = extra
     return SizePlan(
         config=config,
@@ -153,9 +153,9 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     )
 
 
-def _layout(world: int | None, config: Any) -> Layout:
+def _layout(world: int | None, config: Any) -> ParallelLayout:
     parallel = config.parallel
-    return Layout(
+    return ParallelLayout(
         world=world or config.arguments.world_size,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
@@ -201,17 +201,17 @@ class SizePlan:
     config: Config
     name: str
     operators: list[Operator]
-    layout: Layout
+    layout: ParallelLayout
     state: StateBytes
     zero: bool
     keep_master: bool
     whole: bool
     checkpoint: int
     num_experts: int
-    schemes: dict[str, Scheme]
+    schemes: dict[str, ShardingScheme]
 
     @property
-    def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
+    def shape(self) -> tuple[Config, list[Operator], ParallelLayout, StateBytes]:
         """Arguments for choosing a policy."""
         return self.config, self.operators, self.layout, self.state
 
@@ -224,17 +224,17 @@ class SizePlan:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
         return [*candidate_expert_counts(self.num_experts), None]
 
-    def items(self, k: int | None) -> list[Item]:
+    def items(self, k: int | None) -> list[SaveItem]:
         """Returns the items to save with k experts of each layer; None for everything."""
         items = list_save_items(
             self.operators,
             self.layout,
             self.state,
-            zero=self.zero,
-            chosen=None if k is None else self._chosen(k),
-            keep_master=self.keep_master,
+            uses_zero=self.zero,
+            chosen_experts=None if k is None else self._chosen(k),
+            keeps_master=self.keep_master,
         )
-        return items if self.whole else cut_large(items)
+        return items if self.whole else cut_large_items(items)
 
     def _chosen(self, k: int) -> set[str]:
         return {
@@ -253,7 +253,7 @@ class SizePlan:
             ideal=ideal_bytes(items, layout),
             forced=forced_bytes(items),
             bottleneck={
-                name: max(loads(items, assign_items(items, scheme), layout.world))
+                name: max(bytes_by_rank(items, assign_items(items, scheme), layout.world))
                 for name, scheme in self.schemes.items()
             },
             unequal=pec_leaves_ranks_unequal(k or self.num_experts, layers, layout.ep * layout.expert_dp, layout.ep),
@@ -267,7 +267,9 @@ class SizePlan:
                 code="value-out-of-range",
             )
         items = self.items(k)
-        return {name: loads(items, assign_items(items, s), self.layout.world) for name, s in self.schemes.items()}
+        return {
+            name: bytes_by_rank(items, assign_items(items, s), self.layout.world) for name, s in self.schemes.items()
+        }
 
     def facts(self) -> dict:
         """Returns model, layout and number of parameters for JSON."""

@@ -18,7 +18,7 @@ from moc.recovery.sources import MASTER, AvailableCheckpoint, ReplayPoint
 from moc.session.engine import Engine
 from moc.session.resume.reading import Key, Problem, SnapshotReader
 from moc.session.resume.replay import record_of
-from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import Manifest
 
 
@@ -42,7 +42,7 @@ class Folder:
             before = {name: held for name in mine if (held := _before(moment, name, key)) is not None}
             try:
                 self._update(steps[key], before, manifests)
-            except (CheckpointError, MissingRegionError, OSError) as error:
+            except (CheckpointError, MissingTensorError, OSError) as error:
                 return self._reader.problem(steps[key], manifests[key], with_code(error))
         return None
 

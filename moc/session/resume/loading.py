@@ -34,7 +34,7 @@ from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, StateDigests
-from moc.store.store import directory_of
+from moc.store.store import checkpoint_name
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SnapshotLoader:
         check_state(manifest, where, self._engine, self._policy)
 
     def _in_storage(self, patient: bool) -> list[AvailableCheckpoint]:
-        name = self._storage.place.name
+        name = self._storage.storage.name
         seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
         seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
         self._unseen = seen is None
@@ -155,8 +155,8 @@ class SnapshotLoader:
             if self._memory is None:
                 raise
             unusable = CheckpointError(
-                f"{self._storage.place.name} cannot be used ({error.strerror or error}). Fix: correct its permissions "
-                "or repair it",
+                f"{self._storage.storage.name} cannot be used ({error.strerror or error}). Fix: correct its "
+                "permissions or repair it",
                 code="storage-unwritable",
             )
             return [], [with_code(unusable)]
@@ -218,7 +218,7 @@ class SnapshotLoader:
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
                 self._refuse(held)
-            place = self._storage.place.name
+            place = self._storage.storage.name
             self._log.message(
                 warning(
                     f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has "
@@ -254,7 +254,10 @@ class SnapshotLoader:
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
         nothing, only = reason(JobInventory(held), self._policy.operators), self._only
         if only is not None:
-            path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
+            path, there = (
+                self._storage.storage.display_path(checkpoint_name(only)),
+                any(one.iteration == only for one in held),
+            )
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
         raise CheckpointError(
             f"no snapshot is complete ({cause_of(self._damage or nothing)}). Fix: restore one, or start in another "
@@ -315,7 +318,7 @@ class SnapshotLoader:
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
-            amount = sum(manifest.bytes for manifest in manifests.values())
+            amount = sum(manifest.nbytes for manifest in manifests.values())
         if self._world.rank in plan.complete:
             self._complete(left.states[plan.iteration])
         amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))

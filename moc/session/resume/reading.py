@@ -31,9 +31,9 @@ from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.operators import UnsupportedStateError, operator_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest, joined
-from moc.store.shard_file import MissingRegionError, RegionReader, read_sources, reading_ahead, values_for
-from moc.store.store import Store, directory_of, file_of
+from moc.store.manifest import Manifest, merge_manifests
+from moc.store.shard_file import MissingTensorError, ShardReader, read_ahead, read_stored_boxes, read_values
+from moc.store.store import Store, checkpoint_name, shard_file_name
 
 Key = tuple[int, str]
 """Identity of a checkpoint: see :class:`AvailableCheckpoint`."""
@@ -118,20 +118,20 @@ class SnapshotReader:
         return one.key, text, None if self._exact else self._damaged(one, manifest)
 
     def values(self, one: AvailableCheckpoint, manifest: Manifest) -> Callable[[Fragment], torch.Tensor]:
-        """Returns a reader of tensor chunks from a checkpoint; it may raise MissingRegionError and OSError."""
+        """Returns a reader of tensor chunks from a checkpoint; it may raise MissingTensorError and OSError."""
         reader = self._reader(one, manifest)
-        return lambda fragment: values_for(fragment, reader)
+        return lambda fragment: read_values(fragment, reader)
 
     def _fill_from(
-        self, one: AvailableCheckpoint, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]
+        self, one: AvailableCheckpoint, manifest: Manifest, reader: ShardReader, fragments: list[Fragment]
     ) -> str | None:
         try:
-            for fragment in reading_ahead(fragments, reader):
-                self._state.load(fragment, values_for(fragment, reader))
+            for fragment in read_ahead(fragments, reader):
+                self._state.load(fragment, read_values(fragment, reader))
             home = self._home(one, manifest)
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # every file, needed or not
-                home[name].blob(one.iteration, name, manifest.files[name])
-        except MissingRegionError as error:
+                home[name].open_verified(one.iteration, name, manifest.files[name])
+        except MissingTensorError as error:
             return with_code(error)
         except OSError as error:
             unreadable = CheckpointError(
@@ -147,30 +147,30 @@ class SnapshotReader:
         whole: dict[str, Counter] = defaultdict(Counter)
         home = self._home(one, manifest)
         for name, entry in manifest.files.items():
-            with contextlib.suppress(MissingRegionError, OSError, UnsupportedStateError):  # the last: a foreign name
-                for source in read_sources(home[name].blob(one.iteration, name, entry)):
-                    if source.damage() is None:
-                        whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel
+            with contextlib.suppress(MissingTensorError, OSError, UnsupportedStateError):  # the last: a foreign name
+                for source in read_stored_boxes(home[name].open_verified(one.iteration, name, entry)):
+                    if source.find_damage() is None:
+                        whole[operator_of(source.box.name)][source.box.slot] += source.box.region.numel
         damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
         return damaged or None
 
-    def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> RegionReader:
-        mine = file_of(self._world.rank)  # in the same layout it holds nearly everything
+    def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> ShardReader:
+        mine = shard_file_name(self._world.rank)  # in the same layout it holds nearly everything
         names, home = sorted(manifest.files, key=lambda name: name != mine), self._home(one, manifest)
-        blobs = (home[name].blob(one.iteration, name, manifest.files[name]) for name in names)
-        return RegionReader(blobs, verify=True, lazy=True)
+        blobs = (home[name].open_verified(one.iteration, name, manifest.files[name]) for name in names)
+        return ShardReader(blobs, verifies=True, opens_lazily=True)
 
     def _manifest(self, one: AvailableCheckpoint) -> Manifest:
         """Returns the manifest of the parts of a checkpoint that this worker can read."""
-        parts = [store.manifest(one.iteration) for store in self._stores_of(one)]
-        return parts[0] if len(parts) == 1 else joined(parts)
+        parts = [store.read_manifest(one.iteration) for store in self._stores_of(one)]
+        return parts[0] if len(parts) == 1 else merge_manifests(parts)
 
     def _home(self, one: AvailableCheckpoint, manifest: Manifest) -> dict[str, Store]:
         """Returns, by file of a checkpoint, the store that has it."""
         stores = self._stores_of(one)
         if len(stores) == 1:
             return dict.fromkeys(manifest.files, stores[0])
-        return {name: store for store in stores for name in store.manifest(one.iteration).files}
+        return {name: store for store in stores for name in store.read_manifest(one.iteration).files}
 
     def _stores_of(self, one: AvailableCheckpoint) -> list[Store]:
         """Returns the stores with parts of a checkpoint that this worker may read: usually the store of its tier."""
@@ -184,7 +184,7 @@ class SnapshotReader:
 
     def where(self, held: AvailableCheckpoint) -> str:
         """Returns the path of a checkpoint, for messages."""
-        return self.store(held).place.path(directory_of(held.iteration))
+        return self.store(held).storage.display_path(checkpoint_name(held.iteration))
 
     def check(self, held: AvailableCheckpoint, manifest: Manifest, window: bool = False) -> None:
         """Refuses a checkpoint of another model or optimizer, and a window of another precision.

@@ -64,4 +64,4 @@ class Repair:
 
     def _has_part(self, iteration: int) -> bool:
         store = self._tiers.storage if self._tiers.memory is None else self._tiers.memory
-        return store.has_all(iteration, [self._world.rank])
+        return store.is_publishable(iteration, [self._world.rank])

@@ -128,8 +128,8 @@ def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
     """Sets aside newer snapshots, and removes uncommitted files of killed jobs; on rank 0."""
     for newer in tiers.storage.iterations():
         if newer > start.position.iteration:
-            tiers.storage.set_aside(newer)
-    tiers.storage.clear_unpublished()
+            tiers.storage.hide(newer)
+    tiers.storage.remove_unpublished()
 
 
 def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
@@ -147,4 +147,4 @@ def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
             elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
         Carrier(tiers.memory, ()).delete()
-        tiers.memory.clear_unpublished()
+        tiers.memory.remove_unpublished()

@@ -164,5 +164,5 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
 
     begun = {iteration: one.state for iteration, one in left.begun.items()}
     for iteration, state in sorted({**left.states, **begun}.items()):
-        if all(gather(not publishes or store.has_all(iteration, ranks))):
+        if all(gather(not publishes or store.is_publishable(iteration, ranks))):
             run_on_all(partial(publish, iteration, state), "cannot publish what all workers had saved")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moc.files import decode
-from moc.files.text import shown
+from moc.files.text import short_repr
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer
@@ -35,7 +35,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
         CheckpointError: the snapshot belongs to another model or optimizer.
     """
     state = manifest.state
-    decode.state(state, Position, "a run", every_field=True)
+    decode.convert_state(state, Position, "a run", requires_every_field=True)
     _check_updates(manifest)
     if state.get("ledger"):
         _check_ledger(TokenLedger.from_state(state["ledger"]), manifest.iteration, policy)
@@ -55,11 +55,13 @@ def _check_updates(manifest: Manifest) -> None:
     if max(counted, default=0) > manifest.iteration:
         raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
     if "optimizer_step" in manifest.state:
-        known = decode.state(manifest.state["optimizer_step"], _Updates, "an optimizer")
+        known = decode.convert_state(manifest.state["optimizer_step"], _Updates, "an optimizer")
         if known:  # 0 may be of a rank that owns no parameters
             counted.add(known)
         if len(counted) > 1:
-            raise ValueError(f"operators and optimizer have different numbers of updates: {shown(sorted(counted))}")
+            raise ValueError(
+                f"operators and optimizer have different numbers of updates: {short_repr(sorted(counted))}"
+            )
 
 
 def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:

@@ -23,14 +23,14 @@ from moc.files import safe_directory
 from moc.files import safe_directory as trees
 from moc.files.safe_directory import (
     RefusedFileError,
-    Tree,
-    empty,
-    open_single,
+    SafeDirectory,
+    delete_contents,
+    open_without_links,
     temporary_name,
+    write_buffers,
     write_durably,
-    write_parts,
 )
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 
 OURS = "iter_0000100"
 ROOT = Path(__file__).parents[3]
@@ -48,7 +48,7 @@ def outside(tmp_path):
 @pytest.fixture
 def tree(tmp_path):
     (tmp_path / "tree").mkdir()
-    return Tree(tmp_path / "tree")
+    return SafeDirectory(tmp_path / "tree")
 
 
 def test_a_link_is_deleted_and_its_target_is_not(tree, outside):
@@ -57,7 +57,7 @@ def test_a_link_is_deleted_and_its_target_is_not(tree, outside):
     (tree.root / "iter_0000200" / "inner").symlink_to("../../outside")
     tree.remove(OURS)
     tree.remove("iter_0000200")
-    assert tree.names() == [] and (outside / "precious").read_text() == "precious"
+    assert tree.list_names() == [] and (outside / "precious").read_text() == "precious"
 
 
 def test_nothing_is_read_or_written_through_a_link(tree, outside):
@@ -71,7 +71,7 @@ def test_nothing_is_read_or_written_through_a_link(tree, outside):
     with pytest.raises(RefusedFileError):
         tree.remove(f"{OURS}/precious")
     tree.write("link", [b"new"])  # replaces the link
-    assert tree.names(OURS) == [] and tree.refused() == [OURS]
+    assert tree.list_names(OURS) == [] and tree.list_refused() == [OURS]
     assert (outside / "precious").read_text() == "precious" and tree.read("link", 3) == b"new"
 
 
@@ -94,7 +94,7 @@ def test_only_regular_files_within_their_limit_are_read(tree):
         file.truncate(1 << 40)
     for name in ("fifo", "socket", "directory", "sparse"):
         with pytest.raises(RefusedFileError):
-            tree.read(name, trees.MANIFEST)
+            tree.read(name, trees.MAX_MANIFEST_BYTES)
     (tree.root / "exact").write_bytes(b"x" * 10)
     assert tree.read("exact", 10) == b"x" * 10
     with pytest.raises(RefusedFileError):
@@ -111,9 +111,9 @@ def test_only_names_that_this_package_makes_are_deleted(tree):
             tree.remove(name)
     for name in gone:
         tree.remove(name)
-    assert tree.names() == sorted(kept)
-    Tree(tree.root, ours=True).remove("data")
-    assert "data" not in tree.names()
+    assert tree.list_names() == sorted(kept)
+    SafeDirectory(tree.root, is_owned=True).remove("data")
+    assert "data" not in tree.list_names()
 
 
 def test_a_directory_that_is_replaced_by_a_link_is_not_followed(tree, outside, monkeypatch):
@@ -134,15 +134,15 @@ def test_a_directory_that_is_replaced_by_a_link_is_not_followed(tree, outside, m
 
 MOUNTS = """
 import subprocess, sys
-from moc.files.safe_directory import RefusedFileError, Tree, empty, remove_own
+from moc.files.safe_directory import RefusedFileError, Tree, empty, remove_owned
 root, outside = sys.argv[1:]
 tree, refused = Tree(root), []
 for target in ("iter_0000100", "iter_0000200/inner", "iter_0000300/a/b", "iter_0000400/file"):
     source = f"{outside}/precious" if target.endswith("file") else outside
     subprocess.run(["mount", "--bind", source, f"{root}/{target}"], check=True)
 with tree.directory("iter_0000200") as opened:
-    actions = [lambda name=name: tree.remove(name) for name in sorted(tree.names())]
-    for action in (*actions, lambda: empty(opened), lambda: remove_own(tree.root / "iter_0000300")):
+    actions = [lambda name=name: tree.remove(name) for name in sorted(tree.list_names())]
+    for action in (*actions, lambda: empty(opened), lambda: remove_owned(tree.root / "iter_0000300")):
         try:
             action()
         except OSError as error:
@@ -189,7 +189,7 @@ def test_nothing_outside_changes_while_a_directory_is_swapped_for_a_link(tree, o
             tree.remove(OURS)
         elif action == "empty":
             with tree.directory(OURS) as directory:
-                empty(directory)
+                delete_contents(directory)
         elif action == "write":
             tree.write(f"{OURS}/inner/deeper/precious", [b"overwritten"])
         else:
@@ -253,11 +253,11 @@ def test_a_foreign_file_with_a_hard_link_here_is_never_changed(tree, outside):
 
 
 def test_a_root_that_is_replaced_while_it_is_open_is_not_left(tree, outside):
-    with tree.directory(OURS, make=True) as opened:
+    with tree.directory(OURS, creates=True) as opened:
         tree.root.rename(tree.root.with_name("moved"))
         tree.root.symlink_to(outside)
-        trees.write(opened, "file", [b"x"])
-        empty(opened)
+        trees.write_in(opened, "file", [b"x"])
+        delete_contents(opened)
     assert os.listdir(outside) == ["precious"]
 
 
@@ -292,14 +292,14 @@ def test_the_order_of_deletions(tree, monkeypatch):
     order, unlink = [], os.unlink
     monkeypatch.setattr(os, "unlink", lambda name, **how: (order.append(name), unlink(name, **how)))
     with tree.directory(OURS) as directory:
-        empty(directory, "first", "last")
+        delete_contents(directory, "first", "last")
     assert order[0] == "first" and order[-1] == "last" and len(order) == 4
 
 
 def test_a_new_root_is_durable_in_its_parent(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda one: (synced.append(os.readlink(f"/proc/self/fd/{one}")), fsync(one)))
-    Tree(tmp_path / "a" / "b").write("file", [b""])
+    SafeDirectory(tmp_path / "a" / "b").write("file", [b""])
     assert synced[:2] == [str(tmp_path), str(tmp_path / "a")]
 
 
@@ -315,20 +315,20 @@ def test_a_link_of_a_hub_snapshot_leads_to_its_own_blobs_alone(tmp_path, target)
         secret.write_text("content")
     (snapshot / "file").symlink_to(target)
     with pytest.raises(RefusedFileError):
-        Tree(snapshot).read("file", 100)
+        SafeDirectory(snapshot).read("file", 100)
     (snapshot / "good").symlink_to("../../blobs/good")
     (snapshot / "sub/good").symlink_to("../../../blobs/good")
     (snapshot / "absolute").symlink_to(blobs / "good")
     (blobs / "again").symlink_to("good")
     (snapshot / "again").symlink_to("../../blobs/again")
     for name in ("good", "sub/good", "absolute"):
-        assert Tree(snapshot).read(name, 100) == b"content"
-    assert Tree(snapshot / "sub").read("good", 100) == b"content"
+        assert SafeDirectory(snapshot).read(name, 100) == b"content"
+    assert SafeDirectory(snapshot / "sub").read("good", 100) == b"content"
     with pytest.raises(RefusedFileError):
-        Tree(snapshot).read("again", 100)
+        SafeDirectory(snapshot).read("again", 100)
     repository.rename(tmp_path / "own")
     with pytest.raises(RefusedFileError):
-        Tree(tmp_path / "own/snapshots/1234").read("good", 100)
+        SafeDirectory(tmp_path / "own/snapshots/1234").read("good", 100)
 
 
 def test_blobs_of_a_hub_that_are_a_link_lead_nowhere(tmp_path, outside):
@@ -339,16 +339,16 @@ def test_blobs_of_a_hub_that_are_a_link_lead_nowhere(tmp_path, outside):
     (repository / "blobs").symlink_to(outside)
     (snapshot / "config.json").symlink_to("../../blobs/precious")
     with pytest.raises(RefusedFileError):
-        Tree(snapshot).read("config.json", 100)
+        SafeDirectory(snapshot).read("config.json", 100)
 
 
 def test_lines_have_a_limit(tmp_path):
     (tmp_path / "log").write_bytes(b"ab\n\ncd")
-    assert list(Tree(tmp_path).lines("log", 3)) == [b"ab\n", b"\n", b"cd"]
+    assert list(SafeDirectory(tmp_path).read_lines("log", 3)) == [b"ab\n", b"\n", b"cd"]
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(RefusedFileError):
-        list(Tree(tmp_path).lines("sparse", 1000))
+        list(SafeDirectory(tmp_path).read_lines("sparse", 1000))
 
 
 @pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to])
@@ -358,8 +358,8 @@ def test_only_a_file_with_one_name_is_changed_in_place(tmp_path, plant):
     os.mkfifo(tmp_path / "fifo")
     for name in ("log", "fifo"):
         with pytest.raises(RefusedFileError):
-            open_single(tmp_path / name, os.O_RDWR | os.O_CREAT)
-    os.close(open_single(tmp_path / "new", os.O_RDWR | os.O_CREAT))
+            open_without_links(tmp_path / name, os.O_RDWR | os.O_CREAT)
+    os.close(open_without_links(tmp_path / "new", os.O_RDWR | os.O_CREAT))
     assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "new").is_file()
 
 
@@ -370,7 +370,7 @@ def test_a_directory_of_many_names_is_listed_and_deleted_in_linear_time(tree):
         for number in range(many):
             (directory / f"{number}").touch()
         began = time.process_time()
-        assert len(tree.names("iter_0000001")) == many
+        assert len(tree.list_names("iter_0000001")) == many
         tree.remove("iter_0000001")
         return time.process_time() - began
 
@@ -401,7 +401,7 @@ def random_bytes(count: int) -> bytes:
 
 def written(path, parts) -> bytes:
     with open(path, "wb", buffering=0) as file:
-        write_parts(file.fileno(), parts)
+        write_buffers(file.fileno(), parts)
         assert not safe_directory._is_direct(file.fileno())  # what follows may write any number of bytes
     return path.read_bytes()
 
@@ -446,14 +446,14 @@ def test_large_files_do_not_pass_through_the_page_cache(ext4):
     large, small = ext4 / "large", ext4 / "small"
     for path, size in ((large, 24 * MIB + 5), (small, MIB)):
         with open(path, "wb", buffering=0) as file:
-            write_parts(file.fileno(), [random_bytes(size)])
+            write_buffers(file.fileno(), [random_bytes(size)])
     assert cached_pages(large) <= 1  # the last, partial block
     assert cached_pages(small) == MIB // mmap.PAGESIZE
 
 
 def test_a_full_disk_raises(ext4):
     with open(ext4 / "file", "wb", buffering=0) as file, pytest.raises(OSError) as raised:
-        write_parts(file.fileno(), (random_bytes(10 * MIB + 1) for _ in range(10)))
+        write_buffers(file.fileno(), (random_bytes(10 * MIB + 1) for _ in range(10)))
     assert raised.value.errno == errno.ENOSPC
 
 
@@ -468,7 +468,9 @@ def test_a_device_that_refuses_the_alignment_is_written_through_the_cache(tmp_pa
 
     monkeypatch.setattr(safe_directory.os, "write", write)
     monkeypatch.setattr(
-        safe_directory, "_FILE_SYSTEMS", frozenset({safe_directory._kind_of(os.open(tmp_path, os.O_RDONLY))})
+        safe_directory,
+        "_DIRECT_FILE_SYSTEMS",
+        frozenset({safe_directory._file_system_of(os.open(tmp_path, os.O_RDONLY))}),
     )
     parts = [random_bytes(20 * MIB + 9)]
     found = written(tmp_path / "file", parts)
@@ -502,7 +504,7 @@ def synced(tmp_path, monkeypatch):
 
 def test_contents_are_durable_before_the_name(tmp_path, synced):
     write_durably(tmp_path / "file", "hello")
-    Tree(tmp_path).write("parts", [b"he", memoryview(b"llo")], name_too=False, tag="job-1-2")
+    SafeDirectory(tmp_path).write("parts", [b"he", memoryview(b"llo")], syncs_name=False, tag="job-1-2")
     (temporary, hello), (there, names), (tagged, again) = synced
     assert (hello, there, names, again) == (b"hello", ".", ["file"], b"hello")
     assert temporary.startswith(".file.") and tagged.startswith(".parts.job-1-2.")
@@ -538,13 +540,13 @@ def test_what_the_check_refuses_gets_no_name(tmp_path):
         raise RuntimeError("superseded")
 
     with pytest.raises(RuntimeError, match="superseded"):
-        Tree(tmp_path).write("file", [b"after"], tag="job", check=superseded)
+        SafeDirectory(tmp_path).write("file", [b"after"], tag="job", check=superseded)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
 def test_a_place_makes_new_directories_durable_too(tmp_path, synced):
-    place = LocalPlace(tmp_path / "place", in_memory=True)
-    place.write("iter/part", [b"x"], final=False)
+    place = LocalStorage(tmp_path / "place", in_memory=True)
+    place.write("iter/part", [b"x"], is_durable=False)
     place.write("iter/manifest", [b"y"])
     place.write("run", [b"z"])
     assert [where for where, _ in synced if ".tmp" not in where] == [".", "place/iter", "place", "place"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory, log_path
-from moc.store.buffers import Buffer
-from moc.store.errors import CheckpointError, DamagedRegionError, MissingRegionError
-from moc.store.shard_file import read_sources
+from moc.store.buffers import HostBuffer
+from moc.store.errors import CheckpointError, DamagedTensorError, MissingTensorError
+from moc.store.shard_file import read_stored_boxes
 from moc.store.storage import LocalBlob
 from tests.errors import only_code, raises
 
@@ -91,7 +91,7 @@ def test_an_iteration_that_is_not_over_is_not_there(make, directory):
 
 def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, monkeypatch):
     def fail(slot, name):
-        damages.extend(source.damage() for source in read_sources(LocalBlob(slot)))
+        damages.extend(source.find_damage() for source in read_stored_boxes(LocalBlob(slot)))
         raise OSError("no-more-names")
 
     damages: list[str | None] = []
@@ -108,12 +108,12 @@ def test_damage_and_another_layout_are_found(make, directory):
     with open(log_path(directory, 1), "r+b") as file:
         file.seek(SLOT - 1)
         file.write(b"\xff")
-    with pytest.raises(DamagedRegionError):
+    with pytest.raises(DamagedTensorError):
         LogReader(directory).read(1, "gradient of a vector")  # the last one of the file
     LogReader(directory).read(1, KEYS[0])
     with open(log_path(directory, 1), "r+b") as file:
         file.truncate(SLOT - 1)
-    with pytest.raises(MissingRegionError, match="truncated"):
+    with pytest.raises(MissingTensorError, match="truncated"):
         LogReader(directory).read(1, KEYS[0])
 
 
@@ -261,7 +261,7 @@ def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_a
         def synchronize(self):
             note("stream")
 
-    class Plain(Buffer):
+    class Plain(HostBuffer):
         def __init__(self, nbytes, path, pin, **words):
             assert pin
             super().__init__(nbytes, path, **words)

@@ -26,7 +26,7 @@ from moc.simulate.planner import PlanLimits  # noqa: E402
 from moc.state.detail import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import ModelShape, model_operators  # noqa: E402
-from moc.store.storage import LocalPlace  # noqa: E402
+from moc.store.storage import LocalStorage  # noqa: E402
 from moc.store.store import Store  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 
@@ -64,7 +64,7 @@ class Run:
         left = (
             None if state is None else LocalRemains(live=LiveState(Position(), {"auto": json.loads(json.dumps(state))}))
         )
-        self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
+        self._tiers = Tiers(Store(LocalStorage(directory)), None, nodes, True, (0,), None, 2)
         self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, first=True)).snapshot
         operators = model_operators(SHAPE)
         parameters = {operator.name: operator.parameters for operator in operators}

@@ -1,7 +1,7 @@
 """On how many workers a run has trained, from events that a run could have written."""
 
 from moc.report.figures import Moves, Period, seconds_by_workers
-from moc.report.presentation import plot, rows
+from moc.report.presentation import draw_report, table_sections
 from tests.unit.report.test_program import Story
 
 
@@ -19,7 +19,7 @@ def test_time_by_number_of_workers():
     assert run.periods == (Period(4, 4.0, 14.0, 10), Period(3, 17.5, 21.5, 2), Period(4, 23.0, 28.0, 5))
     assert seconds_by_workers(run.periods) == {4: 15.0, 3: 4.0}
     assert run.moves == Moves(count=2, bytes=12288, seconds=0.75, fallbacks=0)
-    told = dict(dict(rows([run]))["members"])
+    told = dict(dict(table_sections([run]))["members"])
     assert told["trained on so many workers"] == ["4: 15.00 s, 78.9 %\n3: 4.00 s, 21.1 %"]
     assert told["moves of experts, when they changed"] == ["2 of 6.1 kB in 750 ms"]
     assert told["checkpoints read, since experts were lost"] == ["0"]
@@ -31,12 +31,12 @@ def test_a_start_that_comes_to_nothing_is_no_period():
 
 
 def test_a_run_whose_members_stay_says_nothing_of_them():
-    assert "members" not in dict(rows([Story().start().usual().report]))
+    assert "members" not in dict(table_sections([Story().start().usual().report]))
 
 
 def test_workers_are_drawn_where_their_number_changes(tmp_path):
     for name, story in {"fixed": Story().start().usual(), "elastic": elastic()}.items():
-        plot(str(tmp_path / f"{name}.png"), [story.report], [story.events])
+        draw_report(str(tmp_path / f"{name}.png"), [story.report], [story.events])
     heights = {}
     for name in ("fixed", "elastic"):
         data = (tmp_path / f"{name}.png").read_bytes()

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from moc.report import program as tool
-from moc.report.figures import report
-from moc.report.presentation import rows
+from moc.report.figures import compute_report
+from moc.report.presentation import table_sections
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
@@ -50,7 +50,7 @@ class Story:
 
     @property
     def report(self):
-        return report("run", self.events)
+        return compute_report("run", self.events)
 
 
 def spent(run):
@@ -66,7 +66,7 @@ def test_what_could_not_be_written_is_counted():
         story.tell("save_failed", what=what, iteration=5)
     run = story.report
     assert run.not_written == {"snapshot": 2, "checkpoint": 1, "skipped": 1, "log": 1}
-    told = dict(dict(rows([run]))["could not be written"])
+    told = dict(dict(table_sections([run]))["could not be written"])
     assert told["snapshots"] == ["2"] and told["snapshots, storage being too slow"] == ["1"]
     assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
 
@@ -218,7 +218,7 @@ def saved():
 
 
 def lines(*runs):
-    return {f"{section}/{name}": cells for section, filled in rows(runs) for name, cells in filled}
+    return {f"{section}/{name}": cells for section, filled in table_sections(runs) for name, cells in filled}
 
 
 def test_what_the_table_says():

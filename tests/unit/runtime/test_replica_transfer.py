@@ -11,10 +11,10 @@ from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest, CopyResult, copy_snapshot
 from moc.state.region import Region
-from moc.store.manifest import ALIKE, Manifest, OperatorEntry
-from moc.store.shard_file import RegionTensor, write_regions
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.manifest import REPLICAS_KEY, Manifest, OperatorEntry
+from moc.store.shard_file import BoxTensor, write_shard_file
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 from tests.unit.runtime.peers import TOKEN
 
 ITERATION = 7
@@ -24,7 +24,7 @@ LARGE = REQUEST_BYTES // 4 + 3  # elements, of more than one chunk
 
 
 def store(root: Path) -> Store:
-    return Store(LocalPlace(root, in_memory=True), slack=True)
+    return Store(LocalStorage(root, in_memory=True), allows_slack=True)
 
 
 def save(root: Path, names: list[str], alike: dict[str, list[str]], cut: int, **changed: float) -> Manifest:
@@ -36,15 +36,15 @@ def save(root: Path, names: list[str], alike: dict[str, list[str]], cut: int, **
             which = 1000 * (EXPERTS.index(name) if number else 9)
             values = torch.arange(LARGE, dtype=torch.float32)[start:stop] + which
             values[-1] += changed.get(name.rpartition("experts.")[2][:1], 0.0)
-            tensors.append(RegionTensor(name, "master", (LARGE,), Region((start,), (stop - start,)), values))
-        path = root / directory_of(ITERATION) / file_of(rank)
+            tensors.append(BoxTensor(name, "master", (LARGE,), Region((start,), (stop - start,)), values))
+        path = root / checkpoint_name(ITERATION) / shard_file_name(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        files[path.name] = write_regions(path, tensors)
+        files[path.name] = write_shard_file(path, tensors)
     for name in names:
         operator = f"layers.0.expert.{EXPERTS.index(name)}" if name in EXPERTS else "output"
         operators[operator] = OperatorEntry("full", 3, {"master": LARGE})
-    store(root).publish(Manifest(ITERATION, "full", 4, files, operators, state={ALIKE: alike} if alike else {}))
-    return store(root).manifest(ITERATION)
+    store(root).publish(Manifest(ITERATION, "full", 4, files, operators, state={REPLICAS_KEY: alike} if alike else {}))
+    return store(root).read_manifest(ITERATION)
 
 
 def copied(a: Path, b: Path, operators: dict[str, str] | None = None) -> CopyResult:
@@ -64,7 +64,7 @@ ALL = {"2": ["output", *(f"layers.0.expert.{number}" for number in range(3))]}
 
 
 def content(root: Path) -> dict[str, bytes]:
-    manifest, directory = store(root).manifest(ITERATION), root / directory_of(ITERATION)
+    manifest, directory = store(root).read_manifest(ITERATION), root / checkpoint_name(ITERATION)
     return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
 
 
@@ -87,10 +87,10 @@ def test_of_some_operators_too(tmp_path):
     save(b, [SHARED, EXPERTS[2]], ALL, cut=100)
     wanted = {"layers.0.expert.1": "full", "layers.0.expert.2": "full"}
     assert copied(a, b, wanted) == CopyResult(headers(theirs) + 4 * LARGE, 4 * LARGE, [], [])
-    there = store(b / "of_a").manifest(ITERATION)
+    there = store(b / "of_a").read_manifest(ITERATION)
     assert there.operators == {name: theirs.operators[name] for name in wanted}
     for name, entry in there.files.items():
-        store(b / "of_a").blob(ITERATION, name, entry)
+        store(b / "of_a").open_verified(ITERATION, name, entry)
     assert copied(a, b, wanted)[:2] == (0, 0)  # it is here
 
 
@@ -101,8 +101,8 @@ def test_where_nothing_is_held_alike_everything_is_sent(harm, tmp_path):
     if harm != "no part":
         mine = save(b, [SHARED, *EXPERTS], ALL, cut=200 if harm == "other boxes" else 100)
         if harm == "other launch":
-            store(b).rewrite(replace(mine, job="another"))
-    assert copied(a, b) == CopyResult(theirs.bytes, 0, [], [])
+            store(b).publish_as_is(replace(mine, job="another"))
+    assert copied(a, b) == CopyResult(theirs.nbytes, 0, [], [])
     assert content(b / "of_a") == content(a)
 
 
@@ -118,10 +118,10 @@ def test_damaged_memory_is_named_and_its_bytes_are_sent(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, *EXPERTS], ALL, cut=100)
-    path = b / directory_of(ITERATION) / file_of(1)
+    path = b / checkpoint_name(ITERATION) / shard_file_name(1)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # the last box, of the last expert
     (amount, alike, differs, (damaged,)) = copied(a, b)
-    assert (amount, alike) == (headers(theirs) + 4 * (LARGE - 100), theirs.bytes - amount) and not differs
+    assert (amount, alike) == (headers(theirs) + 4 * (LARGE - 100), theirs.nbytes - amount) and not differs
     assert damaged == "layers.0.expert.2"
     assert content(b / "of_a") == content(a)

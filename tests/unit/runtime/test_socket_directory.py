@@ -12,7 +12,7 @@ import pytest
 
 from moc.runtime import socket_directory as module
 from moc.runtime.socket_directory import memory_directory_of, socket_directory
-from moc.store.host_memory import SOCKETS, leftovers, memory_home
+from moc.store.host_memory import SOCKETS_DIRECTORY, leftovers, user_directory
 from tests.unit.conftest import REPOSITORY
 
 HOLDS = """
@@ -37,9 +37,9 @@ def job(tmp_path):
 
 def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
     with socket_directory(str(tmp_path)) as directory, socket_directory(str(tmp_path)) as other:
-        home = memory_home(tmp_path)
-        assert directory.parent == other.parent == home / SOCKETS and directory != other
-        for path in (home, home / SOCKETS, directory):
+        home = user_directory(tmp_path)
+        assert directory.parent == other.parent == home / SOCKETS_DIRECTORY and directory != other
+        for path in (home, home / SOCKETS_DIRECTORY, directory):
             assert path.stat().st_mode & 0o777 == 0o700
         (directory / "agent").touch()
         assert leftovers(tmp_path) == []  # it holds no snapshots
@@ -49,7 +49,7 @@ def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
 def test_it_goes_after_an_error(tmp_path):
     with contextlib.suppress(KeyError), socket_directory(str(tmp_path)):
         raise KeyError
-    assert os.listdir(memory_home(tmp_path)) == []
+    assert os.listdir(user_directory(tmp_path)) == []
 
 
 def test_that_of_a_killed_job_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(tmp_path, job):

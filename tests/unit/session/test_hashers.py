@@ -10,7 +10,7 @@ import pytest
 from moc.runtime import child_processes
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 from tests.errors import only_code
 
 SPANS = [(4096, 8192), (8192, 8192), (10_000, 300_000), (300_000, 1 << 20)]
@@ -29,8 +29,8 @@ def start(hasher, buffer) -> None:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 
-def filled(path=None) -> Buffer:
-    buffer = Buffer(1 << 20, path)
+def filled(path=None) -> HostBuffer:
+    buffer = HostBuffer(1 << 20, path)
     buffer.memory[:] = os.urandom(1 << 20)
     return buffer
 

@@ -28,7 +28,7 @@ from moc.session.storage_health import StorageHealth
 from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from moc.store.errors import CheckpointError, NoRoomError
+from moc.store.errors import CheckpointError, InsufficientMemoryError
 
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
 OPTIONS = {"sparse": dict(window=3), "gradient": dict(window=3), "selective": dict(experts=1)}
@@ -65,7 +65,7 @@ class Model:
 
     def __init__(self, speeds: list[list[int]], fails: list[bool], lacks: Sequence[bool] = (False,)):
         copying, writing, publishing = speeds
-        self._copying, self._replicating = Thread(copying, [*lacks], NoRoomError), Thread(copying, [False])
+        self._copying, self._replicating = Thread(copying, [*lacks], InsufficientMemoryError), Thread(copying, [False])
         self._writing, self._publishing = Thread(writing, fails), Thread(publishing, fails)
         self.slots = 0
         self._begun: dict[int, Future | None] = {}  # by iteration, what publishes or removes the snapshot

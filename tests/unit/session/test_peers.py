@@ -13,7 +13,7 @@ from moc.session.carriers import Carriers
 from moc.session.peers import Peers, copies_wanted, join_peers
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.errors import raises
 
@@ -66,7 +66,7 @@ def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
 
 
 def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_path):
-    store = Store(LocalPlace(tmp_path, in_memory=True))
+    store = Store(LocalStorage(tmp_path, in_memory=True))
     peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None, Carriers())
     names = [f"layers.{number}.attention" for number in range(5)]
     diverged, damaged = peers._trouble("1", 7, CopyResult(differs=names, damaged=["output"]))

@@ -5,14 +5,14 @@ from hypothesis import given, settings
 
 from moc.sharding import (
     SCHEMES,
-    Item,
-    Layout,
+    ParallelLayout,
+    SaveItem,
     assign_items,
+    bytes_by_rank,
     equation_8,
     forced_bytes,
     ideal_bytes,
     list_save_items,
-    loads,
     pec_leaves_ranks_unequal,
 )
 from moc.state.shape import ModelShape, model_operators
@@ -30,19 +30,19 @@ def test_with_one_expert_parallel_group_equation_8_is_the_mean():
     operators = model_operators(SHAPE)
     expert = sum(o.parameters for o in operators if o.kind == "expert")
     other = sum(o.parameters for o in operators) - expert
-    layout = Layout(4, ep=4)
+    layout = ParallelLayout(4, ep=4)
     assert ideal_bytes(list_save_items(operators, layout), layout) == equation_8(other, expert, 2, 12, 4, 4)
     assert equation_8(other, expert, 2, 12, 4, 4) == 14 * (other + expert) / 4
 
 
 def test_bounds_by_hand():
     items = [
-        Item("layers.0.attention", "weights", 0, 0, 6, (0, 1)),
-        Item("layers.1.attention", "weights", 0, 0, 10, (2, 3)),
-        Item("layers.1.attention", "optimizer", 0, 0, 7, (2,)),
-        Item("layers.1.attention", "optimizer", 0, 7, 10, (3,)),
+        SaveItem("layers.0.attention", "weights", 0, 0, 6, (0, 1)),
+        SaveItem("layers.1.attention", "weights", 0, 0, 10, (2, 3)),
+        SaveItem("layers.1.attention", "optimizer", 0, 0, 7, (2,)),
+        SaveItem("layers.1.attention", "optimizer", 0, 7, 10, (3,)),
     ]
-    assert ideal_bytes(items, Layout(4, pp=2)) == (10 + 7 + 3) / 2
+    assert ideal_bytes(items, ParallelLayout(4, pp=2)) == (10 + 7 + 3) / 2
     assert forced_bytes(items) == 7
 
 
@@ -68,5 +68,5 @@ def test_no_scheme_goes_below_the_bounds(case):
     shape, layout = case
     items = list_save_items(model_operators(shape), layout)
     for scheme in SCHEMES.values():
-        bottleneck = max(loads(items, assign_items(items, scheme), layout.world))
+        bottleneck = max(bytes_by_rank(items, assign_items(items, scheme), layout.world))
         assert bottleneck >= max(ideal_bytes(items, layout), forced_bytes(items))

@@ -10,7 +10,7 @@ from tests.errors import raises
 cpu.install()  # comes before megatron.core
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
-from moc.sharding import Layout  # noqa: E402
+from moc.sharding import ParallelLayout  # noqa: E402
 from tests.unit.sharding.strategies import layouts  # noqa: E402
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -49,7 +49,7 @@ def test_groups_of_experts_are_those_of_megatron_core(layout):
 
 @given(layouts(), st.integers(1, 3), st.integers(1, 3))
 def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, per_chunk, vpp):
-    layout = Layout(layout.world, layout.tp, layout.pp, layout.ep, layout.expert_tp, vpp)
+    layout = ParallelLayout(layout.world, layout.tp, layout.pp, layout.ep, layout.expert_tp, vpp)
     layers = layout.pp * vpp * per_chunk
     stages = [layout.stage_of_layer(layer, layers) for layer in range(layers)]
     assert stages == [stage for _ in range(vpp) for stage in range(layout.pp) for _ in range(per_chunk)]
@@ -65,9 +65,9 @@ def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, pe
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, code, named):
     with raises(code, named):
-        Layout(**sizes)
+        ParallelLayout(**sizes)
 
 
 def test_layers_that_do_not_divide_are_refused():
     with raises("layers-not-divisible", "5 layers"):
-        Layout(2, pp=2).stage_of_layer(0, 5)
+        ParallelLayout(2, pp=2).stage_of_layer(0, 5)

@@ -9,7 +9,7 @@ import pytest
 from moc.policy import POLICIES
 from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.windows import OperatorBytes
-from moc.sharding import Layout
+from moc.sharding import ParallelLayout
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.live_costs import (
@@ -297,7 +297,7 @@ def test_bytes_of_any_number_of_experts():
 
 
 def test_sizes_by_the_sharding_rules():
-    layout = Layout(world=16, pp=4, ep=4)
+    layout = ParallelLayout(world=16, pp=4, ep=4)
     saved = saved_by_rules(OPERATORS, layout)
     assert saved.full == full_sizes(OPERATORS, layout).busiest == saved.by_k[16] > saved.by_k[1]
     assert sum(map(len, saved.stages)) == len(OPERATORS)

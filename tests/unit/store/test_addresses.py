@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.object_storage import ObjectPlace, place_of
-from moc.store.storage import LocalPlace
+from moc.store.object_storage import ObjectStorage, storage_at
+from moc.store.storage import LocalStorage
 from tests.errors import only_code, raises
 
 ROOT = Path(__file__).parents[3]
@@ -24,15 +24,15 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_directories(address, root):
-    place = place_of(address)
-    assert isinstance(place, LocalPlace)
+    place = storage_at(address)
+    assert isinstance(place, LocalStorage)
     assert place.root == Path(root)
 
 
 def test_object_storage():
-    place = place_of("memory://run/one/")
-    assert isinstance(place, ObjectPlace)
-    assert (place.name, place.path("a/b")) == ("memory://run/one", "memory://run/one/a/b")
+    place = storage_at("memory://run/one/")
+    assert isinstance(place, ObjectStorage)
+    assert (place.name, place.display_path("a/b")) == ("memory://run/one", "memory://run/one/a/b")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_object_storage():
 )
 def test_what_means_no_place_is_refused(address, remedy):
     with raises("address-invalid", str(address), remedy):
-        place_of(address)
+        storage_at(address)
 
 
 @pytest.mark.parametrize("address, library", [("s3://b/r", "s3fs"), ("gs://b/r", "gcsfs")])

@@ -3,7 +3,7 @@
 import pytest
 
 from moc.state.operators import Operator
-from moc.store.manifest import FileEntry, OperatorEntry, RankReport, assemble, joined
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport, assemble, merge_manifests
 from tests.errors import raises
 
 EXPERT = Operator("layers.0.expert.1", "expert", 0, 1, parameters=10)
@@ -28,7 +28,7 @@ def test_parts_that_are_whole_together_make_a_manifest():
     manifest = made([part(0, expert=full()), part(1, expert=full())])
     assert (manifest.iteration, manifest.policy, manifest.writers) == (20, "full", 2)
     assert manifest.operators[EXPERT.name] == OperatorEntry("full", 7, dict.fromkeys(FULL, 10))
-    assert manifest.complete and manifest.state == {"scale": 1.0} and manifest.layout == {"world": 2}
+    assert manifest.is_complete and manifest.state == {"scale": 1.0} and manifest.layout == {"world": 2}
 
 
 @pytest.mark.parametrize(
@@ -61,18 +61,18 @@ def test_biases_of_routers_alone_are_not_a_router():
     with raises("operator-incomplete", "layers.0.router"):
         made([part(0, router=biases)], planned=(ROUTER,))
     whole = OperatorEntry("full", 7, {"param": 2, "master": 4, "momentum_buffer": 4})
-    assert made([part(0, router=whole)], planned=(ROUTER,)).complete
+    assert made([part(0, router=whole)], planned=(ROUTER,)).is_complete
 
 
 def test_compute_weights_have_to_be_whole_too():
-    assert made([part(0, expert=OperatorEntry("compute", None, {"param": 10}))]).complete
+    assert made([part(0, expert=OperatorEntry("compute", None, {"param": 10}))]).is_complete
     with raises("operator-incomplete", "1 of 10 param of"):
         made([part(0, expert=OperatorEntry("compute", None, {"param": 9}))])
 
 
 def test_one_node_names_its_own_files_and_lacks_nothing():
     manifest = made([part(0, expert=full())], writers=2)
-    assert not manifest.complete and list(manifest.files) == ["rank_0"]
+    assert not manifest.is_complete and list(manifest.files) == ["rank_0"]
 
 
 def test_ranks_that_disagree_are_refused():
@@ -83,10 +83,10 @@ def test_ranks_that_disagree_are_refused():
 def test_the_manifests_of_all_nodes_are_joined():
     parts = [part(rank, expert=full(), router=OperatorEntry("full", 7, dict.fromkeys(FULL, 1))) for rank in range(4)]
     nodes = [made(parts[:2], writers=4), made(parts[2:3], writers=4), made(parts[3:], writers=4)]
-    whole = joined(nodes)
+    whole = merge_manifests(nodes)
     assert whole == made(parts, planned=(ROUTER,))
-    assert whole.complete and not joined(nodes[:2]).complete
-    assert joined([whole]) == whole
+    assert whole.is_complete and not merge_manifests(nodes[:2]).is_complete
+    assert merge_manifests([whole]) == whole
     other = made([part(3, expert=OperatorEntry("full", 8, FULL))], writers=4)
     with raises("parts-contradictory", "layers.0.expert.1"):
-        joined([*nodes[:2], other])
+        merge_manifests([*nodes[:2], other])

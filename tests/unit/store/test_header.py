@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.state.region import Region
-from moc.store.header import extract
-from moc.store.shard_file import RegionTensor, write_regions
+from moc.store.header import extract_sub_file
+from moc.store.shard_file import BoxTensor, write_shard_file
 
 SLOTS = ("master", "exp_avg", "param")
 NAMES = ("output_layer.weight", *(f"decoder.layers.0.mlp.experts.experts.{e}.linear_fc1.weight" for e in range(4)))
 TENSORS = [
-    RegionTensor(
-        name, slot, (8, 3), Region((number, 0), (2 + number % 2, 3)), torch.rand(2 + number % 2, 3, dtype=dtype)
-    )
+    BoxTensor(name, slot, (8, 3), Region((number, 0), (2 + number % 2, 3)), torch.rand(2 + number % 2, 3, dtype=dtype))
     for number, name in enumerate(NAMES)
     for slot, dtype in zip(SLOTS, (torch.float32, torch.float32, torch.bfloat16), strict=True)
 ]
@@ -28,9 +26,9 @@ boxes = st.sets(st.sampled_from([(tensor.name, tensor.slot) for tensor in TENSOR
 def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept):
     directory = tmp_path_factory.mktemp("files")
     of = lambda chosen: [tensor for tensor in TENSORS if (tensor.name, tensor.slot) in chosen]  # noqa: E731
-    entry, alone = (write_regions(directory / name, of(c)) for name, c in (("all", saved), ("some", saved & kept)))
+    entry, alone = (write_shard_file(directory / name, of(c)) for name, c in (("all", saved), ("some", saved & kept)))
     source = (directory / "all").read_bytes()
-    found = extract("all", entry, source[: entry.header_bytes], lambda box: (box.name, box.slot) in kept)
+    found = extract_sub_file("all", entry, source[: entry.header_bytes], lambda box: (box.name, box.slot) in kept)
     if not saved & kept:
         assert found is None
         return
@@ -45,7 +43,7 @@ def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept
     "harm", [lambda h: h[:100], lambda h: b"\xff" * 8 + h[8:], lambda h: h.replace(b"F32", b"F31")]
 )
 def test_a_header_that_cannot_be_read_is_refused(harm, tmp_path: Path):
-    entry = write_regions(tmp_path / "all", TENSORS)
+    entry = write_shard_file(tmp_path / "all", TENSORS)
     header = harm((tmp_path / "all").read_bytes()[: entry.header_bytes])
     with pytest.raises(ValueError):
-        extract("all", entry, header, lambda box: box.slot == "master")
+        extract_sub_file("all", entry, header, lambda box: box.slot == "master")

@@ -23,9 +23,9 @@ from moc.store import object_storage
 from moc.store.claims import Claim
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.object_storage import ObjectPlace
-from moc.store.shard_file import DamagedRegionError, FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
-from moc.store.store import Store, file_of
+from moc.store.object_storage import ObjectStorage
+from moc.store.shard_file import BoxTensor, DamagedTensorError, FileLayout, ShardReader, compute_digest, tensor_bytes
+from moc.store.store import Store, shard_file_name
 from tests.errors import raises
 from tests.s3_server import s3_server
 
@@ -64,14 +64,14 @@ def elsewhere(bucket, monkeypatch):
 
 @pytest.fixture
 def place(bucket):
-    return ObjectPlace(f"s3://{bucket}/run", part_bytes=PART)
+    return ObjectStorage(f"s3://{bucket}/run", part_bytes=PART)
 
 
 @pytest.fixture(params=["s3", "memory"])
 def any_place(request):
     if request.param == "s3":
         return request.getfixturevalue("place")
-    return ObjectPlace(f"memory://{uuid.uuid4().hex}/run")
+    return ObjectStorage(f"memory://{uuid.uuid4().hex}/run")
 
 
 @functools.cache
@@ -90,8 +90,8 @@ def tensors(rank):
     region = Region((3 * rank, 0), (3, 5))
     half = values.to(torch.bfloat16)
     return [
-        RegionTensor("w", "master", (6, 5), region, values),
-        RegionTensor("w", "param", (6, 5), region, half),
+        BoxTensor("w", "master", (6, 5), region, values),
+        BoxTensor("w", "param", (6, 5), region, half),
     ]
 
 
@@ -99,42 +99,43 @@ def save(store, iteration, ranks=2):
     """Writes a checkpoint, and publishes it."""
     files = {}
     for rank in range(ranks):
-        layout = FileLayout(tensor.entry for tensor in tensors(rank))
-        values = [bytes_of(tensor.values) for tensor in tensors(rank)]
-        header = layout.header([digest_of(value) for value in values])
+        layout = FileLayout(tensor.box for tensor in tensors(rank))
+        values = [tensor_bytes(tensor.values) for tensor in tensors(rank)]
+        header = layout.header([compute_digest(value) for value in values])
         store.write_file(iteration, rank, [header, *values])
-        files[file_of(rank)] = FileEntry(layout.nbytes, layout.header_bytes, digest_of(header))
+        files[shard_file_name(rank)] = FileEntry(layout.nbytes, layout.header_bytes, compute_digest(header))
     operators = {"w": OperatorEntry("full", iteration, {"master": 15 * ranks, "param": 15 * ranks})}
     store.publish(Manifest(iteration=iteration, policy="full", writers=ranks, files=files, operators=operators))
 
 
 def read(store, iteration):
-    return RegionReader(
-        (store.place.blob(f"iter_{iteration:07d}/{name}") for name in store.manifest(iteration).files), verify=True
+    return ShardReader(
+        (store.storage.open_blob(f"iter_{iteration:07d}/{name}") for name in store.read_manifest(iteration).files),
+        verifies=True,
     )
 
 
 def test_what_is_written_is_read_listed_and_removed(any_place):
-    assert any_place.names() == []
+    assert any_place.list_names() == []
     any_place.write("iter_1/b", [b"12", memoryview(b"345"), bytearray(b"")])
     any_place.write("iter_1/a", [])
     any_place.write("iter_10/c", [b"6"])
-    assert any_place.names() == ["iter_1", "iter_10"]
-    assert any_place.names("iter_1") == ["a", "b"]
-    assert any_place.names("iter_1/a") == any_place.names("iter_2") == []
+    assert any_place.list_names() == ["iter_1", "iter_10"]
+    assert any_place.list_names("iter_1") == ["a", "b"]
+    assert any_place.list_names("iter_1/a") == any_place.list_names("iter_2") == []
     assert (any_place.read("iter_1/a"), any_place.read("iter_1/b")) == (b"", b"12345")
     any_place.write("iter_1/b", [b"anew"])
     assert any_place.read("iter_1/b") == b"anew"
     any_place.remove("iter_1/a")
-    assert any_place.names("iter_1") == ["b"]
+    assert any_place.list_names("iter_1") == ["b"]
     any_place.remove("iter_1")
     any_place.remove("iter_1")
-    assert any_place.names() == ["iter_10"]
-    for missing in (any_place.read, any_place.blob):
+    assert any_place.list_names() == ["iter_10"]
+    for missing in (any_place.read, any_place.open_blob):
         with pytest.raises(FileNotFoundError, match=re.escape(f"{any_place.name}/iter_1/b:")):
             missing("iter_1/b")
     with pytest.raises(FileNotFoundError):
-        any_place.blob("iter_10")
+        any_place.open_blob("iter_10")
     assert any_place.free_bytes() is None
 
 
@@ -147,9 +148,9 @@ def test_an_object_that_is_too_large_is_not_fetched(any_place, monkeypatch):
         kind, "cat_file", lambda self, *args, **how: (fetched.append(args), original(self, *args, **how))[1]
     )
     with pytest.raises(RefusedFileError):
-        any_place.read("large", most=999)
+        any_place.read("large", max_bytes=999)
     assert not fetched
-    assert any_place.read("large", most=1000) == bytes(1000) and any_place.read("empty", most=0) == b""
+    assert any_place.read("large", max_bytes=1000) == bytes(1000) and any_place.read("empty", max_bytes=0) == b""
 
 
 def test_ranges_are_read_like_slices(any_place, monkeypatch):
@@ -158,7 +159,7 @@ def test_ranges_are_read_like_slices(any_place, monkeypatch):
     )  # so that a hundred bytes come in several batches of several streams
     data = bytes(range(200)) * 2
     any_place.write("file", [data])
-    blob = any_place.blob("file")
+    blob = any_place.open_blob("file")
     assert blob.size == 400
     for start, stop in [(0, 400), (3, 9), (13, 391), (390, 1000), (400, 401), (5, 5)]:
         assert blob.read(start, stop) == data[start:stop]
@@ -182,14 +183,16 @@ def test_published_values_come_back_bit_by_bit(any_place):
     store = Store(any_place)
     save(store, 7)
     assert store.iterations() == [7]
-    manifest = store.manifest(7)
-    assert manifest.complete
-    assert [store.damage_in_header(7, name, entry) for name, entry in manifest.files.items()] == [None, None]
+    manifest = store.read_manifest(7)
+    assert manifest.is_complete
+    assert [store.find_header_damage(7, name, entry) for name, entry in manifest.files.items()] == [None, None]
     reader = read(store, 7)
     for slot, dtype in (("master", torch.int32), ("param", torch.int16)):
         whole = torch.cat([t.values for rank in (0, 1) for t in tensors(rank) if t.slot == slot])
         for box in (Region((0, 0), (6, 5)), Region((2, 1), (3, 2)), Region((4, 0), (1, 5))):
-            assert torch.equal(reader.get("w", slot, box).view(dtype), whole[box.slices()].contiguous().view(dtype))
+            assert torch.equal(
+                reader.read_region("w", slot, box).view(dtype), whole[box.slices()].contiguous().view(dtype)
+            )
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # from closing what was given up
@@ -206,20 +209,20 @@ def test_what_fails_midway_leaves_the_object_as_it_was(place, bucket, seen):
     with pytest.raises(KeyError, match="second"):
         place.write("file", parts())
     gc.collect()
-    assert place.names() == (["file"] if seen else [])
+    assert place.list_names() == (["file"] if seen else [])
     assert not seen or place.read("file") == b"before"
     assert uploads(bucket) == []
 
 
 KILLED = """
 import sys, threading
-from moc.store.object_storage import ObjectPlace
+from moc.store.object_storage import ObjectStorage
 from moc.store.store import Store
 def parts():
     yield bytes(12 << 20)
     print("halfway", flush=True)
     threading.Event().wait()
-store = Store(ObjectPlace(sys.argv[1], 5 << 20))
+store = Store(ObjectStorage(sys.argv[1], 5 << 20))
 store.write_file(7, 0, [b"whole"])
 store.write_file(7, 1, parts())
 """
@@ -233,12 +236,12 @@ def test_a_killed_writer_leaves_nothing_that_counts(place, bucket):
         assert writer.stdout.readline() == b"halfway\n"
         writer.send_signal(signal.SIGKILL)
     assert len(uploads(bucket)) == 1  # it was in the middle of one
-    assert place.names("iter_0000007") == ["rank_00000.safetensors"]
+    assert place.list_names("iter_0000007") == ["rank_00000.safetensors"]
     with pytest.raises(FileNotFoundError):
-        place.blob("iter_0000007/rank_00001.safetensors")
+        place.open_blob("iter_0000007/rank_00001.safetensors")
     assert store.iterations() == [6]
-    store.clear_unpublished()
-    assert place.names() == ["iter_0000006"]
+    store.remove_unpublished()
+    assert place.list_names() == ["iter_0000006"]
     save(store, 7)
     assert store.iterations() == [6, 7]
 
@@ -252,29 +255,31 @@ def test_a_flipped_bit_is_found_and_named(place, bucket, offset, named):
     data[offset] ^= 4
     other_client().pipe_file(path, bytes(data))
     if offset < 0:
-        with pytest.raises(DamagedRegionError, match=f"s3://{path} is damaged: {named}"):
-            read(store, 7).get("w", "param", Region((0, 0), (6, 5)))
+        with pytest.raises(DamagedTensorError, match=f"s3://{path} is damaged: {named}"):
+            read(store, 7).read_region("w", "param", Region((0, 0), (6, 5)))
     else:
-        entry = store.manifest(7).files["rank_00000.safetensors"]
-        assert re.search(f"s3://{path} is damaged: {named}", store.damage_in_header(7, "rank_00000.safetensors", entry))
+        entry = store.read_manifest(7).files["rank_00000.safetensors"]
+        assert re.search(
+            f"s3://{path} is damaged: {named}", store.find_header_damage(7, "rank_00000.safetensors", entry)
+        )
 
 
 def test_a_truncated_object_is_named(place, bucket):
     store = Store(place)
     save(store, 7)
     path = f"{bucket}/run/iter_0000007/rank_00000.safetensors"
-    blob = place.blob("iter_0000007/rank_00000.safetensors")
+    blob = place.open_blob("iter_0000007/rank_00000.safetensors")
     other_client().pipe_file(path, other_client().cat_file(path)[:-1])
     with pytest.raises(OSError, match=rf"s3://{path}: 9 .*\b10\b"):
         blob.read(blob.size - 10, blob.size)
-    entry = store.manifest(7).files["rank_00000.safetensors"]
-    assert "truncated" in store.damage_in_header(7, "rank_00000.safetensors", entry)
+    entry = store.read_manifest(7).files["rank_00000.safetensors"]
+    assert "truncated" in store.find_header_damage(7, "rank_00000.safetensors", entry)
 
 
 def test_a_range_is_kept_until_another_is_read(place):
     place.write("one", [b"12345"])
     place.write("two", [b"67890"])
-    one, two = place.blob("one"), place.blob("two")
+    one, two = place.open_blob("one"), place.open_blob("two")
     assert one.read(1, 4) == b"234"
     place.remove("one")
     assert one.read(1, 4) == b"234"  # to compare with the hash, and to use: fetched once
@@ -285,38 +290,45 @@ def test_a_range_is_kept_until_another_is_read(place):
 
 def test_listings_are_never_stale(place, bucket):
     place.write("iter_1/a", [b""])
-    assert (place.names(), place.names("iter_1"), place.names("iter_2")) == (["iter_1"], ["a"], [])
+    assert (place.list_names(), place.list_names("iter_1"), place.list_names("iter_2")) == (["iter_1"], ["a"], [])
     other_client().pipe_file(f"{bucket}/run/iter_1/b", b"")
     other_client().pipe_file(f"{bucket}/run/iter_2/c", b"")
-    assert (place.names(), place.names("iter_1"), place.names("iter_2")) == (["iter_1", "iter_2"], ["a", "b"], ["c"])
+    assert (place.list_names(), place.list_names("iter_1"), place.list_names("iter_2")) == (
+        ["iter_1", "iter_2"],
+        ["a", "b"],
+        ["c"],
+    )
     other_client().rm_file(f"{bucket}/run/iter_1/a")
-    assert place.names("iter_1") == ["b"]
+    assert place.list_names("iter_1") == ["b"]
 
 
 def test_a_bucket_without_a_prefix(bucket):
-    place = ObjectPlace(f"s3://{bucket}/")
+    place = ObjectStorage(f"s3://{bucket}/")
     place.write("iter_1/a", [b"1"])
     place.write("b", [b"2"])
-    assert (place.name, place.names(), place.names("iter_1")) == (f"s3://{bucket}", ["b", "iter_1"], ["a"])
+    assert (place.name, place.list_names(), place.list_names("iter_1")) == (f"s3://{bucket}", ["b", "iter_1"], ["a"])
 
 
 def test_the_job_that_starts_last_has_the_place(any_place):
-    first, second = Store(any_place), Store(ObjectPlace(any_place.name))
-    first.place.lock()
+    first, second = Store(any_place), Store(ObjectStorage(any_place.name))
+    first.storage.lock()
     save(first, 6)
-    second.place.lock()  # at once: whoever was before may have been killed
+    second.storage.lock()  # at once: whoever was before may have been killed
     taken = "directory-taken-over", f"process {os.getpid()}", any_place.name
     with raises(*taken):
         save(first, 7)
     with raises(*taken):
         first.remove(6)
     with raises(*taken):
-        first.set_aside(6)
+        first.hide(6)
     assert second.iterations() == first.iterations() == [6]
     second.remove(6)
     with raises(*taken):
-        first.clear()
-    assert any_place.names("iter_0000007") == [file_of(0), file_of(1)]  # perhaps the second one's, being written
+        first.remove_all()
+    assert any_place.list_names("iter_0000007") == [
+        shard_file_name(0),
+        shard_file_name(1),
+    ]  # perhaps the second one's, being written
     save(second, 7)
     assert second.iterations() == first.iterations() == [7]
 
@@ -328,7 +340,7 @@ def test_of_one_launch_the_newest_term_has_the_place_and_no_other_launch_takes_i
     old, new = store("first", 3), store("first", 4)
     save(old, 6)
     save(new, 7)
-    assert (old.manifest(7).run, old.manifest(7).job, old.manifest(7).term) == ("run", "first", (0, 4))
+    assert (old.read_manifest(7).run, old.read_manifest(7).job, old.read_manifest(7).term) == ("run", "first", (0, 4))
     for action in (lambda: save(old, 8), lambda: store("first", 3).take(), lambda: old.remove(6)):
         with raises("directory-taken-over", "generation 0.4", "generation 0.3"):
             action()
@@ -372,9 +384,9 @@ def test_no_name_of_an_object_makes_a_job_remove_other_objects(place, bucket, na
     planted = f"run/iter_0000010/{name}"
     other_client().call_s3("put_object", Bucket=bucket, Key=planted, Body=b"x")
     save(store, 10)  # which removes what the manifest does not list
-    store.clear_unpublished()
+    store.remove_unpublished()
     assert store.iterations() == [10]
-    assert torch.equal(read(store, 10).get("w", "master", Region((0, 0), (3, 5))), tensors(0)[0].values)
+    assert torch.equal(read(store, 10).read_region("w", "master", Region((0, 0), (3, 5))), tensors(0)[0].values)
     store.remove(10)
     left = other_client().call_s3("list_objects_v2", Bucket=bucket)["Contents"]
     assert [one["Key"] for one in left] == [planted]
@@ -382,11 +394,11 @@ def test_no_name_of_an_object_makes_a_job_remove_other_objects(place, bucket, na
 
 @pytest.mark.parametrize("root", ["run[12]", "run*", "run?"])
 def test_a_prefix_is_no_pattern(bucket, root):
-    place, other = (ObjectPlace(f"s3://{bucket}/{name}") for name in (root, "run1"))
+    place, other = (ObjectStorage(f"s3://{bucket}/{name}") for name in (root, "run1"))
     for one in (place, other):
         one.write("iter_0000010/x", [b"1"])
     place.remove("iter_0000010")
-    assert (place.names("iter_0000010"), other.names("iter_0000010")) == ([], ["x"])
+    assert (place.list_names("iter_0000010"), other.list_names("iter_0000010")) == ([], ["x"])
 
 
 def test_it_works_in_threads_and_forks(place):
@@ -396,14 +408,14 @@ def test_it_works_in_threads_and_forks(place):
     place.write("meanwhile", [b"2"])
     child.join(60)
     assert child.exitcode == 0
-    assert place.names() == ["child", "meanwhile", "parent"]
+    assert place.list_names() == ["child", "meanwhile", "parent"]
     assert place.read("child") == bytes(PART + 1)
 
 
 OPERATIONS = {
     "read": lambda place: place.read("file"),
-    "blob": lambda place: place.blob("file"),
-    "names": lambda place: place.names(),
+    "blob": lambda place: place.open_blob("file"),
+    "names": lambda place: place.list_names(),
     "write": lambda place: place.write("file", [b"1"]),
     "write in parts": lambda place: place.write("file", [bytes(PART)]),
     "remove": lambda place: place.remove("file"),
@@ -414,7 +426,7 @@ OPERATIONS = {
 def refused(operation, url, because):
     """Whether an operation fails with one sentence that names the place."""
     with pytest.raises(OSError, match=rf"^{url}(/\S+)?: {because}[^\n]*$"):
-        OPERATIONS[operation](ObjectPlace(url, PART))
+        OPERATIONS[operation](ObjectStorage(url, PART))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -440,16 +452,16 @@ def test_a_wrong_endpoint_is_one_sentence(bucket, operation, elsewhere):
 
 def test_a_manifest_that_cannot_be_read_is_a_checkpoint_error(place):
     with raises("checkpoint-unreadable", "manifest.json"):
-        Store(place).manifest(7)
+        Store(place).read_manifest(7)
 
 
 def test_memory_shows_no_half_of_a_file():
-    place = ObjectPlace(f"memory://{uuid.uuid4().hex}", part_bytes=1)
+    place = ObjectStorage(f"memory://{uuid.uuid4().hex}", part_bytes=1)
 
     def parts():
         yield b"12"
-        assert place.names() == []
+        assert place.list_names() == []
         yield b"3"
 
     place.write("a", parts())
-    assert fsspec.filesystem("memory").cat_file(place.path("a").removeprefix("memory:/")) == b"123"
+    assert fsspec.filesystem("memory").cat_file(place.display_path("a").removeprefix("memory:/")) == b"123"

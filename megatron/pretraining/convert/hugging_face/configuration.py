@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
 from megatron.pretraining.convert.hugging_face.family import Config
-from moc.inspect.coverage import MOST_OPERATORS
+from moc.inspect.coverage import MAX_OPERATORS
 from moc.store.errors import CheckpointError
 
 _SIZES = {  # keys by field of Megatron-LM's options
@@ -220,8 +220,8 @@ def _experts(config: Config, key: str, layers: int) -> int:
             code="config-contradictory",
         )
     experts = said.pop() if said else whole(config, key)
-    if experts * layers > MOST_OPERATORS:
-        raise unsupported(key, experts, f"at most {MOST_OPERATORS} experts in all layers are supported")
+    if experts * layers > MAX_OPERATORS:
+        raise unsupported(key, experts, f"at most {MAX_OPERATORS} experts in all layers are supported")
     return experts
 
 

@@ -87,7 +87,7 @@ def write_directory(
         if verify:
             compare(model, staging, advance)
         for path in sorted(staging.iterdir()):
-            files.setdefault(path.name, dense_files.describe(path))
+            files.setdefault(path.name, dense_files.describe_file(path))
         said = {"format": FORMAT, "source": dict(about.source), "files": files, "tensors": tensors}
         write_durably(staging / CONVERSION, json.dumps(said, indent=1))
         sync_directory(staging)
@@ -142,7 +142,7 @@ def check_hashes(directory: Path, advance: Advance) -> None:
             code="conversion-record-foreign",
         )
     for name, entry in files.items():
-        if damage := dense_files.damage_in(directory, {name: entry}):
+        if damage := dense_files.find_damage(directory, {name: entry}):
             raise CheckpointError(
                 f"{damage}. Fix: convert the source again, or remove {CONVERSION} if you changed it",
                 code="checkpoint-damaged",
@@ -172,13 +172,13 @@ def _staged(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     private, descriptor = _private(output)
     try:
-        safe_directory.empty(descriptor)
+        safe_directory.delete_contents(descriptor)
         staging = private / os.path.basename(os.path.realpath(output))
         staging.mkdir()
         yield staging
     finally:
         with contextlib.suppress(OSError):
-            safe_directory.remove_own(private)
+            safe_directory.remove_owned(private)
         os.close(descriptor)
 
 

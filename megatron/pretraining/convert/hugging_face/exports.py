@@ -16,11 +16,11 @@ from megatron.pretraining.convert.hugging_face.recorded import recorded
 from megatron.pretraining.convert.hugging_face.tensors import Exported
 from megatron.pretraining.convert.source import contents_of, weights_of
 from moc.files import safe_directory
-from moc.files.safe_directory import Tree
+from moc.files.safe_directory import SafeDirectory
 from moc.output import print_lines, progress
 from moc.store.dense_files import MANIFEST
 from moc.store.errors import CheckpointError
-from moc.store.manifest import digest_of
+from moc.store.manifest import compute_digest
 
 _FILE_MB = 5000
 
@@ -67,5 +67,9 @@ def _refuse_flags(flags: list[str]) -> list[str]:
 def _source(directory: Path, iteration: int) -> Mapping[str, object]:
     said = {"name": directory.resolve().name, "iteration": iteration}
     with contextlib.suppress(FileNotFoundError):
-        return said | {"manifest_xxh3_128": digest_of(Tree(directory).read(MANIFEST, safe_directory.MANIFEST))}
+        return said | {
+            "manifest_xxh3_128": compute_digest(
+                SafeDirectory(directory).read(MANIFEST, safe_directory.MAX_MANIFEST_BYTES)
+            )
+        }
     return said

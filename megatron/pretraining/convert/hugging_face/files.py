@@ -15,11 +15,11 @@ import xxhash
 
 from moc.files import decode, safe_directory
 from moc.files.decode import FileName, Name
-from moc.files.safe_directory import Tree
-from moc.files.text import short, shown
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import short_repr, shorten
 from moc.store import header
 from moc.store.errors import CheckpointError
-from moc.store.shard_file import bytes_of
+from moc.store.shard_file import tensor_bytes
 from moc.store.storage import LocalBlob
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -66,10 +66,10 @@ class StoredTensor:
         return values.view(count, *tensor.shape[1:])
 
 
-def read_json(path: Path, most: int = safe_directory.MANIFEST) -> Mapping:
+def read_json(path: Path, most: int = safe_directory.MAX_MANIFEST_BYTES) -> Mapping:
     """Reads the object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
     try:
-        return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
+        return decode.require_object(decode.parse(SafeDirectory(path.parent).read(path.name, most)), "it")
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -147,8 +147,10 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
     try:
         blob = LocalBlob(path)
         tensors, _, begin = header.read_header(blob.size, blob.read)
-        header.check_spans(tensors.values(), blob.size - begin, slack=False)
-        return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()}
+        header.check_spans(tensors.values(), blob.size - begin, allows_slack=False)
+        return {
+            decode.require_name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()
+        }
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -163,10 +165,10 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> StoredTensor:
     if about.dtype not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {shown(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
+        raise ValueError(f"{name} is of dtype {short_repr(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
     tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
     if stop - start != tensor.nbytes:
-        raise ValueError(f"{name} must have {short(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
+        raise ValueError(f"{name} must have {shorten(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
     return StoredTensor(tensor, blob, begin + start)
 
 
@@ -206,7 +208,7 @@ def write_file(
         for tensor in ordered:
             one = xxhash.xxh3_128()
             for values in blocks(tensor):
-                data = bytes_of(values)
+                data = tensor_bytes(values)
                 file.write(data)
                 one.update(data)
                 whole.update(data)

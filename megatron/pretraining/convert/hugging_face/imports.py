@@ -52,7 +52,7 @@ def import_directory(args: argparse.Namespace) -> Path:
         )
     with progress(0, "verifying") as advance:
         check_hashes(source, advance)
-    config = read_json(source / CONFIG, safe_directory.SMALL)
+    config = read_json(source / CONFIG, safe_directory.MAX_SMALL_FILE_BYTES)
     family = family_of(config)
     model = family.flags_of(config)
     imported = Imported(read_directory(source), name_map(model, family), DTYPES.get(args.dtype or ""), {})

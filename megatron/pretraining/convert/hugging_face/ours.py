@@ -34,13 +34,13 @@ from megatron.pretraining.model.parameters import (  # noqa: E402
     unwrap,
 )
 from moc.files.decode import parse  # noqa: E402
-from moc.files.safe_directory import SMALL, Tree  # noqa: E402
+from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, SafeDirectory  # noqa: E402
 from moc.state.operators import is_module_state  # noqa: E402
 
 
 def main(asked: str) -> int:
     """Writes the logits requested by a file of :mod:`logits`, fp32 of shape (sequences, tokens, vocabulary)."""
-    ask = parse(Tree(Path(asked).parent).read(Path(asked).name, SMALL))
+    ask = parse(SafeDirectory(Path(asked).parent).read(Path(asked).name, MAX_SMALL_FILE_BYTES))
     contents = contents_of(Path(ask["source"]), ask["allow_stale"], ask["trust"])
     weights = weights_of(contents, DTYPES.get(ask["dtype"] or ""))
     tokens = torch.from_numpy(numpy.load(ask["tokens"]))

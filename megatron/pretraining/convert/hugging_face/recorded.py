@@ -21,7 +21,7 @@ from megatron.pretraining.entry.previous import check_flags, described_by_flags 
 from moc.errors import code_of  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
-from moc.store.shard_file import Entry  # noqa: E402
+from moc.store.shard_file import TensorBox  # noqa: E402
 
 _LONGEST = 4096  # maximum tokens of a sample if only the model limits them
 _OF_NO_RUN = (
@@ -85,7 +85,7 @@ def recipe(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any]) -
 
 
 def first_state(
-    model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any], tensors: Iterable[Entry]
+    model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any], tensors: Iterable[TensorBox]
 ) -> dict[str, Any]:
     """Returns ``training_state.json`` of a checkpoint that no run has written."""
     return {

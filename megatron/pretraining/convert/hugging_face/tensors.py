@@ -15,7 +15,7 @@ from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.operators import is_module_state
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
-from moc.store.shard_file import Entry
+from moc.store.shard_file import TensorBox
 
 _BLOCK = 64 << 20
 _HELD = 1 << 30  # bytes of a tensor that is cached for its later rows
@@ -115,7 +115,7 @@ class Imported(ConvertedState):
         whole = torch.cat([parts[start] for start in sorted(parts)])
         return whole[(slice(None), *region.slices()[1:])].contiguous()
 
-    def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> Entry:
+    def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> TensorBox:
         there = {self._stored[pair.theirs].tensor.dtype for pair in pairs}
         if len(there) > 1 and dtype is None:
             raise CheckpointError(
@@ -123,7 +123,7 @@ class Imported(ConvertedState):
                 code="dtype-missing",
             )
         shape = pairs[0].our_shape
-        return Entry(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
+        return TensorBox(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
 
 
 class _Held:

@@ -20,7 +20,7 @@ from megatron.pretraining.entry.dialects import (
     previous_release,
 )
 from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, Outcome, options_of
-from moc.files.text import shown
+from moc.files.text import short_repr
 
 OLDER = older_megatron.DIALECT
 _OTHERS = (
@@ -66,7 +66,7 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
         dialect = DIALECTS.get(" ".join(named[-1]))
         if dialect is None:
             problem = ConfigError(
-                f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
+                f"--dialect {short_repr(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
                 code="value-not-a-choice",
             )
             return Translation(plain, problems=(problem,))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.policy.pec_selection import sequential_experts
-from moc.sharding import Layout, StateBytes, list_save_items
+from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.state.shape import ModelShape, model_operators
 
 GPT_350M_16E = ModelShape(
@@ -41,7 +41,7 @@ def parameters(operators) -> tuple[int, int]:
 
 
 def listed(operators, state, **how) -> int:
-    return sum(item.nbytes for item in list_save_items(operators, Layout(1), state, **how))
+    return sum(item.nbytes for item in list_save_items(operators, ParallelLayout(1), state, **how))
 
 
 @settings(deadline=None)

@@ -34,7 +34,7 @@ from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.shard_file import Entry  # noqa: E402
+from moc.store.shard_file import TensorBox  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
 
 ROWS, PADDED = 200, 256  # of the embedding
@@ -65,7 +65,7 @@ class Drawn(ConvertedState):
             values = torch.randn((PADDED if words else rows, *rest), generator=generator)
             self.values[name] = values if name.endswith("expert_bias") else values.to(dtype)
         self.tensors = [
-            Entry(name, "param", tuple(values.shape), whole_of(tuple(values.shape)), values.dtype)
+            TensorBox(name, "param", tuple(values.shape), whole_of(tuple(values.shape)), values.dtype)
             for name, values in self.values.items()
         ]
         self.operators = {operator_or_other(name): (COMPUTE, None) for name in shapes}

@@ -20,7 +20,7 @@ from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.regions import cut
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
-from moc.store.shard_file import Entry
+from moc.store.shard_file import TensorBox
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import publish_again
@@ -71,7 +71,7 @@ def checkpoint(root):
 def tensors(draw):
     some = draw(st.lists(st.tuples(st.lists(st.integers(1, 6), max_size=3), st.booleans()), min_size=1, max_size=5))
     return [
-        Entry(f"t{i}", "param", tuple(shape), whole_of(tuple(shape)), BF16 if half else torch.float32)
+        TensorBox(f"t{i}", "param", tuple(shape), whole_of(tuple(shape)), BF16 if half else torch.float32)
         for i, (shape, half) in enumerate(some)
     ]
 
