@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 
 from moc.store.fence import NAME as FENCE
-from moc.store.host_memory import NAME as LEASE
+from moc.store.host_memory import LEASE_FILE as LEASE
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import FileEntry, compute_digest
 from moc.store.runs import RUN_FILE as RUN

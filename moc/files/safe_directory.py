@@ -1,9 +1,10 @@
 """Files in directories of unknown origin, and durable writes.
 
-Every access starts at a descriptor of the root, and follows no link below it.  Large files are written past the page
-cache: copying bytes to it and writing them back takes processor time and memory bandwidth from training.  Direct writes
-(``O_DIRECT``) avoid this (``docs/results/saving.md``).  Their buffers, lengths and offsets must be multiples of a block,
-so all bytes pass through an aligned buffer.
+Every access starts at a descriptor of the root, and follows no link below it.
+
+Large files are written past the page cache.  Copying bytes to the cache and writing them back takes processor time and
+memory bandwidth from training.  Direct writes (``O_DIRECT``) avoid this (``docs/results/saving.md``).  Their buffers,
+lengths and offsets must be multiples of a block, so all bytes pass through an aligned buffer.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ class SafeDirectory:
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size))  # a larger size would be allocated
 
     def read_lines(self, path: str, max_bytes: int) -> Iterator[bytes]:
-        """Yields the lines of a regular file; raises :class:`RefusedFileError` at one of more than ``max_bytes`` bytes."""
+        """Yields the lines of a regular file; raises :class:`RefusedFileError` at a line above ``max_bytes`` bytes."""
         with open(self.open(path), "rb") as file:
             while line := file.readline(max_bytes + 1):
                 if len(line) > max_bytes:
@@ -377,7 +378,7 @@ class SafeDirectory:
 
 
 def open_user_file(path: str | os.PathLike[str], max_bytes: int) -> int:
-    """Opens a regular file of at most ``max_bytes`` bytes that the user names, through links too; returns its descriptor."""
+    """Opens a regular file that the user names, through links too; returns its descriptor."""
     real = Path(os.path.realpath(path))
     return SafeDirectory(real.parent).open(real.name, max_bytes)
 
@@ -440,7 +441,7 @@ def write_in(
 
 
 def remove_owned(path: Path) -> None:
-    """Like :meth:`SafeDirectory.remove`, for an entry that this program has made, in a directory that the caller trusts."""
+    """Like :meth:`SafeDirectory.remove`, for an entry that this program has made, in a trusted directory."""
     SafeDirectory(path.parent, is_owned=True).remove(path.name)
 
 

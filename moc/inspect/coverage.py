@@ -212,7 +212,8 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
     tensor = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
     for box in boxes:
         if box.region.intersect(tensor) != box.region:
-            yield f"{_format_bounds(box.region)} in {box.file} reaches out of the tensor, which is {_format_bounds(tensor)}"
+            bounds, whole = _format_bounds(box.region), _format_bounds(tensor)
+            yield f"{bounds} in {box.file} reaches out of the tensor, which is {whole}"
             return
     if _is_exact_cover(tensor, [box.region for box in boxes]):
         return

@@ -90,7 +90,7 @@ def gradient_bases(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def follow_gradients(iteration: int, details_at: Callable[[int], Details]) -> dict[str, int]:
-    """Returns the same as :func:`gradient_bases` for an iteration; ``details_at`` returns the details at any iteration."""
+    """Returns :func:`gradient_bases` of an iteration; ``details_at`` returns the details at any iteration."""
     bases = {}
     for operator in (name for name, detail in details_at(iteration).items() if detail == Detail.GRAD.value):
         base = iteration

@@ -28,7 +28,7 @@ class Redundancy:
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
 
     def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`); empty if none."""
+        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`)."""
         found: dict[str, list[str]] = {}
         for name in operators:
             if name in self.copies:

@@ -69,7 +69,8 @@ def _table(runs: Sequence[Report]):
 def _choice_lines(run: Report, named: bool) -> Iterable[str]:
     prefix = f"{run.name}: " if named else ""
     for choice in run.choices:
-        yield f"{prefix}at iteration {choice.iteration}: {', '.join(f'{name} {new}' for name, new in choice.chosen.items())}"
+        chosen = ", ".join(f"{name} {value}" for name, value in choice.chosen.items())
+        yield f"{prefix}at iteration {choice.iteration}: {chosen}"
         yield f"    {choice.reason}" + (f" (It looked since {choice.cause}.)" if choice.cause else "")
 
 

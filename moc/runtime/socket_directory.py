@@ -1,9 +1,9 @@
 """Creates the directory of a node's Unix sockets, which other users cannot enter.
 
 It has mode 0700.  Its path is ``/dev/shm/moc-UID/.sockets/NAME``, in the user's directory of a memory file system
-(:func:`moc.store.host_memory.user_directory`).  If that is impossible, it is a temporary directory.  The creating process
-holds a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a
-killed job, and the next job of the user removes it.
+(:func:`moc.store.host_memory.user_directory`).  If that is impossible, it is a temporary directory.  The creating
+process holds a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over
+from a killed job, and the next job of the user removes it.
 """
 
 from __future__ import annotations

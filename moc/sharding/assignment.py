@@ -53,11 +53,11 @@ def parse_scheme(text: str) -> ShardingScheme:
             code="sharding-rule-unknown",
         )
     for name in rules:
-        named_rule(name)
+        _named_rule(name)
     return ShardingScheme(*rules)
 
 
-def named_rule(name: str) -> Rule:
+def _named_rule(name: str) -> Rule:
     if name not in RULES:
         raise ShardingError(
             f"there is no sharding rule {name!r}. Fix: choose one of {', '.join(sorted(RULES))}",
@@ -86,7 +86,7 @@ def assign_items(items: Sequence[SaveItem], scheme: ShardingScheme) -> list[int]
         if len(item.holders) == 1:
             load[item.holders[0]] += item.nbytes
     for name, for_experts in ((scheme.experts, True), (scheme.others, False)):
-        rule = named_rule(name)
+        rule = _named_rule(name)
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == for_experts]
         try:
             ranks = list(rule([items[i] for i in indices], dict(load)))

@@ -1,10 +1,10 @@
 """Computes each rank's share of a checkpoint from live tensor chunks by the sharding rules.
 
-    holdings = describe(state.fragments(operators, detail), detail)  # per detail that a policy may plan
-    # once: all-gather pack(holdings) within the pipeline stage; only its ranks can hold copies
-    stage = StageReplicas({rank: unpack(text) for rank, text in gathered.items()})
-    parts = shares(stage, {operator: detail, ...}, scheme)           # per plan, without communication
-    mine = select_fragments(state.fragments(...), parts.get(rank, []))
+    descriptors = describe_replicas(state.fragments(operators, detail), detail)  # per detail that a policy may plan
+    # once: all-gather pack_descriptors(descriptors) within the pipeline stage; only its ranks can have replicas
+    stage = StageReplicas({rank: unpack_descriptors(text) for rank, text in gathered.items()})
+    ranges = plan_shards(stage, {operator: detail, ...}, scheme)     # per plan, without communication
+    shard = select_fragments(state.fragments(...), ranges.get(rank, []))
 
 With snapshots in node memory, each node saves the state of its ranks, so that it can resume from its own memory.  State
 that is identical on several nodes has a copy on each, in the same pieces; one of them is written to storage.  Nothing
@@ -50,7 +50,7 @@ class ReplicaDescriptor(NamedTuple):
     Attributes:
         operator: name of the operator.
         detail: value of the :class:`~moc.state.detail.Detail`.
-        slot: as in :class:`~moc.sharding.save_items.Item`.
+        slot: as in :class:`~moc.sharding.save_items.SaveItem`.
         copy: identifier, equal on all ranks that hold the same boxes of the same tensors in the same slots.  Empty for
             state that this rank saves regardless of the rules: its slices of ZeRO's optimizer state.
         nbytes: size in bytes.
@@ -110,7 +110,7 @@ def _decompress(text: bytes) -> tuple[ReplicaDescriptor, ...]:
 
 
 class StageReplicas:
-    """Holdings of all ranks of one pipeline stage.
+    """Replica descriptors of all ranks of one pipeline stage.
 
     Args:
         descriptors_by_rank: holdings of every rank of the stage, from :func:`describe_replicas`, all details together.
@@ -150,14 +150,14 @@ class StageReplicas:
         return [item for key, items in self._items.items() if key in wanted for item in items]
 
     def replica_id(self, item: SaveItem, detail: Detail) -> str | None:
-        """Returns the ``copy`` of an item's (or piece's) :class:`ReplicaDescriptor`; None if only one rank can save it."""
+        """Returns the identifier of an item's (or piece's) replicas; None if only one rank can save it."""
         return self._replica_ids[item.operator, detail.value, item.slot, item.slice]
 
 
 def plan_shards(
     stage: StageReplicas, plan: Mapping[str, Detail], scheme: ShardingScheme, nodes: Sequence[str] = ()
 ) -> dict[int, list[ByteRange]]:
-    """Returns the shares of replicated state of each rank of a stage; identical on every rank, without communication.
+    """Returns the parts of replicated state that each rank of a stage saves; identical on every rank.
 
     Operators are not cut, as in MoC's section 4, unless they exceed an even share of their holders
     (:func:`moc.sharding.cut_large_items`).  Operators of other stages are ignored.
@@ -172,7 +172,7 @@ def plan_shards(
         Byte ranges by rank, which together cover every byte of every copy exactly once, on each node that has it.
 
     Raises:
-        ShardingError: as :func:`moc.sharding.assignment`.
+        ShardingError: as :func:`moc.sharding.assign_items`.
     """
     return _byte_ranges_by_rank(stage, plan, _assign_plan(stage, plan, scheme, nodes))
 

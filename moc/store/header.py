@@ -1,7 +1,7 @@
 """Header of a shard file: it describes the tensor chunks of the file, their offsets and hashes; needs no torch.
 
-The header is computed before the data are known (:class:`FileLayout`), except the hashes.  Headers of unknown origin are
-checked when they are read.
+The header is computed before the data are known (:class:`FileLayout`), except the hashes.  Headers of unknown origin
+are checked when they are read.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def read_boxes(
     if differing := tensors.keys() ^ index.keys():
         raise ValueError(f"its tensor {short_repr(min(differing))} is not in both lists of its header")
     check_spans((tensors[key] for key in index), size - data_start, allows_slack)
-    return [_stored_box(file, data_start, tensors[key], place) for key, place in index.items()]
+    return [_stored_box(file, data_start, tensors[key], row) for key, row in index.items()]
 
 
 def read_header(

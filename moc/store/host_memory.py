@@ -1,8 +1,8 @@
 """The memory tier of this node: directories of shared memory, their leases, and their removal.
 
 A lease is the time for which a job may still continue from its snapshots in memory.  A job records its lease when it
-takes a directory, and renews it by the file's modification time.  While a lease lasts, no tool may remove the memory: the
-job may be replacing its workers, and meanwhile no process uses it.
+takes a directory, and renews it by the file's modification time.  While a lease lasts, no tool may remove the memory:
+the job may be replacing its workers, and meanwhile no process uses it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def memory_paths_of_node(run: Path, node: str) -> list[Path]:
 
 
 def is_memory_of_run(path: Path, run: Path) -> bool:
-    """Returns whether a directory is a run's memory (:func:`memory_path_of_run`) on any node, in any home of the user."""
+    """Returns whether a directory is a run's memory on any node, in any directory of the user."""
     return path.name == run.name or path.name.startswith(f"{run.name}{_OF_NODE}")
 
 
@@ -192,14 +192,14 @@ class _Stored:
     seconds: decode.Seconds
 
 
-def record_lease(place: Storage, seconds: float) -> None:
+def record_lease(storage: Storage, seconds: float) -> None:
     """Records the lease of the job that has taken a directory, from now on.
 
     Raises:
         SupersededError: another claim has taken the location.
         OSError: the lease cannot be written.
     """
-    place.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
+    storage.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
 
 
 def renew_lease(root: Path) -> None:
@@ -283,12 +283,12 @@ def _is_ours(path: Path) -> bool:
 
 def leftover(path: Path) -> Leftover:
     """Describes one directory."""
-    place = LocalStorage(path, in_memory=True)
+    storage = LocalStorage(path, in_memory=True)
     try:
-        run = find_run(place)
+        run = find_run(storage)
     except OSError:
         run = None
-    newest = max(Store(place, allows_slack=True).iterations(), default=None)
+    newest = max(Store(storage, allows_slack=True).iterations(), default=None)
     return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
 
 

@@ -1,7 +1,7 @@
 """``manifest.json``: the contents of a checkpoint.
 
-Each rank reports its shard file.  The publisher merges the reports into a manifest (:func:`assemble`).  Writing it, last,
-publishes the checkpoint.
+Each rank reports its shard file.  The publisher merges the reports into a manifest (:func:`assemble`).  Writing the
+manifest, as the last file, publishes the checkpoint.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def merge_reports(reports: Iterable[RankReport]) -> tuple[dict[str, FileEntry], 
         CheckpointError: two ranks disagree about an operator, or belong to different launches.
     """
     reports, files, operators = list(reports), {}, {}
-    if len(jobs := {part.job for part in reports}) > 1:
+    if len(jobs := {report.job for report in reports}) > 1:
         raise CheckpointError(
             f"different launches wrote parts of one checkpoint: {', '.join(sorted(jobs))}. Fix: stop all but one, and "
             "load another checkpoint (--ckpt-step)",
@@ -343,7 +343,7 @@ def assemble(
     """
     reports = list(reports)
     files, operators = merge_reports(reports)
-    digests = {part.name: part.digests for part in reports if part.digests is not None}
+    digests = {report.name: report.digests for report in reports if report.digests is not None}
     manifest = Manifest(iteration, policy, writers, files, operators, layout, state, digests=digests)
     if manifest.is_complete:
         slots = _slots_by_detail(operators.values())
@@ -369,7 +369,7 @@ def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
         jobs = [manifest.job] * len(manifest.files)
         reports += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
     files, operators = merge_reports(reports)
-    digests = {name: found for manifest in manifests for name, found in manifest.digests.items()}
+    digests = {name: value for manifest in manifests for name, value in manifest.digests.items()}
     return dataclasses.replace(manifests[0], files=files, operators=operators, digests=digests)
 
 

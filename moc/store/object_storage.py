@@ -189,7 +189,7 @@ class ObjectStorage(Storage):
                 "again",
                 code="owner-unreadable",
             ) from None
-        assert self._locking_claim is not None  # the place is taken
+        assert self._locking_claim is not None  # the location is locked
         refuse_superseded(self._locking_claim, now, self.name)
 
     def _owner(self) -> Holder:

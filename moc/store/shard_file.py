@@ -1,4 +1,4 @@
-"""Shard files: safetensors files of tensor chunks, each a box of a named tensor of the unpartitioned model with its hash.
+"""Shard files: safetensors files whose entries are boxes of named tensors of the unpartitioned model, with hashes.
 
 A reader assembles any box of any tensor from the chunks that overlap it, independent of the layout that wrote them.
 Nothing is unpickled, and only the needed bytes are read.  The format is described in ``docs/reference/format.md``.
@@ -159,7 +159,7 @@ def read_stored_boxes(blob: Blob) -> list[StoredTensorBox]:
     """Returns the entries of a file.
 
     Raises:
-        MissingTensorError: the file is not a region file.
+        MissingTensorError: the file is not a shard file.
     """
     try:
         boxes = read_boxes(blob.name, blob.size, blob.read)
@@ -190,8 +190,8 @@ class ShardReader:
         opens_lazily: open a file only when the previous ones do not hold all requested data.
 
     Raises:
-        MissingTensorError: a file is not a region file, or files contradict each other; with ``opens_lazily``, raised when a
-            file is opened.
+        MissingTensorError: a file is not a shard file, or files contradict each other; with ``opens_lazily``, raised
+            when a file is opened.
     """
 
     def __init__(self, files: Iterable[Path | Blob], verifies: bool = False, opens_lazily: bool = False):
@@ -246,7 +246,7 @@ class ShardReader:
         return into
 
     def read_into(self, name: str, slot: str, region: Region, into: torch.Tensor) -> None:
-        """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor; raises as :meth:`read_region`."""
+        """Fills ``into`` (``region.numel`` elements, any device) with a box of a tensor, as :meth:`read_region`."""
         target = into.view(region.shape)
         for source, common in self._covering_sources(name, slot, region):
             target[common.slices(region.offset)].copy_(
@@ -368,7 +368,7 @@ def _name_saved_by_another_worker(name: str, reader: ShardReader) -> str | None:
 def read_ahead(
     fragments: Sequence[Fragment], reader: ShardReader, max_bytes_ahead: int = 64 << 20
 ) -> Iterator[Fragment]:
-    """Yields fragments in their order while a thread reads the values of later ones ahead, up to ``max_bytes_ahead`` bytes."""
+    """Yields fragments in order while a thread reads later values, up to ``max_bytes_ahead`` bytes ahead."""
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
         requested, bytes_ahead = 0, 0
         for number, fragment in enumerate(fragments):

@@ -25,7 +25,7 @@ from moc.store.store import Store
 from tests.unit.elastic.test_boxes import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
 from tests.unit.sharding.test_save_plan import StageReplicas, told, world
-from tests.unit.store.test_publish import full, made, part
+from tests.unit.store.test_assemble import full, made, part
 from tests.unit.store.test_store import file_parts, publish, saved, written
 
 SHAPE = ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256)

@@ -62,7 +62,7 @@ def train(flags: dict) -> dict:
         seen = told["samples"].setdefault(iteration, []) if watching else []
         return gpt.forward_step(_noting(batches, seen), model)
 
-    with errors.read_reports():
+    with errors.reported():
         config, program = program_of(flags)
         told["code"] = loop.pretrain(config, dataclasses.replace(program, forward_step=forward_step))
     return told

@@ -72,6 +72,6 @@ def train_by_recipe(words: list[str]) -> dict:
 
     told: dict = {"start": None, "records": []}
     _watch(told)
-    with errors.read_reports():
+    with errors.reported():
         code = loop.pretrain(*program_of_words(words))
     return {"code": code, "losses": [record["loss"] for record in told["records"]]}

@@ -126,7 +126,7 @@ def test_a_small_file_is_written_though_others_take_what_is_given_up_for_it(tmp_
                 fill(Path(memory) / taker)
             return given
 
-        monkeypatch.setattr(MemoryReserve, "spend", spend_and_lose)
+        monkeypatch.setattr(MemoryReserve, "release", spend_and_lose)
         place.write("manifest.json", [bytes(6000)])
         assert place.read("manifest.json", 1 << 20) == bytes(6000)
 

@@ -134,15 +134,15 @@ def test_a_directory_that_is_replaced_by_a_link_is_not_followed(tree, outside, m
 
 MOUNTS = """
 import subprocess, sys
-from moc.files.safe_directory import RefusedFileError, Tree, empty, remove_owned
+from moc.files.safe_directory import RefusedFileError, SafeDirectory, delete_contents, remove_owned
 root, outside = sys.argv[1:]
-tree, refused = Tree(root), []
+tree, refused = SafeDirectory(root), []
 for target in ("iter_0000100", "iter_0000200/inner", "iter_0000300/a/b", "iter_0000400/file"):
     source = f"{outside}/precious" if target.endswith("file") else outside
     subprocess.run(["mount", "--bind", source, f"{root}/{target}"], check=True)
 with tree.directory("iter_0000200") as opened:
     actions = [lambda name=name: tree.remove(name) for name in sorted(tree.list_names())]
-    for action in (*actions, lambda: empty(opened), lambda: remove_owned(tree.root / "iter_0000300")):
+    for action in (*actions, lambda: delete_contents(opened), lambda: remove_owned(tree.root / "iter_0000300")):
         try:
             action()
         except OSError as error:

@@ -34,8 +34,8 @@ time.sleep(1000)
     "has a buffer there": """
 import sys, time
 from pathlib import Path
-from moc.store.buffers import Buffer
-buffer = Buffer(4096, Path(sys.argv[1]) / "slots" / "rank_00001.0")
+from moc.store.buffers import HostBuffer
+buffer = HostBuffer(4096, Path(sys.argv[1]) / "slots" / "rank_00001.0")
 print("uses it", flush=True)
 time.sleep(1000)
 """,

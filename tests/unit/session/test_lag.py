@@ -209,7 +209,7 @@ class Remover:
     def __init__(self):
         self.keeps, self.removed = 3, []
 
-    def give_up(self, iteration: int) -> None:
+    def abandon_save(self, iteration: int) -> None:
         """Removes a snapshot."""
         if iteration == self.keeps:
             raise OSError(5, "input/output error")

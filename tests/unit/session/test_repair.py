@@ -50,7 +50,7 @@ def test_where_there_is_no_room_it_is_said(repair, monkeypatch):
         raise CheckpointError("no room", code="memory-full")
 
     repair, store = repair
-    monkeypatch.setattr("moc.snapshot.saver.Buffer", full)
+    monkeypatch.setattr("moc.snapshot.saver.HostBuffer", full)
     with repair.of(TORN):
         repair.comes_by(5)
     assert repair.failure == "no room [memory-full]" and not store.is_publishable(5, [1])

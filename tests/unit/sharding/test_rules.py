@@ -51,8 +51,8 @@ def test_every_byte_of_a_model_is_saved_once(case, zero):
 def test_the_result_does_not_depend_on_hash_seeds():
     program = """
 from moc.sharding import *
-items = [Item(f"layers.{i}.mlp", "weights", 0, 0, i % 3 + 1, (0, 1, 2)) for i in range(20)]
-print(assign(items, SCHEMES["EE+AN"]))
+items = [SaveItem(f"layers.{i}.mlp", "weights", 0, 0, i % 3 + 1, (0, 1, 2)) for i in range(20)]
+print(assign_items(items, SCHEMES["EE+AN"]))
 """
     texts = {
         subprocess.run(

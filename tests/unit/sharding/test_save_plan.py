@@ -204,7 +204,7 @@ def test_holdings_that_do_not_fit_together_are_refused():
         StageReplicas({rank: everyone[rank] for rank in (0, 2)})  # the first slice alone
     other = told(world(tp=1))
     with raises("holdings-misfit", "layers.0.attention"):
-        StageReplicas({0: other[0], 1: [h._replace(copy="something else") for h in other[1]]})
+        StageReplicas({0: other[0], 1: [h._replace(replica_id="something else") for h in other[1]]})
 
 
 def test_a_part_of_what_was_not_described_is_refused():

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 from moc.sharding import parse_scheme
-from moc.sharding.save_plan import StageReplicas, describe
+from moc.sharding.save_plan import StageReplicas, describe_replicas
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
@@ -50,7 +50,7 @@ class State:
         return {}
 
 states = [State(rank) for rank in world.ranks]
-stage = StageReplicas({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
+stage = StageReplicas({rank: describe_replicas(state.held, Detail.FULL) for rank, state in enumerate(states)})
 storage = Store(LocalStorage(sys.argv[1]))
 for rank, state in enumerate(states):
     contents = Contents(state, stage, rank, parse_scheme("EE+AN"))

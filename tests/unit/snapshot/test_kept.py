@@ -27,7 +27,7 @@ def kept() -> KeptBuffers:
 @pytest.fixture
 def no_new_buffer():
     """From the moment it is entered on, no buffer may be made."""
-    return mock.patch.object(module, "Buffer", side_effect=AssertionError("a buffer is allocated"))
+    return mock.patch.object(module, "HostBuffer", side_effect=AssertionError("a buffer is allocated"))
 
 
 def inode(buffer: HostBuffer) -> int:

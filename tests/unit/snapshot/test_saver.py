@@ -293,11 +293,11 @@ class Fails(LocalStorage):
         super().__init__(root)
         self.left = number
 
-    def write(self, path, parts, final=True):
+    def write(self, path, parts, is_durable=True):
         if path.endswith(".safetensors") and self.left:
             self.left -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        super().write(path, parts, final)
+        super().write(path, parts, is_durable)
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])

@@ -20,8 +20,8 @@ WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from moc.store.buffers import Buffer
-named, nameless = Buffer(8192, Path(sys.argv[1])), Buffer(8192)
+from moc.store.buffers import HostBuffer
+named, nameless = HostBuffer(8192, Path(sys.argv[1])), HostBuffer(8192)
 for buffer in (named, nameless):
     buffer.view(4096, 4096 + 8, torch.float32).copy_(torch.tensor([1.5, -2.0]))
     buffer.memory[:5] = b"hello"

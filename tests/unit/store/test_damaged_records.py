@@ -166,7 +166,7 @@ def first(root):
 
 
 def takes(root, job="second", lock_timeout_s=0.0):
-    fence = Fence(root, Claim(job), patience)
+    fence = Fence(root, Claim(job), lock_timeout_s)
     fence.take()
     return fence
 

@@ -29,7 +29,7 @@ OLD, NEW, NEWEST = (Claim("launch", term) for term in ((0, 7), (0, 8), (1, 0)))
 
 
 def store_of(root, claim, lock_timeout_s=10.0):
-    return Store(LocalStorage(root, patience, claim=claim))
+    return Store(LocalStorage(root, lock_timeout_s, claim=claim))
 
 
 @pytest.fixture(scope="module")

@@ -159,7 +159,7 @@ def test_removing_killed_anywhere(store):
 
 def test_taking_anew_what_was_set_aside_killed_anywhere(store):
     def action(store):
-        store.set_aside(20)
+        store.hide(20)
         store.remove_unpublished()
         saved(store, 20)
 
@@ -207,7 +207,7 @@ def test_copying_to_another_place_killed_anywhere(store, tmp_path):
 
 
 def test_what_was_set_aside_stays_and_does_not_count(store):
-    store.set_aside(20)
+    store.hide(20)
     assert store.iterations() == [10]
     store.remove_unpublished()
     assert shard_file_name(0) in store.storage.list_names(checkpoint_name(20))
@@ -217,7 +217,7 @@ def test_what_was_set_aside_stays_and_does_not_count(store):
 
 def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
     """A rank writes over what was set aside, and all are killed; in the next life another rank does."""
-    store.set_aside(20)
+    store.hide(20)
     for rank in range(WORLD):
         parts, part = file_parts(20, rank)
         store.write_file(20, rank, parts)
