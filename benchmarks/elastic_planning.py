@@ -30,12 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.papers.lazarus import aligned
 from benchmarks.papers.moetion import read_loads
-from moc.elastic import choose
 from moc.elastic.allocation import allocate
-from moc.elastic.boxes import expert_transfers, experts_held, experts_left
 from moc.elastic.dispatch import even
 from moc.elastic.placement import holders
-from moc.elastic.plan import Plan, Settings, held_before, plan
+from moc.elastic.plan import Plan, Settings, held_before, imbalance, plan
+from moc.elastic.transfers import expert_transfers, experts_held
 
 NODES, SLOTS, LAYERS, LEAST, EXPERTS = 10, 6, 12, 2, (8, 12, 16)
 OLD = 20  # rows of the recording in 200 steps
@@ -79,7 +78,7 @@ def on_trace(tokens: numpy.ndarray, experts: int, every: int) -> dict:
     for number in range(0, len(loads) - OLD, every):
         one = plan(range(NODES), by_layer(loads[number]), Settings(SLOTS, LEAST))
         for name, rows in (("fresh", loads[number]), ("old", loads[number + OLD])):
-            work[name].append(fmean(choose.imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)))
+            work[name].append(fmean(imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)))
         work["algorithm_1"].append(unlevelled(loads[number]))
         least = min(int(one.held_by_nodes(layer).sum(axis=1).min()) for layer in range(LAYERS))
         rarest["trace" if number < held_back else "held_back"].append(least)
@@ -143,7 +142,7 @@ def changes(tokens: numpy.ndarray) -> Iterator[dict]:
             if before.missing(members):
                 continue
             after = plan(members, by_layer(loads[number + OLD]), Settings(SLOTS, LEAST), before)
-            left, wanted = experts_left(before, members), experts_held(after)
+            left, wanted = experts_held(before.among(members, [True] * len(members))), experts_held(after)
             replicas = sum(len({*wanted[one]} - {*left[one]}) for one in wanted)
             moved.append((replicas, fewest_moved(before, after)))
             sent = numpy.zeros(len(members))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from moc.elastic.domains import spans
+from moc.elastic.allocation import spans
 
 Capacities = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
 """Function from tokens [experts] and replicas [experts, ranks] to tokens that each rank computes.

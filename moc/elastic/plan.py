@@ -1,4 +1,8 @@
-"""Assigns expert replicas to ranks; every rank computes the same plan from nodes and loads."""
+"""Assigns expert replicas to ranks; every rank computes the same plan from nodes and loads.
+
+A plan places replicas on positions (:mod:`moc.elastic.placement`), assigns positions to nodes so that few experts move,
+and divides the experts of a node among its ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,10 @@ import msgspec
 import numpy
 import xxhash
 
-from moc.elastic import choose
-from moc.elastic.allocation import least_replicas
-from moc.elastic.dispatch import work_of
-from moc.elastic.domains import least_in_each, spans
-from moc.elastic.errors import ElasticError
-from moc.elastic.migration import columns
+from moc.elastic import ElasticError
+from moc.elastic.allocation import Settings, least_in_each, least_replicas, most_everywhere, spans
+from moc.elastic.dispatch import work, work_of
 from moc.elastic.placement import EMPTY, holders, place_by_load
-from moc.elastic.settings import Settings
-from moc.elastic.split import split
 from moc.files import decode
 from moc.files.decode import MOST, Count
 from moc.files.text import shown
@@ -273,7 +272,7 @@ def _placed(loads: Loads, domains: Sequence[int], settings: Settings) -> list[Ma
     fit = {nodes: least_replicas(settings.least, len(rows[0]) - hot, nodes, slots - hot) for nodes in sizes}
     least = least_in_each(settings.least, [fit[nodes] for nodes in domains])
     if settings.everywhere is None:
-        hot = min(choose.everywhere(rows, nodes, slots, least, alike) for nodes in sizes)
+        hot = min(hottest_everywhere(rows, nodes, slots, least, alike) for nodes in sizes)
     found = {
         nodes: {
             layer: place_by_load(row, nodes, slots, least, hot, alike)
@@ -296,3 +295,156 @@ def held_before(previous: Plan, members: Sequence[int], layer: int) -> numpy.nda
         if member in rows:
             found[number] = by_node[rows[member]]
     return found
+
+
+TOLERATED = 1.05
+"""Work of the busiest node relative to the mean; below this, further experts on every node gain little."""
+
+
+def hottest_everywhere(loads: Sequence[Sequence[int]], nodes: int, slots: int, least: int, alike: bool = False) -> int:
+    """Returns the minimum number of hottest experts on every node that balances the work.
+
+    Maximum rank overlap puts cold experts on the same few nodes, which have little work. Each slot for a hot expert
+    there creates more groups of cold experts, and so lowers survival.
+
+    Args:
+        loads: tokens of each expert, by layer.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
+        least: replicas of each expert, reduced if they do not fit.
+        alike: as in :func:`moc.elastic.placement.place_by_load`.
+
+    Returns:
+        The smallest number for which the busiest node has at most 1.05 times the mean work, averaged over layers. If
+        there is none, the number with the least work on the busiest node.
+
+    Raises:
+        ValueError: the slots do not suffice for all experts.
+    """
+    experts, found = len(loads[0]), []
+    for count in range(min(most_everywhere(least, experts, nodes, slots), experts - 1) + 1):
+        tables = [place_by_load(row, nodes, slots, least, count, alike) for row in loads]
+        found.append(float(numpy.mean([imbalance(row, table) for row, table in zip(loads, tables, strict=True)])))
+        if found[-1] <= TOLERATED:
+            return count
+    return int(numpy.argmin(found))
+
+
+def imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
+    """Returns the work of the busiest node divided by the mean, as balanced by the dispatcher."""
+    tokens = numpy.asarray(loads, numpy.int64)
+    done = work(tokens, holders(table, len(tokens)))
+    return float(done.max() / done.mean()) if tokens.any() else 1.0
+
+
+_BLOCK = 128
+"""Maximum number of nodes that exchange parts with each other; the time grows with its square."""
+
+
+def columns(
+    before: Mapping[int, numpy.ndarray], wanted: Mapping[int, numpy.ndarray], experts: int, stood: Sequence[int | None]
+) -> numpy.ndarray:
+    """Gives each node a column of a placement: a row of each layer's table.
+
+    All layers have the same permutation: the probability of survival is then the same as for one layer, which is the
+    purpose of maximum rank overlap. All permutations survive equally, so the fewest moved experts decide. Nodes keep
+    their order, with new ones last, and exchange columns within blocks of 128.
+
+    Args:
+        before: by layer, the experts of each node, [nodes, slots]; negative for empty slots.
+        wanted: by layer, the placement, [nodes, slots].
+        experts: experts of a layer.
+        stood: column of each node in the previous placement; None for new nodes.
+
+    Returns:
+        The column of each node.
+    """
+    nodes = len(stood)
+    order = numpy.array(sorted(range(nodes), key=lambda node: (stood[node] is None, stood[node] or 0, node)))
+    result = numpy.empty(nodes, numpy.int64)
+    for start in range(0, nodes, _BLOCK):
+        block = order[start : start + _BLOCK]
+        part = slice(start, start + len(block))
+        shared = sum(_shared(before[layer][block], table[part], experts) for layer, table in wanted.items())
+        result[block] = start + matched(numpy.asarray(shared))
+    return result
+
+
+def matched(shared: numpy.ndarray) -> numpy.ndarray:
+    """Assigns a column to each row, for a large sum: the largest gains first, then exchanges of two.
+
+    Args:
+        shared: gain of each row with each column, [n, n].
+    """
+    size = len(shared)
+    left, result = shared.astype(float), numpy.empty(size, numpy.int64)
+    for _ in range(size):
+        row, column = divmod(int(left.argmax()), size)
+        result[row] = column
+        left[row, :] = left[:, column] = -1
+    while True:
+        gained = shared[:, result]  # gain of each row with the column of each row
+        own = gained.diagonal()
+        gain = gained + gained.T - own[:, None] - own[None, :]
+        one, other = divmod(int(gain.argmax()), size)
+        if gain[one, other] <= 0:
+            return result
+        result[one], result[other] = result[other], result[one]
+
+
+def _shared(before: numpy.ndarray, wanted: numpy.ndarray, experts: int) -> numpy.ndarray:
+    """Returns the number of experts shared by each row of before and wanted, [rows before, rows wanted]."""
+    held = numpy.vstack([holders(wanted, experts), numpy.zeros((1, len(wanted)), numpy.int16)])  # last row: empty slots
+    return sum(held[before[:, slot]] for slot in range(1, before.shape[1])) + held[before[:, 0]]
+
+
+def split(table: numpy.ndarray, loads: Sequence[int], ranks: int, before: numpy.ndarray | None = None) -> numpy.ndarray:
+    """Distributes the experts of each node among its ranks.
+
+    Experts are dealt by tokens per replica, highest first, each to the least loaded rank with a free slot. Then each
+    part is given to the rank that already holds most of it.
+
+    Args:
+        table: experts by node, int64[nodes, slots of a node], each at most once; negative for empty slots.
+        loads: tokens of each expert.
+        ranks: ranks of a node, with equally many slots.
+        before: previous experts by node, rank by rank, [nodes, previous slots of a node]; none by default.
+
+    Returns:
+        Experts by rank, ascending, int64[nodes * ranks, slots]; empty slots are last.
+    """
+    nodes, slots = len(table), table.shape[1] // ranks
+    if ranks == 1:
+        return _ascending(table, len(loads))
+    holders = numpy.bincount(table[table != EMPTY], minlength=len(loads))
+    weights = numpy.append(numpy.asarray(loads) / numpy.maximum(holders, 1), -1.0)
+    hottest_first = numpy.take_along_axis(table, numpy.argsort(-weights[table], axis=1, kind="stable"), axis=1)
+    parts = numpy.full((nodes, ranks, slots), EMPTY, numpy.int64)
+    work, used, every = numpy.zeros((nodes, ranks)), numpy.zeros((nodes, ranks), numpy.int64), numpy.arange(nodes)
+    for expert in hottest_first.T:
+        rank = numpy.where(used < slots, work, numpy.inf).argmin(axis=1)
+        parts[every, rank, used[every, rank]] = expert
+        work[every, rank] += numpy.maximum(weights[expert], 0)
+        used[every, rank] += 1
+    if before is not None:
+        parts = _kept(parts, before.reshape(nodes, ranks, -1))
+    return _ascending(parts.reshape(nodes * ranks, slots), len(loads))
+
+
+def _kept(parts: numpy.ndarray, before: numpy.ndarray) -> numpy.ndarray:
+    """Returns each node's parts, reordered to the ranks that hold most of them, the largest overlap first."""
+    nodes, ranks, _ = parts.shape
+    same = parts[:, None, :, :, None] == before[:, :, None, None, :]
+    left = (same & (parts != EMPTY)[:, None, :, :, None]).sum(axis=(3, 4))  # by rank and part
+    result, every = numpy.empty_like(parts), numpy.arange(nodes)
+    for _ in range(ranks):
+        rank, part = numpy.divmod(left.reshape(nodes, -1).argmax(axis=1), ranks)
+        result[every, rank] = parts[every, part]
+        left[every, rank, :] = -1
+        left[every, :, part] = -1
+    return result
+
+
+def _ascending(table: numpy.ndarray, experts: int) -> numpy.ndarray:
+    ordered = numpy.sort(numpy.where(table == EMPTY, experts, table), axis=1)
+    return numpy.where(ordered == experts, EMPTY, ordered)

@@ -1,16 +1,18 @@
 """Computes the probability that a simultaneous loss of nodes leaves a replica of every expert.
 
 The result is exact. All choices of lost nodes are equally likely, as in Lazarus' Theorem 1. An expert is lost with its
-last holder, so only the sets of holders count, and of these only sets that contain no other.
+last holder, so only the sets of holders count, and of these only sets that contain no other. For few nodes, all choices
+are enumerated as bit masks; bit i is node i.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from math import comb
 
 import numpy
 
-from moc.elastic import subsets
 from moc.errors import UserError
 
 _LISTED = 16
@@ -48,7 +50,8 @@ def survived(held: numpy.ndarray, most: int) -> list[int]:
     if not sets[0].any():  # an expert has no holder
         return [0] * (most + 1)
     if nodes <= _LISTED:
-        return subsets.survived(subsets.deaths(subsets.masks(sets), nodes), nodes)[: most + 1]
+        counts = numpy.bincount(sizes(nodes)[deaths(masks(sets), nodes) == 0], minlength=nodes + 1)
+        return counts.tolist()[: most + 1]
     if most < int(sets.sum(axis=1).min()):
         return [comb(nodes, lost) for lost in range(most + 1)]
     first, size = sets.argmax(axis=1), sets.sum(axis=1)
@@ -93,8 +96,8 @@ def score(held: numpy.ndarray) -> tuple[float, ...]:
     nodes = held.shape[1]
     if nodes <= _LISTED:
         return tuple(survived(held, nodes))
-    sizes = minimal(held).sum(axis=1).astype(float)
-    return float(sizes.min()), -float((0.5**sizes).sum())
+    set_sizes = minimal(held).sum(axis=1).astype(float)
+    return float(set_sizes.min()), -float((0.5**set_sizes).sum())
 
 
 def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
@@ -120,3 +123,26 @@ def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
                 following[place] = following.get(place, 0) + ways
         counts = following
     return [sum(ways for (lost, _), ways in counts.items() if lost == number) for number in range(most + 1)]
+
+
+def masks(sets: numpy.ndarray) -> list[int]:
+    """Returns sets of nodes, bool[sets, nodes], as bit masks."""
+    return (sets @ (1 << numpy.arange(sets.shape[1]))).tolist()
+
+
+def deaths(sets: Iterable[int], nodes: int) -> numpy.ndarray:
+    """Returns, for each choice of lost nodes, the number of sets that it contains, int64[2 ** nodes]."""
+    choices = numpy.arange(1 << nodes)
+    result = numpy.zeros(len(choices), numpy.int64)
+    for mask in sets:
+        result += (choices & mask) == mask
+    return result
+
+
+@functools.lru_cache(maxsize=32)
+def sizes(nodes: int) -> numpy.ndarray:
+    """Returns the number of nodes in each choice, int64[2 ** nodes]."""
+    sizes = numpy.zeros(1, numpy.int64)
+    for _ in range(nodes):
+        sizes = numpy.concatenate([sizes, sizes + 1])
+    return sizes

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy
 
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MOST_RANKS
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import TooManyNodesError, least_survival, survived
 from moc.policy.selection import Counts

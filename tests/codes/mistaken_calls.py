@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from moc.elastic.boxes import transfers
 from moc.elastic.plan import Plan
+from moc.elastic.transfers import transfers
 from moc.logs.files import LogEntry, LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import Every, policy_named
@@ -23,7 +23,7 @@ from moc.store.claims import Claim
 from moc.store.manifest import merge
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
-from tests.unit.elastic.test_boxes import TENSORS
+from tests.unit.elastic.test_transfers import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
 from tests.unit.sharding.test_shares import StageHoldings, told, world
 from tests.unit.store.test_publish import full, made, part

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from moc.elastic.boxes import copies, expert_transfers, experts_held
 from moc.elastic.plan import Plan
+from moc.elastic.transfers import copies, expert_transfers, experts_held
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE, assert_alike
 from tests.integration.test_precision import BF16

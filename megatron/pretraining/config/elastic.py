@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MOST_RANKS
 
 
 def parse_everywhere(text: object) -> str:

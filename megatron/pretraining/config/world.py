@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
-from moc.elastic.settings import Settings
+from moc.elastic.allocation import Settings
 from moc.output import counted
 from moc.runtime.inject import Fault
 

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.pretraining.config import Config, plan_settings, stage_size
 from megatron.pretraining.elastic.groups import dispatch_within
 from megatron.pretraining.elastic.placing import nodes_of
-from moc.elastic.domains import spans
+from moc.elastic.allocation import spans
 
 
 def build_domains(config: Config, most: int) -> None:

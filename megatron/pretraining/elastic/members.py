@@ -30,8 +30,8 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
-from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
+from moc.elastic.transfers import copies
 from moc.runtime.agreement import gather
 from moc.runtime.environment import fewest_nodes
 from moc.session.engine import Listener

@@ -19,8 +19,8 @@ from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
-from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads
+from moc.elastic.transfers import copies
 from moc.events import EventLog
 from moc.runtime.agreement import gather
 from moc.runtime.results import settled

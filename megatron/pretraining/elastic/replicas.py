@@ -4,8 +4,8 @@ A move proceeds layer by layer. New experts of a worker arrive in staging memory
 and only then slots are filled. A loss before the confirmation leaves the old plan of the layer in force. A worker that
 misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.members`).
 
-Transfers are planned for all layers together (:func:`moc.elastic.boxes.expert_transfers`): new holders each receive a
-part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in transit
+Transfers are planned for all layers together (:func:`moc.elastic.transfers.expert_transfers`): new holders each receive
+a part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in transit
 (:mod:`megatron.pretraining.elastic.sending`).
 """
 
@@ -27,8 +27,8 @@ from megatron.pretraining.elastic.layer import ElasticLayer
 from megatron.pretraining.elastic.placing import NodesOfStages, Plans, adopt
 from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
-from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
+from moc.elastic.transfers import Transfer, expert_operator, expert_transfers, experts_held
 from moc.faults import reach
 from moc.runtime.agreement import settled_among
 

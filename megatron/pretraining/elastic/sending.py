@@ -1,7 +1,7 @@
 """Sends planned transfers of state between workers: round by round, in all-to-alls of bounded size.
 
 Arriving state is separate from state in use. Chunks in transit take additional memory: on average over the workers, at
-most :data:`moc.elastic.boxes.PIECE` bytes in each direction.
+most :data:`moc.elastic.transfers.PIECE` bytes in each direction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from moc.elastic.boxes import PIECE, Transfer
+from moc.elastic.transfers import PIECE, Transfer
 from moc.faults import reach
 
 Parts = Sequence[torch.Tensor]

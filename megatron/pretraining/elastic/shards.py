@@ -21,8 +21,8 @@ from megatron.pretraining.elastic.placing import Nodes, PlansDiffer
 from megatron.pretraining.elastic.sending import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
-from moc.elastic.boxes import Tensor, transfers
-from moc.elastic.shards import Cut, cut
+from moc.elastic.optimizer_shards import Cut, cut
+from moc.elastic.transfers import Tensor, transfers
 from moc.faults import reach
 from moc.runtime.agreement import gather, settled_among
 from moc.state.fragments import OwnedSlice

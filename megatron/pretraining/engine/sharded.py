@@ -2,8 +2,8 @@
 
 megatron-core's ``DistributedOptimizer`` divides its buffers by the number of data-parallel ranks at construction, and
 stores each part once.  Here gradients are all-reduced.  A rank has master weights and moments only of the blocks that
-it holds (:mod:`moc.elastic.shards`), and updates only these; all holders of a block compute the same bits.  The owner
-of a block then sends its weights to the others.
+it holds (:mod:`moc.elastic.optimizer_shards`), and updates only these; all holders of a block compute the same bits.
+The owner of a block then sends its weights to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
-from moc.elastic.shards import Block, Holders, blocks_of
+from moc.elastic.optimizer_shards import Block, Holders, blocks_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MOST_RANKS
 from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout

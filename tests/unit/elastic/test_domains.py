@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.allocation import least_replicas
+from moc.elastic.allocation import cut, least_in_each, least_replicas
 from moc.elastic.dispatch import even, exchange, level, work_of
-from moc.elastic.domains import cut, least_in_each
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import survived
 from tests.errors import raises

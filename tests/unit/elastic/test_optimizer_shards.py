@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.boxes import NoSourceError, Tensor, transfers
-from moc.elastic.shards import Cut, blocks_of, cut
+from moc.elastic.optimizer_shards import Cut, blocks_of, cut
+from moc.elastic.transfers import NoSourceError, Tensor, transfers
 from moc.state.region import Region
 from tests.errors import raises
 

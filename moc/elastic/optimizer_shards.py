@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from moc.elastic.errors import ElasticError
+from moc.elastic import ElasticError
 
 _PARTS, _LEAST, _MOST = 1024, 1 << 10, 1 << 20
 

@@ -3,17 +3,16 @@
 import numpy
 import pytest
 
-from moc.elastic.boxes import (
+from moc.elastic.dispatch import filled_up
+from moc.elastic.plan import Plan, Settings, plan
+from moc.elastic.transfers import (
     Tensor,
     copies,
     expert_transfers,
     experts_held,
-    experts_left,
     levelled,
     transfers,
 )
-from moc.elastic.dispatch import filled_up
-from moc.elastic.plan import Plan, Settings, plan
 from moc.state.region import Region
 from tests.errors import raises
 
@@ -36,7 +35,7 @@ def changed(nodes, members, ranks=1):
     """Holders before and after, and the transfers between."""
     before = plan(range(nodes), loads(0), Settings(6, ranks=ranks))
     after = plan(members, loads(1), Settings(6, ranks=ranks), before)
-    left, wanted = experts_left(before, members), experts_held(after)
+    left, wanted = experts_held(before.among(members, [True] * len(members) * before.ranks)), experts_held(after)
     return left, wanted, transfers(TENSORS, left, wanted, most=1024)
 
 

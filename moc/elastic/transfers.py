@@ -242,18 +242,3 @@ def expert_transfers(
     for one in transfers(tensors, before, experts_held(after), most):
         found[layer_of[one.piece.operator]].append(one)
     return found
-
-
-def experts_left(previous: Plan, members: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of ``members`` that hold each expert by the previous plan; none if it is lost."""
-    number = {member: index for index, member in enumerate(members)}
-    now = {
-        index * previous.ranks + local: number[member] * previous.ranks + local
-        for index, member in enumerate(previous.members)
-        if member in number
-        for local in range(previous.ranks)
-    }
-    return {
-        operator: tuple(sorted(now[rank] for rank in ranks if rank in now))
-        for operator, ranks in experts_held(previous).items()
-    }
