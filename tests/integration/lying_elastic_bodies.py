@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron.pretraining.elastic import members
-from megatron.pretraining.elastic.placing import no_loads, plans_for
+from megatron.pretraining.elastic import membership
+from megatron.pretraining.elastic.placement import no_loads, plans_for
 from megatron.pretraining.engine.owned import MASTER, write_step
 from megatron.pretraining.entry import elastic
 from megatron.pretraining.parts import WorkerParts
@@ -81,7 +81,7 @@ class State:
 
     def settle(self, trained: bool) -> None:
         """Agrees with the others on what is in use, and where something has landed."""
-        assert not members.settle(self.config, self.replicas, self.shards, trained).lost
+        assert not membership.settle(self.config, self.replicas, self.shards, trained).lost
 
     @property
     def placed(self) -> tuple:

@@ -8,8 +8,8 @@ READS = ("cpu", "item", "numpy", "synchronize", "tolist")  # methods that read a
 APART = ("convert", "data", "planning")  # programs, and parts, that use no collective
 ALLOWED = {  # by file, the values that it reads, and why their validity needs no check there
     "megatron/pretraining/checkpoint/contents.py": "v",  # of the scheduler: plain numbers
-    "megatron/pretraining/elastic/dispatcher.py": "arriving.sum(axis=1), flow.sends.sum(axis=0), on_host(everybody)",
-    "megatron/pretraining/elastic/layer.py": "numpy.flatnonzero(row)",
+    "megatron/pretraining/elastic/moe_layer.py": "arriving.sum(axis=1), flow.sends.sum(axis=0), "
+    "numpy.flatnonzero(row), on_host(everybody)",
     "megatron/pretraining/elastic/replicas.py": "steps",  # settled_among() precedes it; the state must not land in part
     "megatron/pretraining/elastic/shards.py": "steps",  # as in replicas.py
     "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective

@@ -14,7 +14,7 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plans, PlansDiffer, fit, plans_for
+from megatron.pretraining.elastic.placement import Plans, PlansDiffer, fit, plans_for
 from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine

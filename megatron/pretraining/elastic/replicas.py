@@ -2,11 +2,11 @@
 
 A move proceeds layer by layer. New experts of a worker arrive in staging memory, all workers of the stage confirm this,
 and only then slots are filled. A loss before the confirmation leaves the old plan of the layer in force. A worker that
-misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.members`).
+misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.membership`).
 
 Transfers are planned for all layers together (:func:`moc.elastic.transfers.expert_transfers`): new holders each receive
 a part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in transit
-(:mod:`megatron.pretraining.elastic.sending`).
+(:mod:`megatron.pretraining.elastic.state_transfer`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.elastic.placing import NodesOfStages, Plans, adopt
-from megatron.pretraining.elastic.sending import Parts, as_bytes, send
+from megatron.pretraining.elastic.moe_layer import ElasticLayer
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans, adopt
+from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import Transfer, expert_operator, expert_transfers, experts_held

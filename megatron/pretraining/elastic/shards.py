@@ -17,8 +17,8 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Nodes, PlansDiffer
-from megatron.pretraining.elastic.sending import Parts, as_bytes, send
+from megatron.pretraining.elastic.placement import Nodes, PlansDiffer
+from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
 from moc.elastic.optimizer_shards import Cut, cut

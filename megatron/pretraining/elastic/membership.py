@@ -3,6 +3,9 @@
 Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
 experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
 After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
+
+Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
+iteration is discarded.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.placing import (
+from megatron.pretraining.elastic.placement import (
     NodesOfStages,
     Plans,
     PlansDiffer,
@@ -32,9 +35,12 @@ from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import copies
+from moc.faults import reach
 from moc.runtime.agreement import gather
 from moc.runtime.environment import fewest_nodes
-from moc.session.engine import Listener
+from moc.runtime.results import settled
+from moc.runtime.world import World
+from moc.session.engine import Listener, VoteParticipant
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
 
@@ -234,3 +240,34 @@ def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[d
     plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
     shared = gather((plans, dict(loads) if rank == trained else {}))
     return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
+
+
+class GuestsWait(Exception):
+    """Exit from the generation, on all workers after the same iteration, to admit joining nodes."""
+
+
+class Guests(VoteParticipant):
+    """Agreement on the iteration after which all workers leave, for one generation."""
+
+    def __init__(self, world: World):
+        self._world, self._wait = world, False
+
+    def ballot(self) -> dict[str, float]:
+        """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
+        return {"guests": float(self._world.job.guests_wait)}
+
+    def on_vote(self, tally: Mapping[str, float]) -> None:
+        """Makes all workers leave after this iteration if any was notified."""
+        self._wait = tally["guests"] > 0
+
+    def meet(self) -> None:
+        """Leaves the generation between two iterations, if the commit all-reduce decided so.
+
+        Raises:
+            GuestsWait: on all workers; the device has completed its enqueued work.
+            Aborted: another worker was lost meanwhile.
+        """
+        if self._wait:
+            settled(self._world.device)
+            reach("parting")
+            raise GuestsWait

@@ -9,13 +9,13 @@ from moc.elastic.dispatch import even, exchange, level
 
 
 @pytest.fixture(scope="module")
-def dispatcher():
+def moe_layer():
     from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.pretraining.elastic import dispatcher
+    from megatron.pretraining.elastic import moe_layer
 
-    return dispatcher
+    return moe_layer
 
 
 @st.composite
@@ -35,10 +35,10 @@ def worlds(draw):
 
 
 @given(worlds())
-def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(dispatcher, world):
+def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(moe_layer, world):
     counts, replicas, slots, capacities = world
     shares, ranks = capacities(counts.sum(axis=1), replicas), range(counts.shape[1])
-    routes = [dispatcher.route_of(exchange(counts, shares, rank), slots[rank]) for rank in ranks]
+    routes = [moe_layer.route_of(exchange(counts, shares, rank), slots[rank]) for rank in ranks]
     tokens = [[(e, rank, i) for e in range(len(counts)) for i in range(counts[e, rank])] for rank in ranks]
     sent = [[tokens[rank][i] for i in routes[rank].send_order] for rank in ranks]
     arrived = swapped(sent, [route.sent for route in routes], [route.received for route in routes])
