@@ -12,7 +12,7 @@ from moc.policy.pec_selection import sequential_experts
 from moc.policy.prices import Sizes
 from moc.policy.window import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
-from moc.simulate.stages import split_stages
+from moc.simulate.cost import split_stages
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 

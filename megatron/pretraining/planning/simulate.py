@@ -18,15 +18,12 @@ from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.engine import SimulatedJob, simulate
+from moc.simulate.engine import Result, SimulatedJob, mean_of, simulate
 from moc.simulate.failures import Faults, read_trace
-from moc.simulate.members import Members
 from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
-from moc.simulate.profile import read_profile
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import fitted
-from moc.simulate.result import Result, mean_of
+from moc.simulate.policy_costs import Members, RecoveryCosts
+from moc.simulate.profile import fitted, read_profile
 
 EPILOG = """\
 All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.

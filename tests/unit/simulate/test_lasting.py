@@ -6,8 +6,7 @@ from math import prod
 import pytest
 
 from moc.runtime.seats import Candidate, copies_at_once, helpers, seats
-from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.lasting import AT_ONCE, Lasting, survival
+from moc.simulate.elastic import AT_ONCE, REGROUP_S, ElasticSettings, Lasting, survival
 from moc.simulate.live_costs import Running, Saved
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
 
