@@ -16,9 +16,9 @@ from statistics import fmean
 
 import numpy
 
-from moc.elastic.allocation import MOST_RANKS
-from moc.elastic.plan import Plan, Settings, plan
-from moc.elastic.survival import TooManyNodesError, least_survival, survived
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
+from moc.elastic.plan import Plan, PlanSettings, make_plan
+from moc.elastic.survival import TooManyNodesError, count_survived, survival_lower_bound
 from moc.policy.selection import Counts
 from moc.sharding import Layout
 from moc.simulate import SimulationError
@@ -51,7 +51,7 @@ class ElasticSettings:
     everywhere: int | None = None
     regroup_s: float = REGROUP_S
     losses: tuple[int, ...] = (1,)
-    domain: int = MOST_RANKS
+    domain: int = MAX_DOMAIN_RANKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +135,8 @@ class ElasticMembers(Members):
         @cache
         def planned(rows: _Rows, nodes: int, ranks: int) -> Plan:
             asked = self.settings
-            settings = Settings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
-            return plan(range(nodes), dict(enumerate(rows)), settings)
+            settings = PlanSettings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
+            return make_plan(range(nodes), dict(enumerate(rows)), settings)
 
         return planned
 
@@ -173,12 +173,12 @@ class ElasticMembers(Members):
             held = numpy.ones((1, nodes), numpy.int64)  # the dense part
             if rows:
                 placed = self._plan(rows, nodes, self.ranks)
-                held = numpy.vstack([held, *(placed.held_by_nodes(layer) for layer in placed.tables)])
+                held = numpy.vstack([held, *(placed.replicas_by_node(layer) for layer in placed.tables)])
             most = min(lost, nodes)
             try:
-                return survived(held, most)
+                return count_survived(held, most)
             except TooManyNodesError:
-                return [int(Fraction(least_survival(held, n)) * comb(nodes, n)) for n in range(most + 1)]
+                return [int(Fraction(survival_lower_bound(held, n)) * comb(nodes, n)) for n in range(most + 1)]
 
         return choices
 

@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moc.elastic.plan import Plan
-from moc.elastic.transfers import transfers
+from moc.elastic.transfers import plan_transfers
 from moc.logs.files import LogEntry, LogReader, directory_of
 from moc.logs.writer import LogWriter
 from moc.policy import Every, policy_named
@@ -113,7 +113,7 @@ MISTAKES = {
     "plt-limit-too-low": lambda: choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
     "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
-    "state-without-source": lambda: transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
+    "state-without-source": lambda: plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
     "storage-lacks-experts": without_everything_in_storage,
     "tensors-not-divisible": lambda: items(Layout(6, tp=3, expert_tp=1)),
     "tokens-not-counted": untold,

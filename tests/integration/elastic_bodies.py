@@ -34,7 +34,7 @@ def train(flags: dict, vacant: bool = False) -> dict:
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
-        placement.plan = with_gaps(placement.plan)
+        placement.make_plan = with_gaps(placement.make_plan)
     more: dict = {"moved": [], "flows": [], "state": {}, "steps": {}}
     move, run_loop = Replicas.move_to, loop.train
 

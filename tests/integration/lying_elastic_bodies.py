@@ -20,7 +20,7 @@ from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process import initialize
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from moc.elastic.optimizer_shards import Cut
+from moc.elastic.optimizer_shards import ShardAssignment
 from moc.runtime.job import Job
 from moc.state.fragments import OwnedSlice
 from tests.integration.group_operations import outcome, store_at
@@ -76,7 +76,7 @@ class State:
         turned = tuple(tuple((rank + turn) % size for rank in of) for of in now.holders)
         loads = {layer: [chance.choice((1, 5, 50)) for _ in of] for layer, of in no_loads(self.config).items()}
         plans = plans_for(self.config, self.replicas.nodes, loads, self.replicas.plans)
-        self.shards.move_to(Cut(now.members, now.ranks, turned))
+        self.shards.move_to(ShardAssignment(now.members, now.ranks, turned))
         self.replicas.move_to(plans)
 
     def settle(self, trained: bool) -> None:

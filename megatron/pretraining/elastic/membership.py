@@ -34,7 +34,7 @@ from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
-from moc.elastic.transfers import copies
+from moc.elastic.transfers import count_new_replicas
 from moc.faults import reach
 from moc.runtime.agreement import gather
 from moc.runtime.environment import fewest_nodes
@@ -145,7 +145,7 @@ def _members_differ(known: Mapping[str, Plan], one: Told, nodes: NodesOfStages) 
 
 def _lost(plans: Plans) -> str:
     """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
-    lost = [one for plan in plans.values() for one in plan.missing(plan.members)]
+    lost = [one for plan in plans.values() for one in plan.lost_experts(plan.members)]
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
 
@@ -189,7 +189,7 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
         if replicas.wanted is not None:
             taken += replicas.move_to(wanted)
         engine.state.describe()
-    copied = sum(copies(before[stage], plan) for stage, plan in wanted.items())
+    copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
     count = len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
     log.events.write(
@@ -224,7 +224,7 @@ def _unchanged(plan: Plan) -> Plan:
 
 
 def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
-    return lambda plan: plan.among(members, trained)
+    return lambda plan: plan.restricted_to(members, trained)
 
 
 def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:

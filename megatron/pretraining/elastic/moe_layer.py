@@ -32,7 +32,7 @@ from megatron.pretraining.elastic.groups import dispatch_group, exchange_group
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
-from moc.elastic.dispatch import Capacities, Exchange, exchange
+from moc.elastic.dispatch import Capacities, Exchange, exchange_of_rank
 from moc.runtime.results import on_host
 
 _ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
@@ -183,7 +183,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         assert self._held is not None  # hold() was called
         slots, replicas, capacities = self._held
         counts = self._gathered(routing_map)
-        flow = exchange(counts, capacities(counts.sum(axis=1), replicas), dist.get_rank(self._group))
+        flow = exchange_of_rank(counts, capacities(counts.sum(axis=1), replicas), dist.get_rank(self._group))
         self._route = route_of(flow, slots)
         order, self._by_slot, self._restore = _on_device(
             [self._route.send_order, self._route.by_slot, self._route.restore], tokens.device

@@ -17,9 +17,9 @@ from megatron.pretraining.config import Config, nodes_have_places, plan_settings
 from megatron.pretraining.elastic.groups import dispatch_within, exchange_group
 from megatron.pretraining.elastic.moe_layer import ElasticLayer
 from megatron.pretraining.process.nodes import per_node, stages_here, workers_of_job
-from moc.elastic.allocation import spans
-from moc.elastic.dispatch import even, level
-from moc.elastic.plan import Loads, Plan, plan
+from moc.elastic.allocation import domain_slices
+from moc.elastic.dispatch import even_capacities, level_capacities
+from moc.elastic.plan import Loads, Plan, make_plan
 from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
@@ -28,7 +28,7 @@ from moc.sharding.layout import Layout
 Plans = Mapping[int, Plan]
 """By pipeline stage with experts; ranks are numbered in the stage's exchange group."""
 
-CAPACITIES = {"level": level, "even": even}
+CAPACITIES = {"level": level_capacities, "even": even_capacities}
 """Capacity functions, by the value of ``--elastic-dispatch``."""
 
 
@@ -73,7 +73,7 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     for layer, tokens in loads.items():
         of_stage[Layout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
-    return {stage: plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
+    return {stage: make_plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
 def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
@@ -123,7 +123,7 @@ def plans_to_json(plans: Plans) -> dict[str, Any]:
 def plans_from_json(told: Mapping[str, Any]) -> Plans:
     """Returns the plans of :func:`plans_to_json`; raises ValueError if a plan is invalid or lacks an expert."""
     plans = {stage: Plan.from_json(one) for stage, one in decode.convert(told, dict[Count, dict[str, Any]]).items()}
-    if lacking := [stage for stage, one in plans.items() if not one.complete]:
+    if lacking := [stage for stage, one in plans.items() if not one.is_complete]:
         raise ValueError(f"the plan of stage {lacking[0]} lacks an expert")
     return plans
 
@@ -148,7 +148,7 @@ def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
     for layer in layers:
         held = of.experts_of(layer.layer, rank)
         slots = slots_after(layer.experts.slots or (None,) * layer.experts.num_local_experts, held)
-        layer.hold(slots, of.held(layer.layer), domain, CAPACITIES[dispatch])
+        layer.hold(slots, of.replica_matrix(layer.layer), domain, CAPACITIES[dispatch])
 
 
 def slots_after(before: Sequence[int | None], held: Collection[int]) -> tuple[int | None, ...]:
@@ -178,7 +178,7 @@ def build_domains(config: Config, most: int) -> None:
     )
     ranks = parallel_state.RankGenerator(tp=tp, ep=1, dp=world // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
     for stage in ranks.get_ranks("tp-dp-cp"):
-        for domain in spans(_ranks_of_domains(config, world, len(stage))):
+        for domain in domain_slices(_ranks_of_domains(config, world, len(stage))):
             members = sorted(stage)[domain]
             group: Any = dist.new_group(members, group_desc="ELASTIC_DOMAIN")
             if dist.get_rank() in members:
@@ -188,5 +188,5 @@ def build_domains(config: Config, most: int) -> None:
 def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
     """Returns the ranks of each domain of a stage of ``size`` workers, as in its plan; ``workers`` are all."""
     ranks = nodes_of(config, workers)[0].ranks
-    domains = plan_settings(config, ranks).domains(size // ranks, config.moe.num_experts or 0)
+    domains = plan_settings(config, ranks).domain_sizes(size // ranks, config.moe.num_experts or 0)
     return [of * ranks for of in domains]

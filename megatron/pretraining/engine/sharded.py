@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
-from moc.elastic.optimizer_shards import Block, Holders, blocks_of
+from moc.elastic.optimizer_shards import Block, Holders, cut_into_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class ShardedOptimizer(FragmentedOptimizer):
         of_group = {main: number for number, one in enumerate(self.param_groups) for main in one["params"]}
         self._group_of = {parameter: of_group[main] for parameter, main in masters}
         self._parameters = [parameter for parameter, _ in masters]
-        self.blocks: tuple[Block, ...] = blocks_of([parameter.numel() for parameter in self._parameters])
+        self.blocks: tuple[Block, ...] = cut_into_blocks([parameter.numel() for parameter in self._parameters])
         self.held: dict[int, Shard] = {}
         self._holders: Holders = ()
         self.optimizer.state.clear()

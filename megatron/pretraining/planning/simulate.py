@@ -10,7 +10,7 @@ from typing import Any
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
-from moc.elastic.allocation import MOST_RANKS
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
 from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.dynamic_k import PLT_LIMIT
 from moc.sharding import Layout
@@ -199,9 +199,9 @@ def _member_flags(group) -> None:
     group.add_argument(
         "--elastic-domain",
         type=int,
-        default=MOST_RANKS,
+        default=MAX_DOMAIN_RANKS,
         metavar="N",
-        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MOST_RANKS})",
+        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MAX_DOMAIN_RANKS})",
     )
     group.add_argument(
         "--elastic-regroup",

@@ -94,7 +94,7 @@ def test_who_comes_holds_nothing_yet(membership, monkeypatch):
 
 def test_whoever_has_not_met_members_in_between_agrees_with_those_who_have(membership, monkeypatch):
     old = plan_of(membership, 4)
-    between = old.among((0, 1, 2), [True] * 3)
+    between = old.restricted_to((0, 1, 2), [True] * 3)
     one, _ = settled(membership, monkeypatch, old, [between], places=(0, 2))
     other, _ = settled(membership, monkeypatch, between, [old], places=(0, 2))
     assert one.plans == other.plans and one.wanted == other.wanted
@@ -103,7 +103,7 @@ def test_whoever_has_not_met_members_in_between_agrees_with_those_who_have(membe
 def test_a_layer_that_has_landed_with_others_lands_with_those_that_are_left(membership, monkeypatch):
     before, after = plan_of(membership, 4), plan_of(membership, 4, [900, *[1] * 7])
     held, _ = settled(membership, monkeypatch, before, [after, (before, after)], after, places=(1, 2, 3))
-    assert held.landed == held.plans[0] == after.among((1, 2, 3), [True] * 3)
+    assert held.landed == held.plans[0] == after.restricted_to((1, 2, 3), [True] * 3)
 
 
 def test_what_nobody_holds_is_lost_and_the_new_plan_is_in_force_at_once(membership, monkeypatch):
@@ -113,7 +113,7 @@ def test_what_nobody_holds_is_lost_and_the_new_plan_is_in_force_at_once(membersh
     gone = replace(old, tables={**old.tables, 0: layer0})
     held, told = settled(membership, monkeypatch, gone, [gone], places=(0, 1))
     assert told.lost.startswith("expert ") and " of layer 1 and " in told.lost
-    assert held.wanted is None and held.plans[0].missing((0, 1)) == ()
+    assert held.wanted is None and held.plans[0].lost_experts((0, 1)) == ()
 
 
 def test_whoever_has_not_trained_and_has_built_for_others_starts_over(membership, monkeypatch):

@@ -26,7 +26,7 @@ def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
 def test_stages_have_plans_of_their_own(elastic):
     plans = plans_for(elastic, 4, [1] * 8, f"{FLAGS} {PP2}")
     assert {stage: sorted(plan.tables) for stage, plan in plans.items()} == {0: [0, 1], 1: [2, 3]}
-    assert {plan.size for plan in plans.values()} == {2}
+    assert {plan.num_ranks for plan in plans.values()} == {2}
 
 
 def test_experts_that_stay_keep_their_slots(elastic):
