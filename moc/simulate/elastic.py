@@ -19,7 +19,7 @@ import numpy
 from moc.elastic.allocation import MAX_DOMAIN_RANKS
 from moc.elastic.plan import Plan, PlanSettings, make_plan
 from moc.elastic.survival import TooManyNodesError, count_survived, survival_lower_bound
-from moc.policy.selection import Counts
+from moc.policy.expert_selection import CountsByLayer
 from moc.sharding import Layout
 from moc.simulate import SimulationError
 from moc.simulate.cost import active, split_stages
@@ -188,7 +188,7 @@ def elastic_members(
     layout: Layout,
     micro_batches: int,
     topk: int,
-    loads: Sequence[Counts],
+    loads: Sequence[CountsByLayer],
     settings: ElasticSettings,
     members: Members,
     ranks: int,

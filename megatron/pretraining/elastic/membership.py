@@ -36,10 +36,10 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import count_new_replicas
 from moc.faults import reach
-from moc.runtime.agreement import gather
-from moc.runtime.environment import fewest_nodes
-from moc.runtime.results import settled
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.device import synchronize_and_check
+from moc.runtime.environment import min_nodes
+from moc.runtime.job import World
 from moc.session.engine import Listener, VoteParticipant
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
@@ -107,7 +107,7 @@ def settle(
         _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
-    empty = [] if fewest_nodes() is None else _without_state(told)
+    empty = [] if min_nodes() is None else _without_state(told)
     changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
     plans = {}
     for number, own in replicas.plans.items():
@@ -254,7 +254,7 @@ class Guests(VoteParticipant):
 
     def ballot(self) -> dict[str, float]:
         """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
-        return {"guests": float(self._world.job.guests_wait)}
+        return {"guests": float(self._world.job.has_scale_up_notice)}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """Makes all workers leave after this iteration if any was notified."""
@@ -268,6 +268,6 @@ class Guests(VoteParticipant):
             Aborted: another worker was lost meanwhile.
         """
         if self._wait:
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             reach("parting")
             raise GuestsWait

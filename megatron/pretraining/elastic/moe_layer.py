@@ -33,7 +33,7 @@ from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.dispatch import Capacities, Exchange, exchange_of_rank
-from moc.runtime.results import on_host
+from moc.runtime.device import copy_to_host
 
 _ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -197,7 +197,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         mine = routing_map.sum(dim=0, dtype=torch.int64)
         everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return numpy.ascontiguousarray(on_host(everybody).view(-1, len(mine)).numpy().T)
+        return numpy.ascontiguousarray(copy_to_host(everybody).view(-1, len(mine)).numpy().T)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""
