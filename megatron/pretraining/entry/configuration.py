@@ -23,9 +23,9 @@ from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.model.initial import EXACT
-from moc.runtime.agreement import first_line
+from moc.runtime.collectives import first_line
 
-_DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
+_DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
 _RENAMED = {
     "fp8_format": ("moc_fp8", "fp8"),
@@ -100,7 +100,7 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
     if given.get("elastic"):
-        stock.clear()  # results must not depend on the number of workers
+        stock = {name: stock[name] for name in stock if name == "correct"}  # independent of the number of workers
     if given.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
     for name, kind in group_classes().items():
