@@ -23,6 +23,8 @@ FLAGS = dict(
     endpoints=("127.0.0.1:0",),
     max_restarts=1,
     max_standstill=3,
+    silence_timeout_s=8.0,
+    max_wait_s=60.0,
 )
 
 
@@ -44,7 +46,7 @@ def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypa
     monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():
-        async with ControllerProcess(SimpleNamespace(**FLAGS, silence_timeout_s=8.0, max_wait_s=60.0), TOKEN) as controller:
+        async with ControllerProcess(SimpleNamespace(**FLAGS), TOKEN) as controller:
             await controller.start()
             (address,) = controller.endpoints
             keeping = asyncio.create_task(controller.run())
