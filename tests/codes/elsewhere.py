@@ -2,6 +2,7 @@
 
 TESTS = {
     "controller-without-majority": "unit/runtime/test_controller_link.py",
+    "correction-unsupported": "unit/pretraining/test_corrections.py",
     "device-broken": "unit/runtime/test_membership.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",
@@ -28,12 +29,14 @@ TESTS = {
     "replay-failed": "unit/pretraining/convert/test_window.py",
     "replay-not-identical": "integration/test_repeats.py",
     "replicas-differ": "integration/test_alike.py",
-    "save-of-another-run": "reports/test_runs.py",
+    "result-depends-on-layout": "reports/test_corrections.py",
     "samples-too-few": "integration/test_data_order.py",
+    "save-of-another-run": "reports/test_runs.py",
     "state-partly-lost": "unit/runtime/test_membership.py",
     "storage-slow": "unit/session/test_storage_health.py",
     "storage-unwritable": "integration/test_atomic_save.py",
     "tracker-missing": "reports/test_runs.py",
+    "vocabulary-padding-differs": "reports/test_corrections.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",
 }
 """By code, the test that raises the error: by a job with faults, by a program's main, or by the function alone."""

@@ -25,7 +25,7 @@ from megatron.pretraining.data import index_cache
 from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import attach_without_gpus
 
 SPLITS = ("train", "valid", "test")
 
@@ -121,7 +121,7 @@ class StockStream:
 
 def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int) -> None:
     """Makes a reader process die with its worker, without the worker's GPU, and initializes it as its loader does."""
-    serve_host(parent)
+    attach_without_gpus(parent)
     if begin is not None:
         begin(number)
 
