@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,30 +37,35 @@ GOAL = 0.001
 WARM_UP = 5  # iterations; the first ones record everything
 
 
-def measure(run, stop, iterations: int) -> list[tuple[float, float]]:
-    """Returns for each iteration the seconds inside the functions of module state, and the duration."""
-    from megatron.pretraining.engine.module_state import ModuleState
-    from megatron.pretraining.loop import iterate
-
+@contextlib.contextmanager
+def clocked(functions: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
+    """Yields one number: the seconds inside some functions, each given by its owner and name."""
     inside = [0.0]
 
-    def clocked(function):
+    def with_clock(function: Callable) -> Callable:
         def clock(*arguments):
             begun = time.perf_counter()
-            function(*arguments)
+            result = function(*arguments)
             inside[0] += time.perf_counter() - begun
+            return result
 
         return clock
 
-    measured = []
     with contextlib.ExitStack() as patches:
-        for name in ("begin", "commit"):
-            function = clocked(getattr(ModuleState, name))
-            patches.enter_context(mock.patch.object(ModuleState, name, function))
-        for _ in range(WARM_UP + iterations):
-            inside[0], begun = 0.0, time.perf_counter()
-            iterate(run, stop)
-            measured.append((inside[0], time.perf_counter() - begun))
+        for owner, name in functions:
+            patches.enter_context(mock.patch.object(owner, name, with_clock(getattr(owner, name))))
+        yield inside
+
+
+def measure(run, stop, iterations: int, inside: list[float]) -> list[tuple[float, float]]:
+    """Returns for each iteration the seconds ``inside`` the clocked functions, and the duration."""
+    from megatron.pretraining.loop import iterate
+
+    measured = []
+    for _ in range(WARM_UP + iterations):
+        inside[0], begun = 0.0, time.perf_counter()
+        iterate(run, stop)
+        measured.append((inside[0], time.perf_counter() - begun))
     return measured[WARM_UP:]
 
 
@@ -70,7 +77,10 @@ def main() -> int:
     own, flags = parser.parse_known_args()
     flags = [*KIND, *SIZES, *ROUTERS[own.router], *flags]
     run, stop, _ = begin([*flags, "--train-iters", "1000"])
-    measured = measure(run, stop, own.iterations)
+    from megatron.pretraining.engine.module_state import ModuleState
+
+    with clocked([(ModuleState, "begin"), (ModuleState, "commit")]) as inside:
+        measured = measure(run, stop, own.iterations, inside)
     share = median(inside / duration for inside, duration in measured)
     inside, duration = (median(one) for one in zip(*measured, strict=True))
     modules = sum(1 for chunk in run.stepper.chunks for _ in chunk.modules())

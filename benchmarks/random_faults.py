@@ -64,7 +64,7 @@ from benchmarks.faults.run import (  # noqa: E402
     nodes_of,
 )
 from moc.faults import STEP
-from moc.runtime.inject import Fault
+from moc.runtime.fault_injection import Fault
 
 SLOW_S = 1.0
 

@@ -74,6 +74,11 @@ EVENTS = {
             "bubble_share": "share of the newest copied snapshot's bytes that was copied in the pipeline's bubbles",
             "hhi": "Herfindahl-Hirschman index of the tokens of experts, mean over layers",
             "skewness": "hhi, scaled to 0 (all experts are equally busy) to 1 (one has all tokens)",
+            "max_violation": "largest load of an expert divided by the mean load of its layer, minus 1: highest layer, "
+            "over the iterations since the last report; every --log-interval",
+            "max_violation_by_layer": "the same of each layer with experts, by its number",
+            "dropped_share": "of routed tokens that no expert received because of its capacity: mean over layers",
+            "dropped_share_by_layer": "the same of each layer with experts, by its number",
             "upstream_log_bytes": "in upstream logs, over all workers",
             "upstream_log_iterations": "in upstream logs, mean over workers",
             "saves_failed": "snapshots that could not be written to storage so far, once there is one",
@@ -222,6 +227,10 @@ EVENTS = {
             "went_on": "by stage, the iteration from which it continued an interrupted replay",
             "folded": "operators brought up to date by the gradients that memory had",
             "stale": "experts whose state is of another iteration, older or newer",
+            "verified": "operators whose digests equal those of the original iteration",
+            "unverified": "operators without a known digest",
+            "replayed": "those of them whose digests were equal at an earlier iteration of the replay",
+            "wrong": "operators with another digest, after a replay that is not deterministic",
         },
     ),
     "replay": EventType(

@@ -18,7 +18,7 @@ from moc.errors import warning
 from moc.files import decode
 from moc.files.events import NAME
 from moc.files.tree import Tree, open_single
-from moc.runtime.lease import Lease
+from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 from moc.trouble import Trouble
 
@@ -46,7 +46,7 @@ class EventLog:
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
-        self._lease = Lease.of_this_worker()
+        self._lease = Lease.from_environment()
         self._written = self._lost = 0  # bytes written of the first line; lines lost
         self._late: Future | None = None
         self._thread = None if directory is None else Background("event-log")
@@ -126,7 +126,7 @@ class EventLog:
 
     def _write_first(self) -> None:
         if self._lease is not None:  # a stopped worker must not write the same lines as its successor
-            self._lease.enforce()
+            self._lease.kill_if_expired()
         line = self._lines[0]
         assert self._descriptor is not None  # _open() was called
         while self._written < len(line):

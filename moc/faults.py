@@ -1,6 +1,6 @@
 """Defines named fault injection points; each module reports when it reaches one.
 
-Without a listener (:mod:`moc.runtime.inject`), points have no effect.
+Without a listener (:mod:`moc.runtime.fault_injection`), points have no effect.
 """
 
 from __future__ import annotations

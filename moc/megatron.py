@@ -1,6 +1,6 @@
 """Runs a script of Megatron-LM with this project's loop: ``import moc.megatron`` as the script's first import.
 
-``mocrun`` needs no such line (:mod:`moc.runtime.hook`).  Only this module of ``moc`` imports an engine.
+``mocrun`` needs no such line (:mod:`moc.runtime.import_hook`).  Only this module of ``moc`` imports an engine.
 """
 
 from __future__ import annotations

@@ -280,8 +280,8 @@ def _entries(feature: str, *rows: tuple[str, Expectation, str, str]) -> tuple[Pr
     return tuple(PrivateInterface(*row, feature) for row in rows)
 
 
-_C10D, _GROUP = "torch.distributed.distributed_c10d", "moc/runtime/group.py"
-_GROUPS, _GENERATION, _SEALED = "moc/runtime/groups.py", "moc/runtime/generation.py", "moc/runtime/sealed_objects.py"
+_C10D, _GROUP = "torch.distributed.distributed_c10d", "moc/runtime/process_group.py"
+_GROUPS, _GENERATION = "moc/runtime/groups.py", "moc/runtime/generation.py"
 _OURS = "megatron/pretraining"
 _CORE = "megatron.core"
 _OPTIMIZER, _DIST_OPTIMIZER = f"{_CORE}.optimizer.optimizer", f"{_CORE}.optimizer.distrib_optimizer"
@@ -304,10 +304,10 @@ _TORCH = (
         (_C10D, Members(_words("""_update_default_pg _register_process_group _unregister_process_group
             _check_p2p_op_list""")), "calls functions of", _GROUPS),
         (f"{_C10D}:_coalescing_manager", Parameters(_words("group device async_ops")), "calls", _GROUPS),
-        (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _SEALED),
-        (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _SEALED),
+        (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _GROUPS),
+        (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _GROUPS),
         (f"{_C10D}:all_gather_object", Refers(_words("_object_to_tensor _tensor_to_object")),
-         "replaces functions inside", _SEALED),
+         "replaces functions inside", _GROUPS),
         ("torch.distributed:ProcessGroup", Members(_words("""_set_default_backend _register_backend _set_group_name
             _get_backend _device_types bound_device_id group_desc group_name rank size abort shutdown allgather
             allreduce alltoall barrier broadcast gather recv reduce reduce_scatter scatter send _start_coalescing
@@ -323,6 +323,8 @@ _TORCH = (
     ),
     *_entries(
         "training",
+        (f"{_CORE}.models.gpt.gpt_model:GPTModel", Members(_words("output_layer post_process")),
+         "adds a hook to the output layer of", f"{_OURS}/model/corrections.py"),
         ("torch", Members(_words("_foreach_mul _foreach_norm")), "calls functions of", _ENGINE),
     ),
     *_entries(
@@ -502,6 +504,12 @@ _MEGATRON = (
         "experts",
         (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert topk layer_number")),
          "reads attributes of", f"{_OURS}/engine/boost.py"),
+        (f"{_MOE}.router:TopKRouter", Members(_words("is_mtp_layer")), "reads attributes of",
+         f"{_OURS}/engine/routing.py"),
+        (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert global_tokens_per_expert ga_steps")),
+         "changes the dtype of buffers of", f"{_OURS}/model/corrections.py"),
+        (f"{_MOE}.router:TopKRouter.get_aux_loss_coeff", Refers(_words("config moe_aux_loss_coeff")),
+         "changes the coefficient in", f"{_OURS}/model/corrections.py"),
         (f"{_MOE}.moe_logging:get_moe_metrics_tracker", StateHolder(), "restores the values of", _MODULES),
         (f"{_CORE}.transformer.multi_token_prediction:MTPLossLoggingHelper.tracker", StateHolder(),
          "restores the values of", _MODULES),

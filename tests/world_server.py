@@ -80,7 +80,7 @@ _IMPORTED_LATE = (
     "moc.launch",
     "moc.runtime.controller",
     "moc.runtime.replica_server",
-    "moc.runtime.zygote",
+    "moc.runtime.forkserver",
     "torch._dynamo",
     "torch._inductor.utils",
     "megatron.core.dist_checkpointing.strategies.torch",

@@ -13,17 +13,17 @@ import numpy as np
 
 from benchmarks.papers.equations import pec_size
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.bubbles import bubble_share
-from moc.policy.pec_selection import sequential_experts
-from moc.policy.selection import (
-    Counts,
-    Experts,
+from moc.policy.expert_selection import (
+    CountsByLayer,
+    ExpertsByLayer,
     Limit,
-    number_of_experts,
+    count_limit,
     per_byte,
     proportional,
     scores,
 )
+from moc.policy.flags import bubble_share
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import StateBytes
 
 _STATE = StateBytes(weights=2, master=0, moments=8)  # section 2.3
@@ -252,7 +252,7 @@ def _popular(loads: Loads) -> float:
     return float(((tokens.cumsum(axis=2) < 0.8 * tokens.sum(axis=2, keepdims=True)).sum(axis=2) + 1).mean())
 
 
-Choose = Callable[[int, int, Counts, Counts], Experts]
+Choose = Callable[[int, int, CountsByLayer, CountsByLayer], ExpertsByLayer]
 """Function from snapshot, experts of each layer, and tokens and iterations since an expert's last save, to experts."""
 
 
@@ -271,20 +271,20 @@ def at_risk(loads: Loads, number: int, choose: Choose) -> list[float]:
     return found[_FIRST:]
 
 
-def _in_turn(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _in_turn(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     width = len(unsaved[0])
     return {layer: sequential_experts(snapshot, layer, number, width, math.gcd(_EP, width)) for layer in unsaved}
 
 
-def _algorithm_1(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _algorithm_1(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     return proportional(unsaved, [_limit(number, unsaved)])
 
 
-def _tokens_age(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _tokens_age(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     limits = [_limit(number, unsaved)]
     return per_byte(scores(unsaved, ages, "tokens-age"), ages, 4 * -(-len(ages[0]) // number), limits)
 
 
-def _limit(number: int, unsaved: Counts) -> Limit:
+def _limit(number: int, unsaved: CountsByLayer) -> Limit:
     places = [(layer, expert) for layer, row in unsaved.items() for expert in range(len(row))]
-    return number_of_experts(places, number * len(unsaved))
+    return count_limit(places, number * len(unsaved))

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from benchmarks.papers import printed as papers
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.window import OperatorBytes, find_window_size
+from moc.policy.windows import OperatorBytes, find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
 from moc.simulate.cluster import CLUSTERS, Cluster
 from moc.simulate.engine import SimulatedJob, simulate

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, operators_of
-from moc.policy.adaptive import uniform_plt
-from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
+from moc.policy.pec_tuner import uniform_plt
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.state.operators import Operator
 
@@ -65,7 +64,7 @@ def figure_15() -> Reproduction:
     )
     notes = (
         f"K: {', '.join(map(str, path))}; a constant K = 1 would come to {100 * _ABOVE * PLT_LIMIT:.2f} %.",
-        "The paper says neither how many faults there are nor what one loses.  Each loses what moc.policy.adaptive",
+        "The paper says neither how many faults there are nor what one loses.  Each loses what moc.policy.pec_tuner",
         "expects, all from storage.  With 10 to 160 faults that would take a constant K = 1 to 1.1 to 3 times the",
         f"limit, K ends at {ends}, and PLT at {lost} %.",
     )
@@ -84,7 +83,7 @@ def _faults(count: int, above: float) -> tuple[float, list[int]]:
     for _ in range(count):
         lost = fault * _age(dynamic.k)
         plt += lost
-        dynamic = dynamic.recovered(lost)
+        dynamic = dynamic.after_recovery(lost)
         ks.append(dynamic.k)
     return plt, ks
 

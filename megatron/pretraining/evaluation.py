@@ -8,7 +8,7 @@ from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.process.stopping import StopRequests
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.runtime.collectives import sum_over_workers
 from moc.runtime.progress import progress
 
 

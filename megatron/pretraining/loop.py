@@ -23,7 +23,7 @@ from megatron.pretraining.setup import start
 from moc.errors import cause_of, codes_in, warning, with_code
 from moc.faults import reach
 from moc.output import print_lines
-from moc.runtime.member import join_job
+from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
@@ -53,7 +53,7 @@ def pretrain(config: Config, program: Program) -> int:
                 if parts is None:
                     check_outputs(config, job)
                     parts = program.build(config, program.connect(config, job), stop, phases)
-                parts.met(job.built())
+                parts.met(job.report_ready())
                 progress("setup")
                 code = train(start(parts, stop, phases), stop)
                 parts.log.close()
@@ -68,9 +68,9 @@ def pretrain(config: Config, program: Program) -> int:
             except PolicySwitched:
                 loss = None
             except GuestsWait:
-                loss = job.meet_guests()
+                loss = job.admit_joining_workers()
             except Exception as error:
-                loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
+                loss = job.rejoin_after(error)  # re-raises, unless a worker was lost and replaced
             assert parts is not None  # a loss before the worker is built is fatal
             try:
                 parts.go_on_after(loss)
@@ -236,7 +236,7 @@ def secure(run: TrainingRun) -> None:
     if run.session.memory_is_free and not problems[0]:
         job, of_run = run.config.snapshot_dir, run.session.run
         assert job is not None and of_run is not None  # snapshots are in memory
-        run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
+        run.world.job.allow_memory_release(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
     for problem in failed:
         sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
         run.log.message(warning(sentence, code=codes_in(problem)[-1]))

@@ -31,8 +31,7 @@ from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.job import Interruption, Job
-from moc.runtime.world import World
+from moc.runtime.job import Interruption, Job, World
 from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
@@ -149,7 +148,9 @@ class WorkerParts:
         self.log.move(self.world)
         if loss is not None:
             self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
-            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+            self.log.message(
+                f"generation {loss.generation}: {loss.reason}; all met again after {loss.reconnection_s:.2f} s"
+            )
 
     def go_on_after(self, loss: Interruption | None) -> None:
         """Closes the interrupted session and resets everything except the state to between iterations."""

@@ -52,6 +52,9 @@ Sizes = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 """An xxh3-128 in hex."""
 
+StateSum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""A digest of training state in hex (:mod:`moc.state.digests`)."""
+
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """Name of a run (:mod:`moc.store.runs`)."""
 

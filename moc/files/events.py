@@ -30,11 +30,11 @@ _BY_TYPE = {
     bool | None: "exact",
     list[Count]: "stages",
     dict[Name, Seconds]: "startup_s",
-    dict[Name, Amount]: "by_layer survival",
+    dict[Name, Amount]: "by_layer survival max_violation_by_layer dropped_share_by_layer",
     float | None: "loss grad_norm learning_rate perplexity",
     _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
     "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
-    "storage_age storage_overdue mlt_storage",
+    "storage_age storage_overdue mlt_storage max_violation dropped_share",
 }
 _FIELDS = msgspec.defstruct(
     "_Fields",

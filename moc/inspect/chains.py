@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moc.inspect.checkpoint import Checkpoint, read_checkpoint
-from moc.policy import is_of_newest_experts
+from moc.policy import is_partial_policy
 from moc.recovery.inventory import look
 from moc.recovery.sources import MASTER, MOMENTS, PARTS
 from moc.state.detail import Detail
@@ -43,7 +43,7 @@ def ages(checkpoint: Checkpoint) -> dict[str, Age]:
     Empty if its policy leaves no experts to older checkpoints.
     """
     iteration = checkpoint.iteration
-    if iteration is None or not is_of_newest_experts(checkpoint.policy):
+    if iteration is None or not is_partial_policy(checkpoint.policy):
         return {}
     summaries, _ = look(Store(LocalPlace(checkpoint.directory.resolve().parent)))
     older = {one.iteration: one.details for one in summaries if one.iteration < iteration}

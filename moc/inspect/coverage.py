@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from moc.files import decode
 from moc.inspect.checkpoint import Checkpoint, StoredBox
-from moc.policy import is_of_everything
+from moc.policy import is_full_policy
 from moc.state.operators import Operator, is_module_state, operator_of
 from moc.state.region import Region
 from moc.store import dense_files
@@ -54,7 +54,7 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
     else:
         problems = list(_broken_promises(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
-        if is_of_everything(checkpoint.policy):
+        if is_full_policy(checkpoint.policy):
             problems += _missing_operators(tensors, state.get("shape"), dense_files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])

@@ -10,7 +10,7 @@ from pathlib import Path
 from moc.inspect.chains import ages
 from moc.inspect.checkpoint import read_checkpoint
 from moc.inspect.coverage import operators_of
-from moc.policy import is_of_newest_experts
+from moc.policy import is_partial_policy
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import AvailableCheckpoint, RecoveryPath, recoveries
 from moc.state.detail import Detail
@@ -35,7 +35,7 @@ def recovery_from(directory: Path) -> RecoveryPath | None:
     if iteration is None:
         return None
     manifest = store.manifest(iteration)
-    if not is_of_newest_experts(manifest.policy):
+    if not is_partial_policy(manifest.policy):
         return None
     try:
         operators = operators_of(manifest.state.get("shape"))

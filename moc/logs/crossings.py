@@ -49,32 +49,32 @@ class Pipeline:
     """
 
     stages: int
-    turns: tuple[tuple[int, int], ...]
+    forward_order: tuple[tuple[int, int], ...]
 
     @cached_property
     def chunks(self) -> int:
         """Number of model chunks per stage."""
-        return 1 + max(chunk for _, chunk in self.turns)
+        return 1 + max(chunk for _, chunk in self.forward_order)
 
     def sender(self, stage: int, direction: Direction) -> int:
         """Returns the stage whose tensors a stage receives."""
         return (stage + (-1 if direction is Direction.FORWARD else 1)) % self.stages
 
-    def sent(self, stage: int, direction: Direction) -> list[Crossing]:
+    def sent_by(self, stage: int, direction: Direction) -> list[Crossing]:
         """Returns the tensors that a stage sends in one direction per iteration, in order."""
         if direction is Direction.FORWARD:
             last = (self.stages - 1, self.chunks - 1)
-            return [Crossing(direction, chunk, i) for i, chunk in self.turns if (stage, chunk) != last]
-        chunks = ((i, self.chunks - 1 - chunk) for i, chunk in self.turns)
+            return [Crossing(direction, chunk, i) for i, chunk in self.forward_order if (stage, chunk) != last]
+        chunks = ((i, self.chunks - 1 - chunk) for i, chunk in self.forward_order)
         return [Crossing(direction, chunk, i) for i, chunk in chunks if (stage, chunk) != (0, 0)]
 
-    def feeds(self, stage: int) -> frozenset[int]:
+    def senders(self, stage: int) -> frozenset[int]:
         """Returns the stages from which a stage receives anything."""
-        return frozenset(self.sender(stage, way) for way in Direction if self.received(stage, way))
+        return frozenset(self.sender(stage, way) for way in Direction if self.received_by(stage, way))
 
-    def received(self, stage: int, direction: Direction) -> list[Crossing]:
+    def received_by(self, stage: int, direction: Direction) -> list[Crossing]:
         """Returns the tensors that a stage receives in one direction per iteration, in order, named as by their sender.
 
         A stage sends to one other stage per direction, and channels keep their order.
         """
-        return self.sent(self.sender(stage, direction), direction)
+        return self.sent_by(self.sender(stage, direction), direction)

@@ -11,20 +11,24 @@ from pathlib import Path
 
 from moc.errors import with_code
 from moc.files.text import one_line
+from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
-from moc.policy.flags import JobShape, PolicyFlag
-from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags
+from moc.policy.interval import Every, Interval, IntervalTuner, ObservedIteration, Transfer, parse_interval
+from moc.policy.plan import Capability, Load, Policy, SnapshotPlan
 from moc.policy.registry import (
     AUTO,
     POLICIES,
+    RegisteredPolicy,
+    full_policy_name,
     import_policies,
-    is_of_everything,
-    is_of_newest_experts,
-    is_of_windows,
-    owners,
+    is_full_policy,
+    is_partial_policy,
+    is_window_policy,
     policy,
+    policy_by_flag,
     policy_named,
+    registered_policy,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -40,18 +44,26 @@ __all__ = [
     "Every",
     "Interval",
     "IntervalTuner",
+    "Capability",
+    "FlagConflict",
+    "JobRequirement",
     "JobShape",
     "Load",
-    "Observed",
+    "ObservedIteration",
     "Policy",
+    "PolicyCosts",
     "PolicyFlag",
+    "PolicyFlags",
+    "RegisteredPolicy",
     "SnapshotPlan",
     "Transfer",
-    "interval_named",
-    "is_of_everything",
-    "is_of_newest_experts",
-    "is_of_windows",
-    "owners",
+    "parse_interval",
+    "full_policy_name",
+    "is_full_policy",
+    "is_partial_policy",
+    "is_window_policy",
+    "policy_by_flag",
     "policy",
     "policy_named",
+    "registered_policy",
 ]

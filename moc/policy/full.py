@@ -19,4 +19,4 @@ class Full(Policy):
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns the full model if a snapshot is due, regardless of load."""
-        return self.everything(iteration) if self.interval.due(iteration) else None
+        return self.everything(iteration) if self.interval.is_due(iteration) else None

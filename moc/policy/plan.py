@@ -6,14 +6,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from moc.policy.debt import Boost
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag
 from moc.policy.interval import Interval
-from moc.policy.prices import Machine, Price, Settings
+from moc.policy.token_ledger import CapacityBoost
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -21,7 +20,7 @@ Load = Mapping[int, Sequence[int]]
 """Tokens given to each expert since training began, by global layer number."""
 
 
-class Busiest(Protocol):
+class SnapshotSizer(Protocol):
     """Sizes of snapshots by the sharding rules; calls are collective.
 
     Attributes:
@@ -88,18 +87,18 @@ class SnapshotPlan:
         if self.since is None:
             object.__setattr__(self, "since", self.iteration)
 
-    def of(self, detail: Detail) -> tuple[str, ...]:
+    def operators_at(self, detail: Detail) -> tuple[str, ...]:
         """Returns the names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
     def without(self, detail: Detail) -> SnapshotPlan:
         """Returns this plan without the operators that it saves at a detail."""
-        left = {name: planned for name, planned in self.operators.items() if planned is not detail}
-        remote = self.remote and {name: left[name] for name in self.remote if name in left}
-        return dataclasses.replace(self, operators=left, remote=remote)
+        operators = {name: planned for name, planned in self.operators.items() if planned is not detail}
+        remote = self.remote and {name: operators[name] for name in self.remote if name in operators}
+        return dataclasses.replace(self, operators=operators, remote=remote)
 
     @property
-    def copied(self) -> SnapshotPlan:
+    def remote_plan(self) -> SnapshotPlan:
         """The part that other nodes' memory receives copies of."""
         if self.remote is None:
             return self
@@ -124,6 +123,20 @@ class SnapshotPlan:
         return tuple(detail for detail in Detail if detail in self.operators.values())
 
 
+class Capability(Enum):
+    """A capability of a run that a policy may require."""
+
+    OLDER_EXPERTS = "experts may be restored to an older state than the rest; otherwise a resumed run is exact"
+    WINDOWS = "a run resumes from several snapshots together"
+    REPLAY = "resuming may replay iterations with some operators frozen"
+    TOKEN_COUNTS = "the tokens of each expert are counted"
+    GATING_PROBABILITIES = "the gating probabilities of each expert are summed"
+    GRADIENTS = "snapshots may have gradients in place of state"
+    BACKGROUND_UPDATES = "a background process applies chains of gradients in memory (MoEtion, section 5.2)"
+    BUBBLES = "snapshots are copied in the pipeline's bubbles first, and bubbles are timed"
+    LIVE_EXPERTS = "survivors keep live experts after a loss of others"
+
+
 @dataclass(frozen=True)
 class Policy(ABC):
     """Decides which state is saved, and when.
@@ -140,136 +153,40 @@ class Policy(ABC):
         operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
         interval: when a snapshot is due.
         name: name of the policy; set by :func:`moc.policy.registry.policy`.
-        exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
-            restored to an older state than the rest.
-        windows: a run resumes from several snapshots together; set by the registry if the policy ``replays``.
-        replays: resuming may replay iterations with some operators frozen.
-        flags: the policy's own flags; listed in ``--help``, refused with other policies.
-        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
     """
 
     operators: Sequence[Operator]
     interval: Interval
     name: ClassVar[str]
-    exact: ClassVar[bool] = True
-    windows: ClassVar[bool] = False
-    replays: ClassVar[bool] = False
-    flags: ClassVar[tuple[PolicyFlag, ...]] = ()
-    grows: ClassVar[str | None] = None
+    _always_requires: ClassVar[frozenset[Capability]] = frozenset()
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str | PolicyError]:
-        """Yields the flag combinations that this policy refuses, as sentences with the remedy or as errors."""
-        return iter(())
+    @property
+    def requires(self) -> frozenset[Capability]:
+        """Capabilities that a run needs for this policy, by its registration and its settings."""
+        required = self._always_requires
+        return required if self.is_exact else required | {Capability.TOKEN_COUNTS}
 
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str | PolicyError]:
-        """Yields requirements of flags that the job does not meet, as sentences with the remedy or as errors.
-
-        Two fields of ``job`` are not known yet: ``stages`` and ``bubble_share``.
-        """
-        return iter(())
-
-    @classmethod
-    def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Returns whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
-        return False
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """Returns the limit of tokens that faults may lose, as a proportion of the training's tokens; by default 1."""
-        return 1.0
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """Returns the policy fields that flags and job determine; by default, the fields that match by name.
-
-        Field ``k`` of policy ``pec`` is set by flag ``pec_k`` if that exists, otherwise by the job's value of that
-        name.
-        """
-        every, interval = asked.persist_interval, asked.snapshot_interval
-        found = {
-            "ep": job.ep,
-            "stages": job.stages,
-            "mtbf_s": asked.mtbf_s,
-            "one_level": asked.ckpt_tier == "disk",
-            "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
-        }
-        found |= {flag.name.removeprefix(f"{cls.name}_"): getattr(asked, flag.name) for flag in cls.flags}
-        return {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """Yields the settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
-
-        Each setting corresponds to a flag of the policy that is marked ``chosen``.
-        """
-        yield {}
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """Returns the price of a checkpoint under some settings; by default, of one full snapshot.
-
-        ``settings`` is one of :meth:`candidates`, or the settings given by a user of the simulator, possibly none.
-        """
-        return Price(machine.everything)
-
-    @classmethod
-    def described(cls, settings: Settings) -> str:
-        """Returns a candidate's settings in readable form, without the interval."""
-        return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """Returns whether flags and job allow snapshots with gradients in place of state; by default never."""
-        return False
+    @property
+    def is_exact(self) -> bool:
+        """Whether a run resumed from its snapshots is bit-identical to one without the failure."""
+        return Capability.OLDER_EXPERTS not in self._always_requires
 
     @property
     def iterations_apart(self) -> int:
-        """Iterations between snapshots, if known; by default :attr:`Interval.apart`."""
-        return max(1, self.interval.apart)
+        """Iterations between snapshots, if known; by default :attr:`Interval.iterations`."""
+        return max(1, self.interval.iterations)
 
     @property
     def window_length(self) -> int:
         """Number of snapshots in the current or last window, which a run can resume from."""
         return 1
 
-    @property
-    def keeps_live(self) -> bool:
-        """Whether survivors keep live experts after a loss of others; no effect if the policy is exact."""
-        return False
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the policy needs the token counts of experts; by default, if it is inexact."""
-        return not self.exact
-
     def remarks(self) -> Iterator[str]:
         """Yields remarks for users, such as settings without effect; printed once before training."""
         return iter(())
 
     @property
-    def saves_gradients(self) -> bool:
-        """Whether plans may have gradients (:attr:`Detail.GRAD`)."""
-        return False
-
-    @property
-    def folds_beside(self) -> bool:
-        """Whether a background process applies chains of gradients in memory (MoEtion, section 5.2)."""
-        return False
-
-    @property
-    def in_bubbles(self) -> bool:
-        """Whether snapshots are copied in the pipeline's bubbles first, and bubbles are timed."""
-        return False
-
-    @property
-    def counts_probabilities(self) -> bool:
-        """Whether the policy needs :meth:`on_routing`."""
-        return False
-
-    @property
-    def makes_up(self) -> Boost | None:
+    def makes_up(self) -> CapacityBoost | None:
         """Capacity boost with which experts compensate tokens lost to a recovery; by default none."""
         return None
 
@@ -292,7 +209,9 @@ class Policy(ABC):
             again: storage lacks a snapshot that was due earlier, so one is due now, whatever the interval.
         """
         plan = self.plan(iteration, load)
-        return self.everything(iteration) if plan is None and again and not self.windows else plan
+        return (
+            self.everything(iteration) if plan is None and again and Capability.WINDOWS not in self.requires else plan
+        )
 
     def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
         """Plans the snapshot after ``iteration`` iterations as if one were due; changes nothing."""
@@ -306,7 +225,7 @@ class Policy(ABC):
         """
         return 1
 
-    def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
+    def on_sizes(self, busiest: SnapshotSizer) -> None:  # noqa: B027
         """Receives the sizes of snapshots; called once, before training, on all ranks.
 
         Args:
@@ -437,9 +356,9 @@ class Policy(ABC):
         A recovery uses:
 
         * by default, one snapshot with everything in full;
-        * if the policy ``replays``, a window of ``FULL`` and ``COMPUTE``;
+        * if the policy requires ``REPLAY``, a window of ``FULL`` and ``COMPUTE``;
         * if it is exact and saves gradients, chains of ``FULL`` and ``GRAD``;
-        * if it is not ``exact``, one snapshot for dense operators, and others for experts.
+        * if it is not exact, one snapshot for dense operators, and others for experts.
 
         Raises:
             ValueError: the plan has other details or operators; the message names an operator.
@@ -454,17 +373,17 @@ class Policy(ABC):
             )
         for one in self.operators:
             found = plan.operators.get(one.name)
-            if self.replays:
+            if Capability.REPLAY in self.requires:
                 if found in (Detail.FULL, Detail.COMPUTE, None):
                     continue
                 needs, remedy = "only full and compute can be replayed", "plan one of them"
-            elif found is Detail.FULL or one.place is not None and not self.exact:
+            elif found is Detail.FULL or one.place is not None and not self.is_exact:
                 continue
-            elif self.exact and self.saves_gradients:
+            elif self.is_exact and Capability.GRADIENTS in self.requires:
                 if found is Detail.GRAD:
                     continue
                 needs, remedy = "a chain is of full saves and gradients", "plan one of them"
-            elif self.exact:
+            elif self.is_exact:
                 needs, remedy = (
                     "an exact policy that does not replay saves each operator in full",
                     "do so, or drop exact",

@@ -14,11 +14,11 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
 
     ``iteration`` is the one that it would resume from; -1 if there is none.
     """
-    newest = next(recoveries(held, policy.operators, exact=False), None) if policy.exact else None
+    newest = next(recoveries(held, policy.operators, exact=False), None) if policy.is_exact else None
     if newest is None or newest.iteration <= iteration:
         return None
     name = newest.base.policy
-    if name not in POLICIES or POLICIES[name].exact:
+    if name not in POLICIES or POLICIES[name].is_exact:
         return None
     return CheckpointError(
         f"--ckpt-policy {policy.name} cannot resume from the snapshot of iteration {newest.iteration}: --ckpt-policy "
@@ -39,4 +39,4 @@ def is_of(policy: Policy, way: RecoveryPath) -> bool:
 def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
     """Returns whether a run could resume from its own policy's checkpoints in storage."""
     stored = [one for one in held if one.tier == STORAGE]
-    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.exact))
+    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.is_exact))

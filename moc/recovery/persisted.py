@@ -27,7 +27,7 @@ class Persisted:
     def of(cls, held: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
         """Finds the state among checkpoints; tiers other than storage are ignored."""
         stored = [one for one in held if one.tier == STORAGE]
-        way = next(recoveries(stored, policy.operators, policy.exact), None)
+        way = next(recoveries(stored, policy.operators, policy.is_exact), None)
         if way is None:
             return cls()
         return cls(way.iteration, {one.name: way.learned_until(one.name) for one in policy.operators})

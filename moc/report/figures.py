@@ -16,8 +16,9 @@ GAUGES = (
     *("hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
     *("sparse_window", "gradient_window", "k_snapshot", "k_persist", "snapshot_interval"),
     *("selective_experts", "selective_copies", "selective_gradients", "mlt", "mlt_peers", "bubble_share"),
-    *("storage_age", "storage_overdue", "mlt_storage"),
+    *("storage_age", "storage_overdue", "mlt_storage", "max_violation", "dropped_share"),
 )
+_LOADS = "max_violation_by_layer"
 _ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
 
 
@@ -143,6 +144,7 @@ class Report:
         ended: why the run ended; None without an orderly exit.
         saving: None if nothing was saved.
         plt_by_layer: PLT of each layer after the newest recovery that lost tokens.
+        violation_by_layer: newest maximum violation of the experts in each layer.
         made_up: tokens compensated by more capacity, and tokens to compensate since the newest recovery; None without.
         choices: choices of tuners.
         not_written: number of failed or late writes, by kind.
@@ -172,6 +174,7 @@ class Report:
     saving: Saving | None
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
+    violation_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
     choices: tuple[Choice, ...]
     not_written: Mapping[str, int]
@@ -226,6 +229,7 @@ def report(name: str, events: Sequence[Event]) -> Report:
         saving=_saving(events),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
         plt_by_layer=lost.get("by_layer", {}),
+        violation_by_layer=next((e[_LOADS] for e in reversed(in_order) if _LOADS in e), {}),
         made_up=_made_up(events, in_order[-1]),
         choices=tuple(_choices(events)),
         not_written=_not_written(events),

@@ -198,6 +198,11 @@ def _worst_layers(run: Report) -> str | None:
     return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
 
 
+def _violations(run: Report) -> str | None:
+    layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])[:8]
+    return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
+
+
 def _made_up(run: Report) -> str | None:
     return "{:,} of {:,}".format(*run.made_up) if run.made_up else None
 
@@ -279,6 +284,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "iterations: mean, most": _highest("upstream_log_iterations", "{:.3g}".format),
     },
     "experts": {
+        "maximum violation: first, last, mean": _trend("max_violation", "{:.3g}".format),
+        "highest layers at the end": _violations,
+        "dropped tokens: mean, most": _highest("dropped_share", _percent),
         "HHI: first, last, mean": _trend("hhi", "{:.4f}".format),
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),

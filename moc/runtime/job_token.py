@@ -12,10 +12,10 @@ from pathlib import Path
 from moc.errors import UserError
 
 TOKEN_BYTES = 32
-FILE_VARIABLE, VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
+TOKEN_FILE_VARIABLE, TOKEN_VARIABLE = "MOC_TOKEN_FILE", "MOC_TOKEN"
 
 _HEX = re.compile(rf"[0-9a-fA-F]{{{2 * TOKEN_BYTES}}}")
-_MORE_THAN_A_TOKEN = 4 * TOKEN_BYTES  # maximum bytes read from a file
+_MAX_FILE_BYTES = 4 * TOKEN_BYTES  # maximum bytes read from a file
 
 
 class TokenError(UserError, RuntimeError):
@@ -53,24 +53,25 @@ def token_from_environment(environment: Mapping[str, str] = os.environ) -> bytes
         TokenError: neither variable is set, the file is unreadable, accessible to others or another user's, or the
             token is malformed.
     """
-    if path := environment.get(FILE_VARIABLE):
-        return _parse(_text_of(path), f"the file {path} ({FILE_VARIABLE})")
-    if text := environment.get(VARIABLE):
-        return _parse(text, VARIABLE)
+    if path := environment.get(TOKEN_FILE_VARIABLE):
+        return _parse_token(_read_token_file(path), f"the file {path} ({TOKEN_FILE_VARIABLE})")
+    if text := environment.get(TOKEN_VARIABLE):
+        return _parse_token(text, TOKEN_VARIABLE)
     raise TokenError(
-        f"this job has no token. Fix: set {FILE_VARIABLE} to a file with one, or {VARIABLE} to 64 hex digits",
+        f"this job has no token. Fix: set {TOKEN_FILE_VARIABLE} to a file with one, or {TOKEN_VARIABLE} to 64 hex "
+        "digits",
         code="token-missing",
     )
 
 
-def _text_of(path: str) -> str:
+def _read_token_file(path: str) -> str:
     try:
         # O_NONBLOCK: opening a FIFO must not block
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise TokenError(
-            f"the token file {path} ({FILE_VARIABLE}) cannot be read: {error.strerror}. Fix: name a file that this "
-            "user can read",
+            f"the token file {path} ({TOKEN_FILE_VARIABLE}) cannot be read: {error.strerror}. Fix: name a file that "
+            "this user can read",
             code="token-file-unreadable",
         ) from None
     try:
@@ -78,7 +79,7 @@ def _text_of(path: str) -> str:
         mode = status.st_mode
         if not stat.S_ISREG(mode):
             raise TokenError(
-                f"the token file {path} ({FILE_VARIABLE}) is not a regular file. Fix: name a regular file",
+                f"the token file {path} ({TOKEN_FILE_VARIABLE}) is not a regular file. Fix: name a regular file",
                 code="token-file-unreadable",
             )
         if status.st_uid != os.geteuid():
@@ -91,12 +92,12 @@ def _text_of(path: str) -> str:
                 f"others than its owner have access to the token file {path}. Fix: chmod 600 it",
                 code="token-file-exposed",
             )
-        return os.read(descriptor, _MORE_THAN_A_TOKEN).decode("ascii", "replace")
+        return os.read(descriptor, _MAX_FILE_BYTES).decode("ascii", "replace")
     finally:
         os.close(descriptor)
 
 
-def _parse(text: str, source: str) -> bytes:
+def _parse_token(text: str, source: str) -> bytes:
     if not _HEX.fullmatch(text.strip()):  # even a malformed token is a secret: not in the message
         raise TokenError(
             f"{source} does not hold a token, which is {2 * TOKEN_BYTES} hex digits. Fix: set 64 hex digits",

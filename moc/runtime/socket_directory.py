@@ -25,7 +25,7 @@ _MEMORY = "/dev/shm"
 _ATTEMPTS = 100  # another job may remove a new directory before it is locked
 
 
-def memory_of_program(command: list[str]) -> str:
+def memory_directory_of(command: list[str]) -> str:
     """Returns the memory file system in ``--ckpt-memory-dir`` of a program's command line, or ``/dev/shm``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ckpt-memory-dir", nargs="?")
@@ -46,7 +46,7 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
     Raises:
         OSError: no directory can be created, not even a temporary one.
     """
-    path, lock = _make(memory_dir)
+    path, lock = _create(memory_dir)
     try:
         yield path
     finally:
@@ -58,26 +58,26 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
                 Tree(path.parent.parent).remove_if_empty(SOCKETS)
 
 
-def _make(memory_dir: str) -> tuple[Path, int]:
+def _create(memory_dir: str) -> tuple[Path, int]:
     """Creates a directory in the first possible location; returns it and the descriptor of its lock."""
     for memory in dict.fromkeys((memory_dir, _MEMORY)):
         with contextlib.suppress(CheckpointError, OSError):
-            return _make_in(memory_home(memory).absolute() / SOCKETS, "")
+            return _create_in(memory_home(memory).absolute() / SOCKETS, "")
     prefix = f"moc-sockets-{os.geteuid()}-"
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         with contextlib.suppress(OSError):
-            return _make_in(Path(runtime), prefix)
-    return _make_in(Path(tempfile.gettempdir()), prefix)
+            return _create_in(Path(runtime), prefix)
+    return _create_in(Path(tempfile.gettempdir()), prefix)
 
 
-def _make_in(parent: Path, prefix: str) -> tuple[Path, int]:
+def _create_in(parent: Path, prefix: str) -> tuple[Path, int]:
     for _ in range(_ATTEMPTS):
         if parent.name == SOCKETS:
             parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             if (lock := _lock(path)) is not None:
-                _sweep(parent, prefix)
+                _remove_abandoned(parent, prefix)
                 return path, lock
     raise SocketDirectoryError(
         f"no directory for sockets can be made in {parent}. Fix: make room there, or set XDG_RUNTIME_DIR",
@@ -85,7 +85,7 @@ def _make_in(parent: Path, prefix: str) -> tuple[Path, int]:
     )
 
 
-def _sweep(parent: Path, prefix: str) -> None:
+def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Removes the directories of killed jobs; one that cannot be removed stays."""
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
@@ -107,8 +107,8 @@ def _lock(path: Path) -> int | None:
         stack.callback(os.close, descriptor)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(descriptor)
-            if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and os.path.samestat(status, path.lstat()):
                 stack.pop_all()
                 return descriptor
     return None

@@ -21,15 +21,13 @@ from typing import Any, Protocol
 
 from moc.files import decode
 from moc.files.decode import Count, Positive
-from moc.policy import POLICIES, Observed
-from moc.policy.full import Full
-from moc.policy.interval import BLOCK, BLOCKS
-from moc.policy.limits import rounded_up
-from moc.policy.measurements import Measurements
-from moc.policy.pec import busiest_by_experts
-from moc.policy.plan import Busiest, Load
-from moc.policy.sparse import operators_by_stage
-from moc.runtime.agreement import gather
+from moc.policy import POLICIES, ObservedIteration, full_policy_name
+from moc.policy.errors import rounded_up
+from moc.policy.interval import BLOCK, BLOCKS, Measurements
+from moc.policy.pec_tuner import bytes_by_expert_count
+from moc.policy.plan import Load, SnapshotSizer
+from moc.policy.windows import operators_by_stage
+from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
 from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
@@ -156,7 +154,7 @@ class AutoPolicy:
         self._flags = {}
         return self._measuring()
 
-    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: SnapshotSizer, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Receives functions for sizes (:meth:`moc.session.elsewhere.Chooser.on_sizes`); most are called on first use.
 
         Raises:
@@ -167,7 +165,7 @@ class AutoPolicy:
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
         def saved() -> Saved:
-            by_k = busiest_by_experts(busiest, operators, ep)
+            by_k = bytes_by_expert_count(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
             gradient = None
             if self._asked.gradients:  # gradients are fp32, like master weights
@@ -188,7 +186,7 @@ class AutoPolicy:
                     code="host-memory-too-small",
                 )
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, seen: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
         with self._harmless():
             self._measured.observe(seen)
@@ -208,7 +206,7 @@ class AutoPolicy:
         return False
 
     def _chooses_anew(self, iteration: int, load: Load | None) -> bool:
-        figures = self._measured.figures
+        figures = self._measured.medians
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
             return False
@@ -296,7 +294,7 @@ class AutoPolicy:
 
     def _measuring(self) -> dict[str, object]:
         """Returns flags that measure bandwidths with little memory."""
-        flags: dict[str, object] = {"ckpt_policy": Full.name}
+        flags: dict[str, object] = {"ckpt_policy": full_policy_name()}
         if self._asked.tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
@@ -319,7 +317,7 @@ class AutoPolicy:
 
     def _may_be(self, policy: str) -> bool:
         """Whether the model and the other flags permit a policy."""
-        if POLICIES[policy].replays and not self._may_replay():
+        if POLICIES[policy].can_replay and not self._may_replay():
             return False
         try:
             self._choices.check({"ckpt_policy": policy})

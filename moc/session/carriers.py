@@ -11,7 +11,7 @@ from typing import Any
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import AvailableCheckpoint
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
@@ -21,7 +21,7 @@ class Carriers:
     """Client of this worker's process that carries experts; starts it on demand, and again if it has died."""
 
     def __init__(self):
-        self._helper, self._calling = Helper("moc.session.carrier"), threading.Lock()
+        self._helper, self._calling = HelperProcess("moc.session.carrier"), threading.Lock()
         self._opened: set[str] = set()
 
     def start(self) -> None:
@@ -33,7 +33,7 @@ class Carriers:
         Raises:
             CheckpointError: the process cannot be started.
         """
-        if not self._helper.runs:
+        if not self._helper.is_running:
             with self._calling:
                 self._start()
 
@@ -57,7 +57,7 @@ class Carriers:
     @property
     def processes(self) -> list[int]:
         """Process id, once the process has started."""
-        return self._helper.processes
+        return self._helper.pids
 
     def _start(self) -> None:
         with _as_checkpoint_error():
@@ -66,7 +66,7 @@ class Carriers:
 
     def _ask(self, carrier: RemoteCarrier, does: str, given: dict[str, Any]) -> Any:
         with _as_checkpoint_error():
-            answer = self._helper.ask(
+            answer = self._helper.call_process(
                 {"memory": carrier.name, "compares": carrier.compares, "does": does, "given": given}
             )
         if "error" in answer:

@@ -25,7 +25,7 @@ Coming = tuple[AvailableCheckpoint, Mapping[str, Detail], frozenset[str]]
 
 def experts_of(policy: Policy) -> list[Operator]:
     """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
-    return [one for one in policy.operators if one.expert is not None and not policy.exact]
+    return [one for one in policy.operators if one.expert is not None and not policy.is_exact]
 
 
 class Carrying:
@@ -63,7 +63,9 @@ class Carrying:
         before, self._waits_for = self._waits_for, plan.iteration
         details = {name: detail.value for name, detail in plan.operators.items()}
         coming = AvailableCheckpoint(plan.iteration, MEMORY, details)
-        return self._thread.submit(self._carry, self._carrier, (coming, plan.copied.operators, plan.compared), before)
+        return self._thread.submit(
+            self._carry, self._carrier, (coming, plan.remote_plan.operators, plan.compared), before
+        )
 
     def published(self, iteration: int) -> None:
         """Records that this node's part of a snapshot is committed in its memory."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from moc.errors import with_code
 from moc.runtime import environment
-from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
-from moc.runtime.world import World
+from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
+from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
@@ -73,7 +73,7 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
             make_room_for_files(tiers.memory.place)
             tiers.memory.take()
             record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
-            record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))
+            record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE_TIMEOUT, DEFAULT_S)))
 
     used = settings.directory if tiers.memory is None else tiers.memory.place.name
     run_on_all(take, f"cannot use {used} for snapshots")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from moc.policy import Policy
+from moc.policy import Capability, Policy
 from moc.recovery.redundancy import Redundancy, redundancy
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.results import check_generation
-from moc.runtime.world import World
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.device import check_generation
+from moc.runtime.job import World
 from moc.session.carriers import Carriers
+from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
 from moc.session.hashers import Hasher
@@ -42,6 +43,7 @@ class Components:
         carriers: carries experts from older snapshots in memory, if any may be older than the rest.
         folds: applies the gradients of chains in the background; None if the policy does not.
         hasher: hashes snapshots in memory.
+        digests: digests of the state.
     """
 
     world: World
@@ -58,6 +60,7 @@ class Components:
     carriers: Carriers
     folds: Folds | None
     hasher: Hasher
+    digests: Digests
 
 
 def build(
@@ -70,11 +73,12 @@ def build(
     counts: bool,
     again: bool,
     kept: KeptBuffers,
+    known: KnownDigests,
 ) -> Components:
     """Builds the components of a generation; a collective call.
 
     Without ``counts``, there is no token ledger.  ``again`` means that this worker was in an earlier generation, whose
-    buffers are in ``kept``.
+    buffers are in ``kept``.  ``known`` has the digests that this worker knows.
 
     Raises:
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is insufficient.
@@ -103,13 +107,13 @@ def build(
             undo.callback(tap.close)
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
-        bubbles = tap.bubbles = bubbles_on(world.device) if policy.in_bubbles else None
+        bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = Hasher()
         undo.callback(hasher.close)
         places = tiers.memory, tiers.storage
         saver = Saver(world.rank, world.device, *places, bubbles, kept, check_generation, hasher.digests)
         undo.callback(saver.close)
-        folds = Folds() if policy.folds_beside else None
+        folds = Folds() if Capability.BACKGROUND_UPDATES in policy.requires else None
         if peers is not None and peers.replicas == 1:
             # with several copies of a node's snapshots, each copy would have a different base
             peers.folds = folds
@@ -117,7 +121,8 @@ def build(
     meter = Meter(world.size, float if bubbles is None else bubbles.take)
     report = SnapshotReport(log, settings.tier)
     saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds, hasher
-    return Components(world, tiers, policy, peers, *saving)
+    digests = Digests(engine, settings.digest_interval, known)
+    return Components(world, tiers, policy, peers, *saving, digests)
 
 
 def close(parts: Components, patience_s: float) -> None:
@@ -137,7 +142,7 @@ def close(parts: Components, patience_s: float) -> None:
 
 def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
     """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
-    state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
+    state, gradients = engine.state, (Detail.GRAD,) if Capability.GRADIENTS in policy.requires else ()
     told = [
         holding
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.snapshot.bubbles import Bubbles
 from moc.state.adam import Rules
 from moc.state.fragments import Fragment
@@ -49,11 +49,11 @@ class Listener(Protocol):
 class VoteParticipant:
     """Participant in the commit all-reduce of each iteration.  The default contributes nothing."""
 
-    def ballot(self) -> dict[str, float]:
-        """Returns this worker's contribution to the all-reduce; the names are identical on all workers."""
+    def ballot(self) -> dict[str, Any]:
+        """Returns this worker's contribution, numbers and 1-D tensors; the names are identical on all workers."""
         return {}
 
-    def on_vote(self, tally: dict[str, float]) -> None:
+    def on_vote(self, tally: dict[str, Any]) -> None:
         """Receives the totals over all workers, right before the update; may raise, then on all workers."""
 
 

@@ -1,8 +1,8 @@
 """Runs a node's background optimizer: a process that applies saved gradients to experts in its memory.
 
-The node's leading worker starts it, and sends it orders (:mod:`moc.runtime.helper`).  It runs at the lowest priority,
-on one core that training does not need.  It dies with the worker, possibly in the middle of an order.  Therefore it
-writes nothing in memory that another generation uses.
+The node's leading worker starts it, and sends it orders (:mod:`moc.runtime.helper_process`).  It runs at the lowest
+priority, on one core that training does not need.  It dies with the worker, possibly in the middle of an order.
+Therefore it writes nothing in memory that another generation uses.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moc.runtime import children
-from moc.runtime.helper import serve
+from moc.runtime import child_processes
+from moc.runtime.helper_process import serve
 
 _LOWEST = 19
 
 
 def main() -> None:
     """Executes orders until the worker ends."""
-    children.belong_beside()
+    child_processes.attach_in_background()
     os.nice(_LOWEST)
     import torch  # takes seconds, and the worker may end meanwhile
 

@@ -1,8 +1,8 @@
 """Runs a worker's process that hashes the entries of its snapshots in memory.
 
 A snapshot has hundreds of entries.  A thread of the worker would acquire and release the GIL for each of them, while
-training needs it continuously.  The worker starts this process (:mod:`moc.runtime.helper`), and sends it path and size
-of a buffer, and the byte spans of its entries.  The process returns the hashes.
+training needs it continuously.  The worker starts this process (:mod:`moc.runtime.helper_process`), and sends it path
+and size of a buffer, and the byte spans of its entries.  The process returns the hashes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moc.files.tree import Tree
-from moc.runtime import children
-from moc.runtime.helper import serve
+from moc.runtime import child_processes
+from moc.runtime.helper_process import serve
 from moc.store.digest import digest_of
 
 
 def main() -> None:
     """Hashes until the worker ends."""
-    children.belong_beside()
+    child_processes.attach_in_background()
     serve(_answer)
 
 

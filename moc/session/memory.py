@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moc.policy import Load, Policy, SnapshotPlan
-from moc.policy.tables import experts_by_layer
+from moc.policy import Capability, Load, Policy, SnapshotPlan
+from moc.policy.partial import experts_by_layer
 from moc.recovery.carrying import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents
@@ -86,7 +86,7 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
     trial, passed = trial_of(policy), 0
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
     yield _available(trial.everything(0), 0)
-    for number in range(1, _PLANS_OF_CHAINS if policy.saves_gradients else _PLANS):
+    for number in range(1, _PLANS_OF_CHAINS if Capability.GRADIENTS in policy.requires else _PLANS):
         passed += trial.iterations_apart
         load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
         plan = trial.plan_as_due(now.iteration + passed, load)
@@ -136,7 +136,7 @@ def carried_files(
     if not here:
         return {}
     numbers: Counter[Detail] = Counter()
-    for popularity in _POPULARITIES[: 1 + policy.saves_gradients]:
+    for popularity in _POPULARITIES[: 1 + (Capability.GRADIENTS in policy.requires)]:
         numbers |= Counter(most_carried(plans_ahead(policy, popularity, now), here, behind))
     numbers = numbers or Counter({Detail.FULL: len(here)})
     return {slot_of(detail): [max(sizes[detail.value].values())] * number for detail, number in numbers.items()}

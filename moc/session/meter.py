@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from moc.policy import Observed, Transfer
+from moc.policy import ObservedIteration, Transfer
 
 
 class Meter:
@@ -24,10 +24,10 @@ class Meter:
         self._iteration_s = self._stall_s = self._compute_s = self._bubble_s = 0.0
         self._started = self._busy = False
         self._begun_at = self._voted_at = time.perf_counter()
-        self._heard = Observed(0.0)  # means over workers since the last iteration
-        self._seen: Observed | None = None  # complete measurements of an iteration
+        self._heard = ObservedIteration(0.0)  # means over workers since the last iteration
+        self._seen: ObservedIteration | None = None  # complete measurements of an iteration
 
-    def completed(self, begun: float) -> Observed | None:
+    def completed(self, begun: float) -> ObservedIteration | None:
         """Records the end of an iteration that began at ``begun`` (``time.perf_counter``).
 
         Returns:
@@ -93,12 +93,12 @@ class Meter:
         self._seen = dataclasses.replace(
             self._heard,
             iteration_s=tally["snapshot_iteration_s"] / self._size,
-            started=self._started,
-            busy=self._busy,
+            snapshot_started=self._started,
+            snapshot_pending=self._busy,
             forward_backward_s=tally["snapshot_compute_s"] / self._size,
             bubble_s=tally["snapshot_bubble_s"] / self._size,
         )
-        self._heard = Observed(0.0)
+        self._heard = ObservedIteration(0.0)
         return self._seen.iteration_s
 
     def _mean(self, told: Mapping[str, float], amount: str, seconds: str) -> Transfer:

@@ -27,10 +27,10 @@ from moc.recovery.placement import Placement, describe, not_sent, place, surviva
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.pull import Pulled, Wanted, part_of
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.wire import PeerGoneError, WireError
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.protocol import PeerGoneError, WireError
+from moc.runtime.replica_server import ReplicaClient
+from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
 from moc.session.carriers import Carriers, RemoteCarrier
 from moc.session.carrying import carry, experts_of
 from moc.session.engine import Listener
@@ -125,7 +125,7 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
             "with torchrun",
             code="launcher-missing",
         )
-    return copies_wanted(settings.replicas, len(set(nodes)), environment.fewest_nodes())
+    return copies_wanted(settings.replicas, len(set(nodes)), environment.min_nodes())
 
 
 def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
@@ -191,7 +191,7 @@ class Peers:
     ):
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
-        self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._operators, self._exact, self._experts = policy.operators, policy.is_exact, experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None
@@ -244,7 +244,7 @@ class Peers:
         """
         ranks = [(node, rank) for node in self.kept for rank, of in enumerate(self._nodes) if of == node]
         for node, rank in ranks[turn::turns]:
-            into = part_of(self._root, self._node, node)
+            into = snapshots_directory(self._root, self._node, node)
             for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
                 reserve_slots(into / DIRECTORY, name, sizes, tidies)
             LocalPlace(into, in_memory=True).spare.fill(small)
@@ -253,7 +253,7 @@ class Peers:
         """Fetches parts of snapshots, on the worker that leads a node; returns the problems."""
         problems = []
         for iteration, of, held_by, operators in fetches:
-            wanted = Wanted(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
+            wanted = CopyRequest(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
             try:
                 self._thread.submit(self._pull, wanted).result()
             except (CheckpointError, WireError) as error:
@@ -398,7 +398,7 @@ class Peers:
         reach("peers_published")
         return Copied(amount, seconds, alike, trouble, missing)
 
-    def _trouble(self, node: str, iteration: int, pulled: Pulled) -> list[str]:
+    def _trouble(self, node: str, iteration: int, pulled: CopyResult) -> list[str]:
         """Describes problems of state that this node should hold as an identical replica."""
         found = []
         if pulled.differs:
@@ -418,14 +418,16 @@ class Peers:
             found.append(with_code(damaged))
         return found
 
-    def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:
-        return Wanted(iteration, node, node, self._addresses[node], self._rate, patient, operators)
+    def _wanted(
+        self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False
+    ) -> CopyRequest:
+        return CopyRequest(iteration, node, node, self._addresses[node], self._rate, patient, operators)
 
-    def _pull(self, wanted: Wanted) -> tuple[Pulled, float]:
+    def _pull(self, wanted: CopyRequest) -> tuple[CopyResult, float]:
         while True:
             try:
                 assert self._client is not None  # only leaders pull
-                return self._client.pull(wanted)
+                return self._client.copy(wanted)
             except PeerGoneError:
                 if self._left:
                     raise
@@ -442,7 +444,7 @@ class Peers:
         """Restores a part from a copy; returns the copy's problem, or None."""
         where = restore.iteration, restore.of, restore.held_by, self._addresses[restore.held_by]
         try:
-            self._pull(Wanted(*where))
+            self._pull(CopyRequest(*where))
             _verify(self._memory, restore.iteration)
         except (CheckpointError, MissingRegionError, WireError, OSError) as error:
             self._memory.remove(restore.iteration)
@@ -460,7 +462,7 @@ class Peers:
             copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
-        parts = {node: part_of(self._root, self._node, node) for node in self.kept}
+        parts = {node: snapshots_directory(self._root, self._node, node) for node in self.kept}
         return {node: Store(LocalPlace(path, in_memory=True), slack=True) for node, path in parts.items()}
 
     @property

@@ -14,7 +14,7 @@ from moc.faults import reach
 from moc.policy import Policy, SnapshotPlan
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.retention import retain
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.tiers import Tiers
 from moc.snapshot.background import GivenUpError, background, with_retries
@@ -130,7 +130,7 @@ class Publisher:
         storage = self._tiers.storage
         try:
             self._unless_given_up()
-            retain(storage, self._policy.operators, self._policy.exact, keep=self._tiers.keep, upto=upto)
+            retain(storage, self._policy.operators, self._policy.is_exact, keep=self._tiers.keep, upto=upto)
             self._remove_all()
         except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(

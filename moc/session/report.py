@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from moc.errors import cause_of, warning
 from moc.output import counted
 from moc.policy import Policy
-from moc.policy.debt import Debt
+from moc.policy.token_ledger import TokenDebt
 from moc.session.engine import Listener
 from moc.session.memory import ReservedMemory
 from moc.session.settings import Settings
@@ -116,7 +116,7 @@ class SnapshotReport:
         self._log.events.write("at_risk", iteration=iteration, **fields)
 
     @_harmless
-    def boost(self, iteration: int, debt: Debt | None) -> None:
+    def boost(self, iteration: int, debt: TokenDebt | None) -> None:
         """Reports that experts start, or stop, to compensate lost tokens."""
         boosted = debt is not None and debt.left > 0
         if debt is None or boosted == self._boosted:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import psutil
 
 from moc.errors import code_of
-from moc.policy import Load, SnapshotPlan
-from moc.runtime.agreement import gather, run_on_all
+from moc.policy import Capability, Load, SnapshotPlan
+from moc.runtime.collectives import gather, run_on_all
 from moc.session.carrying import experts_of
 from moc.session.components import Components
 from moc.session.memory import (
@@ -99,7 +99,7 @@ class Reservation:
     def look_ahead(self, iteration: int) -> None:
         """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
         length = self._policy.window_length
-        if self._policy.windows and self._tiers.memory is not None and length != self._length:
+        if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
 
     def buffers(self, rotation: Rotation) -> int:
@@ -117,7 +117,11 @@ class Reservation:
         Returns:
             Whether the snapshot must be planned again.
         """
-        if not self._policy.windows or self._tiers.memory is None or plan.since != plan.iteration:
+        if (
+            Capability.WINDOWS not in self._policy.requires
+            or self._tiers.memory is None
+            or plan.since != plan.iteration
+        ):
             return False
         trial = trial_of(self._policy)
         trial.on_snapshot(plan, load)
@@ -127,7 +131,7 @@ class Reservation:
 
         def window_of(length: int) -> Window:
             shorter = trial_of(self._policy)
-            shorter.interval.limit_windows(length)
+            shorter.interval.limit_window_length(length)
             return self._of_busiest(next_window(shorter, self._contents, plan.iteration - 1))
 
         def is_too_long(length: int) -> bool:
@@ -140,7 +144,7 @@ class Reservation:
             except CheckpointError:  # another process has taken the memory meanwhile
                 longest = before
                 self._saver.trim(max(len(rotation.slots), self.buffers(rotation)))
-        self._policy.interval.limit_windows(longest)
+        self._policy.interval.limit_window_length(longest)
         if longest == wanted:
             return False
         self._report.window_limited(plan.iteration, wanted, longest)
@@ -169,7 +173,7 @@ class Reservation:
         experts = [one.name for one in experts_of(self._policy)]
         if self._tiers.memory is None or not experts:
             return {}
-        parts = gather(bytes_of_experts(self._contents, experts, self._policy.saves_gradients))
+        parts = gather(bytes_of_experts(self._contents, experts, Capability.GRADIENTS in self._policy.requires))
         if not self._tiers.leads_node:
             return {}
         now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)

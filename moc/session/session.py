@@ -22,11 +22,12 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from moc.policy import AUTO, Load, Policy, interval_named, policy_named
-from moc.policy.errors import refusal_of
+from moc.policy import AUTO, Capability, Load, Policy, parse_interval, policy_named
+from moc.policy.errors import policy_refusal
 from moc.recovery.folds import RULES
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, build, close, holdings_of, may_replay
@@ -126,16 +127,26 @@ class Session(VoteParticipant):
         for remark in policy.remarks() if mine is None else ():
             log.message(remark)
         kept = self.remains.buffers
-        counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
-        parts = build(engine, settings, policy, tiers, log, counts=counts, again=mine is not None, kept=kept)
+        counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
+        again, known = mine is not None, self.remains.digests
+        parts = build(engine, settings, policy, tiers, log, counts=counts, again=again, kept=kept, known=known)
         undo.callback(close, parts, _patience_s(parts))
-        start = resume(engine, parts, self.remains, self._elsewhere, log, settings.begin_at, tidies=not beside)
+        start = resume(
+            engine,
+            parts,
+            self.remains,
+            self._elsewhere,
+            log,
+            settings.begin_at,
+            tidies=not beside,
+            deterministic=settings.deterministic,
+        )
         storage = storage_of(settings, parts, start, log, beside)
         sizes = SnapshotSizes(parts)
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers
-            refused = refusal_of(policy.name, error)
+            refused = policy_refusal(policy.name, error)
             raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
             chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
@@ -146,11 +157,11 @@ class Session(VoteParticipant):
             parts.report.boost(start.position.iteration, parts.tokens.debt)
         snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
         undo.callback(snapshots.close)
-        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.has_begun_before)))
+        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
         snapshots.take_again()
         self._running = parts, snapshots
 
-    def ballot(self) -> dict[str, float]:
+    def ballot(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:
             return {}
@@ -185,6 +196,7 @@ class Session(VoteParticipant):
         if self._running is None:
             return self.position
         parts, _ = self._running
+        parts.digests.completed(self.position.iteration)
         parts.tiers.renew_lease()
         if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
@@ -194,7 +206,7 @@ class Session(VoteParticipant):
         if parts.tokens is not None:
             parts.tokens.completed(skipped=record.skipped)
             parts.report.boost(self.position.iteration, parts.tokens.debt)
-            if parts.policy.counts_probabilities and not record.skipped:
+            if Capability.GATING_PROBABILITIES in parts.policy.requires and not record.skipped:
                 parts.policy.on_routing(parts.tokens.probabilities)
         return self.position
 
@@ -212,14 +224,18 @@ class Session(VoteParticipant):
         """Context, between two iterations, for moves of state between workers; a collective call.
 
         Snapshots in progress are copied before.  The next ones contain the state that each worker holds afterwards.
+
+        Raises:
+            CheckpointError: on all workers: the move has changed the state.
         """
         if self._running is None:
             yield
             return
         parts, snapshots = self._running
         snapshots.wait_for_copies()
-        yield
-        parts.contents.renew(holdings_of(self._engine, parts.policy))
+        with parts.digests.moving(self.position.iteration):
+            yield
+            parts.contents.renew(holdings_of(self._engine, parts.policy))
 
     def finish(self) -> None:
         """Waits until every snapshot is committed in each of its tiers."""
@@ -240,6 +256,7 @@ class Session(VoteParticipant):
         if self._running is not None:
             parts, snapshots = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
+            parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
             self.remains.begun, self.remains.workers = snapshots.begun, self._engine.world.size
         self._end()
@@ -300,7 +317,7 @@ class Session(VoteParticipant):
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
             "auto": chooser.state_dict() if chooser is not None else None,
-            **({RULES: self._engine.rules().to_plain()} if policy.folds_beside else {}),
+            **({RULES: self._engine.rules().to_plain()} if Capability.BACKGROUND_UPDATES in policy.requires else {}),
         }
 
 
@@ -324,19 +341,23 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             code="chooser-missing",
         )
     try:
-        interval = interval_named(str(settings.interval), settings.overhead_budget)
+        interval = parse_interval(str(settings.interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
     except ValueError as error:
-        refused = refusal_of(name, error)
+        refused = policy_refusal(name, error)
         raise SettingsError(str(refused), code=refused.code) from None
     except TypeError as error:
         raise SettingsError(
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
             code="policy-option-unknown",
         ) from None
-    if policy.replays:
+    if Capability.REPLAY in policy.requires:
         check_freezing(engine.state)
-    needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
+    needs = {
+        "router_tally": Capability.TOKEN_COUNTS in policy.requires,
+        "replay": Capability.REPLAY in policy.requires,
+        "rules": Capability.BACKGROUND_UPDATES in policy.requires,
+    }
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moc.errors import UserError, code_of
-from moc.policy import interval_named
+from moc.policy import parse_interval
 from moc.sharding import scheme_named
 
 TIERS = ("disk", "memory", "peers")
@@ -46,6 +46,8 @@ class Settings:
         upstream_logging: log the traffic between pipeline stages.
         begin_at: iteration of the snapshot to start from; None for the newest.
         stops: a failed save to storage ends the run, instead of being retried.
+        digest_interval: iterations between digests of the state, by which recoveries verify it; 0 for none.
+        deterministic: repeated computation gives identical bits; otherwise a replay that differs is only reported.
 
     Raises:
         SettingsError: a setting is invalid or has no effect.
@@ -71,6 +73,8 @@ class Settings:
     upstream_logging: bool = False
     begin_at: int | None = None
     stops: bool = False
+    digest_interval: int = 1
+    deterministic: bool = True
 
     def __post_init__(self):
         object.__setattr__(self, "interval", str(self.interval))
@@ -90,6 +94,10 @@ class Settings:
         for name in ("keep", "most_behind", "persist_interval", "replicas"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SettingsError(f"Settings.{name} is {value}. Fix: give at least 1", code="setting-invalid")
+        if self.digest_interval < 0:
+            raise SettingsError(
+                f"Settings.digest_interval is {self.digest_interval}. Fix: give at least 0", code="setting-invalid"
+            )
         for name, tiers in _NEEDS.items():
             if getattr(self, name) is not None and self.tier not in tiers:
                 raise SettingsError(
@@ -98,7 +106,7 @@ class Settings:
                     code="setting-without-effect",
                 )
         valid = (
-            ("interval", lambda: interval_named(str(self.interval), self.overhead_budget)),
+            ("interval", lambda: parse_interval(str(self.interval), self.overhead_budget)),
             ("sharding", lambda: scheme_named(self.sharding)),
             ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.components import Components
 from moc.state.detail import Detail
 
 
 class SnapshotSizes:
-    """Implementation of :class:`moc.policy.plan.Busiest`.
+    """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
 
     Args:
         parts: components of this generation.

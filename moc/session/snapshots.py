@@ -22,11 +22,12 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 from moc.errors import code_of, with_code
 from moc.faults import reach
-from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported, gather, run_on_rank0, sum_over_workers
+from moc.policy import Capability, SnapshotPlan
+from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
 from moc.session.queues import PER_VOTE, Queues, Taken, may_begin, no_room, started, told_of, window_may_begin
@@ -67,6 +68,7 @@ class Snapshots:
         self._contents, self._saver, self._publisher = parts.contents, parts.saver, parts.publisher
         self._peers, self._memory = parts.peers, parts.tiers.memory
         self._tokens, self._tap, self._meter, self._report = parts.tokens, parts.tap, parts.meter, parts.report
+        self._digests = parts.digests
         self._settings, self._storage, self._start, self._describe = settings, storage, start, describe
         self._folds, self._hasher, self._aside = parts.folds, parts.hasher, Aside(len(parts.tiers.node))
         share_interpreter()
@@ -76,7 +78,7 @@ class Snapshots:
         self._rotation = Rotation.of(spare, keep=keeps, recovered=start.in_memory, stores=stores)
         self._reservation = Reservation(parts, settings)
         # otherwise the next snapshot replaces one whose write has failed
-        self._pauses_s = RETRIES_S if parts.policy.windows and not settings.stops else ()
+        self._pauses_s = RETRIES_S if Capability.WINDOWS in parts.policy.requires and not settings.stops else ()
         self._stored = Stored(parts.policy, storage, start, beside=self._memory is not None)
         self.begun = dict(start.begun)
         """Recent snapshots by iteration, kept in case the committing worker or a writer dies."""
@@ -130,12 +132,13 @@ class Snapshots:
         busy = self._queues.not_safe(safe_in_memory=True) or (self._queues.to_storage and not self._storage.late)
         self._meter.ended(started=plan is not None, busy=bool(busy))
 
-    def ballot(self) -> dict[str, float]:
+    def ballot(self) -> dict[str, Any]:
         """Returns this worker's progress; see :class:`VoteParticipant`."""
         queues = self._queues.ballot()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._find_failure() is not None)}
         folded = {} if self._folds is None else self._folds.ballot()
-        return self._tap.ballot() | queues | self._storage.ballot() | failed | self._meter.ballot() | folded
+        others = self._tap.ballot() | self._storage.ballot() | self._meter.ballot() | self._digests.ballot()
+        return others | queues | failed | folded
 
     def on_vote(self, tally: dict[str, float]) -> None:
         """Acts on the progress of all workers."""
@@ -191,7 +194,7 @@ class Snapshots:
     def gauges(self) -> dict[str, float]:
         """Gauges of storage, and of copies in bubbles."""
         found = self._storage.gauges | self._report.gauges
-        if "storage_age" in found and self._tokens is not None and not self._policy.exact:
+        if "storage_age" in found and self._tokens is not None and not self._policy.is_exact:
             found["mlt_storage"] = self._tokens.storage_lacks(self._stored.persisted.iteration)
         return found
 
@@ -252,7 +255,10 @@ class Snapshots:
             self._aside.move(self._carrying.processes + self._hasher.processes)
             state = self._describe(self._position, self._record)  # before a thread copies: both need the GIL
             nbytes = None if plan.complete else self._reservation.window.snapshot
-            snapshot = self._saver.take(slot, plan.iteration, share, entries, others, in_memory, carried, nbytes)
+            digests = self._digests.of_snapshot(plan.iteration)
+            snapshot = self._saver.take(
+                slot, plan.iteration, share, entries, others, in_memory, carried, nbytes, digests
+            )
         except CheckpointError as error:
             self._failure = with_code(error)  # the next all-reduce reports it to the others
             return
@@ -316,6 +322,7 @@ class Snapshots:
             raise CheckpointError(first_reported(self._find_failure()))
         self._tap.on_vote(tally)
         self._storage.on_vote(tally)
+        self._digests.on_vote(tally)
         if self._folds is not None and (folded := self._folds.on_vote(tally)):
             self._report.folded(self._position.iteration, folded)
         self._give_up_older()
@@ -381,7 +388,7 @@ class Snapshots:
             self._dependent.remove(iteration)
         else:
             self._policy.begin_anew()
-            if self._policy.windows:
+            if Capability.WINDOWS in self._policy.requires:
                 ended, waiting = before.newest_end(iteration), (*self._queues.replicating, *self._queues.copying)
                 self._dependent = {one.plan.iteration for one in waiting if one.plan.iteration > ended}
         self.begun.pop(iteration, None)

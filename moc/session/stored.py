@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moc.policy import Load, Policy, SnapshotPlan
+from moc.policy import Capability, Load, Policy, SnapshotPlan
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.queues import Taken
@@ -92,7 +92,7 @@ class Stored:
 
     def passes(self, iteration: int, load: Load | None) -> None:
         """Records that no snapshot is taken after an iteration; storage owes one if it rests and one was due."""
-        if not self._beside and self._health.rests and not self._policy.windows:
+        if not self._beside and self._health.rests and Capability.WINDOWS not in self._policy.requires:
             self._owed = self._owed or self._policy.plan(iteration, load) is not None
             self._first = self._first or (iteration if self._owed else None)
 
@@ -128,7 +128,7 @@ class Stored:
         details = {name: detail.value for name, detail in taken.storage.operators.items()}
         self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
         self.persisted = Persisted.of(self._held.values(), self._policy)
-        of_use = needed(self._held.values(), self._policy.operators, self._policy.exact, keep=1)
+        of_use = needed(self._held.values(), self._policy.operators, self._policy.is_exact, keep=1)
         self._held = {one.iteration: one for one in self._held.values() if one.key in of_use}
         self.newest = self.persisted.iteration or None
         self._health.on_stored(self.newest)
@@ -142,7 +142,7 @@ class Stored:
         if taken.plan.iteration == self.begun and not (self._beside and taken.snapshot.in_memory):
             self.complete = False
         self._broken_since, self._goes_since = taken.plan.since, None
-        if not self._policy.exact and taken.storage.complete:
+        if not self._policy.is_exact and taken.storage.complete:
             self._base_lost, self._base_asked = True, False
         if not self._beside:
             self._policy.begin_anew()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.runtime import environment
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
@@ -76,7 +76,7 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
     """Returns the location of the memory tier on this node."""
-    several = len(set(nodes)) > 1 or environment.numbers_of_nodes()[1] > 1  # they may share a machine
+    several = len(set(nodes)) > 1 or environment.node_limits()[1] > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.nodes else launched
     return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
@@ -93,7 +93,7 @@ def nodes_of(told: str | None, world: World) -> list[str]:
     """
     if told is None:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
-    if (fewest := environment.fewest_nodes()) is not None:
+    if (fewest := environment.min_nodes()) is not None:
         raise SettingsError(
             f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... continues with fewer. Fix: drop "
             "it, or start the job with a fixed number of nodes",

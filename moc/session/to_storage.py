@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moc.policy import Policy
 from moc.recovery.inventory import whole_in
 from moc.recovery.retention import retain
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.tiers import Tiers
 from moc.state.operators import operator_of
 from moc.state.region import Region
@@ -42,7 +42,7 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     """
     for iteration in iterations:
         _copy_one(iteration, tiers, policy)
-    keep = (tiers.storage, policy.operators, policy.exact, tiers.keep, max(iterations))
+    keep = (tiers.storage, policy.operators, policy.is_exact, tiers.keep, max(iterations))
     run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
 
 

@@ -17,7 +17,7 @@ import numpy
 from moc.elastic.domains import MOST_RANKS
 from moc.elastic.plan import Plan, Settings, plan
 from moc.elastic.survival import TooManyNodesError, least_survival, survived
-from moc.policy.selection import Counts
+from moc.policy.expert_selection import CountsByLayer
 from moc.sharding import Layout
 from moc.simulate.cost import active
 from moc.simulate.errors import SimulationError
@@ -188,7 +188,7 @@ def elastic_members(
     layout: Layout,
     micro_batches: int,
     topk: int,
-    loads: Sequence[Counts],
+    loads: Sequence[CountsByLayer],
     settings: ElasticSettings,
     members: Members,
     ranks: int,

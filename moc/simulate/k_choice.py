@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from moc.policy.adaptive import Measured, TunedSettings
+from moc.policy.pec_tuner import PecChoice, PecMeasurements
 from moc.simulate.errors import SimulationError
 from moc.simulate.tables import sentences
 
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")
 
 
-def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
+def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> PecMeasurements:
     """Returns the measurements given by the flags, for bytes of the busiest rank by K.
 
     Raises:
@@ -50,8 +50,8 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
             f"--mtbf-hours cannot be {args.mtbf_hours}. Fix: give a number above 0",
             code="value-out-of-range",
         )
-    return Measured(
-        busiest=busiest,
+    return PecMeasurements(
+        busiest_rank_bytes=busiest,
         forward_backward_s=args.forward_backward_s,
         iteration_s=args.iteration_s,
         snapshot_bandwidth=1e9 * args.snapshot_gbs,
@@ -61,7 +61,7 @@ def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> Measured:
     )
 
 
-def explained(choice: TunedSettings) -> list[str]:
+def explained(choice: PecChoice) -> list[str]:
     """Returns the choice, as lines."""
     return [
         f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",

@@ -4,7 +4,7 @@ Such a loss takes more nodes together than an expert has holders.  *Together* me
 
 If a copy of the model spans several nodes, each has a *part* of it, and an expert's holders are nodes of its part.  All
 nodes keep their state, including partial-model nodes.  Only a node that moves to another part, which has lost more,
-discards its state (:mod:`moc.runtime.seats`).
+discards its state (:mod:`moc.runtime.seating`).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from moc.policy.dynamic_k import PLT_LIMIT
-from moc.policy.prices import Settings
+from moc.policy.costs import PolicySettings
+from moc.policy.pec_selection import PLT_LIMIT
 
 _NAMED = ("k", "window")  # settings of policies that are fields of Options
 
@@ -21,7 +21,7 @@ class Options:
         mtbf_s: MTBF that determines intervals.
         k: experts of each layer in a partial checkpoint; None for one in eight.
         dynamic: raise K when faults have used up its share of ``plt_limit``.
-        plt_limit: see ``moc.policy.dynamic_k``.
+        plt_limit: see ``moc.policy.pec_selection``.
         window: W; None for Algorithm 1's.
         replicas: copies in peers' memory.
         persist_interval: iterations between checkpoints in storage; None for the shortest possible.
@@ -36,7 +36,7 @@ class Options:
     window: int | None = None
     replicas: int = 2
     persist_interval: int | None = None
-    own: Settings = field(default_factory=dict, hash=False)
+    own: PolicySettings = field(default_factory=dict, hash=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Options:
         fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
         return fixed | dict(self.own)
 
-    def with_settings(self, settings: Settings) -> Options:
+    def with_settings(self, settings: PolicySettings) -> Options:
         """Returns a copy with other policy settings."""
         named = {name: value for name, value in settings.items() if name in _NAMED}
         others = {name: value for name, value in settings.items() if name not in _NAMED}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moc.policy import POLICIES as REGISTERED
-from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.pec_selection import PLT_LIMIT
 from moc.simulate.closed_form import expected_ettr, recovery_s
 from moc.simulate.errors import SimulationError
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
@@ -72,10 +72,10 @@ class Candidate:
     def name(self) -> str:
         """Policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
-        if kind is not None and kind.replays:
+        if kind is not None and kind.can_replay:
             how = [f"window {self.saving.interval}"]
         else:
-            settings = kind.described(self.options.settings) if kind is not None else ""
+            settings = kind.costs.describe(self.options.settings) if kind is not None else ""
             how = [settings, f"interval {self.saving.interval}"]
         how.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
         return ", ".join(filter(None, (self.saving.name, *how)))

@@ -10,13 +10,13 @@ from functools import cache, cached_property
 from statistics import fmean
 
 from moc.policy import POLICIES as REGISTERED
-from moc.policy import Policy
-from moc.policy.adaptive import candidates
-from moc.policy.dynamic_k import DynamicK
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.risk import by_share
-from moc.policy.selection import Counts
-from moc.policy.window import OperatorBytes
+from moc.policy import RegisteredPolicy
+from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.expert_selection import CountsByLayer
+from moc.policy.pec_selection import DynamicK
+from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.tokens_at_risk import risk_by_share
+from moc.policy.windows import OperatorBytes
 from moc.recovery.placement import place
 from moc.sharding import Layout
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
@@ -68,7 +68,7 @@ class Setup:
     total_iterations: int = 100_000
     overhead: float = SNAPSHOT_OVERHEAD
     program: RecoveryCosts | None = None
-    loads: Sequence[Counts] = ()
+    loads: Sequence[CountsByLayer] = ()
     members: Members | None = None
     shrinks: bool = False
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
@@ -92,7 +92,7 @@ class Setup:
         return self.members or Members(-(-nodes // 2), nodes)
 
     @cached_property
-    def full(self) -> Sizes:
+    def full(self) -> SnapshotSizes:
         """Sizes of a full snapshot."""
         return full_sizes(self.operators, self.layout, self.state)
 
@@ -130,12 +130,12 @@ class Setup:
         return self.timing.iteration_s
 
     @cached_property
-    def _with_experts(self) -> Callable[[int], Sizes]:
+    def _with_experts(self) -> Callable[[int], SnapshotSizes]:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
     @cached_property
     def _at_risk(self) -> Callable[[float, float], float] | None:
-        return by_share(self.loads)
+        return risk_by_share(self.loads)
 
     def machine(self, replicas: int, interval: int | None = None) -> Machine:
         """Returns the machine for which policies are priced, with this many copies in peers' memory.
@@ -145,20 +145,20 @@ class Setup:
         rate = self.cluster.host_bandwidth
         return Machine(
             ranks=self.layout.world,
-            everything=self.full,
+            full_snapshot=self.full,
             with_experts=self._with_experts,
             # the busiest rank's operators, which bound all others
             stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
-            hidden_s=self.timing.forward_backward_s,
-            rate=min(rate, self.network_rate / replicas) if replicas else rate,
-            ks=candidates(self.num_experts),
-            at_risk=self._at_risk,
-            gradient=self.state.gradient if replicas and interval in (None, 1) else None,
+            overlap_s=self.timing.forward_backward_s,
+            copy_rate=min(rate, self.network_rate / replicas) if replicas else rate,
+            expert_counts=candidate_expert_counts(self.num_experts),
+            tokens_at_risk=self._at_risk,
+            gradient_ratio=self.state.gradient if replicas and interval in (None, 1) else None,
         )
 
-    def price(self, kind: type[Policy], options: Options) -> Price:
+    def price(self, kind: RegisteredPolicy, options: Options) -> Price:
         """Returns the price of a training policy."""
-        return kind.price(self.machine(options.replicas, options.interval), options.settings)
+        return kind.costs.price(self.machine(options.replicas, options.interval), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """Yields :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
@@ -167,14 +167,14 @@ class Setup:
             return
         for number in replicas:
             options = dataclasses.replace(basic, replicas=number)
-            for settings in REGISTERED[name].candidates(self.machine(number)):
+            for settings in REGISTERED[name].costs.candidates(self.machine(number)):
                 yield options.with_settings(settings)
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """Returns :meth:`moc.simulate.planner.Priced.weighed`."""
         price = self.price(REGISTERED[name], options) if name in REGISTERED else None
-        if price is not None and price.every is not None:
-            options = dataclasses.replace(options, interval=price.every)
+        if price is not None and price.interval is not None:
+            options = dataclasses.replace(options, interval=price.interval)
         k = None if price is None else price.k
         every = 1 if k is not None and options.interval is None else options.interval
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
@@ -275,15 +275,15 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(saving)
 
 
-def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
+def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
     """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
-        if kind.replays:
+        if kind.can_replay:
             return Strategy(_windows(setup, options, kind))
         price = setup.price(kind, options)
         if price.k is None:
-            options = dataclasses.replace(options, interval=price.every or options.interval)
+            options = dataclasses.replace(options, interval=price.interval or options.interval)
             least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
             return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
         return _partial(setup, options, kind, price.k)
@@ -356,38 +356,38 @@ def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
     """Returns costs with checkpoints in own and peers' memory, as in Gemini, with buffers for the full state."""
     sizes = price.size
-    held = _VERSIONS * setup.full.total + price.chained
-    if price.kept is not None:  # and one in progress
-        held = (price.kept + 1) * sizes.total
-    stall_s = setup.stall_s(sizes.busiest, price.waits)
+    held = _VERSIONS * setup.full.total + price.chained_bytes
+    if price.snapshots_in_memory is not None:  # and one in progress
+        held = (price.snapshots_in_memory + 1) * sizes.total
+    stall_s = setup.stall_s(sizes.busiest, price.blocking_bytes)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
         host_bytes=(1 + options.replicas) * held,
-        restart_s=saving.restart_s + price.folded * setup.timing.update_s,
+        restart_s=saving.restart_s + price.repeated_updates * setup.timing.update_s,
         exact=price.k in (None, setup.num_experts),
         at_risk=at_risk(price, setup.num_experts),
     )
     return _with_storage(setup, options, saving)
 
 
-def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
+def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> Strategy:
     """Returns a strategy of some experts of each layer at a time, in every iteration by default."""
-    by_k, key, count = {}, k, setup.num_experts
+    by_k, key, count, doubled = {}, k, setup.num_experts, kind.costs.doubled_setting
     while key not in by_k:
-        now = options if kind.grows is None else options.with_settings({kind.grows: key})
+        now = options if doubled is None else options.with_settings({doubled: key})
         by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
-        key = k if kind.grows is None else min(2 * key, count)
-    fixed = kind.grows is None or not options.dynamic
+        key = k if doubled is None else min(2 * key, count)
+    fixed = doubled is None or not options.dynamic
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
 
 
-def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
+def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> PolicyCosts:
     """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
-    window, largest, held = price.length, max(price.snapshots), price.size.total
+    window, largest, held = price.window_length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
     saving = PolicyCosts(
         name=kind.name,
@@ -426,7 +426,7 @@ def _at_best_interval(setup: Setup, options: Options, saving: PolicyCosts, least
     return at_interval(saving, interval, iteration_s)
 
 
-def _copy_s(setup: Setup, sizes: Sizes) -> float:
+def _copy_s(setup: Setup, sizes: SnapshotSizes) -> float:
     return sizes.busiest / setup.cluster.host_bandwidth
 
 

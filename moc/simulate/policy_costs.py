@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from moc.policy.adaptive import uniform_plt
-from moc.policy.dynamic_k import DynamicK
-from moc.policy.prices import Price
+from moc.policy.costs import Price
+from moc.policy.pec_selection import DynamicK
+from moc.policy.pec_tuner import uniform_plt
 from moc.recovery.placement import Placement, survival
 from moc.simulate.errors import SimulationError
 from moc.simulate.members import Members
@@ -160,7 +160,11 @@ def at_risk(price: Price, num_experts: int) -> float:
     """Returns tokens at risk, in iterations, with a checkpoint in each: by the policy, or for experts in turn."""
     if price.k is None or price.k >= num_experts:
         return 0.0
-    return uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1) if price.at_risk is None else price.at_risk
+    return (
+        uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1)
+        if price.tokens_at_risk is None
+        else price.tokens_at_risk
+    )
 
 
 class Strategy:
@@ -179,7 +183,7 @@ class Strategy:
 class PecStrategy(Strategy):
     """Policy of K experts at a time; K is raised as faults lose tokens (MoC, sections 3.2 and 5.3).
 
-    A fault loses the expected tokens (:func:`at_risk`); ``moc.policy.dynamic_k`` decides whether K is raised.
+    A fault loses the expected tokens (:func:`at_risk`); ``moc.policy.pec_selection`` decides whether K is raised.
 
     Args:
         by_k: the costs for every K that can occur.
@@ -202,5 +206,5 @@ class PecStrategy(Strategy):
         lost = min(self.saving.interval * self.saving.at_risk, iterations) / self._total
         self.plt += lost
         if not self._fixed:
-            self._dynamic = self._dynamic.recovered(lost)
+            self._dynamic = self._dynamic.after_recovery(lost)
             self.saving = self._by_k[self.k]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moc.policy.window import generate_schedule
+from moc.policy.windows import generate_schedule
 from moc.recovery.plan import JobInventory, plans
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.simulate.errors import SimulationError

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moc.policy.costs import SnapshotSizes
 from moc.policy.pec_selection import sequential_experts
-from moc.policy.prices import Sizes
-from moc.policy.window import order_operators
+from moc.policy.windows import order_operators
 from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
 from moc.simulate.stages import split_stages
 from moc.state.detail import Detail
@@ -31,7 +31,7 @@ class OperatorSize:
     compute: float
 
 
-def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
+def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> SnapshotSizes:
     """Returns the sizes of a full snapshot: master weights and moments, which determine compute weights.
 
     The stages of the layout need not divide the layers of the unpartitioned model.
@@ -42,7 +42,7 @@ def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes 
     return _sizes(operators, layout, state, None)
 
 
-def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
+def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> SnapshotSizes:
     """Returns the sizes of a snapshot with K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
@@ -70,7 +70,7 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 class SizesByRules:
-    """Sizes as :class:`moc.policy.plan.Busiest`, for a model that is not loaded; operators are in full, or gradients.
+    """Sizes as :class:`moc.policy.plan.SnapshotSizer`, of a model that is not loaded; in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.
@@ -122,13 +122,15 @@ def _saved(state: StateBytes) -> StateBytes:
     return dataclasses.replace(state, weights=0) if state.master else state
 
 
-def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
+def _sizes(
+    operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None
+) -> SnapshotSizes:
     state, busiest, total = _saved(state), 0, 0
     for stage, times in _distinct_stages(operators, layout):
         alone, fewer = _stage_layout(layout)
         loads = [sum(share.values()) for share in _shares(stage, alone, state, chosen).values()]
         busiest, total = max(busiest, math.ceil(max(loads) / fewer)), total + times * sum(loads)
-    return Sizes(busiest, total)
+    return SnapshotSizes(busiest, total)
 
 
 def _stage_layout(layout: Layout) -> tuple[Layout, int]:

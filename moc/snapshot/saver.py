@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -27,7 +28,7 @@ from moc.state.detail import Detail
 from moc.state.operators import operator_of
 from moc.store.buffers import Buffer
 from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
-from moc.store.manifest import FileEntry, OperatorEntry, RankReport
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport, StateDigests
 from moc.store.regions import Entry, FileLayout, digest_of
 from moc.store.slots import DIRECTORY
 from moc.store.storage import LocalPlace
@@ -39,7 +40,7 @@ _OVERWRITTEN = bytes(8)  # no header starts like this, so overwritten snapshots 
 _REMEMBERED = 16  # shares per buffer; the shares of a window take turns
 
 
-Digests = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
+Hashes = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
 """Returns the hashes of spans of a buffer."""
 
 
@@ -58,9 +59,10 @@ class Snapshot:
         in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
         after: must be done before the snapshot counts as finalized.
         stored: as in :class:`~moc.snapshot.contents.Share`.
+        digests: returns the digests of this rank's state; may wait for the device.
         sealed: done when the buffer contains the complete file, hashes included; with a memory tier, in memory that
             outlives this process.
-        digests: hashes of the entries, once it is finalized.
+        hashes: hashes of the entries, once it is finalized.
         persisted: done when storage has it; None until :meth:`Saver.persist` is called.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
@@ -77,8 +79,9 @@ class Snapshot:
     in_memory: bool = True
     after: Future | None = None
     stored: Collection[Entry] | None = None
+    digests: Callable[[], StateDigests | None] = lambda: None
     sealed: Future = field(init=False)
-    digests: tuple[str, ...] = ()
+    hashes: tuple[str, ...] = ()
     persisted: Future | None = None
     seal_s: float = 0.0
     persist_s: float = 0.0
@@ -97,7 +100,7 @@ class Saver:
         gate: delays copies; see :class:`~moc.snapshot.capture.ThreadCapturer`.
         kept: provides an earlier generation's buffers, and receives this one's; None to free them.
         check: as in :func:`~moc.snapshot.capture.capturer`.
-        digests: hashes entries, on the thread that finalizes.
+        hashes: hashes entries, on the thread that finalizes.
     """
 
     def __init__(
@@ -109,9 +112,9 @@ class Saver:
         gate: Gate | None = None,
         kept: KeptBuffers | None = None,
         check: Callable[[], None] = lambda: None,
-        digests: Digests | None = None,
+        hashes: Hashes | None = None,
     ):
-        self._digests: Digests = digests or hashed
+        self._hashes: Hashes = hashes or hashed
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
         self._kept.drop_others(_slot_of(rank))  # before the rank's new worker creates files of these names
@@ -178,6 +181,7 @@ class Saver:
         in_memory: bool = True,
         after: Future | None = None,
         nbytes: int | None = None,
+        digests: Callable[[], StateDigests | None] = lambda: None,
     ) -> Snapshot:
         """Starts to copy a share into a slot's buffer and to finalize it, without waiting.
 
@@ -195,6 +199,7 @@ class Saver:
             after: as in :class:`Snapshot`.
             nbytes: bytes of a buffer for every snapshot of the window, if it is one of several; a larger buffer is then
                 replaced.
+            digests: as in :class:`Snapshot`.
 
         Returns:
             The snapshot; if memory is insufficient, ``sealed`` raises NoRoomError.
@@ -216,7 +221,9 @@ class Saver:
         captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
         gradients = captures[0] if any(entry.slot == _GRAD for entry in share.layout.entries) else None
         capture, stored = Captures(captures), share.stored
-        snapshot = Snapshot(iteration, share.layout, buffer, operators, capture, gradients, in_memory, after, stored)
+        snapshot = Snapshot(
+            iteration, share.layout, buffer, operators, capture, gradients, in_memory, after, stored, digests
+        )
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
 
@@ -297,11 +304,11 @@ class Saver:
         snapshot.capture.wait(opens=False)
         begun = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
-        snapshot.digests = self._digests(snapshot.buffer, layout.spans)
-        header = layout.header(snapshot.digests)
+        snapshot.hashes = self._hashes(snapshot.buffer, layout.spans)
+        header = layout.header(snapshot.hashes)
         memory[: len(header)] = header
         entry = FileEntry(layout.nbytes, len(header), digest_of(header))
-        part = RankReport(file_of(self._rank), entry, snapshot.operators)
+        part = RankReport(file_of(self._rank), entry, snapshot.operators, digests=snapshot.digests())
         if self._memory is not None and snapshot.in_memory:
             try:
                 part = self._name_in_memory(snapshot, part)
@@ -325,7 +332,8 @@ class Saver:
         begun = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
         if operators is not None or snapshot.stored is not None:
-            part, parts = self._subset(snapshot, operators)
+            subset, parts = self._subset(snapshot, operators)
+            part = dataclasses.replace(subset, digests=part.digests)
         self._write_part(snapshot.iteration, part, parts)
         snapshot.persisted_bytes = part.file.bytes
         snapshot.persist_s = time.perf_counter() - begun
@@ -337,7 +345,7 @@ class Saver:
         chosen, elements = [], defaultdict(lambda: defaultdict(int))
         if operators is None:
             operators = {name: Detail(entry.detail) for name, entry in snapshot.operators.items()}
-        for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.digests, strict=True):
+        for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.hashes, strict=True):
             name = operator_of(entry.name)
             goes = snapshot.stored is None or entry in snapshot.stored
             if goes and name in operators and operators[name].holds(entry.slot):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moc.files import decode
-from moc.files.decode import Count, Digest, FileName, Name
+from moc.files.decode import Count, Digest, FileName, Name, StateSum
 from moc.files.text import shown
 from moc.state.detail import Detail, DetailName
 from moc.store.digest import digest_of
@@ -17,8 +17,13 @@ from moc.store.saved_state import SavedState
 
 NAME = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
+_OPTIONAL = ("run", "job", "term", "digests")
 ALIKE = "alike"
 """Key in the state of a snapshot in memory: operator names, by the number of nodes that save each element."""
+
+
+StateDigests = Mapping[Name, Mapping[Name, StateSum]]
+"""A rank's part of the state's digests, by operator and optimizer-state key (:mod:`moc.state.digests`)."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,29 @@ class OperatorEntry:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report: its file, the file's contents by operator, and launch and term of the writer, if any."""
+    """One rank's report of its part of a checkpoint.
+
+    Attributes:
+        name: name of its file.
+        file: size and hash of the file.
+        operators: contents of the file.
+        job: launch of the writer, if any.
+        term: term of the writer, if any.
+        digests: digests of this rank's complete state, saved or not; None if they were not computed.
+    """
 
     name: FileName
     file: FileEntry
     operators: Mapping[Name, OperatorEntry]
     job: Name = ""
     term: tuple[Count, Count] = (0, 0)
+    digests: StateDigests | None = None
 
     def to_json(self) -> str:
         """Returns JSON text."""
         described = {"file": decode.values_of(self.file), "operators": _plain(self.operators)}
+        if self.digests is not None:
+            described["digests"] = self.digests
         return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
 
     @classmethod
@@ -87,6 +104,7 @@ class Manifest:
     run: Name = ""
     job: Name = ""
     term: tuple[Count, Count] = (0, 0)
+    digests: Mapping[FileName, StateDigests] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -108,9 +126,11 @@ class Manifest:
         """Returns the text of ``manifest.json``; not indented, since indenting takes ten times as long."""
         described = {"files": _plain(self.files), "operators": _plain(self.operators)}
         described["state"] = decode.parse(json.dumps(self.state))  # keys that are numbers become text
-        fields = {name: value for name, value in decode.values_of(self).items() if name not in ("run", "job", "term")}
-        author = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
-        text = _canonical({"format": FORMAT, **fields, **described, **author})
+        fields = {name: value for name, value in decode.values_of(self).items() if name not in _OPTIONAL}
+        optional = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
+        if self.digests:
+            optional["digests"] = self.digests
+        text = _canonical({"format": FORMAT, **fields, **described, **optional})
         return _signed(text, digest_of(text.encode()))
 
     @classmethod

@@ -36,8 +36,10 @@ def assemble(
     Raises:
         CheckpointError: an operator is missing or partial although all ranks have reported, or reports contradict.
     """
+    parts = list(parts)
     files, operators = merge(parts)
-    manifest = Manifest(iteration, policy, writers, files, operators, layout, state)
+    digests = {part.name: part.digests for part in parts if part.digests is not None}
+    manifest = Manifest(iteration, policy, writers, files, operators, layout, state, digests=digests)
     if manifest.complete:
         slots = _slots(operators.values())
         for operator in planned:
@@ -62,7 +64,8 @@ def joined(manifests: Sequence[Manifest]) -> Manifest:
         jobs = [manifest.job] * len(manifest.files)
         parts += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
     files, operators = merge(parts)
-    return dataclasses.replace(manifests[0], files=files, operators=operators)
+    digests = {name: found for manifest in manifests for name, found in manifest.digests.items()}
+    return dataclasses.replace(manifests[0], files=files, operators=operators, digests=digests)
 
 
 def _slots(entries: Iterable[OperatorEntry]) -> dict[str, set[str]]:

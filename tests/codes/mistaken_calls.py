@@ -10,11 +10,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moc.elastic.boxes import transfers
 from moc.elastic.plan import Plan
-from moc.logs.files import LogEntry, LogReader, directory_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import Every, policy_named
-from moc.policy.adaptive import TuningLimits, choose
-from moc.policy.ledger import Ledger
+from moc.policy.pec_tuner import PecLimits, choose_pec_settings
+from moc.policy.token_ledger import TokenLedger
 from moc.sharding import Layout, StateBytes, contents
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import PolicyCosts
@@ -47,7 +46,7 @@ def unannounced_log():
     """A tensor of another shape than was announced."""
     entry = LogEntry("activation", (4, 8), torch.float32)
     words = {"name": "log", "more": "raise the limit", "otherwise": "log nothing"}
-    writer = LogWriter(directory_of(Path.cwd(), 0), [entry], limit=1e6, device=torch.device("cpu"), **words)
+    writer = LogWriter(log_directory(Path.cwd(), 0), [entry], limit=1e6, device=torch.device("cpu"), **words)
     writer.begin(1)
     writer.write("activation", torch.zeros(3))
 
@@ -98,19 +97,19 @@ def contradictory_report():
 
 
 MISTAKES = {
-    "counts-misfit": lambda: Ledger.of({0: 2}).after({0: [1]}),
+    "counts-misfit": lambda: TokenLedger.empty({0: 2}).after_iteration({0: [1]}),
     "directory-taken-over": superseded,
     "expert-plan-invalid": lambda: Plan.from_json({"members": [0]}),
     "experts-not-divisible": lambda: items(Layout(6, ep=3)),
     "holdings-misfit": lambda: StageHoldings({0: told(world(tp=2))[0]}),
     "interval-unlimited": lambda: best_interval(PolicyCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
-    "ledger-incomplete": lambda: Ledger.of({0: 1}).recovered({0: {0: 3}}),
-    "log-missing": lambda: LogReader(directory_of(Path.cwd(), 0)).read(1, "activation"),
+    "ledger-incomplete": lambda: TokenLedger.empty({0: 1}).after_recovery({0: {0: 3}}),
+    "log-missing": lambda: LogReader(log_directory(Path.cwd(), 0)).read(1, "activation"),
     "logging-unsupported": unannounced_log,
     "operator-incomplete": lambda: made([part(0, expert=full()), part(1, expert=full(master=0))]),
     "part-overwritten": overwritten,
     "parts-contradictory": lambda: merge([replace(part(0), job="one"), replace(part(1), job="two")]),
-    "plt-limit-too-low": lambda: choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2),
+    "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
     "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
     "state-without-source": lambda: transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),

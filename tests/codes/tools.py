@@ -143,16 +143,18 @@ def written_by_another(root: Path) -> None:
 
 def stale(root: Path) -> None:
     from megatron.pretraining.convert.snapshot import write_snapshot
-    from moc.policy.ledger import Ledger
+    from moc.policy.token_ledger import TokenLedger
     from tests.unit.pretraining.convert.models import EXPERTS, LAYERS
     from tests.unit.pretraining.convert.test_stale import SAVED
 
-    ledger = Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS))
+    ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
     for number, experts in SAVED.items():
-        ledger = ledger.after({layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)})
+        ledger = ledger.after_iteration(
+            {layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)}
+        )
         saved = {layer: [int(one[2]) for one in experts if int(one[0]) == layer] for layer in range(LAYERS)}
-        write_snapshot(Partial(number, ledger.begun(saved), "pec"), root, 2, lambda count: None)
-        ledger = ledger.begun(saved).snapshotted(number)
+        write_snapshot(Partial(number, ledger.with_snapshot(saved), "pec"), root, 2, lambda count: None)
+        ledger = ledger.with_snapshot(saved).with_snapshot_completed(number)
 
 
 def mixtral(root: Path, forget: tuple[str, ...] = ()) -> None:
@@ -323,7 +325,7 @@ CASES = {
     "logits-differ": convert("--to hf --check-logits", patched(f"{LOGITS}._run", some_logits, mixtral)),
     "logits-not-computed": convert(
         "--to hf --check-logits",
-        patched(f"{LOGITS}.children.command_of", lambda *_: ["sh", "-c", "exit 3"], mixtral),
+        patched(f"{LOGITS}.child_processes.module_command", lambda *_: ["sh", "-c", "exit 3"], mixtral),
         named="--check-logits",
     ),
     "output-unusable": convert("--to hf", without_names),

@@ -118,7 +118,7 @@ def moves(port: int, flags: dict, rounds: int, seed: int) -> dict[str, int]:
         ending = threading.Timer(delay, groups.abort)
         ending.start()
         problem = outcome(lambda chance=chance: state.move(chance))
-        assert problem in ("", "Aborted", "Suspicion"), problem
+        assert problem in ("", "Aborted", "PeerFailure"), problem
         lasted = lasted if problem else time.monotonic() - begun
         ending.join()
         if rank == victim:  # a new worker has its place

@@ -20,7 +20,7 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session import settings_of
 from moc.policy.selective import Selective
-from moc.policy.selective_tuner import SelectiveTuner
+from moc.policy.selective_choice import SelectiveTuner
 from moc.runtime import environment, job_token
 from moc.session.publishing import Publisher
 from moc.session.session import Session
@@ -108,13 +108,13 @@ def train_with_two_budgets(flags: dict, directory: str, experts: list[int], **to
     def on_sizes(policy: Selective, busiest) -> None:
         measure(policy, busiest)
         (sizes,) = policy.sizes
-        expert = sizes.busiest[1]
-        leasts = {"local_gb": sizes.least_of_rank, "remote_gb": sizes.least_of_node}
+        expert = sizes.busiest_rank[1]
+        leasts = {"local_gb": sizes.least_rank_bytes, "remote_gb": sizes.least_node_bytes}
         for (name, least), number in zip(leasts.items(), experts, strict=True):
             object.__setattr__(policy, name, (least + (number - 0.5) * expert) / 1e9)
 
     Selective.on_sizes = on_sizes
-    SelectiveTuner.due = lambda tuner, iteration: True  # measures nothing
+    SelectiveTuner.is_due = lambda tuner, iteration: True  # measures nothing
     with replica_server(Path(directory)):
         train_recorded(flags, **told)
 
@@ -161,7 +161,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 @contextlib.contextmanager
 def replica_server(directory: Path) -> Iterator[None]:
     """Keeps copies for this worker's node."""
-    os.environ[job_token.VARIABLE] = "ab" * 32
+    os.environ[job_token.TOKEN_VARIABLE] = "ab" * 32
     os.environ[environment.REPLICA_SERVER] = orders = f"unix:{directory}/{os.environ['RANK']}"
     command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", "127.0.0.1:0", "--orders", orders]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:

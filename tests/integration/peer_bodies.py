@@ -15,7 +15,7 @@ from moc.policy import Every
 from moc.policy.full import Full
 from moc.recovery.placement import place
 from moc.runtime import environment, job_token
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
@@ -35,7 +35,7 @@ class Node:
     def __init__(self, memory: Path, directory: Path):
         dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        os.environ[job_token.VARIABLE] = "ab" * 32
+        os.environ[job_token.TOKEN_VARIABLE] = "ab" * 32
         os.environ[environment.REPLICA_SERVER] = f"unix:{directory}/{self.rank}"
         self.address = "127.0.0.1:0"
         self.start_replica_server()

@@ -26,8 +26,7 @@ from moc.errors import codes_in
 from moc.inspect import memory, summary, verify
 from moc.report import loss, program
 from moc.runtime import controller
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel
+from moc.runtime.protocol import Channel, Message
 from tests import warm
 from tests.codes import elsewhere, flags, jobs, launcher, tools
 from tests.codes.case import PROGRAM, Case

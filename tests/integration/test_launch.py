@@ -225,7 +225,7 @@ def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_pat
         job.reach(2)
         job.lose(0)
         assert job.wait() == 75
-        assert "no controller has been there for 5 s" in job.console and "start the job again" in job.console
+        assert "no controller was reachable for 5 s" in job.console and "start the job again" in job.console
         assert job.left() == []
 
 
@@ -244,7 +244,7 @@ def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", "--spares", "1") as job:
         job.reach(3)
         job.tells("node 1 is there, and waits as a spare")
-        os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
+        os.kill(job.children("moc.runtime.forkserver")[0], signal.SIGKILL)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
         assert "node 0 is lost, and node 1 takes its place" in job.console
 
@@ -285,7 +285,7 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "there, iteration",
-    [("moc.runtime.controller", 0), ("moc.runtime.zygote", 0), ("moc.runtime.zygote", 2)],
+    [("moc.runtime.controller", 0), ("moc.runtime.forkserver", 0), ("moc.runtime.forkserver", 2)],
     ids=["while the controller starts", "while workers start", "in training"],
 )
 def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
@@ -331,7 +331,7 @@ def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
 def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
         job.launchers[missing].kill()
-        job.starts("moc.runtime.zygote", node)
+        job.starts("moc.runtime.forkserver", node)
         job.launchers[node].send_signal(signal.SIGTERM)
         assert job.launchers[node].wait() == 143
         assert "SIGTERM" in job.console and "exit code 143" in job.console
@@ -369,7 +369,7 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
 def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", "--silence-timeout", "5") as job:
         job.reach(2)
-        os.kill(job.children("moc.runtime.zygote")[0], number)
+        os.kill(job.children("moc.runtime.forkserver")[0], number)
         assert job.wait() == 70, job.console[-4000:]
         assert f"mocrun: error: the process that workers are forked from {sentence}" in job.console
         assert job.left() == []

@@ -32,7 +32,7 @@ def launched(overlay, *command, launcher="moc.launch"):
             "torch.distributed.distributed_c10d",
             ("_object_to_tensor", "_object_as_tensor"),
             ["examples/pure_torch.py"],
-            "_object_to_tensor is missing, and moc/runtime/sealed_objects.py",
+            "_object_to_tensor is missing, and moc/runtime/groups.py",
         ),
         (
             "megatron.core.distributed.param_and_grad_buffer",

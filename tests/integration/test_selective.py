@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.job import Events
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenLedger
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.launched import Launched
@@ -119,7 +119,7 @@ def test_survivors_keep_their_experts(zero, data, tmp_path):
     assert [11, "live"] in resumed["sources"] and [9, "memory"] in resumed["sources"]
     expected = ("memory", 0, 9) if zero else ("live", 1, 11)
     assert (resumed["tier"], resumed["kept"], resumed["iteration"]) == expected
-    for tokens in Ledger.from_state(store.manifest(16).state["ledger"]).lost.values():
+    for tokens in TokenLedger.from_state(store.manifest(16).state["ledger"]).lost.values():
         assert tokens[:4] == (0, 0, 0, 0) and sum(tokens[4:]) > 0
 
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from moc.inspect import verify
-from moc.runtime.exit_codes import FROM_WHERE
+from moc.runtime.termination import RESUME_REMEDY
 from moc.store.storage import LocalPlace
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ZERO
@@ -114,7 +114,7 @@ def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(da
     flags = PLAIN | dict(snapshot_interval=2, ckpt_blocking=True)
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, **flags)
     assert saved == [2, 4] and job.iteration == 4
-    assert "node 1 is missing" in job.console and FROM_WHERE in job.console
+    assert "node 1 is missing" in job.console and RESUME_REMEDY in job.console
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 starts workers anew who are about to save")

@@ -117,7 +117,7 @@ def test_the_message_names_entry_release_and_remedy(monkeypatch):
 
     monkeypatch.delattr(c10d, "_object_to_tensor")
     monkeypatch.setattr("torch.__version__", "3.0.1+cu140")
-    entry = "torch.distributed.distributed_c10d._object_to_tensor", "moc/runtime/sealed_objects.py"
+    entry = "torch.distributed.distributed_c10d._object_to_tensor", "moc/runtime/groups.py"
     with raises("release-unknown", "torch 3.0.1", *entry, "pip install 'torch>=2.11,<2.16'"):
         private_interfaces.require("mocrun")
     assert not check({"training", "snapshots"})

@@ -10,7 +10,7 @@ from megatron.pretraining import reference
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.process import stopping
 from moc import event_types
-from moc.runtime import exit_codes
+from moc.runtime import termination
 from moc.state.detail import Detail
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_exit_codes_have_a_row():
     training, launcher, _ = page.split("\n## ")[1:]
     for code in (stopping.EXIT_DONE, 1, 2, stopping.EXIT_REQUEUE):
         assert f"\n| {code} |" in training
-    for code in (stopping.EXIT_DONE, exit_codes.SAVED, exit_codes.LOST):
+    for code in (stopping.EXIT_DONE, termination.SAVED, termination.LOST):
         assert f"\n| {code} |" in launcher
 
 

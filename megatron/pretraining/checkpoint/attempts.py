@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.records import Records
 from moc.errors import cause_of, code_of, warning, with_code
-from moc.runtime.agreement import first_line, run_on_rank0
-from moc.runtime.groups import Aborted, Suspicion
+from moc.runtime.collectives import first_line, run_on_rank0
+from moc.runtime.groups import Aborted, PeerFailure
 from moc.store.errors import CheckpointError, TakenError
 from moc.trouble import Trouble
 
@@ -48,7 +48,7 @@ class Attempts:
         try:
             yield
         except CheckpointError as error:
-            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, Suspicion))
+            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, PeerFailure))
             if self._stops or over:
                 raise
             newest, self.problem = give_up(), with_code(error)

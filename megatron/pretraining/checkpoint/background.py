@@ -19,9 +19,9 @@ from megatron.pretraining.checkpoint.attempts import Attempts
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.records import Records
 from moc.errors import with_code
-from moc.runtime.agreement import first_reported, run_on_rank0
-from moc.runtime.groups import Aborted, Suspicion
-from moc.runtime.world import World
+from moc.runtime.collectives import first_reported, run_on_rank0
+from moc.runtime.groups import Aborted, PeerFailure
+from moc.runtime.job import World
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
@@ -139,7 +139,7 @@ class Saves(ABC):
                 failures = [stack.enter_context(writer.first_worker_goes_on(*one)) for one in writes]
                 finalize()
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            if isinstance(error, (Aborted, Suspicion)):
+            if isinstance(error, (Aborted, PeerFailure)):
                 raise
             failure = error
         failure = next((one for found in failures for one in found), failure)

@@ -19,8 +19,8 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
 from moc.files.text import shown
-from moc.runtime.agreement import first_line
-from moc.runtime.world import World
+from moc.runtime.collectives import first_line
+from moc.runtime.job import World
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 

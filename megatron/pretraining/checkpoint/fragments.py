@@ -15,7 +15,7 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.engine.state import optimizer_fragments
 from moc.errors import cause_of, code_of, with_code
-from moc.runtime.agreement import first_reported
+from moc.runtime.collectives import first_reported
 from moc.store.errors import CheckpointError
 from moc.store.fill import values_for
 from moc.store.regions import MissingRegionError, RegionReader, RegionTensor

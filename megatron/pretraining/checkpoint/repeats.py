@@ -35,7 +35,7 @@ _GRADIENTS = """
     moe_z_loss_coeff moe_router_dtype moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
     moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
     moe_router_quantile_balancing_ema moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-    moe_token_drop_policy
+    moe_token_drop_policy correct
     """
 _NAMES = (*_UPDATES.split(), *_GRADIENTS.split())
 _POSITION = "num_steps"

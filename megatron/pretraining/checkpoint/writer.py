@@ -20,7 +20,7 @@ from megatron.pretraining.checkpoint.fragments import path_of
 from moc.files import decode, tree
 from moc.files.decode import Count, Digest, Name
 from moc.files.tree import Tree
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import attach_without_gpus
 from moc.store import dense_files
 from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
@@ -38,8 +38,8 @@ def write_files(
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None  # this is a forked process
-    serve_host(parent.pid)
-    os.register_at_fork(after_in_child=functools.partial(serve_host, os.getpid()))  # megatron-core forks again
+    attach_without_gpus(parent.pid)
+    os.register_at_fork(after_in_child=functools.partial(attach_without_gpus, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
     try:
@@ -148,7 +148,7 @@ def use_mortal_result_queue() -> None:
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=functools.partial(serve_host, os.getpid()))
+        manager.start(initializer=functools.partial(attach_without_gpus, os.getpid()))
         results: Any = manager.Queue()
         filesystem_async._results_queue = results
         results.manager = manager  # the server lives as long as the manager object

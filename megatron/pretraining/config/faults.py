@@ -7,12 +7,12 @@ from typing import Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, flag
 from moc.faults import POINTS
-from moc.runtime.inject import ACTIONS, Fault, faults_of, random_faults
+from moc.runtime.fault_injection import ACTIONS, Fault, parse_faults, random_faults
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
-    return tuple(str(fault) for text in texts for fault in faults_of(text))
+    return tuple(str(fault) for text in texts for fault in parse_faults(text))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FaultFlags(FlagGroup):
 
     def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
         """Returns all faults of a job with this many workers and iterations."""
-        chosen = faults_of(";".join(self.inject or ()))
+        chosen = parse_faults(";".join(self.inject or ()))
         if self.inject_mtbf_iterations is None:
             return chosen
         return chosen + random_faults(self.inject_mtbf_iterations, self.inject_seed, size, iterations)

@@ -11,6 +11,21 @@ from dataclasses import dataclass
 from megatron.pretraining.config.flag import FlagGroup, flag
 from megatron.pretraining.config.layer_pattern import expand
 
+CORRECTIONS = ("expert-counters", "global-aux-loss", "vocabulary-padding")
+"""Names of corrections of megatron-core: see :mod:`megatron.pretraining.model.corrections`."""
+
+
+def corrections_named(text: object) -> frozenset[str]:
+    """Returns the corrections in a value of ``--correct``.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    named = str(text).split(",")
+    if unknown := set(named) - {*CORRECTIONS, "all", "none"}:
+        raise ValueError(f"{min(unknown)!r} is none of all, none, {', '.join(CORRECTIONS)}")
+    return frozenset(CORRECTIONS if "all" in named else {*named} - {"none"})
+
 
 @dataclass(frozen=True)
 class NetworkFlags(FlagGroup):
@@ -98,6 +113,18 @@ class TrainingFlags(FlagGroup):
         "Do not turn on --deterministic-mode on CUDA for policies whose recovery is exact; the run is then reported as "
         "not exact.",
     )
+    correct: str = flag(
+        "all",
+        "Correct results of megatron-core that depend on precision or layout: all, none, or some of "
+        f"{', '.join(CORRECTIONS)}, separated by commas. Scripts of Megatron-LM have the default none.",
+        metavar="NAME",
+        type=lambda text: (corrections_named(text), str(text))[1],
+    )
+
+    @property
+    def corrections(self) -> frozenset[str]:
+        """Names of the corrections of ``--correct``."""
+        return corrections_named(self.correct)
 
 
 @dataclass(frozen=True)

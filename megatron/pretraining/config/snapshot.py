@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
-from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
-from moc.policy.errors import PolicyError, refusal_of
-from moc.policy.measurements import UNDISTURBED_MTBF_S
-from moc.policy.pec_flags import experts_of
+from moc.policy import AUTO, POLICIES, PolicyFlag, RegisteredPolicy, parse_interval, policy_by_flag
+from moc.policy.errors import PolicyError, policy_refusal
+from moc.policy.interval import UNDISTURBED_MTBF_S
 from moc.session.settings import TIERS, node_names
 from moc.sharding import scheme_named
 
@@ -21,7 +20,7 @@ _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
 
 
-_REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.replays))
+_REPLAYING = " or ".join(sorted(name for name, entry in POLICIES.items() if entry.can_replay))
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,12 @@ class _EveryPolicy(FlagGroup):
         limits=">= 1",
     )
     ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")
+    digest_interval: int = flag(
+        1,
+        "Iterations between digests of the training state, by which every recovery verifies the state that it has "
+        "restored; 0 for none. A digest reads the state once.",
+        limits=">= 0",
+    )
     ckpt_sharding: str = flag(
         "EE+AN",
         "Which of the ranks that hold the same state saves it: a scheme, or two rules EXPERTS,OTHERS "
@@ -72,7 +77,7 @@ class _EveryPolicy(FlagGroup):
     snapshot_interval: str = flag(
         "auto",
         "Iterations between snapshots; auto: as often as --ckpt-overhead-budget allows (CheckFreq).",
-        type=lambda text: (interval_named(str(text)), str(text))[1],
+        type=lambda text: (parse_interval(str(text)), str(text))[1],
         metavar="N|auto",
     )
     persist_interval: int | None = flag(
@@ -127,17 +132,20 @@ class _EveryPolicy(FlagGroup):
     @property
     def chooses_experts(self) -> bool:
         """Whether the policy chooses its numbers of experts from measurements."""
-        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].reckons_with_faults(self)
+        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].flags.uses_failure_rate(self)
 
     @property
     def experts(self) -> tuple[int, int]:
         """K_snapshot and K_persist, or their initial values."""
-        return experts_of(self)
+        return next(filter(None, (entry.flags.experts_per_layer(self) for entry in POLICIES.values())), (1, 1))
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
-        kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
-        chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
+        kind, whose = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
+        chosen = {
+            *_CHOSEN_BY_AUTO,
+            *(one.name for entry in POLICIES.values() for one in entry.flags.specs if one.chosen_by_auto),
+        }
         asked = {kind}
         given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
         if not self.ckpt_policy:
@@ -170,17 +178,19 @@ class _EveryPolicy(FlagGroup):
         for one in POLICIES.values():
             if one in asked:
                 problems.check(self._ask, one, problems)
-        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.replays)
+        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
         problems.check(self._validate_tier, problems)
         problems.refuse(
-            self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
+            self.mtbf_hours is not None
+            and self.ckpt_policy != AUTO
+            and not (kind and kind.flags.uses_failure_rate(self)),
             "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto. Fix: add one of them, or "
             "drop --mtbf-hours",
             code="flag-needs-another",
         )
 
-    def _ask(self, kind: type[Policy], problems: Problems) -> None:
-        for refused in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
+    def _ask(self, kind: RegisteredPolicy, problems: Problems) -> None:
+        for refused in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
             refuse_by(kind, refused, problems)
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
@@ -219,7 +229,7 @@ class _EveryPolicy(FlagGroup):
 
 
 def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
-    kind = one.kind | None if one.default is None else one.kind
+    kind = one.value_type | None if one.default is None else one.value_type
     signs = (">=", one.at_least), (">", one.above), ("<=", one.at_most)
     limits = ", ".join(f"{sign} {limit}" for sign, limit in signs if limit is not None)
     facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar, limits=limits)
@@ -236,7 +246,7 @@ if TYPE_CHECKING:
 else:
     SnapshotFlags = dataclasses.make_dataclass(
         "SnapshotFlags",
-        [_field(one) for kind in POLICIES.values() for one in kind.flags],
+        [_field(one) for kind in POLICIES.values() for one in kind.flags.specs],
         bases=(_EveryPolicy,),
         frozen=True,
         namespace={
@@ -246,7 +256,7 @@ else:
     )
 
 
-def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
+def refuse_by(kind: RegisteredPolicy, refused: str | PolicyError, problems: Problems) -> None:
     """Adds a policy's refusal to the problems."""
-    error = refused if isinstance(refused, PolicyError) else refusal_of(kind.name, refused)
+    error = refused if isinstance(refused, PolicyError) else policy_refusal(kind.name, refused)
     problems.refuse(True, str(error), code=error.code)

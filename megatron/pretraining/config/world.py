@@ -9,7 +9,7 @@ from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
 from moc.elastic.settings import Settings
 from moc.output import counted
-from moc.runtime.inject import Fault
+from moc.runtime.fault_injection import Fault
 
 
 class Workers(NamedTuple):

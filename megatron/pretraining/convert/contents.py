@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, slots_of
-from moc.policy import is_of_windows
+from moc.policy import is_window_policy
 from moc.state.operators import MODULE_STATE, is_module_state
 from moc.state.region import Region
 from moc.store import store
@@ -147,7 +147,7 @@ def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 def check_whole(contents: ConvertedState) -> None:
     """Raises CheckpointError unless the model is complete, with all or none of its optimizer state."""
     state, slots = contents.facts.state, contents.slots()
-    window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
+    window = is_window_policy(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"

@@ -27,7 +27,7 @@ from megatron.pretraining.convert.contents import MASTER, shape_by_operator  # n
 from megatron.pretraining.convert.names import StockPlace  # noqa: E402
 from megatron.pretraining.entry.configuration import described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
-from moc.runtime.agreement import first_line  # noqa: E402
+from moc.runtime.collectives import first_line  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 OPTIMIZER_KEYS = ("optimizer.", "chained_")

@@ -13,7 +13,7 @@ from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_f
 from moc.errors import code_of
 from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
 from moc.output import Parser, escapes_output, human, print_lines, progress, refused
-from moc.policy import is_of_windows
+from moc.policy import is_window_policy
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
@@ -206,7 +206,7 @@ def _exported(args: argparse.Namespace) -> Path:
 
 def _is_window(args: argparse.Namespace) -> bool:
     directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
-    return is_of_windows(read_checkpoint(directory).policy or "")
+    return is_window_policy(read_checkpoint(directory).policy or "")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from megatron.pretraining.convert.regions import (
 )
 from moc.inspect.coverage import operators_of
 from moc.inspect.older import chained, recovery_from, sentence, stale
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
 from moc.state.detail import Detail
 from moc.state.operators import operator_of
@@ -125,13 +125,13 @@ class MergedContents(ConvertedState):
         if not base.facts.state.get("ledger"):
             return None
         states = [contents.facts.state.get("ledger") for contents in self._of.values()]
-        others = [Ledger.from_state(state) for state in states if state]
+        others = [TokenLedger.from_state(state) for state in states if state]
         restored: dict[int, dict[int, int]] = {}
         for one in operators_of(base.facts.state["shape"]):
             if one.place is not None:
                 layer, expert = one.place
                 restored.setdefault(layer, {})[expert] = self._way.learned_until(one.name)
-        return Ledger.from_state(base.facts.state["ledger"]).recovered(restored, others).state_dict()
+        return TokenLedger.from_state(base.facts.state["ledger"]).after_recovery(restored, others).state_dict()
 
 
 def _check_counts(manifest: Manifest, reader: RegionReader) -> None:

@@ -26,7 +26,7 @@ from moc.inspect.coverage import operators_of
 from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.manifest import NAME as MANIFEST
@@ -143,8 +143,8 @@ def compute_again(
     options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
-    program = children.command_of(PROGRAM, "--config", str(scratch / "flags.yaml"))
-    _run([*children.command_of(*launch), *program], snapshots, window.root)
+    program = child_processes.module_command(PROGRAM, "--config", str(scratch / "flags.yaml"))
+    _run([*child_processes.module_command(*launch), *program], snapshots, window.root)
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from moc.elastic.dispatch import Capacities, Exchange, exchange
-from moc.runtime.results import on_host
+from moc.runtime.device import copy_to_host
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         mine = routing_map.sum(dim=0, dtype=torch.int64)
         everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return numpy.ascontiguousarray(on_host(everybody).view(-1, len(mine)).numpy().T)
+        return numpy.ascontiguousarray(copy_to_host(everybody).view(-1, len(mine)).numpy().T)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moc.faults import reach
-from moc.runtime.results import settled
-from moc.runtime.world import World
+from moc.runtime.device import synchronize_and_check
+from moc.runtime.job import World
 from moc.session.engine import VoteParticipant
 
 
@@ -22,7 +22,7 @@ class Guests(VoteParticipant):
 
     def ballot(self) -> dict[str, float]:
         """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
-        return {"guests": float(self._world.job.guests_wait)}
+        return {"guests": float(self._world.job.has_scale_up_notice)}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """Makes all workers leave after this iteration if any was notified."""
@@ -36,6 +36,6 @@ class Guests(VoteParticipant):
             Aborted: another worker was lost meanwhile.
         """
         if self._wait:
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             reach("parting")
             raise GuestsWait

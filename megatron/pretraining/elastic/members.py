@@ -32,8 +32,8 @@ from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
-from moc.runtime.agreement import gather
-from moc.runtime.environment import fewest_nodes
+from moc.runtime.collectives import gather
+from moc.runtime.environment import min_nodes
 from moc.session.engine import Listener
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
@@ -101,7 +101,7 @@ def settle(
         _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
-    empty = [] if fewest_nodes() is None else _without_state(told)
+    empty = [] if min_nodes() is None else _without_state(told)
     changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
     plans = {}
     for number, own in replicas.plans.items():

@@ -22,8 +22,8 @@ from megatron.pretraining.logging.flops import expert_share
 from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads
 from moc.events import EventLog
-from moc.runtime.agreement import gather
-from moc.runtime.results import settled
+from moc.runtime.collectives import gather
+from moc.runtime.device import synchronize_and_check
 from moc.session.engine import VoteParticipant
 
 _BITS = 32  # of a hash in the commit all-reduce
@@ -227,9 +227,9 @@ class Rebalancer(VoteParticipant):
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first call opens connections
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             begun = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             speed = self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
         return speed

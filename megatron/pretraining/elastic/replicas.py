@@ -30,7 +30,7 @@ from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
 from moc.faults import reach
-from moc.runtime.agreement import settled_among
+from moc.runtime.collectives import synchronize_group
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Replicas:
             landing = Landing(layer, mixed, self._exchanged(layer, flow[layer]))
             reach("rebalancing")
             self._landing = landing
-            settled_among(exchange_group(), _device(self.layers[layer]))
+            synchronize_group(exchange_group(), _device(self.layers[layer]))
             reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())

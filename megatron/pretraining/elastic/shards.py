@@ -24,7 +24,7 @@ from megatron.pretraining.engine.sharded import ShardedOptimizer
 from moc.elastic.boxes import Tensor, transfers
 from moc.elastic.shards import Cut, cut
 from moc.faults import reach
-from moc.runtime.agreement import gather, settled_among
+from moc.runtime.collectives import gather, synchronize_group
 from moc.state.fragments import OwnedSlice
 from moc.state.region import Region
 
@@ -76,7 +76,7 @@ class Shards:
         self._arrived = self._exchanged(cut)
         reach("rebalancing")
         self.awaited = cut
-        settled_among(exchange_group(), self._device)
+        synchronize_group(exchange_group(), self._device)
         reach("landed")
         taken = sum(state.nbytes for state in self._arrived.values())
         self.land(cut)

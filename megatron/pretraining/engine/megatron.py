@@ -38,13 +38,13 @@ class Model:
         operators: all operators, in the order of the forward pass.
         stages: the pipeline stage of each layer.
         described: its description in snapshots: ``shape``, ``model`` and ``tokenizer``.
-        check: ``(shape in a snapshot, name of the snapshot)``; raises CheckpointError for the shape of another model.
+        check: ``(state in a snapshot, name of the snapshot)``; raises CheckpointError for the state of another model.
     """
 
     operators: Sequence[Operator]
     stages: tuple[int, ...]
     described: Mapping[str, Any]
-    check: Callable[[dict, str], None]
+    check: Callable[[Mapping, str], None]
 
 
 class MegatronEngine:
@@ -119,7 +119,7 @@ class MegatronEngine:
         check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
-        self._model.check(saved["shape"], where)
+        self._model.check(saved, where)
         contents.check_optimizer(self._config, saved, where, "begin another run with --ckpt-dir")
         contents.check_data(self._config, self._data, saved, where)
         if window:

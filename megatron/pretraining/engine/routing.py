@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -107,3 +110,104 @@ def _layer_of(router: TopKRouter) -> int:
     """Returns the layer that a router belongs to, counted from 0."""
     assert router.layer_number is not None  # every router belongs to one
     return router.layer_number - 1
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Load of the experts over some iterations.
+
+    Attributes:
+        tokens: tokens that each expert received, by number of the layer.
+        sent: tokens times TopK that routers sent, by number of the layer.
+    """
+
+    tokens: Mapping[int, Sequence[float]]
+    sent: Mapping[int, float]
+
+    @property
+    def violations(self) -> dict[int, float]:
+        """Maximum violation of each layer: its largest load divided by its mean load, minus 1."""
+        return {
+            layer: max(row) * len(row) / total - 1 if (total := sum(row)) else 0.0 for layer, row in self.tokens.items()
+        }
+
+    @property
+    def dropped(self) -> dict[int, float]:
+        """Share of the tokens of each layer that no expert received, because of the capacity."""
+        return {
+            layer: 1 - sum(row) / self.sent[layer] if self.sent[layer] else 0.0 for layer, row in self.tokens.items()
+        }
+
+
+class LoadCounter:
+    """Counts the tokens of experts on the device, for the iterations since the last report.
+
+    Args:
+        chunks: model chunks of this worker.
+        device: device of the counts.
+        padded: as for :class:`RouterCounts`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device, padded: bool):
+        core: Any = unwrap(chunks[0]).config
+        routers = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter)]
+        self._padded, self.experts = padded, core.num_moe_experts or 0
+        self.layers = [number_of(router) for router in routers]
+        self._now = torch.zeros(len(routers), self.experts, dtype=torch.int64, device=device)
+        self._sum, self._sent_now, self._sent = torch.zeros_like(self._now), [0] * len(routers), [0] * len(routers)
+        self._hooks = [
+            router.register_forward_hook(partial(self._count, place)) for place, router in enumerate(routers)
+        ]
+
+    def close(self) -> None:
+        """Stops counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def keep(self) -> None:
+        """Adds the counts of a complete iteration to the report."""
+        self._sum += self._now
+        self._sent = [a + b for a, b in zip(self._sent, self._sent_now, strict=True)]
+        self.drop()
+
+    def drop(self) -> None:
+        """Discards the counts of an iteration that is not reported."""
+        self._now.zero_()
+        self._sent_now = [0] * len(self._sent_now)
+
+    def take(self, layers: Sequence[int]) -> torch.Tensor:
+        """Returns and clears this worker's part of a report.
+
+        Args:
+            layers: numbers of the layers on all workers.
+
+        Returns:
+            float64 of shape ``[len(layers) * (experts + 1)]``: tokens of each expert, and tokens sent.
+        """
+        table = torch.zeros(len(layers), self.experts + 1, dtype=torch.float64, device=self._sum.device)
+        for place, layer in enumerate(self.layers):
+            table[layers.index(layer), :-1] += self._sum[place]
+            table[layers.index(layer), -1] += self._sent[place]
+        self._sum.zero_()
+        self._sent = [0] * len(self._sent)
+        return table.flatten()
+
+    def load(self, layers: Sequence[int], totals: Sequence[float]) -> ExpertLoad:
+        """Returns the load in the sum of all workers' parts."""
+        width = self.experts + 1
+        rows = {layer: totals[place * width :][:width] for place, layer in enumerate(layers)}
+        return ExpertLoad({n: row[:-1] for n, row in rows.items()}, {n: row[-1] for n, row in rows.items()})
+
+    def _count(self, place: int, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if not router.training or not torch.is_grad_enabled():  # as in RouterCounts
+            return
+        probabilities, routed = output
+        if self._padded:
+            routed = routed & (probabilities != 0)
+        self._now[place] += routed.detach().sum(dim=0)
+        self._sent_now[place] += routed.shape[0] * router.topk
+
+
+def number_of(router: TopKRouter) -> int:
+    """Returns the layer of a router, counted from 0; depths of multi-token prediction follow the layers."""
+    return _layer_of(router) + (router.config.num_layers if router.is_mtp_layer else 0)

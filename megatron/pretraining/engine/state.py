@@ -25,7 +25,7 @@ from megatron.pretraining.engine.owned import (
     write_step,
 )
 from megatron.pretraining.model.parameters import parameter_pieces
-from moc.runtime.agreement import settled_among
+from moc.runtime.collectives import synchronize_group
 from moc.state.adam import kind_of
 from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
@@ -154,7 +154,7 @@ class MegatronState:
             arriving = {buffer: committed.clone() for buffer, committed in biases.items()}
             for values in arriving.values():
                 dist.broadcast(values, group=self._peers, group_src=self._first_peer)
-            settled_among(self._peers, next(iter(arriving.values())).device)
+            synchronize_group(self._peers, next(iter(arriving.values())).device)
             for buffer, values in arriving.items():
                 biases[buffer].copy_(values)
                 self._modules.loaded(buffer)

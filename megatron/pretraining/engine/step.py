@@ -30,9 +30,9 @@ from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.topology import Topology
 from moc.errors import UserError
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 from moc.session.engine import VoteParticipant
 from moc.state.record import StepRecord, mean_loss
 
@@ -80,7 +80,7 @@ class Stepper:
         reach("start", iteration + 1)
         reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
-        vote = self._vote(reports, stop)  # after this, all workers can complete the iteration
+        vote = self._vote(iteration + 1, reports, stop)  # after this, all workers can complete the iteration
         reach("after_vote")
         record = self._decide(iteration, vote)
         progress("save")
@@ -142,12 +142,12 @@ class Stepper:
         self.optimizer.reduced = iteration + 1
         return reports
 
-    def _vote(self, reports: list[dict], stop: bool) -> dict[str, float]:
+    def _vote(self, iteration: int, reports: list[dict], stop: bool) -> dict[str, float]:
         ballot = {
             **self.optimizer.norm_ballot(),
             **sum_losses(reports, self.world),
             "stop": float(stop),
-            **self.auxiliary.take(),
+            **self.auxiliary.take(iteration),
         }
         for participant in self.participants:
             ballot |= participant.ballot()

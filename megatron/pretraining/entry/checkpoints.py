@@ -18,6 +18,7 @@ from megatron.training import checkpointing, training
 from megatron.pretraining.checkpoint import contents, fragments, writer
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_data, read_state
+from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.megatron import Model
@@ -29,7 +30,7 @@ from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach
-from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
@@ -38,6 +39,8 @@ from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+"""Name of the embedding's tensor in Megatron-LM's checkpoints of GPT models."""
 
 
 class StockCheckpoints(Saves):
@@ -77,6 +80,8 @@ class StockCheckpoints(Saves):
         root, iteration = run_on_rank0(_chosen, "cannot look for a checkpoint")
         directory = dense_files.directory_of(root, iteration or 0)
         manifest = self._verify(directory)
+        if "vocabulary-padding" not in parts.config.training.corrections:
+            run_on_rank0(lambda: _refuse_other_padding(directory, args.padded_vocab_size), "cannot read a checkpoint")
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
             return self._load_boxes(directory, manifest)
         state = None
@@ -251,6 +256,24 @@ class StockCheckpoints(Saves):
             if damage := first_reported(dense_files.damage_in(directory, mine)):
                 raise dense_files.damaged(damage)
         return manifest
+
+
+def _refuse_other_padding(directory: Path, rows: int) -> None:
+    """Refuses a checkpoint whose embedding has other rows: rows of padding are part of the softmax.
+
+    Raises:
+        CheckpointError: the number of rows differs.
+    """
+    with contextlib.suppress(FileNotFoundError):  # another format, whose reader compares shapes
+        stored = read_metadata(directory).state_dict_metadata.get(_EMBEDDING)
+        saved = stored.size[0] if stored is not None else rows
+        if saved != rows:
+            raise CheckpointError(
+                f"{directory} has {saved} rows of the vocabulary, and this run has {rows}: rows of padding change the "
+                "loss. Fix: pass --correct vocabulary-padding, which excludes them from the softmax, or "
+                f"--padded-vocab-size {saved}",
+                code="vocabulary-padding-differs",
+            )
 
 
 def _chosen() -> tuple[str, int | None]:

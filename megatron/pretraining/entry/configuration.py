@@ -22,11 +22,11 @@ from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.model.initial import EXACT
-from moc.runtime.agreement import first_line
+from moc.runtime.collectives import first_line
 
 OWN_PROGRAM = "moc_own_program"
 """Name of the argument that is true if this project's program is running, and not a user's script."""
-_DEFAULTS = {"grad_norm": "stock", "initialization": "stock"}
+_DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
 _RENAMED = {
     "fp8_format": ("moc_fp8", "fp8"),
@@ -106,7 +106,7 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
     if given.get("elastic"):
-        stock.clear()  # results must not depend on the number of workers
+        stock = {name: stock[name] for name in stock if name == "correct"}  # independent of the number of workers
     if given.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
         given.setdefault("zero_stage", 1)

@@ -31,7 +31,7 @@ from megatron.pretraining.logging.records import perplexity_of
 from megatron.pretraining.parts import TrainingRun
 from megatron.pretraining.process.nodes import order_of_ranks, per_node
 from megatron.pretraining.process.stopping import StopRequests
-from moc.runtime.environment import fewest_nodes, numbers_of_nodes
+from moc.runtime.environment import min_nodes, node_limits
 from moc.runtime.job import Job
 
 _ONLY = {
@@ -128,15 +128,15 @@ def build_groups(config: Config, job: Job, ranks: dict[str, Any]) -> None:
         job: job of this worker.
         ranks: functions that choose the ranks with embeddings, as Megatron-LM's parameters.
     """
-    with order_of_ranks(config, job.helpers):
+    with order_of_ranks(config, job.partial_model_parts):
         initialize._initialize_distributed(**ranks, store=None)
     build_domains_of(config, job)
 
 
 def build_domains_of(config: Config, job: Job) -> None:
     """Creates the process groups of the dispatch of tokens, after Megatron-LM's groups."""
-    with order_of_ranks(config, job.helpers):
-        build_domains(config, numbers_of_nodes()[1] * per_node() if fewest_nodes() is not None else job.size)
+    with order_of_ranks(config, job.partial_model_parts):
+        build_domains(config, node_limits()[1] * per_node() if min_nodes() is not None else job.size)
 
 
 def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> None:

@@ -42,8 +42,8 @@ from megatron.pretraining.process.paths import check_paths
 from megatron.pretraining.process.rank0 import is_first_worker
 from moc.events import EventLog
 from moc.output import print_lines
-from moc.runtime import script_check
-from moc.runtime.environment import fewest_nodes
+from moc.runtime.environment import min_nodes
+from moc.runtime.program import end_if_checking, only_checks_flags
 
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _NEVER = 10**9  # iterations
@@ -88,7 +88,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         problems, read = problems_of(real, args, defaults or {}), command_line.read()
         if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
             problems.check(check_run, args)
-        if script_check.is_checking() and not problems.found:
+        if only_checks_flags() and not problems.found:
             problems.check(
                 lambda: check_paths(config_of(args, read.own), args, bool(defaults and defaults.get(OWN_PROGRAM)))
             )
@@ -99,7 +99,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
                 with contextlib.redirect_stdout(sys.__stdout__):
                     print_lines(*(f"# {line}" for line in read.notices), *described())
             sys.exit(0)
-        script_check.checked()
+        end_if_checking()
         return args
 
     return validate
@@ -209,7 +209,7 @@ def _check_workers(config: MegatronConfig, given: Collection[str]) -> None:
         return
     if config.scheduled_batch_sizes:
         check_world(config, config.arguments.world_size)
-    if (fewest := fewest_nodes()) is not None:
+    if (fewest := min_nodes()) is not None:
         check_fewest(config, fewest, per_node())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.engine.routing import ExpertLoad
 from megatron.pretraining.entry.schedule import Reports
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.logging.records import Records
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.state.record import StepRecord
 
 
@@ -49,6 +51,8 @@ class StockLog(Records):
         ``training_log`` is collective in iterations that it prints, and prints the first iteration of a launch.
         Therefore all workers agree on the first iteration: the launch has one, and a recovery has none.
         """
+        if self.reports is not None:
+            self.reports.close()
         self.reports, self._topology, self._totals = reports, topology, {}
         self._is_first = self._world.job.term[1] == 0
 
@@ -61,9 +65,20 @@ class StockLog(Records):
         with replaced(training, get_num_microbatches=self._mean_micro_batches):
             self._print(record)
         self._is_first = False
+        if (load := self._load) is not None:
+            self.message(sentence_of(load))
+            gauges = {**gauges, **scalars_of(load)}
         if gauges and record.iteration % args.tensorboard_log_interval == 0:
             with self._harmless():
                 self._scalars(gauges, record.iteration)
+
+    @property
+    def _load(self) -> ExpertLoad | None:
+        return None if self.reports is None else self.reports.load
+
+    def _write(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, Any]) -> None:
+        load = {} if self._load is None else fields_of(self._load)
+        super()._write(record, consumed_samples, elapsed, {**gauges, **load})
 
     def _mean_micro_batches(self) -> _Mean:
         assert self._topology is not None  # the generation has begun
@@ -117,3 +132,27 @@ class StockLog(Records):
         super().close()
         if (writer := get_tensorboard_writer()) is not None:
             writer.flush()
+
+
+def sentence_of(load: ExpertLoad) -> str:
+    """Returns the line of the console."""
+    violations = ", ".join(f"{layer}: {value:.2f}" for layer, value in load.violations.items())
+    dropped = ", ".join(f"{layer}: {value:.2%}" for layer, value in load.dropped.items() if value)
+    return f"maximum violation of experts by layer: {violations}" + (f"; dropped tokens: {dropped}" if dropped else "")
+
+
+def scalars_of(load: ExpertLoad) -> dict[str, float]:
+    """Returns the scalars of TensorBoard."""
+    violations = {f"max_violation/layer_{layer}": value for layer, value in load.violations.items()}
+    return violations | {f"dropped_share/layer_{layer}": value for layer, value in load.dropped.items()}
+
+
+def fields_of(load: ExpertLoad) -> dict[str, Any]:
+    """Returns the fields of the event ``iteration``."""
+    violations, dropped = load.violations, load.dropped
+    return {
+        "max_violation": max(violations.values()),
+        "dropped_share": fmean(dropped.values()),
+        "max_violation_by_layer": {str(layer): value for layer, value in violations.items()},
+        "dropped_share_by_layer": {str(layer): value for layer, value in dropped.items()},
+    }

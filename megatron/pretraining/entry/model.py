@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ from megatron.pretraining.engine.owned import MASTER, owned_slices
 from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces
 from moc.files.text import shown
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.state.operators import Operator, operator_of
 from moc.store.errors import CheckpointError
 
@@ -32,6 +33,7 @@ class Tensor(NamedTuple):
         sliced: whether tensor parallelism slices it; norms, routers and learned positions are replicated.
         stage: the pipeline stage that holds it.
         moments: the names of its optimizer's moments.
+        per_row: elements of each row, if the layout determines the number of rows; otherwise 0.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Tensor(NamedTuple):
     sliced: bool
     stage: int
     moments: tuple[str, ...]
+    per_row: int = 0
 
 
 def tensors_of(
@@ -62,14 +65,25 @@ def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
         stage: the pipeline stage that holds the chunks.
     """
     return [
-        Tensor(piece.name, math.prod(piece.global_shape), getattr(parameter, "tensor_model_parallel", False), stage, ())
+        Tensor(
+            piece.name,
+            math.prod(piece.global_shape),
+            getattr(parameter, "tensor_model_parallel", False),
+            stage,
+            (),
+            math.prod(piece.global_shape[1:]) if piece.padded else 0,
+        )
         for parameter, described in pieces.items()
         for piece in described
     ]
 
 
 def model_of_chunks(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World, described: Mapping
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    world: World,
+    described: Mapping,
+    masks_padding: bool = False,
 ) -> Model:
     """Returns the model, assembled from the parts that the workers have built; a collective call.
 
@@ -78,6 +92,7 @@ def model_of_chunks(
         optimizer: optimizer of this worker.
         world: ranks of this worker.
         described: Megatron-LM's arguments, for people and converters.
+        masks_padding: a checkpoint may have more or fewer rows of padding.
     """
     told = gather(tensors_of(chunks, optimizer, world))
     moments = {name: slots for _, of_rank in told for name, slots in of_rank.items()}
@@ -88,12 +103,16 @@ def model_of_chunks(
     }
     operators = operators_of(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
+    per_row: Counter[str] = Counter()
+    for tensor in tensors.values():
+        per_row[operator_of(tensor.name)] += tensor.per_row
 
-    def check(saved: Mapping, where: object) -> None:
+    def check(state: Mapping, where: object) -> None:
+        saved, more = state["shape"], more_padding(described, state.get("model") or {}) if masks_padding else 0
         if described_by_flags(saved):
             check_flags(described, saved, where)
         else:
-            check_shape(shape, saved, where)
+            check_shape(with_rows(shape, per_row, more), saved, where)
 
     return Model(
         operators=operators,
@@ -132,6 +151,23 @@ def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     for layer in range(1 + max(stages, default=-1)):
         found.append(stages.get(layer, found[-1] if found else 0))
     return tuple(found)
+
+
+def more_padding(here: Mapping, saved: Mapping) -> int:
+    """Returns the rows of padding that a saved model has in excess; 0 for another vocabulary.
+
+    Args:
+        here: arguments of this model, as values of JSON.
+        saved: arguments of the saved model.
+    """
+    rows, stored = here.get("padded_vocab_size"), saved.get("padded_vocab_size")
+    same = all(here.get(name) == saved.get(name) for name in ("tokenizer_type", "vocab_size"))
+    return stored - rows if same and isinstance(rows, int) and isinstance(stored, int) else 0
+
+
+def with_rows(shape: Mapping[str, int], per_row: Mapping[str, int], more: int) -> dict[str, int]:
+    """Returns the shape of a model with ``more`` rows of padding; ``per_row`` has the elements of a row by operator."""
+    return {name: count + more * per_row.get(name, 0) for name, count in shape.items()}
 
 
 def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:

@@ -25,7 +25,7 @@ from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.parts import WorkerParts
 from moc.files.text import shown
-from moc.runtime.agreement import first_line, run_on_rank0
+from moc.runtime.collectives import first_line, run_on_rank0
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 

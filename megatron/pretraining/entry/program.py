@@ -12,10 +12,11 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import check_param_hashes_across_dp_replicas, get_model_config
-from megatron.training import initialize_megatron, training
+from megatron.training import get_tokenizer, initialize_megatron, training
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
@@ -25,7 +26,7 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.rates import RateSchedule
-from megatron.pretraining.entry import cpu, deepspeed, elastic
+from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.flags import refused_by_megatron
@@ -37,6 +38,7 @@ from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_datasets, data_identity, streams_of
+from megatron.pretraining.model.corrections import Vocabulary, defects_of
 from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
@@ -48,11 +50,11 @@ from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
+from moc.errors import warning
 from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 
 
 @dataclass
@@ -95,7 +97,7 @@ class StockProgram:
             take_parts(config, job)
             let_regroup(config, job, lambda: elastic.build_groups(config, job, ranks))
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
-        with order_of_ranks(config, job.helpers):
+        with order_of_ranks(config, job.partial_model_parts):
             initialize_megatron(allow_no_cuda=True, **ranks)
         if config.elastic.elastic:
             elastic.build_domains_of(config, job)
@@ -111,7 +113,7 @@ class StockProgram:
         # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            nodes = nodes_of(config, world.size, world.job.helpers)
+            nodes = nodes_of(config, world.size, world.job.partial_model_parts)
             plans = first_plans(config, nodes) if config.elastic.elastic else None
             chunks, core, scheduler = self._set_up(config, plans)
         refuse_built(core, chunks)
@@ -124,6 +126,7 @@ class StockProgram:
             log.message(f"Transformer Engine {release}")
         if world.device.type == "cuda" and (sentence := about_bits(config)):
             log.message(sentence)
+        _correct(config, chunks, log)
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")
@@ -164,7 +167,8 @@ class StockProgram:
 
     def model(self, parts: WorkerParts) -> Model:
         """Returns the operators of the built chunks."""
-        return model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()))
+        masks = "vocabulary-padding" in parts.config.training.corrections
+        return model_of_chunks(parts.chunks, parts.optimizer.core, parts.world, described(get_args()), masks)
 
     def checkpoints(self, parts: WorkerParts, model: Model) -> Any:
         """Returns the checkpoints in Megatron-LM's format."""
@@ -304,6 +308,30 @@ def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
         return 0
     skipped = max(math.ceil((args.start_eval_at_iter or 0) / args.eval_interval) - 1, 0)
     return max(iteration // args.eval_interval - skipped - (not final), 0)
+
+
+def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -> None:
+    """Applies the corrections of ``--correct``; without the flag, warns of defects that are not corrected."""
+    replicas = parallel_state.get_data_parallel_world_size()
+    for defect in defects_of(chunks, vocabulary_of(get_args()), replicas):
+        if defect.name in config.training.corrections:
+            defect.correct()
+        elif defect.effect and "correct" not in config.given:
+            log.message(
+                warning(
+                    f"{defect.effect}. Fix: pass --correct {defect.name}, or --correct all",
+                    code="result-depends-on-layout",
+                )
+            )
+
+
+def vocabulary_of(args: Any) -> Vocabulary:
+    """Returns the rows of the embedding; a given ``--padded-vocab-size`` is the size of the vocabulary."""
+    rows = args.padded_vocab_size or 0
+    if not rows or "padded_vocab_size" in command_line.read().named:
+        return Vocabulary(rows, rows)
+    tokenizer: Any = get_tokenizer()
+    return Vocabulary(tokenizer.vocab_size, rows)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:

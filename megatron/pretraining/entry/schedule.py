@@ -14,14 +14,16 @@ from megatron.core.transformer.moe.moe_logging import MetricEntry, get_moe_metri
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.pretraining.config import ConfigError
+from megatron.pretraining.duties import due
+from megatron.pretraining.engine.routing import ExpertLoad, LoadCounter
 from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 
-_SUM, _WEIGHT = "report/sum/", "report/weight/"
+_SUM, _WEIGHT, _LOAD = "report/sum/", "report/weight/", "report/load"
 
 
 class StockTopology(Topology):
@@ -59,6 +61,7 @@ class Reports:
     Attributes:
         loss_name: name of the first value; empty on stages that compute no loss.
         names: names of the other values, once all workers have gathered them.
+        load: load of the experts since the last report, if the newest iteration ends a logging interval.
     """
 
     def __init__(self, parts: WorkerParts, topology: Topology):
@@ -70,6 +73,13 @@ class Reports:
         modules = [module for chunk in parts.chunks for module in chunk.modules()]
         self._routed_layers = sum(isinstance(module, BaseMoELayer) for module in modules)  # here; later on all workers
         self._of_routers: list[str] = []
+        self.load: ExpertLoad | None = None
+        self._counter = LoadCounter(parts.chunks, parts.world.device, parts.config.moe.moe_pad_expert_input_to_capacity)
+        self._layers: list[int] = []
+
+    def close(self) -> None:
+        """Stops counting the load of experts."""
+        self._counter.close()
 
     def add(self, report: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Adds the report of a micro batch; returns the loss's sum and weight for the commit all-reduce."""
@@ -80,16 +90,18 @@ class Reports:
         total, weight = _sum_and_weight(loss)
         return {"loss_sum": total, "loss_tokens": weight}
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self, iteration: int) -> dict[str, torch.Tensor]:
         """Returns and clears this worker's contributions to the commit all-reduce; the first call is collective."""
         metrics = get_moe_metrics_tracker().metrics
         if self.names is None:  # stages without a loss do not know the names
             losses = [name for name in metrics if name.endswith("loss")]
-            told = gather((self.loss_name, list(self._sums), losses, self._world.pipeline_rank, self._routed_layers))
+            stage, layers = self._world.pipeline_rank, self._counter.layers
+            told = gather((self.loss_name, list(self._sums), losses, stage, self._routed_layers, layers))
             self.loss_name = next((loss for loss, *_ in told if loss), "lm loss")
             self.names = sorted({name for _, names, *_ in told for name in names})
-            self._of_routers = sorted({name for *_, names, _, _ in told for name in names})
-            self._routed_layers = sum({stage: layers for *_, stage, layers in told}.values())
+            self._of_routers = sorted({name for _, _, names, *_ in told for name in names})
+            self._routed_layers = sum({stage: count for *_, stage, count, _ in told}.values())
+            self._layers = sorted({layer for *_, numbers in told for layer in numbers})
         zero = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         ballot = {}
         for name in self.names:
@@ -99,15 +111,20 @@ class Reports:
         for name in self._of_routers:
             ballot[name] = self._share(metrics[name]).sum() / self._routed_layers if name in metrics else zero[0]
         self._sums = {}
+        self._counter.keep()
+        if self._layers and due(get_args().log_interval, iteration):
+            ballot[_LOAD] = self._counter.take(self._layers)
         return ballot
 
     def drop(self) -> None:
         """Discards an iteration that is not reported."""
         self._sums = {}
+        self._counter.drop()
         clear_trackers()
 
-    def means(self, vote: dict[str, float]) -> dict[str, float]:
+    def means(self, vote: dict[str, Any]) -> dict[str, float]:
         """Returns means of reported values and routers' losses, by name, from the totals of the commit all-reduce."""
+        self.load = self._counter.load(self._layers, vote[_LOAD]) if _LOAD in vote else None
         reported = {name: vote[_SUM + name] / max(vote[_WEIGHT + name], 1.0) for name in self.names or ()}
         return reported | {name: vote[name] for name in self._of_routers}
 

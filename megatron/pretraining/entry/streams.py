@@ -34,8 +34,8 @@ from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
 from moc.errors import cause_of, with_code
-from moc.runtime.agreement import first_reported
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import attach_without_gpus
+from moc.runtime.collectives import first_reported
 
 SPLITS = ("train", "valid", "test")
 _READERS = 16  # threads that read blocks of data files
@@ -132,7 +132,7 @@ class StockStream:
 
 def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int) -> None:
     """Makes a reader process die with its worker, without the worker's GPU, and initializes it as its loader does."""
-    serve_host(parent)
+    attach_without_gpus(parent)
     if begin is not None:
         begin(number)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from megatron.pretraining.config import Config
 from moc.events import EventLog
 from moc.output import print_lines
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.state.record import StepRecord
 from moc.trouble import Harmless
 

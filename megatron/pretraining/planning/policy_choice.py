@@ -73,7 +73,9 @@ def chosen(
         exact_only=args.exact_only,
         host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
         plt=1.0 if args.plt_limit is None else args.plt_limit,
-        plt_by_policy={name: POLICIES[name].most_lost(config.snapshot) for name in NAMES if args.plt_limit is None},
+        plt_by_policy={
+            name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
+        },
         policies=tuple(name for name in NAMES if _allowed(config, name, run.tier)),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )

@@ -12,7 +12,7 @@ from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.elastic.domains import MOST_RANKS
 from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
-from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.pec_selection import PLT_LIMIT
 from moc.sharding import Layout
 from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named

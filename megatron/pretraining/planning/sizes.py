@@ -11,8 +11,8 @@ from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.presets import PRESETS
 from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
-from moc.policy.adaptive import TuningLimits, candidates, choose
 from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_tuner import PecLimits, candidate_expert_counts, choose_pec_settings
 from moc.sharding import (
     RULES,
     SCHEMES,
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
-        choice = choose(measured(args, busiest), TuningLimits(plt=args.plt_limit)) if args.explain_k else None
+        choice = choose_pec_settings(measured(args, busiest), PecLimits(plt=args.plt_limit)) if args.explain_k else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
         selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
@@ -222,7 +222,7 @@ class SizePlan:
 
     def rows_wanted(self) -> list[int | None]:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
-        return [*candidates(self.num_experts), None]
+        return [*candidate_expert_counts(self.num_experts), None]
 
     def items(self, k: int | None) -> list[Item]:
         """Returns the items to save with k experts of each layer; None for everything."""

@@ -9,7 +9,7 @@ from megatron.pretraining.config import Config, check_faults, train_iterations
 from moc.events import EventLog
 from moc.faults import on_reach
 from moc.output import print_lines
-from moc.runtime.inject import Injector
+from moc.runtime.fault_injection import Injector
 from moc.runtime.job import Job
 
 

@@ -91,7 +91,7 @@ def check_outputs(config: Config, job: Job) -> None:
     Raises:
         ConfigError: a directory is not writable.
     """
-    if not (job.rank or job.others_wait or job.has_begun_before):
+    if not (job.rank or job.joins_running_job or job.is_restart):
         check_directories(config)
 
 

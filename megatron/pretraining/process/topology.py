@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config, global_batch_size
-from moc.runtime.world import World
+from moc.runtime.job import World
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Topology:
     def micro_batches(self) -> range:
         """Numbers of this worker's micro batches within the global batch."""
         micro_batches = self.global_batch_size // self.micro_batch_size
-        return range(self.world.data_rank, 0 if self.world.helps else micro_batches, self.world.data_size)
+        return range(self.world.data_rank, 0 if self.world.is_partial_model else micro_batches, self.world.data_size)
 
     @property
     def rounds(self) -> int:
@@ -36,7 +36,7 @@ class Topology:
 
     def number(self, round: int) -> int:
         """Returns the number of this worker's micro batch in a round; dummies are numbered after all others."""
-        return (self.rounds if self.world.helps else round) * self.world.data_size + self.world.data_rank
+        return (self.rounds if self.world.is_partial_model else round) * self.world.data_size + self.world.data_rank
 
     def is_ghost(self, round: int) -> bool:
         """Returns whether this worker has no samples in a round."""

@@ -11,8 +11,8 @@ from moc.policy import Policy
 from moc.recovery.adoption import adopters, to_fetch
 from moc.recovery.inventory import Summary, look
 from moc.recovery.lost_nodes import NodeInventory
-from moc.runtime.agreement import gather
-from moc.runtime.pull import part_of
+from moc.runtime.collectives import gather
+from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
@@ -111,4 +111,4 @@ class AdoptedParts:
         assert self._tiers.memory is not None  # otherwise there are no parts
         place = self._tiers.memory.place
         assert isinstance(place, LocalPlace)  # the memory tier is local
-        return Store(LocalPlace(part_of(place.root, self._node, of), in_memory=True), slack=True)
+        return Store(LocalPlace(snapshots_directory(place.root, self._node, of), in_memory=True), slack=True)

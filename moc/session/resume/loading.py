@@ -9,14 +9,16 @@ from typing import NoReturn
 
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
+from moc.policy import Capability
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.live import live_states
 from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
 from moc.recovery.replicas import exchange
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
+from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
 from moc.session.components import Components
+from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
 from moc.session.resume.reading import Damage, Key, SnapshotReader
@@ -31,7 +33,7 @@ from moc.snapshot.background import within
 from moc.state.detail import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest
+from moc.store.manifest import Manifest, StateDigests
 from moc.store.store import directory_of
 
 
@@ -57,19 +59,31 @@ class SnapshotLoader:
 
     Args:
         only: iteration of the snapshot to start from; None for the newest.
+        deterministic: a replay must have the digests of the original iterations.
     """
 
-    def __init__(self, engine: Engine, parts: Components, remains: LocalRemains, log: Listener, only: int | None):
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Components,
+        remains: LocalRemains,
+        log: Listener,
+        only: int | None,
+        deterministic: bool,
+    ):
         self._engine, self._world, self._state, self._log = engine, engine.world, engine.state, log
         self._only, self._remains = only, remains
         self._policy, self._tokens, self._tiers = parts.policy, parts.tokens, parts.tiers
+        self._digests, self._deterministic = parts.digests, deterministic
         self._storage, self._memory = parts.tiers.storage, parts.tiers.memory
         self._leads_node, self._stage = parts.tiers.leads_node, engine.world.pipeline_rank
         self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
-        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
-        self._rebuilder = Rebuilder(engine, self._reader, self._replayer, remains.records, self._repair, log)
+        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.is_exact, self.adopted)
+        self._rebuilder = Rebuilder(
+            engine, self._reader, self._replayer, remains.records, self._repair, parts.digests, log
+        )
         self._damage: str | None = None
         self._noted: set[str] = set()
         self._unseen = False  # storage has not been listed
@@ -187,10 +201,9 @@ class SnapshotLoader:
                 continue
             self._leave(plan, mine)
             with self._repair.of(self._torn(plan, held, left)):
-                saved, bad = self._follow(plan, left)
-            if not bad:
-                assert saved is not None  # set if nothing is damaged
-                settled_on_all(self._world)
+                saved, bad, changed = self._follow(plan, left)
+            if saved is not None:
+                synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
                     mine.live = LiveState(position_of(saved), saved)
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
@@ -198,7 +211,7 @@ class SnapshotLoader:
             for damage in bad.values():
                 self._note(damage.text)
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
-            left = left.only(plan.keep)
+            left = left.only(plan.keep - changed)
         if self._unseen:
             return self.load(self._in_storage(patient=True) + held, oldest, left, mine)
         if oldest is None and (found or self._damage):
@@ -235,7 +248,7 @@ class SnapshotLoader:
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
-        whole = next(recoveries(stored, self._policy.operators, self._policy.exact), None)
+        whole = next(recoveries(stored, self._policy.operators, self._policy.is_exact), None)
         return left.again and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
@@ -251,10 +264,10 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if policy.keeps_live and not policy.exact:
+        if Capability.LIVE_EXPERTS in policy.requires and not policy.is_exact:
             held = held + live_states(left.live, left.pieces, policy.name)
         inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
-        return plans(inventory, policy.operators, policy.exact, only)
+        return plans(inventory, policy.operators, policy.is_exact, only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""
@@ -287,13 +300,18 @@ class SnapshotLoader:
             and not any(one.has(iteration, tier, begun.operators) for one in held)
         }
 
-    def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage]]:
-        """Executes a plan; returns the non-tensor state, or the damage by checkpoint."""
+    def _follow(self, plan: RecoveryPlan, left: Survivors) -> tuple[Mapping | None, dict[Key, Damage], frozenset[int]]:
+        """Executes a plan.
+
+        Returns:
+            The non-tensor state, None if the plan has failed; then the damage by checkpoint, and the ranks whose kept
+            state is not that of the iteration.
+        """
         begun, amount, manifests = time.perf_counter(), 0, {}
         if plan.way is not None or plan.stages:
             manifests, bad = self._rebuilder.rebuild(plan)
             if bad:
-                return None, bad
+                return None, bad, frozenset()
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
@@ -305,8 +323,52 @@ class SnapshotLoader:
             saved = self._join(plan, left)
         else:
             saved = self._restore_from(plan.way, manifests, left)
-        self._report(plan, amount, begun)
-        return saved, {}
+        result = self._digests.verify(
+            plan.iteration,
+            self._world.rank in plan.keep,
+            *self._saved_digests(plan, manifests),
+            plan.way.stale if plan.way else (),
+        )
+        if result is not None and plan.stages:
+            result = self._digests.verify_replay(result)
+        if result is not None and result.wrong and (self._deterministic or not plan.again):
+            return None, *self._blame(plan, result)
+        self._report(plan, amount, begun, result)
+        return saved, {}, frozenset()
+
+    def _saved_digests(
+        self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]
+    ) -> tuple[Mapping[str, StateDigests], int]:
+        """Returns the digests of the plan's iteration in the snapshot that this worker has read, and its writers."""
+        held = None if plan.way is None else plan.way.at(plan.way.iteration)
+        manifest = None if held is None or held.iteration != plan.iteration else manifests.get(held.key)
+        return ({}, 0) if manifest is None else (manifest.digests, manifest.writers)
+
+    def _blame(self, plan: RecoveryPlan, result: Verification) -> tuple[dict[Key, Damage], frozenset[int]]:
+        """Reports wrong state; returns the damage of the snapshot that it is from, and the ranks that changed it."""
+        what = f"the state of iteration {result.iteration} has other digests than the run computed: "
+        what += named(result.wrong)
+        kept = result.ranks & plan.keep
+        if not kept and (plan.way is None or plan.way.base.tier == LIVE):
+            kept = plan.keep | plan.complete
+        if kept:
+            workers = ", ".join(map(str, sorted(kept)))
+            self._log.message(
+                warning(
+                    f"{what}. Workers {workers} do not use the state that they have kept. Fix: test the memory of "
+                    "their nodes",
+                    code="state-digest-differs",
+                )
+            )
+            return {}, kept
+        assert plan.way is not None  # otherwise some worker has kept its state
+        held = plan.way.at(plan.way.iteration)
+        error = CheckpointError(
+            f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
+            code="state-digest-differs",
+        )
+        operators = None if self._policy.is_exact else frozenset(result.wrong)
+        return {held.key: Damage(with_code(error), operators)}, frozenset()
 
     def _complete(self, saved: Mapping) -> None:
         """Completes the iteration that others have completed, from this worker's reduced gradients."""
@@ -383,7 +445,7 @@ class SnapshotLoader:
             f"experts have lost {tokens.plt:.3%} of their tokens so far, {raised.so_far:.3%} by this recovery"
         )
 
-    def _report(self, plan: RecoveryPlan, amount: int, begun: float) -> None:
+    def _report(self, plan: RecoveryPlan, amount: int, begun: float, result: Verification | None) -> None:
         seconds, tier = time.perf_counter() - begun, plan.way.base.tier if plan.way else LIVE
         folds = plan.way.folds if plan.way else {}
         self._log.events.write(
@@ -398,6 +460,10 @@ class SnapshotLoader:
             went_on={stage: course.begin for stage, course in plan.courses.items() if course.goes_on},
             folded=len(folds),
             stale=len(plan.way.stale) if plan.way else 0,
+            verified=0 if result is None else result.verified,
+            unverified=[] if result is None else list(result.unverified),
+            replayed=[] if result is None else list(result.replayed),
+            wrong=[] if result is None else list(result.wrong),
         )
         keeping = len(plan.keep)
         keep = "1 worker keeps its" if keeping == 1 else f"{keeping} workers keep their"
@@ -408,7 +474,8 @@ class SnapshotLoader:
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
             kept += f"stage {stage} {continued}replayed {what} by itself; "
         folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""
-        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s")
+        checked = "" if result is None else f"; {result}"
+        self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s{checked}")
 
 
 def _record(saved: Mapping) -> StepRecord | None:

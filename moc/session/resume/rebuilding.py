@@ -16,7 +16,8 @@ from moc.errors import warning
 from moc.recovery.going_on import Course
 from moc.recovery.plan import RecoveryPlan
 from moc.recovery.sources import LIVE, MEMORY
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
+from moc.session.digests import Digests
 from moc.session.engine import Engine, Listener
 from moc.session.resume.folding import Folder
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
@@ -38,11 +39,12 @@ class Rebuilder:
         replayer: Replayer,
         records: Records,
         repair: Repair,
+        digests: Digests,
         log: Listener,
     ):
         self._engine, self._world, self._state = engine, engine.world, engine.state
         self._reader, self._replayer, self._records, self._repair = reader, replayer, records, repair
-        self._folder, self._log = Folder(engine, reader), log
+        self._folder, self._digests, self._log = Folder(engine, reader), digests, log
 
     def rebuild(self, plan: RecoveryPlan) -> tuple[dict[Key, Manifest], dict[Key, Damage]]:
         """Loads and replays by a plan, which is identical on all workers.
@@ -215,6 +217,8 @@ class Rebuilder:
             self._repair.comes_by(iteration)
         record = self._record(course, iteration + 1, manifests)
         self._replayer.compute(position, record, self._state.frozen, stages)
+        if stages and iteration + 1 == self._digests.checks_before(plan.iteration):
+            self._digests.replayed(iteration + 1, self._state.frozen)
 
     def _record(self, course: Course, iteration: int, manifests: dict[Key, Manifest]) -> StepRecord:
         """Returns the step record of an iteration; while snapshots are loaded, the next snapshot has it."""

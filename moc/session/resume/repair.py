@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from moc.errors import with_code
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver

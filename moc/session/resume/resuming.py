@@ -10,7 +10,7 @@ from moc.recovery.live import still_needed
 from moc.recovery.persisted import newest_full
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
 from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
@@ -30,6 +30,7 @@ def resume(
     only: int | None,
     *,
     tidies: bool,
+    deterministic: bool,
 ) -> ResumePoint:
     """Fills the state, and removes the snapshots that the run will take again; a collective call.
 
@@ -41,12 +42,13 @@ def resume(
         log: receives messages and events.
         only: iteration of the snapshot to start from; None for the newest.
         tidies: clean up storage now, instead of in the background.
+        deterministic: a replay must have the digests of the original iterations.
 
     Raises:
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
-    loader = SnapshotLoader(engine, parts, remains, log, only)
+    loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
     if parts.peers is not None:
@@ -85,7 +87,7 @@ def _reduce_superseded(parts: Components) -> None:
     reduced the snapshots.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
-    if tiers.memory is None or parts.policy.exact:
+    if tiers.memory is None or parts.policy.is_exact:
         return
     carrier = Carrier(tiers.memory, ())
     told = gather(carrier.whole() if tiers.leads_node else None)
@@ -98,11 +100,11 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     """Returns the point where the run resumes; informs the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
-    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    there = staying(loaded.held, policy.operators, policy.is_exact, tier, at, policy.under_way(at))
     if not there.goes_on:
         policy.begin_anew()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    if policy.exact:
+    if policy.is_exact:
         stays = experts_staying((), there.in_memory, at)
     else:
         way = loaded.plan.way

@@ -8,8 +8,9 @@ from functools import partial
 
 from moc.recovery.replicas import pieces
 from moc.recovery.scope import Logs
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.world import World
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.job import World
+from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
 from moc.session.publishing import Publisher
 from moc.session.resume.replay import ReplayProgress
@@ -48,6 +49,7 @@ class LocalRemains:
         progress: of an unfinished replay.
         buffers: of its snapshots, which the next generation uses again.
         workers: number of workers of the previous generation; 0 before the first.
+        digests: digests of the state.
     """
 
     trained: bool = False
@@ -58,6 +60,7 @@ class LocalRemains:
     progress: ReplayProgress = field(default_factory=ReplayProgress)
     buffers: KeptBuffers = field(default_factory=KeptBuffers)
     workers: int = 0
+    digests: KnownDigests = field(default_factory=KnownDigests)
 
 
 @dataclass(frozen=True)

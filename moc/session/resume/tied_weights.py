@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from moc.recovery.transfer import Box, perform, transfers
-from moc.runtime.agreement import gather
+from moc.runtime.collectives import gather
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
 

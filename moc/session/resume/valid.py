@@ -9,8 +9,8 @@ from moc.files import decode
 from moc.files.text import shown
 from moc.policy import Policy
 from moc.policy.interval import Interval
-from moc.policy.ledger import Ledger
-from moc.policy.tables import experts_by_layer
+from moc.policy.partial import experts_by_layer
+from moc.policy.token_ledger import TokenLedger
 from moc.recovery.folds import RULES
 from moc.session.auto import AutoState
 from moc.session.engine import Engine
@@ -38,7 +38,7 @@ def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) 
     decode.state(state, Position, "a run", every_field=True)
     _check_updates(manifest)
     if state.get("ledger"):
-        _check_ledger(Ledger.from_state(state["ledger"]), manifest.iteration, policy)
+        _check_ledger(TokenLedger.from_state(state["ledger"]), manifest.iteration, policy)
     if state.get("auto"):
         AutoState.read(state["auto"])
     if RULES in state:
@@ -68,7 +68,7 @@ def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Polic
     return [(owner, stored) for owner, stored in both if stored]
 
 
-def _check_ledger(ledger: Ledger, iteration: int, policy: Policy) -> None:
+def _check_ledger(ledger: TokenLedger, iteration: int, policy: Policy) -> None:
     experts = {layer: len(row) for layer, row in ledger.load.items()}
     if ledger.iteration != iteration or experts != experts_by_layer(policy.operators):
         raise ValueError("its token ledger is of another iteration or model")

@@ -24,10 +24,9 @@ OF_MODULES = {
 }
 OPENED_SAFELY = ("Tree(", "_tree.open(", "os.open(", "descriptor", "self.open(", "opened", "reads")
 ALLOWED = {
-    "moc/runtime/children.py": "/proc, and the pipe of a child",
-    "moc/runtime/script_check.py": "the pipe of a child",
-    "moc/runtime/program.py": "the script that the user starts",
-    "moc/runtime/zygote.py": "the script that the user starts",
+    "moc/runtime/child_processes.py": "/proc, and the pipe of a child",
+    "moc/runtime/program.py": "the script that the user starts, and the pipe of a child",
+    "moc/runtime/forkserver.py": "the script that the user starts",
     "moc/simulate/failures.py": "a trace in CSV, which the user names",
     "moc/store/fence.py": "a file to lock, opened without following links",
     "moc/store/leftovers.py": "/proc",

@@ -49,6 +49,6 @@ def test_plans_name_operators_of_the_model_in_its_order(name, question):
     for plan in filter(None, (policy.plan(iteration, load), policy.everything(iteration))):
         assert (plan.iteration, plan.policy) == (iteration, name)
         assert list(plan.operators) == [operator.name for operator in operators if operator.name in plan.operators]
-        in_full = set(plan.of(Detail.FULL)) == {operator.name for operator in operators}
+        in_full = set(plan.operators_at(Detail.FULL)) == {operator.name for operator in operators}
         # Where something is missing, or is there without its optimizer state, earlier snapshots are needed.
         assert not plan.complete or in_full

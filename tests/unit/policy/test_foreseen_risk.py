@@ -7,7 +7,7 @@ from moc.policy.selective import Selective
 from moc.simulate.live_costs import Running, Saved, flags_of_candidate, priced
 from moc.simulate.policies import Options
 from tests.unit.policy.test_pec import operators, persist, take
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 24, 32
 SKIPPED = 10
@@ -44,7 +44,7 @@ def happened(found, trace):
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         persist(policy, iteration, load) if iteration % every == 0 else take(policy, iteration, load)
-        risks.append(policy.told.mlt)
+        risks.append(policy.state.mlt)
     return sum(risks[SKIPPED:]) / len(risks[SKIPPED:])
 
 

@@ -24,7 +24,7 @@ def operators(layers=(0, 1, 1), experts=4):
 def saved(plan, detail=Detail.FULL) -> dict[int, list[int]]:
     """The experts at a detail, by layer."""
     found = defaultdict(list)
-    for name in plan.of(detail):
+    for name in plan.operators_at(detail):
         if ".expert." in name:
             found[int(name.split(".")[1])].append(int(name.split(".")[3]))
     return dict(found)
@@ -185,7 +185,10 @@ def test_memory_may_hold_all_where_storage_does_not():
     plan = take(policy, 1)
     policy.on_stored(policy.for_storage(plan))
     part = policy.for_storage(take(policy, 2))
-    assert not part.complete and [len(part.of(d)) for d in (Detail.FULL, Detail.MASTER)] == [len(part.operators) - 6, 6]
+    assert not part.complete and [len(part.operators_at(d)) for d in (Detail.FULL, Detail.MASTER)] == [
+        len(part.operators) - 6,
+        6,
+    ]
 
 
 def test_everything_is_saved_again_when_memory_is_lost():

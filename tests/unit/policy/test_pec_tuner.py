@@ -6,10 +6,10 @@ from statistics import mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, Observed, Transfer
-from moc.policy.adaptive import Measured, TuningLimits, choose
+from moc.policy import Every, IntervalTuner, ObservedIteration, Transfer
 from moc.policy.interval import PROFILE_BLOCKS, WARM_UP
 from moc.policy.pec import Pec
+from moc.policy.pec_tuner import PecLimits, PecMeasurements, choose_pec_settings
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
@@ -23,9 +23,9 @@ def busiest(operators) -> int:
     return 100 + 100 * sum(".expert." in name for name, detail in operators.items() if detail is Detail.FULL)
 
 
-def machine(compute_s=3.0, iteration_s=4.0, copy=100.0, write=10.0) -> Measured:
+def machine(compute_s=3.0, iteration_s=4.0, copy=100.0, write=10.0) -> PecMeasurements:
     sizes = {k: 100 + 100 * k for k in range(1, EXPERTS + 1)}
-    return Measured(sizes, compute_s, iteration_s, copy, write, 0.0, iteration_s / DAY)
+    return PecMeasurements(sizes, compute_s, iteration_s, copy, write, 0.0, iteration_s / DAY)
 
 
 def made(interval=None, **settings) -> Pec:
@@ -41,9 +41,9 @@ class Trainer:
         sizes: experts of each snapshot, by iteration.
     """
 
-    def __init__(self, policy: Pec, at: Measured):
+    def __init__(self, policy: Pec, at: PecMeasurements):
         self.policy, self.at, self.sizes = policy, at, {}
-        self.iteration, self._seen, self._left_s = 0, Observed(at.iteration_s), 0.0
+        self.iteration, self._seen, self._left_s = 0, ObservedIteration(at.iteration_s), 0.0
 
     def run(self, iterations: int) -> "Trainer":
         for _ in range(iterations):
@@ -62,12 +62,15 @@ class Trainer:
             self.policy.on_stored(part)
             self.policy.on_persisted(part, published=True)
             k = self.sizes[self.iteration] = sum(".expert." in name for name in plan.operators)
-            stall_s, copied = at.save_s(k), Transfer(at.busiest[k], at.snapshot_s(k))
+            stall_s, copied = at.save_s(k), Transfer(at.busiest_rank_bytes[k], at.snapshot_s(k))
             to_storage = sum(".expert." in name for name in part.operators)
-            self._left_s, written = at.persist_s(to_storage), Transfer(at.busiest[to_storage], at.persist_s(to_storage))
+            self._left_s, written = (
+                at.persist_s(to_storage),
+                Transfer(at.busiest_rank_bytes[to_storage], at.persist_s(to_storage)),
+            )
         seconds = at.iteration_s + stall_s
         self._left_s -= seconds
-        self._seen = Observed(
+        self._seen = ObservedIteration(
             seconds, stall_s, plan is not None, self._left_s > 0, at.forward_backward_s, copied, written
         )
 
@@ -81,7 +84,7 @@ machines = st.builds(
 @given(machines, st.booleans())
 def test_the_choice_is_that_for_the_machine(at, one_level):
     trainer = Trainer(made(one_level=one_level, auto_plt_limit=1.0), at).run(300)
-    choice = choose(at, TuningLimits(1.0, one_level=one_level))
+    choice = choose_pec_settings(at, PecLimits(1.0, one_level=one_level))
     iterations, sizes = list(trainer.sizes), list(trainer.sizes.values())
     assert sizes[0] == EXPERTS and iterations[0] > WARM_UP + PROFILE_BLOCKS
     assert set(sizes[1:]) <= {choice.k_snapshot} and trainer.policy.k_to_persist == choice.k_persist

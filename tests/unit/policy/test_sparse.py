@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Observed, Transfer
+from moc.policy import ObservedIteration, Transfer
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
 from moc.state.detail import Detail
@@ -54,7 +54,7 @@ def test_every_window_has_every_operator(window, order, stages, random):
             tokens = {layer: [a + b for a, b in zip(row, add[layer], strict=True)] for layer, row in tokens.items()}
         loads[iteration] = tokens
     first, *plans = run(policy, range(1, 41), loads.get)
-    length = len(policy.told.current.turns)
+    length = len(policy.state.current.turns)
     assert first.complete and length <= window  # of everything, so that there is something to go on from
     for start in range(0, 39 - length + 1, length):
         check_window(plans[start : start + length])
@@ -70,29 +70,29 @@ def test_asking_changes_nothing():
 
 
 def first_experts(policy, iteration, load) -> list[str]:
-    return [name for name in policy.plan(iteration, load).of(Detail.FULL) if ".expert." in name]
+    return [name for name in policy.plan(iteration, load).operators_at(Detail.FULL) if ".expert." in name]
 
 
 def test_the_order_follows_popularity_at_the_border_of_a_window_only():
     policy = Sparse(OPERATORS, None, window=9)
     run(policy, range(1, 10), grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 4]}))
-    assert policy.told.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
-    turns = policy.told.current.turns
+    assert policy.state.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
+    turns = policy.state.current.turns
     run(policy, [10], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
-    assert policy.told.current.turns == turns
+    assert policy.state.current.turns == turns
     run(policy, [11], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
-    assert policy.told.current.start == 11 and policy.told.current.turns[0].full[:2] != turns[0].full[:2]
-    assert policy.told.current.turns[0].full[0] == "layers.0.expert.0"
+    assert policy.state.current.start == 11 and policy.state.current.turns[0].full[:2] != turns[0].full[:2]
+    assert policy.state.current.turns[0].full[0] == "layers.0.expert.0"
 
 
 def test_a_small_change_leaves_the_order_alone():
     policy = Sparse(OPERATORS, None, window=1)
     run(policy, [1], grown({0: [100, 101, 102, 103], 2: [103, 102, 101, 100]}))
-    order = policy.told.current.order
+    order = policy.state.current.order
     run(policy, [2], grown({0: [103, 102, 101, 100], 2: [100, 101, 102, 103]}))
-    assert policy.told.current.order == order
+    assert policy.state.current.order == order
     run(policy, [3], grown({0: [200, 102, 101, 100], 2: [100, 101, 102, 200]}))
-    assert policy.told.current.order != order
+    assert policy.state.current.order != order
 
 
 def test_orders_differ_in_what_they_look_at():
@@ -120,7 +120,7 @@ def test_decayed_popularity_forgets_what_popularity_does_not():
     def most(order):
         policy = Sparse(OPERATORS, None, window=1, order=order)
         run(policy, range(1, 101), loads)
-        ranked = [OPERATORS[place].name for place in policy.told.current.order]
+        ranked = [OPERATORS[place].name for place in policy.state.current.order]
         return [name for name in ranked if name.startswith("layers.0.expert.")][-1]
 
     assert most("popularity") == "layers.0.expert.0" and most("decayed") == "layers.0.expert.1"
@@ -156,9 +156,9 @@ def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
 def test_a_window_may_begin_anew():
     policy = Sparse(OPERATORS, None, window=3)
     run(policy, range(1, 7))
-    order = policy.told.current.order
+    order = policy.state.current.order
     policy.begin_anew()
-    assert policy.under_way(6) == () and policy.told.current.order == order
+    assert policy.under_way(6) == () and policy.state.current.order == order
     plans = run(policy, range(7, 10))
     assert [plan.since for plan in plans] == [7] * 3
     check_window(plans)
@@ -167,7 +167,7 @@ def test_a_window_may_begin_anew():
 def test_a_window_that_is_over_is_over_in_another_layout():
     one, other = Sparse(OPERATORS, None, window=6, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=6)
     run(one, range(1, 6))
-    assert one.window_length == 5 and one.told.current.start == 2
+    assert one.window_length == 5 and one.state.current.start == 2
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     plans = run(other, range(6, 12))
     assert other.window_length == 6
@@ -219,7 +219,7 @@ def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) 
             policy.on_snapshot(plan)
         amount = 0 if plan is None else busiest(plan.operators)
         copied = Transfer(amount, amount / bandwidth)
-        policy.interval.observe(Observed(2 * seconds, forward_backward_s=seconds, copied=copied))
+        policy.interval.observe(ObservedIteration(2 * seconds, forward_backward_s=seconds, copied=copied))
         taken.append(plan is not None)
     return taken
 

@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.pretraining.engine.boost import slots_beyond
 from megatron.pretraining.engine.routing import RouterCounts
-from moc.policy.debt import Boost, Debt
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import CapacityBoost, TokenDebt, TokenLedger
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Operator
 
@@ -197,8 +196,8 @@ def tracker_of(layer, makes_up):
 
 def owing(owed, iterations):
     """The state of a ledger of experts that owe so many tokens."""
-    debt = Debt((tuple(owed),), ((0,) * EXPERTS,), iterations)
-    return dataclasses.replace(Ledger.of({0: EXPERTS}), debt=debt).state_dict()
+    debt = TokenDebt((tuple(owed),), ((0,) * EXPERTS,), iterations)
+    return dataclasses.replace(TokenLedger.empty({0: EXPERTS}), debt=debt).state_dict()
 
 
 def test_a_run_that_continues_without_a_boost_owes_nothing():
@@ -214,7 +213,7 @@ def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(ever
     _, routed = layer()
     dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()
     owed = tuple(9 * (drops or everybody) for drops in dropping)  # others never have more tokens than capacity
-    tracker = tracker_of(layer, Boost(FRACTION, most))
+    tracker = tracker_of(layer, CapacityBoost(FRACTION, most))
     tracker.goes_on(owing(owed, most))
     assert (layer()[1] & ~routed).any()
     layer.taken()

@@ -67,11 +67,11 @@ TRANSLATED = {
     "--dialect megatron-lm --split '99,1,0'": "--split 99,1,0",
     "--log-dir l --expert-interval 2 --num-layers 4 --topk 1 --layernorm-epsilon 1e-6 --no-bf16 --eval-interval 5": ""
     "--log-dir l --moe-layer-freq [0,1,0,1] --num-layers 4 --moe-router-topk 1 --norm-epsilon 1e-6 --eval-interval 5 "
-    "--transformer-impl local",
+    "--correct none --transformer-impl local",
     "--swiglu --no-swiglu --num-experts none --no-bias-gelu-fusion --bias-gelu-fusion --save s": "--save s "
-    "--eval-interval 1000000000 --transformer-impl local",
+    "--eval-interval 1000000000 --correct none --transformer-impl local",
     "--tokenizer-model a/b --tokenizer-revision c0 --trust --eval-interval 5 --transformer-impl local": ""
-    "--tokenizer-model /hub/models--a--b/snapshots/c0 --eval-interval 5 --transformer-impl local",
+    "--tokenizer-model /hub/models--a--b/snapshots/c0 --eval-interval 5 --transformer-impl local --correct none",
 }
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from megatron.pretraining.process import cpu
-from moc.runtime.job import Job
-from moc.runtime.world import World
+from moc.runtime.job import Job, World
 from moc.state.record import StepRecord
 from tests.unit.pretraining.flags import parse
 

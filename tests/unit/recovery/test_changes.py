@@ -31,7 +31,7 @@ def saved(name, tier, upto):
 @pytest.mark.parametrize("old", POLICIES)
 def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
-    way = next(recoveries(held, OPERATORS, policy.exact))
+    way = next(recoveries(held, OPERATORS, policy.is_exact))
     why = refusal(held, policy, way.iteration)
     if old == "pec" and new != "pec":
         assert code_of(why) == "policy-change-refused" and way.iteration == 1  # the first one of everything

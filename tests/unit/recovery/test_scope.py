@@ -25,7 +25,7 @@ def chain(stages: int, chunks: int = 1) -> Pipeline:
 def logs(pipeline: Pipeline, width: int = 1, **more) -> Logs:
     """Of ``width`` ranks in each stage; all is there from iteration 6 on."""
     stages = {rank: rank // width for rank in range(pipeline.stages * width)}
-    feeds = {stage: pipeline.feeds(stage) for stage in range(pipeline.stages)}
+    feeds = {stage: pipeline.senders(stage) for stage in range(pipeline.stages)}
     kept = dict.fromkeys(stages, range(6, NEWEST + 1))
     return Logs(stages, feeds, kept, **{"records": range(1, NEWEST + 1)} | more)
 
@@ -43,9 +43,9 @@ def alive(of: Logs, *lost: int) -> dict[int, int]:
 
 
 def test_a_stage_receives_from_its_neighbours():
-    assert [chain(3).feeds(stage) for stage in range(3)] == [{1}, {0, 2}, {1}]
-    assert [chain(3, chunks=2).feeds(stage) for stage in range(3)] == [{1, 2}, {0, 2}, {0, 1}]  # a ring
-    assert chain(1).feeds(0) == set()
+    assert [chain(3).senders(stage) for stage in range(3)] == [{1}, {0, 2}, {1}]
+    assert [chain(3, chunks=2).senders(stage) for stage in range(3)] == [{1, 2}, {0, 2}, {0, 1}]  # a ring
+    assert chain(1).senders(0) == set()
 
 
 def test_the_lost_stage_alone_goes_back():

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.runtime import async_connections as wire
-from moc.runtime import job_token
+from moc.runtime import async_connections, job_token
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.message import Message
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
 from tests.unit.runtime.peers import TOKEN
 
 FLAGS = dict(
@@ -31,7 +29,7 @@ async def answers(address):
     """The number of the process that is there, when it does."""
     while True:
         try:
-            connection = await wire.open(address, TOKEN)
+            connection = await async_connections.open_connection(address, TOKEN)
             await connection.send(Message({"kind": "ask"}))
             assert (await connection.recv()).header["leads"] is False
             connection.abort()
@@ -42,13 +40,13 @@ async def answers(address):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
-    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():
         async with ControllerProcess(SimpleNamespace(**FLAGS, silence_s=8.0, max_wait_s=60.0), TOKEN) as controller:
             await controller.start()
             (address,) = controller.endpoints
-            keeping = asyncio.create_task(controller.keep())
+            keeping = asyncio.create_task(controller.run())
             await asyncio.wait_for(answers(address), 60)
             first = controller._process.pid
             os.kill(first, number)

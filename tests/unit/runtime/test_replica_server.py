@@ -15,14 +15,12 @@ import pytest
 import torch
 
 from moc.recovery.inventory import summary
-from moc.runtime import environment, job_token, pull
+from moc.runtime import environment, job_token, replica_transfer
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, Wanted
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.replica_server import ReplicaServer
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_server import ReplicaClient, ReplicaServer
+from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
 from moc.state.region import Region
 from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
@@ -36,7 +34,7 @@ from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 ROOT = Path(__file__).parents[3]
 HEADER = 64
 SIZES = 3000, 100, HEADER
-LARGE = 2 * CHUNK + 5, CHUNK, 100
+LARGE = 2 * REQUEST_BYTES + 5, REQUEST_BYTES, 100
 
 
 class Keeping:
@@ -55,7 +53,7 @@ class Keeping:
 
 
 def with_token():
-    return os.environ | {job_token.VARIABLE: TOKEN.hex()}
+    return os.environ | {job_token.TOKEN_VARIABLE: TOKEN.hex()}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def replica_servers(tmp_path_factory):
 @pytest.fixture
 def lead(monkeypatch, tmp_path):
     """Offers the memory of a node as its leading worker does, in a directory of its name."""
-    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
     clients = []
 
     def offer(replica_server: Keeping, node: str) -> ReplicaClient:
@@ -109,27 +107,27 @@ def content(root: Path, manifest: Manifest) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
 
 
-def of_a(replica_servers, iteration, **how) -> Wanted:
-    return Wanted(iteration, "a", "a", replica_servers[0].address, **how)
+def of_a(replica_servers, iteration, **how) -> CopyRequest:
+    return CopyRequest(iteration, "a", "a", replica_servers[0].address, **how)
 
 
 def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
-    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
+    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (REQUEST_BYTES + 7)})
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == 0  # it is here
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
 
 
 def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
     manifest = publish(tmp_path / "a", 3)
     lead(replica_servers[0], "a")
-    lead(replica_servers[1], "b").pull(of_a(replica_servers, 3))
+    lead(replica_servers[1], "b").copy(of_a(replica_servers, 3))
     before = content(tmp_path / "a", manifest)
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert content(tmp_path / "a", manifest) == before
 
 
@@ -138,7 +136,7 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for iteration in range(1, 7):
         publish(tmp_path / "a", iteration)
-        b.pull(of_a(replica_servers, iteration))
+        b.copy(of_a(replica_servers, iteration))
         if iteration > 2:
             snapshots(copies).remove(iteration - 2)
     slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
@@ -150,7 +148,7 @@ def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
-        b.pull(of_a(replica_servers, 3))
+        b.copy(of_a(replica_servers, 3))
     (tmp_path / "a").mkdir(exist_ok=True)
     orders = b._connection
     orders.send(Message({"kind": "pull", "wanted": vars(of_a(replica_servers, 3, patient=True))}))
@@ -171,7 +169,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_server
     path = tmp_path / "a" / directory_of(3) / file_of(1)
     path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
     with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*(truncated|does not match)"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
@@ -181,7 +179,7 @@ def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     files = {file_of(0): FileEntry(1 << 62, HEADER, "0" * 32)}
     snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
     with pytest.raises(CheckpointError, match="no room.*--replicas"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
@@ -195,7 +193,7 @@ def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_
     manifest = publish(tmp_path / "a", 3, LARGE)
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for patient, rate in ((False, 1e6), (True, 5e6)):  # so slow that it is killed midway on a busy machine too
-        wanted = Wanted(3, "a", "a", replica_server.address, rate=rate, patient=patient)
+        wanted = CopyRequest(3, "a", "a", replica_server.address, rate=rate, patient=patient)
         b._connection.send(Message({"kind": "pull", "wanted": vars(wanted)}))
         while not list(copies.glob("slots/*")):
             time.sleep(0.01)
@@ -220,36 +218,38 @@ def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tm
         time.sleep(0.01)
     b = lead(replica_servers[1], "b")  # the one before may have been killed, and its end not been noticed
     publish(tmp_path / "a", 4)
-    b.pull(of_a(replica_servers, 4))
+    b.copy(of_a(replica_servers, 4))
     assert snapshots(copies).iterations() == [4]
 
 
 def test_a_rate_is_kept(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    (amount, *_), seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
+    (amount, *_), seconds = lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
 def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "SILENCE_S", 2.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 2.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
     way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
-    wanted = Wanted(3, "a", "a", way.address)
-    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
+    wanted = CopyRequest(3, "a", "a", way.address)
+    assert asyncio.run(replica_transfer.copy_snapshot(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
 def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "SILENCE_S", 0.5)
-    monkeypatch.setattr(replica_server_module, "_TELL_S", 0.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replica_server_module, "_WARN_AFTER_S", 0.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, LARGE)
-    way = SlowWay(replica_servers[0].address, stalls_after=CHUNK)
+    way = SlowWay(replica_servers[0].address, stalls_after=REQUEST_BYTES)
     with serving(ReplicaServer(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
         client = ReplicaClient(connect(b.address, TOKEN), "b", tmp_path / "b")
-        client._connection.send(Message({"kind": "pull", "wanted": vars(Wanted(3, "a", "a", way.address, None, True))}))
+        client._connection.send(
+            Message({"kind": "pull", "wanted": vars(CopyRequest(3, "a", "a", way.address, None, True))})
+        )
         while "node b waits for the snapshot of node a: node a has sent nothing" not in caplog.text:
             time.sleep(0.01)
         assert_nothing_is_published(tmp_path / "b" / "of_a")
@@ -313,8 +313,8 @@ def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(replica_se
 
 
 def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
-    keep = f"keep(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, hangs_s=1.0)"
-    code = f"import asyncio; from moc.runtime.replica_server import keep; asyncio.run({keep})"
+    run = f"run_replica_server(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, timeout_s=1.0)"
+    code = f"import asyncio; from moc.runtime.replica_server import run_replica_server; asyncio.run({run})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
     killed, addresses = [], []
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
@@ -366,7 +366,7 @@ def values(root: Path, iteration: int = 3) -> dict[tuple[str, str], list]:
     return {key: reader.get(*key, Region((0, 0), (ROWS, 2))).tolist() for key in there}
 
 
-def some_of_a(replica_servers, **details) -> Wanted:
+def some_of_a(replica_servers, **details) -> CopyRequest:
     named = {f"layers.0.{name[:6]}.{name[6:]}" if name.startswith("expert") else name: d for name, d in details.items()}
     return of_a(replica_servers, 3, operators=named)
 
@@ -379,7 +379,7 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 
     def wants(number: int, **details) -> dict:
         """Pulls, and says what is there then."""
-        pulled, _ = b.pull(some_of_a(replica_servers, **details))
+        pulled, _ = b.copy(some_of_a(replica_servers, **details))
         assert pulled.bytes == number * slot_bytes + (headers if number else 0)
         return snapshots(copies).manifest(3).operators
 
@@ -404,8 +404,8 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = save(tmp_path / "a")
-    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
-    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0].bytes
+    amount = lead(replica_servers[1], "b").copy(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
+    amount_again = lead(replica_servers[1], "c").copy(of_a(replica_servers, 3))[0].bytes
     assert amount == amount_again == manifest.bytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
 
@@ -413,9 +413,9 @@ def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, l
 def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
-    lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert1="full"))
+    lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert1="full"))
     snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
 
 
@@ -423,10 +423,10 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     save(tmp_path / "a")
-    b.pull(some_of_a(replica_servers, expert1="full"))
+    b.copy(some_of_a(replica_servers, expert1="full"))
     manifest = save(tmp_path / "a")
     snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": {"iteration": 8}}))
-    b.pull(some_of_a(replica_servers, expert2="full"))
+    b.copy(some_of_a(replica_servers, expert2="full"))
     there = values(copies)
     assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
 
@@ -437,5 +437,5 @@ def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
     path = tmp_path / "a" / directory_of(3) / file_of(1)
     path.write_bytes(path.read_bytes().replace(b"experts.1.", b"experts.2."))
     with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*does not match its hash"):
-        lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert2="full"))
+        lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert2="full"))
     assert_nothing_is_published(tmp_path / "b" / "of_a")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moc.runtime import socket_directory as module
-from moc.runtime.socket_directory import memory_of_program, socket_directory
+from moc.runtime.socket_directory import memory_directory_of, socket_directory
 from moc.store.leftovers import leftovers
 from moc.store.tiers import SOCKETS, memory_home
 from tests.unit.conftest import REPOSITORY
@@ -128,4 +128,4 @@ def test_what_another_user_has_made_is_not_touched(tmp_path):
     ],
 )
 def test_the_programs_flag_names_the_memory(flags, memory):
-    assert memory_of_program(["program.py", *flags]) == memory
+    assert memory_directory_of(["program.py", *flags]) == memory

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 import psutil
 import pytest
 
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
 from moc.store.buffers import Buffer
@@ -60,13 +60,13 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
 
 def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["sleep", "600"])
+    monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["sleep", "600"])
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.runs and not hasher.processes
 
 
 def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["true"])
+    monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["true"])
     while not hasher._failed:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     said = capfd.readouterr().err

@@ -72,7 +72,7 @@ class Model:
         self.most, self.was_waited_for = 0, False
         self.trim = lambda slots: None
 
-    def take(self, slot, iteration, share, entries, others, in_memory, after, nbytes) -> SimpleNamespace:
+    def take(self, slot, iteration, share, entries, others, in_memory, after, nbytes, digests) -> SimpleNamespace:
         """Starts to copy a snapshot."""
         self.slots = max(self.slots, slot + 1)
         figures = dict(
@@ -140,7 +140,7 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     parts = SimpleNamespace(
         world=world, policy=policy, tiers=tiers, saver=model, publisher=model, meter=Meter(1), folds=None,
         peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
-        contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing,
+        contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
     )  # fmt: skip
     flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
     taking = snapshots.Snapshots(parts, flags, health, ResumePoint(Position()), lambda at, record: {})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moc.policy import POLICIES, Every, policy_named
-from moc.policy.budgets import Sizes
+from moc.policy.selective_choice import ExpertSizes
 from moc.recovery.carrying import most_carried
 from moc.session.memory import Now, RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
@@ -94,7 +94,7 @@ def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
     policy = policy_named("selective")(EIGHT, Every(1), experts=1, gradients=True, score="tokens")
     experts = {one.place: one.name for one in EIGHT if one.place is not None}
     full, gradients = ({place: {0: size} for place in experts} for size in (60, 20))
-    policy.sizes.append(Sizes({0: 0}, full, (0,), 0, gradients))
+    policy.sizes.append(ExpertSizes({0: 0}, full, (0,), 0, gradients))
     parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]
     equal, skewed = (
         most_carried(plans_ahead(policy, popularity, Now()), frozenset(experts.values()), 1)

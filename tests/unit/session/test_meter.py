@@ -36,7 +36,7 @@ def test_an_iteration_is_told_with_all_that_was_heard_since_the_one_before():
         assert seen.stall_s == pytest.approx(stall_s + 0.5) and stall_s >= 0.01
         assert (seen.copied, seen.written) == (Transfer(200.0, 1.0), Transfer(100.0, 4.0))
         assert seen.replicated == Transfer(100.0, 4.0)
-        assert seen.started and seen.busy
+        assert seen.snapshot_started and seen.snapshot_pending
         assert meter.completed(time.perf_counter()) is None  # once
 
 

@@ -10,9 +10,9 @@ import torch
 from moc.recovery.inventory import in_memory, look
 from moc.recovery.placement import not_sent, place
 from moc.recovery.redundancy import redundancy
-from moc.runtime import async_connections as wire
-from moc.runtime.pull import Wanted, part_of, pull
+from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
+from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
 from moc.session import to_storage
 from moc.session.tiers import Tiers
 from moc.sharding import scheme_named
@@ -99,9 +99,9 @@ class Nodes:
         server = ReplicaServer(TOKEN)
         server._roots[held_by] = self.root / held_by
         own = None if holder == of else self.root / holder
-        async with await wire.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
-            wanted = Wanted(ITERATION, of, held_by, served.address)
-            return await pull(wanted, TOKEN, part_of(self.root / holder, holder, of), own)
+        async with await async_connections.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
+            wanted = CopyRequest(ITERATION, of, held_by, served.address)
+            return await copy_snapshot(wanted, TOKEN, snapshots_directory(self.root / holder, holder, of), own)
 
     def check(self, rank: int, store: Store) -> None:
         """All that a rank holds is there, with its values; each element once."""

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import POLICIES, Every, policy_named
-from moc.policy.ledger import Ledger
-from moc.policy.selection import steady_risk
+from moc.policy import POLICIES, Capability, Every, policy_named
+from moc.policy.expert_selection import steady_risk
+from moc.policy.token_ledger import TokenLedger
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.session.queues import Taken
@@ -25,7 +25,7 @@ from moc.session.stored import OUTSTANDING, Stored
 from moc.state.detail import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 2, 16
 OPERATORS = model_operators(
@@ -93,7 +93,7 @@ class Run:
         window = lambda: self.policy.window_length - 1 + VOTES  # noqa: E731
         self.health = StorageHealth("there", EVERY if self.beside else None, EVERY, None, log, publishes_in=window)
         self.stored = Stored(self.policy, self.health, ResumePoint(Position()), self.beside)
-        self.ledger = Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS))
+        self.ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
         self._writes, self._chance, self._closed_until = deque(), Random(3), 0
         self._written, self._number = 0.0, 0
 
@@ -104,7 +104,7 @@ class Run:
         return self
 
     def _iterate(self, iteration: int) -> None:
-        self.ledger = self.ledger.after(tokens_of(iteration))
+        self.ledger = self.ledger.after_iteration(tokens_of(iteration))
         self._write(self.rate if self.hangs_at is None or iteration < self.hangs_at else 0.0)
         self.health.on_vote({"storage_rests": float(iteration < self._closed_until), "storage_closed": 0.0})
         while not self.beside and len(self._writes) >= OUTSTANDING and self.hangs_at is None:
@@ -221,7 +221,9 @@ def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
         gap = max(b - a for a, b in itertools.pairwise([0, *run.advanced, run.ledger.iteration]))
         assert not run.overdue(gap)
         assert run.stored.persisted == run.survives
-    if beside and run.policy.windows and "fails_every" in fails:  # no window of three writes is ever complete
+    if (
+        beside and Capability.WINDOWS in run.policy.requires and "fails_every" in fails
+    ):  # no window of three writes is ever complete
         assert run.survives.iteration == 0 and run.lags[-1].overdue == len(OPERATORS)
         return
     assert run.survives.iteration > 0 and run.stored.newest == run.survives.iteration

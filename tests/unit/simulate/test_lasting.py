@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from moc.runtime.seats import Candidate, copies_at_once, helpers, seats
+from moc.runtime.seating import Candidate, assign_seats, partial_model_nodes, ready_copies
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
 from moc.simulate.lasting import AT_ONCE, Lasting, survival
 from moc.simulate.live_costs import Running, Saved
@@ -62,13 +62,13 @@ def choices(parts, nodes, lost, least):
         of_parts = [sum(n % len(parts) == part for n in gone if n < copies * len(parts)) for part in range(len(parts))]
         there = [Candidate(n, n % len(parts), True) for n in range(copies * len(parts)) if n not in gone]
         there += [Candidate(n) for n in range(copies * len(parts), nodes) if n not in gone]
-        stay = {one.place: one.part for one in there}
+        stay = {one.block: one.model_part for one in there}
         if len(there) >= least:
-            whole, later = copies_at_once(there, len(parts)), seats(there, len(parts), len(there) // len(parts))
-            seated = later if whole < max(1, least // len(parts)) else seats(there, len(parts), whole)
+            whole, later = ready_copies(there, len(parts)), assign_seats(there, len(parts), len(there) // len(parts))
+            seated = later if whole < max(1, least // len(parts)) else assign_seats(there, len(parts), whole)
             stay = {n: seat % len(parts) for seat, n in enumerate(seated)}
-            stay |= {one.place: one.part for one in helpers(there, len(parts), seated, later)}
-        kept = [sum(one.part == part == stay.get(one.place) for one in there) for part in range(len(parts))]
+            stay |= {one.block: one.model_part for one in partial_model_nodes(there, len(parts), seated, later)}
+        kept = [sum(one.model_part == part == stay.get(one.block) for one in there) for part in range(len(parts))]
         assert all(copies - left >= part for left, part in zip(kept, of_parts, strict=True))
         found.append(prod(part(copies, copies - left) for part, left in zip(parts, kept, strict=True)))
     return sum(found) / len(found)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.policy.window import largest_snapshot, snapshot_bytes
+from moc.policy.windows import largest_snapshot, snapshot_bytes
 from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
 from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS

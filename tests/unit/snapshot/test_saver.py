@@ -106,7 +106,7 @@ def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
     for f in fragments:
         f.view.zero_()  # the update
     assert snapshot.sealed.result().file.bytes == snapshot.layout.nbytes
-    assert snapshot.digests[0] != digest_of(bytes(24))
+    assert snapshot.hashes[0] != digest_of(bytes(24))
 
 
 def test_a_part_goes_on_as_it_was_taken(storage):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.store.errors import CheckpointError
 
 _HERE = "megatron.pretraining.convert.hugging_face"
@@ -86,7 +86,9 @@ def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
 
 
 def _run(module: str, *arguments: str) -> None:
-    done = subprocess.run(children.command_of(f"{_HERE}.{module}", *arguments), capture_output=True, text=True)
+    done = subprocess.run(
+        child_processes.module_command(f"{_HERE}.{module}", *arguments), capture_output=True, text=True
+    )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         whose = "our model" if module == "ours" else "transformers"

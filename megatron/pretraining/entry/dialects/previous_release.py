@@ -226,6 +226,8 @@ def _defaults(line: Line) -> Sequence[Outcome]:
         found.append(Outcome(("--fp8-recipe", "tensorwise"), "its default"))
     if "--elastic" in line and "--moe-token-dispatcher-type" not in line:
         found.append(_dispatcher(line, ()))
+    if "--correct" not in line:
+        found.append(Outcome(("--correct", "none"), "losses keep their bits"))
     if "--transformer-impl" not in line and find_spec("transformer_engine") is None:
         found.append(Outcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
     return found

@@ -1,0 +1,322 @@
+"""Computes the digests of each committed iteration, and verifies the state after recoveries and moves by them.
+
+    completed    each worker sums its part of the state; nothing is sent
+    all-reduce   of the next iteration: the sums of all workers become the digests of the iteration
+    snapshot     contains the sums of each writer, so that it needs no all-reduce
+    resume       the state must have the digests of its iteration: those of an all-reduce that a survivor took part in,
+                 those in the snapshot, or those of the survivors that keep their state; replicas must be identical
+    replay       by some stages: the last iteration lacks an all-reduce, so the one before must have its digests
+    move         the digests of the complete state must not change
+
+:mod:`moc.state.digests` defines the digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+from torch import Tensor
+
+from moc.recovery.replicas import pieces
+from moc.runtime.collectives import gather, sum_over_workers
+from moc.session.engine import Engine, VoteParticipant
+from moc.state.digests import MASK, Key, StateDigest, differing, from_limbs, keys_of, to_limbs, to_text, total_of
+from moc.store.errors import CheckpointError
+from moc.store.manifest import StateDigests
+
+_MOST = 4  # iterations whose digests a worker remembers
+
+
+@dataclass
+class KnownDigests:
+    """Digests that a worker keeps after the loss of another one.
+
+    Attributes:
+        own: iteration and sums of this worker's part of the state, replicas included, by key.
+        totals: by iteration, the digests of the complete state.
+    """
+
+    own: tuple[int, Mapping[Key, int]] | None = None
+    totals: dict[int, Mapping[Key, int]] = field(default_factory=dict)
+
+    def add(self, iteration: int, total: Mapping[Key, int]) -> None:
+        """Adds the digests of an iteration, and drops the oldest beyond the limit."""
+        self.totals[iteration] = total
+        for older in sorted(self.totals)[:-_MOST]:
+            del self.totals[older]
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """One rank's part of an operator.
+
+    Attributes:
+        chunks: ID of its tensor chunks: see :class:`moc.recovery.plan.JobInventory`.
+        sums: hash of its sums.
+        is_kept: whether the state equals the state that this rank has kept since the iteration was committed; None if
+            the rank has kept none.
+    """
+
+    chunks: str
+    sums: str
+    is_kept: bool | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of comparing the digests of the state with those of its iteration; identical on all workers.
+
+    Attributes:
+        iteration: iteration of the state.
+        verified: number of operators whose digests are equal.
+        unverified: operators without a known digest.
+        replayed: those of them that were verified in the replay, at an earlier iteration.
+        wrong: operators with another digest.
+        ranks: ranks whose kept state has changed, or whose replica differs.
+    """
+
+    iteration: int
+    verified: int
+    unverified: tuple[str, ...] = ()
+    replayed: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    ranks: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        text = f"{self.verified} operators have the digests of the original iteration"
+        unknown = set(self.unverified) - set(self.replayed)
+        counts = (
+            (self.replayed, "those of an earlier one"),
+            (unknown, "no known digest"),
+            (self.wrong, "another digest"),
+        )
+        return text + "".join(f", {len(operators)} {what}" for operators, what in counts if operators)
+
+
+def compare(
+    iteration: int,
+    parts: Sequence[Mapping[str, LocalPart]],
+    total: Mapping[Key, int],
+    reference: Mapping[Key, int] | None,
+    stale: Collection[str] = (),
+) -> Verification:
+    """Compares the state with the digests of its iteration.
+
+    Args:
+        iteration: iteration of the state.
+        parts: by rank, its part of each operator.
+        total: digests of the state.
+        reference: digests of the iteration; None if no survivor and no snapshot has them.
+        stale: operators that a fallback has restored from older snapshots; they have no digest.
+    """
+    replicas: dict[tuple[str, str], list[tuple[int, LocalPart]]] = defaultdict(list)
+    for rank, of_rank in enumerate(parts):
+        for name, part in of_rank.items():
+            replicas[name, part.chunks].append((rank, part))
+    wrong, kept, unkept, ranks = set(), set(), set(), set()
+    for (name, _), there in replicas.items():
+        right = [part.sums for _, part in there if part.is_kept]
+        expected = right[0] if right else there[0][1].sums
+        bad = [rank for rank, part in there if part.is_kept is False or part.sums != expected]
+        ranks.update(bad)
+        (wrong if bad else kept if right else unkept).add(name)
+    names = {name for name, _ in replicas}
+    known = kept - unkept
+    if reference is not None:
+        # an absent digest is 0; tensors whose padding depends on the layout have other keys in other layouts
+        lacking = {name for name, slot in total if (name, slot) not in reference and ":" in slot}
+        wrong |= set(differing(total, reference, {*stale, *lacking}))
+        known = names - lacking - set(stale)
+    return Verification(
+        iteration,
+        verified=len(known - wrong),
+        unverified=tuple(sorted(names - known - wrong)),
+        wrong=tuple(sorted(wrong)),
+        ranks=frozenset(ranks),
+    )
+
+
+def named(operators: Sequence[str]) -> str:
+    """Returns up to three operators for a message."""
+    more = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
+    return ", ".join(operators[:3]) + more
+
+
+class Digests(VoteParticipant):
+    """Digests of the state in one generation.
+
+    Args:
+        engine: engine whose state they describe.
+        interval: iterations between digests; 0 for none.
+        known: digests that survive the generation.
+    """
+
+    def __init__(self, engine: Engine, interval: int, known: KnownDigests):
+        self._engine, self._interval, self._known = engine, interval, known
+        self._keys = keys_of(engine.state, engine.operators, gather) if interval else ()
+        self._sums: tuple[int, Tensor] | None = None  # of the last completed iteration
+        self._is_pending = False  # no all-reduce has added these sums yet
+        self._replayed: tuple[int, Tensor, Collection[str]] | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Discards views of the previous state, after state has moved."""
+        self._digest = StateDigest(self._engine.state, self._keys) if self._interval else None
+
+    def completed(self, iteration: int) -> None:
+        """Sums this worker's part of the state after an update; communicates with no other worker."""
+        self._sums = None
+        if self._digest is not None and iteration % self._interval == 0:
+            self._set(iteration, self._digest.compute())
+
+    def ballot(self) -> dict[str, Tensor]:
+        """Returns the contribution to the next all-reduce; the names are identical on all workers."""
+        return {"digests": to_limbs(self._sums[1][0])} if self._sums is not None and self._is_pending else {}
+
+    def on_vote(self, tally: Mapping) -> None:
+        """Receives the totals over all workers."""
+        if self._sums is not None and "digests" in tally:
+            self._known.add(self._sums[0], self._by_key(from_limbs(tally["digests"])))
+            self._is_pending = False
+
+    def of_snapshot(self, iteration: int) -> Callable[[], StateDigests | None]:
+        """Returns a function that returns this worker's sums for its part of a snapshot; None if there are none.
+
+        The function may wait for the device; it needs no lock.
+        """
+        sums, keys = self._sums, self._keys
+        if sums is None or sums[0] != iteration:
+            return lambda: None
+        return lambda: to_text(keys, sums[1][0].tolist())
+
+    def keep(self, iteration: int) -> None:
+        """Keeps this worker's sums for the next generation, if they describe this iteration, that of its state."""
+        sums, self._known.own = self._sums, None
+        if sums is not None and sums[0] == iteration:
+            self._known.own = iteration, self._by_key(sums[1].sum(0).tolist())
+
+    def checks_before(self, iteration: int) -> int | None:
+        """Returns the last earlier iteration with a digest; None without digests."""
+        return (iteration - 1) // self._interval * self._interval if self._interval else None
+
+    def replayed(self, iteration: int, frozen: Collection[str]) -> None:
+        """Sums this worker's part of the state after a replayed iteration; ``frozen`` operators are not compared."""
+        if self._digest is not None:
+            self._replayed = iteration, self._digest.compute(), frozenset(frozen)
+
+    def verify_replay(self, result: Verification) -> Verification:
+        """Compares the state of replayed stages at the last earlier iteration with a digest; a collective call.
+
+        Args:
+            result: result of :meth:`verify` after the replay.
+        """
+        assert self._digest is not None  # otherwise nothing was verified
+        at, names = self.checks_before(result.iteration), self._engine.state.operators()
+        mine = self._replayed if self._replayed is not None and self._replayed[0] == at else None
+        self._replayed = None
+        reference = self._reference(at or 0, {}, 0)
+        told = gather((mine is not None, names, sorted(mine[2]) if mine is not None else []))
+        total = self._total(self._digest.compute() * 0 if mine is None else mine[1])
+        if reference is None:
+            return result
+        rest = {name for is_replayed, of_rank, frozen in told for name in (frozen if is_replayed else of_rank)}
+        compared = {name for is_replayed, of_rank, _ in told if is_replayed for name in of_rank} - rest
+        wrong = compared.intersection(differing(total, reference))
+        replayed = tuple(name for name in result.unverified if name in compared - wrong)
+        unverified = tuple(name for name in result.unverified if name not in wrong)
+        found = tuple(sorted(wrong | set(result.wrong)))
+        return dataclasses.replace(result, replayed=replayed, unverified=unverified, wrong=found)
+
+    def verify(
+        self,
+        iteration: int,
+        keeps: bool,
+        saved: Mapping[str, StateDigests] | None = None,
+        writers: int = 0,
+        stale: Collection[str] = (),
+    ) -> Verification | None:
+        """Compares the state with the digests of its iteration; a collective call.
+
+        Args:
+            iteration: iteration of the state.
+            keeps: this worker has kept its state since this iteration was committed.
+            saved: by file of a snapshot of this iteration, the digests that this worker has read.
+            writers: number of the snapshot's writers; 0 without a snapshot.
+            stale: as for :func:`compare`.
+
+        Returns:
+            The result; None without digests.
+        """
+        if self._digest is None:
+            return None
+        sums = self._digest.compute()
+        own = self._known.own if keeps and self._known.own is not None and self._known.own[0] == iteration else None
+        mine = self._parts(self._by_key(sums.sum(0).tolist()), None if own is None else own[1])
+        told = gather({name: [part.chunks, part.sums, part.is_kept] for name, part in mine.items()})
+        parts = [{name: LocalPart(*values) for name, values in of_rank.items()} for of_rank in told]
+        reference = self._reference(iteration, saved or {}, writers)
+        result = compare(iteration, parts, self._total(sums), reference, stale)
+        if not result.wrong:
+            self._set(iteration, sums)
+        return result
+
+    @contextlib.contextmanager
+    def moving(self, iteration: int) -> Iterator[None]:
+        """Context of a move of state between workers, which must not change the state; a collective call.
+
+        Raises:
+            CheckpointError: on all workers: the move has changed the state.
+        """
+        before = None if self._digest is None else self._total(self._digest.compute())
+        yield
+        self.renew()
+        if self._digest is None or before is None:
+            return
+        sums = self._digest.compute()
+        if wrong := differing(self._total(sums), before):
+            raise CheckpointError(
+                f"a move of state between workers has changed {named(wrong)} after iteration {iteration}. Fix: start "
+                "again, which loads the newest snapshot; if it happens again, report it",
+                code="state-digest-differs",
+            )
+        self._set(iteration, sums)
+
+    def _set(self, iteration: int, sums: Tensor) -> None:
+        if iteration % self._interval == 0:
+            self._sums, self._is_pending = (iteration, sums), True
+
+    def _total(self, sums: Tensor) -> dict[Key, int]:
+        added = sum_over_workers({"digests": to_limbs(sums[0])}, self._engine.world)
+        return self._by_key(from_limbs(added["digests"]))
+
+    def _by_key(self, sums: Iterable[int]) -> dict[Key, int]:
+        return {key: value & MASK for key, value in zip(self._keys, sums, strict=True) if value & MASK}
+
+    def _parts(self, sums: Mapping[Key, int], own: Mapping[Key, int] | None) -> dict[str, LocalPart]:
+        by_operator: dict[str, list] = defaultdict(list)
+        for (operator, slot), value in sums.items():
+            by_operator[operator].append((slot, value))
+        changed = None if own is None else set(differing(sums, own))
+        return {
+            name: LocalPart(
+                chunks,
+                xxhash.xxh3_64_hexdigest(repr(by_operator[name]).encode()),
+                None if changed is None else name not in changed,
+            )
+            for name, chunks in pieces(self._engine.state).items()
+        }
+
+    def _reference(self, iteration: int, saved: Mapping[str, StateDigests], writers: int) -> dict[Key, int] | None:
+        """Returns the digests of an iteration from a worker that took part in its all-reduce, or from a snapshot."""
+        world, known = self._engine.world, self._known.totals.get(iteration)
+        first = next((rank for rank, has in enumerate(gather(known is not None)) if has), None)
+        if first is not None:
+            told = gather(to_text(known.keys(), known.values()) if known is not None and world.rank == first else {})
+            return total_of(told)
+        files = {name: part for of_worker in gather(dict(saved)) for name, part in of_worker.items()}
+        return total_of(files.values()) if writers and len(files) == writers else None

@@ -1,0 +1,239 @@
+"""Digests of the training state: sums over elements that are equal in every layout.
+
+The digest of an optimizer-state key of an operator is the sum, modulo 2^64, over all elements of its tensors in the
+unpartitioned model.  Element ``i`` of a tensor contributes its bit pattern in lane ``i % lanes`` of a 64-bit word, with
+``lanes = 8 / itemsize``, times ``2 * (i // lanes) + 1``, times an odd number derived from the tensor's name.  So
+
+* the digests of tensor chunks add up to the digest of the tensor, however it is partitioned;
+* each change of a single bit changes the digest, because all factors are odd;
+* exchanged elements and exchanged tensors change it, too.
+
+Cost: one read of the state.  On a CPU, one core processes 13 GB/s.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import xxhash
+
+from moc.state.detail import Detail
+from moc.state.fragments import Fragment
+from moc.state.interface import TrainingState
+from moc.state.operators import Operator
+
+Key = tuple[str, str]
+"""Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
+
+_WORD = 8
+_MOST = 1 << 15  # words per product: temporary values stay in the cache
+MASK = (1 << 64) - 1
+"""Digests are integers modulo 2^64."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkDigest:
+    """Function from a tensor chunk to its share of the digest.
+
+    Attributes:
+        values: live values, flattened.
+        run: number of elements that are consecutive in the unpartitioned tensor.
+        starts: index of the first element of each run in the unpartitioned tensor, int64 on the CPU.
+        factor: odd factor of the tensor, as a signed 64-bit integer.
+    """
+
+    values: torch.Tensor
+    run: int
+    starts: torch.Tensor
+    factor: int
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> ChunkDigest:
+        """Returns the digest function of a tensor chunk."""
+        shape, whole, offset = fragment.region.shape, fragment.global_shape, fragment.region.offset
+        axis = len(shape)  # the axes from here on are complete
+        while axis and shape[axis - 1] == whole[axis - 1]:
+            axis -= 1
+        axis = max(axis - 1, 0)  # the last partial axis is consecutive, too
+        strides = [math.prod(whole[one + 1 :]) for one in range(len(whole))]
+        starts = torch.tensor([sum(o * s for o, s in zip(offset, strides, strict=True))])
+        for count, stride in zip(shape[:axis], strides[:axis], strict=True):
+            starts = (starts[:, None] + torch.arange(count) * stride).reshape(-1)
+        factor = _signed(xxhash.xxh3_64_intdigest(fragment.name.encode()) | 1)
+        return cls(fragment.view.detach().view(-1), math.prod(shape[axis:]), starts, factor)
+
+    @cached_property
+    def _is_aligned(self) -> bool:
+        """Whether every run consists of complete words of the unpartitioned tensor."""
+        lanes = _WORD // self.values.itemsize
+        return not self.run % lanes and not bool((self.starts % lanes).any())
+
+    def __call__(self) -> torch.Tensor:
+        """Returns the digest of the current values: an int64 scalar on their device."""
+        values, lanes = self.values, _WORD // self.values.itemsize
+        if not values.numel():
+            return torch.zeros((), dtype=torch.int64, device=values.device)
+        if not self._is_aligned:
+            return self._by_element(lanes) * self.factor
+        if values.storage_offset() % lanes:  # memory that does not begin with a complete word
+            values = values.clone()
+        words, firsts = values.view(torch.int64), self.starts // lanes
+        if len(firsts) == 1:
+            return _consecutive(words, int(firsts)) * self.factor
+        rows = words.view(len(firsts), -1)
+        weights = (2 * firsts + 1).to(words.device)
+        columns = 2 * torch.arange(rows.shape[1], device=words.device)
+        return (_dot(rows.sum(1), weights) + _dot(rows.sum(0), columns)) * self.factor
+
+    def _by_element(self, lanes: int) -> torch.Tensor:
+        size, total = self.values.itemsize, 0
+        rows = self.values.view(_INTEGERS[size]).view(len(self.starts), -1)
+        some = max(1, _MOST // self.run)
+        for starts, part in zip(self.starts.split(some), rows.split(some), strict=True):
+            index = starts.to(part.device)[:, None] + torch.arange(self.run, device=part.device)
+            bits = part.long() & ((1 << 8 * size) - 1)
+            total = total + ((bits << (index % lanes * 8 * size)) * (2 * (index // lanes) + 1)).sum()
+        return torch.as_tensor(total)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@functools.cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    return 2 * torch.arange(_MOST, device=device) + 1
+
+
+def _consecutive(words: torch.Tensor, first: int) -> torch.Tensor:
+    """Returns the weighted sum of words, of which ``first`` is the index of the first one."""
+    odd, total = _odd_numbers(words.device), None
+    for start in range(0, len(words), _MOST):
+        part, before = words[start : start + _MOST], 2 * (first + start)
+        added = _dot(part, odd[: len(part)])
+        if before:
+            added = added + part.sum() * before
+        total = added if total is None else total + added
+    assert total is not None  # there are values
+    return total
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.dot(one, other) if one.device.type == "cpu" else (one * other).sum()  # CUDA has no integer dot
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+class StateDigest:
+    """Digests of the state on this rank, by key.
+
+    The views of the state must stay valid; make another object when state has moved.
+
+    Args:
+        state: training state.
+        keys: all keys of the model, identical on all ranks: see :func:`keys_of`.
+    """
+
+    def __init__(self, state: TrainingState, keys: Sequence[Key]):
+        self.keys = tuple(keys)
+        index = {key: number for number, key in enumerate(self.keys)}
+        self._chunks, self._targets = [], []
+        for fragment in state.fragments(state.operators(), Detail.FULL):
+            self._chunks.append(ChunkDigest.of(fragment))
+            self._targets.append(index[key_of(fragment)] + (0 if fragment.first_copy else len(self.keys)))
+
+    def compute(self) -> torch.Tensor:
+        """Returns the sums of the current state, int64 of shape [2, keys]: first copies, and other copies.
+
+        On CUDA, the sums are computed on the current stream.
+        """
+        device = self._chunks[0].values.device if self._chunks else torch.device("cpu")
+        sums = torch.zeros(2 * len(self.keys), dtype=torch.int64, device=device)
+        if self._chunks:
+            targets = torch.tensor(self._targets, device=device)
+            sums.index_add_(0, targets, torch.stack([chunk() for chunk in self._chunks]))
+        return sums.view(2, -1)
+
+
+def key_of(fragment: Fragment) -> Key:
+    """Returns the key that a tensor chunk belongs to."""
+    size = f":{math.prod(fragment.global_shape)}" if fragment.padded else ""
+    return fragment.operator, fragment.slot + size
+
+
+def keys_of(
+    state: TrainingState, operators: Sequence[Operator], gather: Callable[[object], Iterable]
+) -> tuple[Key, ...]:
+    """Returns all keys of the model, in an order that is identical on all ranks; a collective call.
+
+    Args:
+        state: training state of this rank.
+        operators: all operators of the model.
+        gather: gathers a value of each rank.
+    """
+    kinds = {one.name: one.kind for one in operators}
+    held = list(state.fragments(state.operators(), Detail.FULL))
+    usual = {(kinds[one.operator], one.slot) for one in held if not one.padded}
+    padded = {key_of(one) for one in held if one.padded}
+    of_ranks = [*gather((sorted(usual), sorted(padded)))]
+    known = sorted({tuple(pair) for pairs, _ in of_ranks for pair in pairs})
+    keys = [(one.name, slot) for one in operators for kind, slot in known if kind == one.kind]
+    return (*keys, *sorted({tuple(key) for _, more in of_ranks for key in more}))
+
+
+def to_limbs(sums: torch.Tensor) -> torch.Tensor:
+    """Splits int64 sums into 32-bit limbs, which float64 adds exactly for up to two million ranks.
+
+    Args:
+        sums: int64 of shape [n].
+
+    Returns:
+        float64 of shape [2 n]: the low limbs, and the high limbs.
+    """
+    low = (1 << 32) - 1
+    return torch.cat([sums & low, (sums >> 32) & low]).double()
+
+
+def from_limbs(limbs: Sequence[float]) -> list[int]:
+    """Returns the sums modulo 2^64 from the added limbs of all ranks; inverts :func:`to_limbs`."""
+    half = len(limbs) // 2
+    return [(int(low) + (int(high) << 32)) & MASK for low, high in zip(limbs[:half], limbs[half:], strict=True)]
+
+
+def to_text(keys: Iterable[Key], sums: Iterable[int]) -> dict[str, dict[str, str]]:
+    """Returns the digests that are not 0 as JSON-compatible values, by operator and optimizer-state key."""
+    text: dict[str, dict[str, str]] = {}
+    for (operator, slot), value in zip(keys, sums, strict=True):
+        if value & MASK:
+            text.setdefault(operator, {})[slot] = f"{value & MASK:016x}"
+    return text
+
+
+def total_of(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[Key, int]:
+    """Returns the digests of the complete state from those of its parts; inverts :func:`to_text`."""
+    total: dict[Key, int] = {}
+    for part in parts:
+        for operator, slots in part.items():
+            for slot, text in slots.items():
+                key = operator, slot
+                total[key] = (total.get(key, 0) + int(text, 16)) & MASK
+    return total
+
+
+def differing(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
+    """Returns the operators whose digests differ; a digest that is absent is 0.
+
+    Args:
+        now: digests of the state.
+        before: digests that the state should have.
+        unknown: operators that are not compared.
+    """
+    skipped = set(unknown)
+    wrong = {key[0] for key in now.keys() | before.keys() if now.get(key, 0) != before.get(key, 0)}
+    return sorted(wrong - skipped)

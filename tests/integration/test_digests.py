@@ -1,0 +1,80 @@
+"""Recoveries verify the restored state by the digests of its iteration, and do not use state that has changed."""
+
+import shutil
+
+import pytest
+
+from moc.store.storage import LocalPlace
+from moc.store.store import Store
+from tests.integration.launched import Launched
+from tests.integration.snapshot_files import contents, events, node_memory, train
+from tests.integration.test_precision import BF16
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FOUR
+
+PROGRAM = "tests/integration/flipping_pretrain_gpt_moe.py"
+LAST, SAVED = 14, 7
+EACH = dict(ckpt_policy="full", snapshot_interval=1, train_iters=LAST)
+LAYOUTS_OF_ALL_KINDS = ("1", "DP2", "DP4xEP2", "EP4", "TP2xEP2", "PP2xTP2", "PP2", "PP4", "interleaved")
+OPERATORS = 30
+CASES = {
+    "kept by a survivor": ("DP2", "0 7 kept", dict(ckpt_tier="memory"), "kill rank=1 iteration=8 point=before_vote"),
+    "kept by a replica": (
+        "DP2",
+        "1 7 kept",
+        dict(ckpt_tier="memory", use_distributed_optimizer=False),
+        "kill rank=0 iteration=8 point=before_vote",
+    ),
+    "kept, all snapshots older": (
+        "PP2",
+        "0 7 kept",
+        dict(ckpt_policy="sparse", sparse_window=2, upstream_logging=True, ckpt_tier="memory"),
+        "kill rank=1 iteration=8 point=before_vote",
+    ),
+    "saved in memory": ("PP2", "0 7 saved", dict(ckpt_tier="memory"), "kill rank=0 iteration=8 point=before_vote"),
+    "saved on disk": ("EP2", "1 7 saved", BF16, "kill ranks=0,1 iteration=9 point=before_vote"),
+}
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("case", CASES)
+def test_a_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monkeypatch):
+    layout, flip, changes, fault = CASES[case]
+    flags = data | EACH | changes
+    monkeypatch.setenv("TEST_FLIP", flip)
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, inject=[fault])
+        with Launched(layout, flags | places, tmp_path / "job", program=PROGRAM) as job:
+            assert job.wait() == 0, job.console[-4000:]
+    changed = (tmp_path / "job" / "flipped").read_text()
+    (warning,) = [line for line in job.console.splitlines() if "state-digest-differs" in line]
+    assert changed in warning
+    (resumed,) = job.events("resume")
+    assert resumed["iteration"] <= SAVED and resumed["wrong"] == []
+    dense = data | EACH | changes | dict(ckpt_policy="full", ckpt_tier="disk", snapshot_interval=LAST)
+    dense = {name: value for name, value in dense.items() if not name.startswith(("sparse", "upstream"))}
+    train(layout, dense | dict(ckpt_dir=str(tmp_path / "straight")))
+    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    assert contents(ends[0], LAST) == contents(ends[1], LAST)
+
+
+@pytest.mark.recovery
+def test_digests_do_not_depend_on_the_layout(data, tmp_path):
+    saved, flags = tmp_path / "saved", data | BF16 | EXPERT_BIAS | DEEP | FOUR | EACH | dict(snapshot_interval=3)
+    train("PP2xEP2", flags | dict(ckpt_dir=str(saved), exit_interval=3))
+    for layout in LAYOUTS_OF_ALL_KINDS:
+        here = tmp_path / layout
+        shutil.copytree(saved, here / "c")
+        places = dict(ckpt_dir=str(here / "c"), log_dir=str(here / "log"))
+        assert train(layout, flags | places | dict(exit_interval=4)).start == 3
+        (resumed,) = events(places, "resume")
+        assert (resumed["unverified"], resumed["wrong"]) == ([], []) and resumed["verified"] == OPERATORS, layout
+
+
+def test_without_digests_nothing_is_verified(data, tmp_path):
+    places = dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
+    flags = data | EACH | places | dict(digest_interval=0)
+    train("1", flags | dict(exit_interval=3))
+    train("1", flags | dict(exit_interval=4))
+    (resumed,) = events(places, "resume")
+    assert (resumed["verified"], resumed["unverified"]) == (0, [])
+    assert not Store(LocalPlace(tmp_path / "c")).manifest(3).digests

@@ -1,0 +1,113 @@
+"""Digests of the state do not depend on how tensors are partitioned, and depend on every bit."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moc.state.digests import ChunkDigest, differing, from_limbs, to_limbs, to_text, total_of
+from moc.state.fragments import Fragment
+from moc.state.region import Region, boxes_of_range
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+MASK = (1 << 64) - 1
+Shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
+
+
+def chunk(
+    tensor: torch.Tensor, region: Region, name: str = "decoder.final_layernorm.weight", shift: int = 0
+) -> Fragment:
+    """A chunk of a tensor, whose memory begins after ``shift`` other elements."""
+    values = torch.empty(region.numel + shift, dtype=tensor.dtype)[shift:]
+    values.copy_(tensor[region.slices()].reshape(-1))
+    return Fragment(
+        name=name, slot="master", global_shape=tuple(tensor.shape), region=region, view=values, first_copy=True,
+        padded=False, tensor=values, start=0, replica=(0, 0, 0), sharded=False,
+    )  # fmt: skip
+
+
+def digest(tensor: torch.Tensor, regions: list[Region], **more) -> int:
+    """The sum over chunks."""
+    return sum(int(ChunkDigest.of(chunk(tensor, region, **more))()) for region in regions) & MASK
+
+
+def whole(tensor: torch.Tensor) -> list[Region]:
+    """One chunk."""
+    return [Region((0,) * tensor.dim(), tuple(tensor.shape))]
+
+
+def some(shape, dtype) -> torch.Tensor:
+    """A tensor with any bits."""
+    count = math.prod(shape) * torch.empty((), dtype=dtype).itemsize
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+@settings(deadline=None, max_examples=150)
+@given(Shapes, st.sampled_from(DTYPES), st.data())
+def test_chunks_add_up_to_the_tensor(shape, dtype, data):
+    tensor = some(shape, dtype)
+    regions, shift = whole(tensor), data.draw(st.integers(0, 3))
+    for _ in range(data.draw(st.integers(0, 4))):  # tensor, expert and pipeline parallelism
+        region = regions.pop(data.draw(st.integers(0, len(regions) - 1)))
+        axis = data.draw(st.integers(0, len(shape) - 1))
+        middle = data.draw(st.integers(0, region.shape[axis]))
+        for start, stop in ((0, middle), (middle, region.shape[axis])):
+            offset, size = list(region.offset), list(region.shape)
+            offset[axis], size[axis] = offset[axis] + start, stop - start
+            regions += [Region(tuple(offset), tuple(size))] if math.prod(size) else []
+    assert digest(tensor, regions, shift=shift) == digest(tensor, whole(tensor))
+
+
+@settings(deadline=None, max_examples=100)
+@given(Shapes, st.sampled_from(DTYPES), st.data())
+def test_ranges_of_the_flattened_tensor_add_up(shape, dtype, data):
+    tensor = some(shape, dtype)
+    cuts = sorted(data.draw(st.lists(st.integers(0, tensor.numel()), max_size=4)))  # ZeRO
+    ranges = zip([0, *cuts], [*cuts, tensor.numel()], strict=True)
+    regions = [box for start, stop in ranges for _, box in boxes_of_range(shape, start, stop)]
+    assert digest(tensor, regions) == digest(tensor, whole(tensor))
+
+
+@settings(deadline=None, max_examples=150)
+@given(Shapes, st.sampled_from(DTYPES), st.data())
+def test_each_changed_bit_changes_the_digest(shape, dtype, data):
+    tensor = some(shape, dtype)
+    before, bits = digest(tensor, whole(tensor)), tensor.view(-1).view(torch.uint8)
+    bits[data.draw(st.integers(0, len(bits) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(tensor, whole(tensor)) != before
+
+
+def test_exchanged_elements_rows_and_tensors_change_the_digest():
+    tensor = torch.arange(24.0).view(4, 6)
+    before = digest(tensor, whole(tensor))
+    for other in (tensor.flip(0), tensor.flip(1), tensor.roll(1)):
+        assert digest(other, whole(other)) != before
+    assert digest(tensor, whole(tensor), name="decoder.final_layernorm.bias") != before
+
+
+def test_large_tensors_are_read_in_parts():
+    tensor = some((300, 1000), torch.float32)
+    halves = [Region((0, 0), (300, 402)), Region((0, 402), (300, 598))]
+    rows = [Region((0, 0), (133, 1000)), Region((133, 0), (167, 1000))]
+    assert digest(tensor, whole(tensor)) == digest(tensor, halves) == digest(tensor, rows)
+
+
+@given(st.lists(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_sums_of_all_ranks_are_exact(ranks):
+    limbs = sum(to_limbs(torch.tensor(sums)) for sums in ranks)
+    expected = [sum(column) & MASK for column in zip(*ranks, strict=True)]
+    assert from_limbs(limbs.tolist()) == expected
+    keys = [("embedding", "master"), ("output", "master"), ("output", "exp_avg")]
+    known = {key: value for key, value in zip(keys, expected, strict=True) if value}
+    parts = [to_text(keys, sums) for sums in ranks]
+    assert {key: value for key, value in total_of(parts).items() if value} == known
+
+
+@pytest.mark.parametrize("unknown, expected", (((), ["embedding", "output"]), (("output",), ["embedding"])))
+def test_operators_that_differ(unknown, expected):
+    now = {("embedding", "master"): 1, ("layers.0.router", "master"): 3}
+    before = {("output", "master"): 1, ("layers.0.router", "master"): 3, ("layers.0.router", "param"): 0}
+    assert differing(now, before, unknown) == expected
