@@ -171,12 +171,12 @@ def test_data_of_another_tokenizer_are_refused(job):
 
 
 def test_a_new_run_with_replaced_data_ignores_the_old_cache(job):
-    tokenizer = dict(tokenizer_model=f"{job.root}/new/tokenizer.model")
+    retokenize(job)  # paths stay the same
     replace(job)
-    cached = samples_of(run(job.root, **tokenizer))
+    cached = samples_of(run(job.root))
     for node in nodes(job):
         shutil.rmtree(node / "cache")
-    assert cached == samples_of(run(job.root, **tokenizer)) != job.samples
+    assert cached == samples_of(run(job.root)) != job.samples
 
 
 def test_an_incomplete_bin_file_on_a_node_is_refused(job):
