@@ -42,6 +42,7 @@ Messages are repeated at the same interval, because their receiver may have died
 """
 
 _ALIVE_S = 1.0
+_REPORT_S = 0.02  # between reports of iterations; a loss soon after an iteration must not hide it
 
 
 def _gather_alone(gathered: list, own, group=None) -> None:
@@ -301,11 +302,12 @@ class JobMember(Job):
 
     def _say_alive(self) -> None:
         while True:
-            time.sleep(_ALIVE_S)
+            PROGRESS.wait_for_report(_ALIVE_S)
             try:
                 self._say("alive", **PROGRESS.report())
             except WireError:
                 os._exit(1)  # the agent is gone, so the node is lost
+            time.sleep(_REPORT_S)
 
     def _watch_lease(self) -> None:
         """Ends this process when the lease expires, even if the agent is stopped."""

@@ -25,9 +25,24 @@ class Progress:
         self._at: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
         self._waits, self._waited_s = False, 0.0
-        self.iteration: int | None = None  # last one completed by this process, or resumed from
+        self._iteration: int | None = None
+        self._unreported = threading.Event()
         self._on_stream: StreamSpans | None = None
         self._lock = threading.Lock()
+
+    @property
+    def iteration(self) -> int | None:
+        """The newest iteration that this process has completed or resumed from."""
+        return self._iteration
+
+    def completed(self, iteration: int) -> None:
+        """Records an iteration that this process has completed or resumed from, and ends the wait for its report."""
+        self._iteration = iteration
+        self._unreported.set()
+
+    def wait_for_report(self, timeout: float) -> None:
+        """Waits until there is an iteration to report, at most for ``timeout`` seconds."""
+        self._unreported.wait(timeout)
 
     def use(self, device: torch.device) -> None:
         """Also counts waits of this device's stream."""
@@ -76,6 +91,7 @@ class Progress:
             ``section`` (None for none); ``since``, seconds in it without completed waits; ``waits``, whether it or the
             device's stream waits for other workers; ``longest``, seconds by section; and ``iteration``.
         """
+        self._unreported.clear()
         with self._lock:
             waits = self._waits or (self._on_stream is not None and self._on_stream.under_way)
             self._waited_s += self._waited_on_stream()
