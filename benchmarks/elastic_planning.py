@@ -30,12 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.papers.lazarus import aligned
 from benchmarks.papers.moetion import read_loads
-from moc.elastic import choose
 from moc.elastic.allocation import allocate
-from moc.elastic.boxes import expert_transfers, experts_held, experts_left
-from moc.elastic.dispatch import even
-from moc.elastic.placement import holders
-from moc.elastic.plan import Plan, Settings, held_before, plan
+from moc.elastic.dispatch import even_capacities
+from moc.elastic.placement import replicas_by_node
+from moc.elastic.plan import Plan, PlanSettings, make_plan, placement_imbalance, previous_experts
+from moc.elastic.transfers import expert_holders, plan_expert_transfers
 
 NODES, SLOTS, LAYERS, LEAST, EXPERTS = 10, 6, 12, 2, (8, 12, 16)
 OLD = 20  # rows of the recording in 200 steps
@@ -64,8 +63,8 @@ def unlevelled(rows: numpy.ndarray) -> float:
     """Returns busiest by mean work with Algorithm 1 and maximum rank overlap, as in the paper."""
     found = []
     for row in rows:
-        replicas = holders(aligned(allocate(row.tolist(), NODES * SLOTS, LEAST), NODES, SLOTS), len(row))
-        work = even(row, replicas).sum(axis=0)
+        replicas = replicas_by_node(aligned(allocate(row.tolist(), NODES * SLOTS, LEAST), NODES, SLOTS), len(row))
+        work = even_capacities(row, replicas).sum(axis=0)
         found.append(work.max() / work.mean())
     return float(numpy.mean(found))
 
@@ -77,11 +76,11 @@ def on_trace(tokens: numpy.ndarray, experts: int, every: int) -> dict:
     work: dict[str, list[float]] = {"fresh": [], "old": [], "algorithm_1": []}
     rarest: dict[str, list[int]] = {"trace": [], "held_back": []}
     for number in range(0, len(loads) - OLD, every):
-        one = plan(range(NODES), by_layer(loads[number]), Settings(SLOTS, LEAST))
+        one = make_plan(range(NODES), by_layer(loads[number]), PlanSettings(SLOTS, LEAST))
         for name, rows in (("fresh", loads[number]), ("old", loads[number + OLD])):
-            work[name].append(fmean(choose.imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)))
+            work[name].append(fmean(placement_imbalance(row, one.tables[layer]) for layer, row in enumerate(rows)))
         work["algorithm_1"].append(unlevelled(loads[number]))
-        least = min(int(one.held_by_nodes(layer).sum(axis=1).min()) for layer in range(LAYERS))
+        least = min(int(one.replicas_by_node(layer).sum(axis=1).min()) for layer in range(LAYERS))
         rarest["trace" if number < held_back else "held_back"].append(least)
     return {
         "experts": experts,
@@ -97,7 +96,7 @@ def fewest_moved(previous: Plan, after: Plan) -> int:
         numpy.array(
             [
                 [len({*new} - {*old}) for new in after.tables[layer].tolist()]
-                for old in held_before(previous, after.members, layer).tolist()
+                for old in previous_experts(previous, after.members, layer).tolist()
             ]
         )
         for layer in after.tables
@@ -137,19 +136,19 @@ def changes(tokens: numpy.ndarray) -> Iterator[dict]:
     for name, (nodes, lost, new) in CHANGES.items():
         moved, busiest = [], []
         for number in range(OLD, len(loads) - OLD, 60):
-            before = plan(range(nodes), by_layer(loads[number]), Settings(SLOTS, LEAST))
+            before = make_plan(range(nodes), by_layer(loads[number]), PlanSettings(SLOTS, LEAST))
             kept = sorted(rng.choice(nodes, nodes - lost, replace=False).tolist())
             members = [*kept, *range(100, 100 + new)]
-            if before.missing(members):
+            if before.lost_experts(members):
                 continue
-            after = plan(members, by_layer(loads[number + OLD]), Settings(SLOTS, LEAST), before)
-            left, wanted = experts_left(before, members), experts_held(after)
+            after = make_plan(members, by_layer(loads[number + OLD]), PlanSettings(SLOTS, LEAST), before)
+            left, wanted = expert_holders(before.restricted_to(members, [True] * len(members))), expert_holders(after)
             replicas = sum(len({*wanted[one]} - {*left[one]}) for one in wanted)
             moved.append((replicas, fewest_moved(before, after)))
             sent = numpy.zeros(len(members))
-            flow = expert_transfers(left, after, dict.fromkeys(after.tables, EXPERT_BYTES))
+            flow = plan_expert_transfers(left, after, dict.fromkeys(after.tables, EXPERT_BYTES))
             for one in itertools.chain.from_iterable(flow.values()):
-                sent[one.source] += one.piece.nbytes
+                sent[one.source] += one.chunk.nbytes
             alone = numpy.zeros(len(members))
             for one in wanted:
                 if len(left[one]) == 1 and {*wanted[one]} - {*left[one]}:
@@ -172,9 +171,9 @@ def planning(nodes: int, skew: float) -> dict:
     tokens = (1e9 * numpy.arange(1, 257) ** -skew).astype(int)
     loads = {0: numpy.random.default_rng(0).permutation(tokens).tolist()}
     start = time.process_time()
-    first = plan(range(nodes), loads, Settings(8, domain=nodes))
+    first = make_plan(range(nodes), loads, PlanSettings(8, max_domain_ranks=nodes))
     middle = time.process_time()
-    plan([node for node in range(nodes) if node % 100], loads, Settings(8, domain=nodes), first)
+    make_plan([node for node in range(nodes) if node % 100], loads, PlanSettings(8, max_domain_ranks=nodes), first)
     return {"nodes": nodes, "skew": skew, "first": middle - start, "again": time.process_time() - middle}
 
 

@@ -32,9 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, drawing, machine, write_json
 from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
 from benchmarks.live.job import MODEL, PP2_EP2, PROGRAM, Events, Job, launcher
-from moc.simulate.profile import Profile, profile_of
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import fitted
+from moc.simulate.policy_costs import RecoveryCosts
+from moc.simulate.profile import Profile, fitted, profile_of
 
 WORKERS = 4
 MOST = 3  # maximum number of workers killed together

@@ -289,7 +289,7 @@ _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 _MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
 _MODULES = f"{_OURS}/engine/module_state.py"
 _OWNED, _ENGINE = f"{_OURS}/engine/owned.py", f"{_OURS}/engine/optimizer.py"
-_BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/layer.py"
+_BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/moe_layer.py"
 _ENTRY, _TRAINING = f"{_OURS}/entry", "megatron.training"
 _ZERO, _ZERO_OPTIMIZER = f"{_OURS}/engine/zero", "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
@@ -549,7 +549,7 @@ _MEGATRON = (
         (f"{_CORE}.parallel_state:initialize_model_parallel", Refers(_words("RankGenerator get_world_size")),
          "replaces functions inside", _NODES),
         (f"{_CORE}.parallel_state:RankGenerator", Parameters(_words("tp ep dp pp cp order"), by_keyword=True),
-         "builds", f"{_OURS}/elastic/domains.py"),
+         "builds", f"{_OURS}/elastic/placement.py"),
         (f"{_MOE}.moe_layer:MoELayer.route", Parameters(_words("hidden_states padding_mask"), only=True),
          "overrides", _LAYER),
         (f"{_MOE}.moe_layer:MoELayer", Members(_words("experts token_dispatcher config layer_number")),
@@ -561,7 +561,7 @@ _MEGATRON = (
          "changes the functools.partial of", _LAYER),
         (f"{_MOE}.token_dispatcher:MoETokenDispatcher", Members(_words("""dispatch_preprocess token_dispatch
             dispatch_postprocess combine_preprocess token_combine combine_postprocess""")), "overrides methods of",
-         f"{_OURS}/elastic/dispatcher.py"),
+         f"{_OURS}/elastic/moe_layer.py"),
         (f"{_DDP}.finish_grad_sync", Parameters(("force_all_reduce",)), "overrides",
          f"{_OURS}/elastic/gradients.py"),
     ),

@@ -40,8 +40,8 @@ from megatron.pretraining.convert.hugging_face.families import family_of  # noqa
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.planning.selective_choice import read_routing  # noqa: E402
-from moc.elastic.plan import Plan, Settings  # noqa: E402
-from moc.elastic.plan import plan as make_plan  # noqa: E402
+from moc.elastic.plan import Plan, PlanSettings  # noqa: E402
+from moc.elastic.plan import make_plan as make_plan  # noqa: E402
 from moc.events import EventLog  # noqa: E402
 from moc.files import decode, safe_directory  # noqa: E402
 from moc.files.event_log import read_events  # noqa: E402
@@ -448,7 +448,7 @@ REPORT = {
     "file": {"bytes": 9, "header_bytes": 8, "header_xxh3_128": "0" * 32},
     "operators": {"embedding": {"detail": "full", "step": 3, "elements": {"master": 4}}},
 }  # fmt: skip
-PLAN = make_plan(range(4), {0: [4, 3, 2, 1, 1, 1], 2: [1, 1, 9, 1, 1, 1]}, Settings(3)).to_json()
+PLAN = make_plan(range(4), {0: [4, 3, 2, 1, 1, 1], 2: [1, 1, 9, 1, 1, 1]}, PlanSettings(3)).to_json()
 MODULE_STATE = {
     "values": {"counts": {"tensor": 0}, "calls": 3, "pairs": {"dict": [[1, {"tuple": [1, {"bytes": "00"}]}]]},
                "last": {"deque": [1, 2], "maxlen": 4}, "mean": {"array": 1}, "turn": {"complex": [1.0, 2.0]}},

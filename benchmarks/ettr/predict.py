@@ -15,10 +15,8 @@ from statistics import fmean
 
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
-from moc.simulate.policy_costs import PolicyCosts
-from moc.simulate.profile import Profile
-from moc.simulate.program_recovery import RecoveryCosts, program_way
-from moc.simulate.recoveries import faults, stretches
+from moc.simulate.policy_costs import PolicyCosts, RecoveryCosts, program_way
+from moc.simulate.profile import Profile, faults, stretches
 
 PARTS = 8  # parts of a run
 WARM_UP = 5  # first iterations, which allocate and connect

@@ -8,10 +8,10 @@ import numpy
 
 from benchmarks.papers.moetion import Loads
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.elastic.allocation import allocate, ascending
-from moc.elastic.placement import compact, cyclic, holders, overlapped, place
-from moc.elastic.plan import Settings, plan
-from moc.elastic.survival import survival
+from moc.elastic.allocation import allocate, experts_by_load
+from moc.elastic.placement import place_compact, place_overlapping, place_replicas, place_spread, replicas_by_node
+from moc.elastic.plan import PlanSettings, make_plan
+from moc.elastic.survival import survival_probability
 
 _NODES, _SLOTS, _LAYERS, _LEAST = 10, 6, 12, 2  # section 6.1
 _EXPERTS_S, _EXPERTS_L = 8, 16  # GPT-S and GPT-L, Table 1
@@ -28,8 +28,13 @@ def figure_4() -> Reproduction:
     """Reproduces Lazarus' Figure 4: four experts on five nodes with four slots."""
     replicas = (2, 3, 3, 12)
     rows = (
-        Row("plan A, 3 lost", 50, 100 * survival(holders(numpy.array(_PLAN_A), 4), 3), "percent"),
-        Row("plan B, 3 lost", 70, 100 * survival(holders(place(replicas, 5, 4), 4), 3), "percent"),
+        Row("plan A, 3 lost", 50, 100 * survival_probability(replicas_by_node(numpy.array(_PLAN_A), 4), 3), "percent"),
+        Row(
+            "plan B, 3 lost",
+            70,
+            100 * survival_probability(replicas_by_node(place_replicas(replicas, 5, 4), 4), 3),
+            "percent",
+        ),
     )
     notes = (
         "Percent of all choices of lost nodes that leave a replica of each expert.  Plan A holds ACD, ABD, BD, BCD",
@@ -49,16 +54,16 @@ def figure_8(loads: Loads) -> Reproduction:
         raise ValueError(f"it needs more than {_STEP_200} iterations of {_LAYERS} layers with {_EXPERTS_L} experts")
     large, first = (_hottest(loads[step], _EXPERTS_L) for step in (_STEP_200, 0))
     small = _hottest(loads[-1], _EXPERTS_S)
-    ours = plan(range(_NODES), dict(enumerate(large)), Settings(_SLOTS, _LEAST))
-    planned = numpy.concatenate([ours.held_by_nodes(layer) for layer in range(_LAYERS)])
+    ours = make_plan(range(_NODES), dict(enumerate(large)), PlanSettings(_SLOTS, _LEAST))
+    planned = numpy.concatenate([ours.replicas_by_node(layer) for layer in range(_LAYERS)])
     rows = [
         _row("GPT-L, step 200, 1 lost, MRO", 100, _placed(large, aligned), 1, excluded="that could not fail"),
         _row("GPT-L, step 200, 4 lost, MRO, nodes in one order", 41, _placed(large, aligned), 4),
         _row("GPT-L, step 200, 4 lost, MRO, each layer by what nodes held", 41, _with_least_transfer(first, large), 4),
         _row("GPT-L, step 200, 4 lost, our plan", 41, planned, 4),
-        _row("GPT-L, step 200, 4 lost, spread", 12, _placed(large, cyclic), 4),
-        *(_row(f"GPT-L, step 200, {n} lost, compact", 0, _placed(large, compact), n) for n in (1, 2, 4)),
-        *(_row(f"GPT-S, late, {n} lost, compact", 0, _placed(small, compact), n, "above") for n in (1, 2)),
+        _row("GPT-L, step 200, 4 lost, spread", 12, _placed(large, place_spread), 4),
+        *(_row(f"GPT-L, step 200, {n} lost, compact", 0, _placed(large, place_compact), n) for n in (1, 2, 4)),
+        *(_row(f"GPT-S, late, {n} lost, compact", 0, _placed(small, place_compact), n, "above") for n in (1, 2)),
     ]
     notes = (
         "Percent of all choices of lost nodes that leave a replica of every expert of every layer.  Inputs: 10 nodes",
@@ -74,20 +79,20 @@ def figure_8(loads: Loads) -> Reproduction:
 
 
 def _row(label: str, paper: float, held: numpy.ndarray, lost: int, bound: str = "", excluded: str = "") -> Row:
-    return Row(label, paper, 100 * survival(held, lost), "percent", bound, excluded)
+    return Row(label, paper, 100 * survival_probability(held, lost), "percent", bound, excluded)
 
 
 def _hottest(layers: Sequence[Sequence[int]], experts: int) -> list[list[int]]:
     """Returns the loads of each layer's ``experts`` hottest experts, in the order of the experts."""
     found = []
     for row in layers[:_LAYERS]:
-        kept = sorted(ascending(row)[-experts:])
+        kept = sorted(experts_by_load(row)[-experts:])
         found.append([row[expert] for expert in kept])
     return found
 
 
 def _placed(layers: Sequence[Sequence[int]], placement: Placement) -> numpy.ndarray:
-    return numpy.concatenate([holders(_table(row, placement), len(row)) for row in layers])
+    return numpy.concatenate([replicas_by_node(_table(row, placement), len(row)) for row in layers])
 
 
 def _table(loads: Sequence[int], placement: Placement) -> numpy.ndarray:
@@ -96,8 +101,8 @@ def _table(loads: Sequence[int], placement: Placement) -> numpy.ndarray:
 
 def aligned(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
     """Returns the paper's maximum rank overlap placement, if there are as many nodes as it needs."""
-    order = numpy.array(ascending(replicas))
-    return order[overlapped([replicas[expert] for expert in order], nodes, slots)]
+    order = numpy.array(experts_by_load(replicas))
+    return order[place_overlapping([replicas[expert] for expert in order], nodes, slots)]
 
 
 def _with_least_transfer(before: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> numpy.ndarray:

@@ -11,7 +11,7 @@ import torch
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
-from megatron.pretraining.elastic.guests import GuestsWait
+from megatron.pretraining.elastic.membership import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults

@@ -13,7 +13,7 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.config import Config
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.duties import Duties
-from megatron.pretraining.elastic.guests import Guests
+from megatron.pretraining.elastic.membership import Guests
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards

@@ -19,8 +19,7 @@ from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
 from moc.sharding.parallel_layout import ParallelLayout
-from moc.simulate.elastic import ElasticSettings
-from moc.simulate.lasting import Lasting
+from moc.simulate.elastic import ElasticSettings, Lasting
 
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 

@@ -8,14 +8,12 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.duties import Done, Duties, missed
-from megatron.pretraining.elastic.guests import Guests
-from megatron.pretraining.elastic.layer import elastic_layers
-from megatron.pretraining.elastic.members import is_settled, migrate, settle
-from megatron.pretraining.elastic.placing import NodesOfStages, Plans
+from megatron.pretraining.elastic.membership import Guests, is_settled, migrate, settle
+from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
-from megatron.pretraining.elastic.turns import ElasticTurns
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.owned import sharded_part

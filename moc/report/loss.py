@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moc.files.event_log import events_file, read_events
 from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
-from moc.simulate.recoveries import ByIteration
+from moc.simulate.profile import ByIteration
 
 EXTRA_FIELDS = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moc.simulate.recoveries import ByIteration, is_kill, recovered, stretches
+from moc.simulate.profile import ByIteration, is_kill, recovered, stretches
 
 Event = Mapping
 """Event of ``events.jsonl``; sequences of events are in file order, since clocks of nodes differ."""

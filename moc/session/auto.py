@@ -33,7 +33,7 @@ from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.lasting import Lasting
+from moc.simulate.elastic import Lasting
 from moc.simulate.live_costs import NAMES, Running, Saved, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within

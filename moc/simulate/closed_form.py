@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moc.simulate.errors import SimulationError
+from moc.simulate import SimulationError
 from moc.simulate.policy_costs import PolicyCosts
 
 

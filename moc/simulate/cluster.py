@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moc.simulate.errors import SimulationError
+from moc.simulate import SimulationError
 
 
 @dataclass(frozen=True)

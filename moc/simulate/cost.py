@@ -7,13 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.simulate.cluster import Cluster
-from moc.simulate.errors import SimulationError
-from moc.simulate.stages import split_stages
 from moc.state.operators import Operator
 
 _FORWARD_AND_BACKWARD = 6  # operations per parameter and token
+
+
 _ALL_TO_ALLS = 4  # dispatch and combine, forward and backward
+
+
 _UPDATE_BYTES = 34  # per parameter: gradient, master and moments read, the latter two and the weight written
 
 
@@ -157,3 +160,31 @@ def active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
     yield from (o.parameters for o in stage if o.kind not in ("expert", "embedding"))
     experts = {o.layer: o.parameters for o in stage if o.kind == "expert"}
     yield from (topk * parameters for parameters in experts.values())
+
+
+def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operator]]:
+    """Returns the operators of each stage: contiguous layers, split evenly, the embedding first, the output last.
+
+    If the layers do not divide evenly, the middle stages hold one more, since the first and the last also have
+    embedding and output.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
+    if layers < stages:
+        raise SimulationError(
+            f"{layers} layers cannot fill {stages} pipeline stages. Fix: take fewer stages",
+            code="stages-exceed-layers",
+        )
+    base, more = divmod(layers, stages)
+    first = (stages - more) // 2
+    counts = [base + (first <= stage < first + more) for stage in range(stages)]
+    of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    split: list[list[Operator]] = [[] for _ in range(stages)]
+    for operator in operators:
+        if operator.layer is not None:
+            split[of_layer[operator.layer]].append(operator)
+        else:
+            split[-1 if operator.kind == "output" else 0].append(operator)
+    return split

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
-from moc.simulate.errors import SimulationError
+from moc.simulate import SimulationError
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 """Pattern of a number in a trace."""

@@ -22,15 +22,15 @@ from moc.policy.plan import Load
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes, order_operators
 from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, longest
-from moc.simulate.errors import SimulationError
+from moc.simulate.cost import split_stages
 from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
 from moc.simulate.policy_costs import PolicyCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
-from moc.simulate.stages import split_stages
 from moc.state.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Operator
 

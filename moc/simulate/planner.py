@@ -9,8 +9,8 @@ from typing import Protocol
 
 from moc.policy import POLICIES as REGISTERED
 from moc.policy.pec_selection import PLT_LIMIT
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import expected_ettr, recovery_s
-from moc.simulate.errors import SimulationError
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
 from moc.simulate.policy_costs import PolicyCosts
 

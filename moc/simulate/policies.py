@@ -1,4 +1,4 @@
-"""Prices the policies in simulation, with sizes from their sharding rules and windows."""
+"""Computes the costs of policies on a cluster, with sizes from their sharding rules and windows."""
 
 from __future__ import annotations
 
@@ -8,28 +8,79 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from statistics import fmean
+from typing import Any
 
 from moc.policy import POLICIES as REGISTERED
 from moc.policy import RegisteredPolicy
-from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.costs import Machine, PolicySettings, Price, SnapshotSizes
 from moc.policy.expert_selection import CountsByLayer
-from moc.policy.pec_selection import DynamicK
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK
 from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes
 from moc.recovery.placement import place
 from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
 from moc.simulate.cluster import Cluster
 from moc.simulate.cost import Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
-from moc.simulate.errors import SimulationError
-from moc.simulate.members import Members, WholePipelines
-from moc.simulate.options import Options as Options
-from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic, at_risk
-from moc.simulate.program_recovery import RecoveryCosts, program_way
+from moc.simulate.policy_costs import (
+    NEVER,
+    Members,
+    PecStrategy,
+    PolicyCosts,
+    RecoveryCosts,
+    Strategy,
+    Traffic,
+    WholePipelines,
+    at_risk,
+    program_way,
+)
 from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
 from moc.state.operators import Operator
+
+_NAMED = ("k", "window")  # settings of policies that are fields of Options
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that a user can fix.
+
+    Attributes:
+        interval: iterations between checkpoints; None for the best, or the policy's own rule.
+        mtbf_s: MTBF that determines intervals.
+        k: experts of each layer in a partial checkpoint; None for one in eight.
+        dynamic: raise K when faults have used up its share of ``plt_limit``.
+        plt_limit: see ``moc.policy.pec_selection``.
+        window: W; None for Algorithm 1's.
+        replicas: copies in peers' memory.
+        persist_interval: iterations between checkpoints in storage; None for the shortest possible.
+        own: further settings of a policy.
+    """
+
+    interval: int | None = None
+    mtbf_s: float = 3600.0
+    k: int | None = None
+    dynamic: bool = True
+    plt_limit: float = PLT_LIMIT
+    window: int | None = None
+    replicas: int = 2
+    persist_interval: int | None = None
+    own: PolicySettings = field(default_factory=dict, hash=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The policy's own settings."""
+        fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
+        return fixed | dict(self.own)
+
+    def with_settings(self, settings: PolicySettings) -> Options:
+        """Returns a copy with other policy settings."""
+        named = {name: value for name, value in settings.items() if name in _NAMED}
+        others = {name: value for name, value in settings.items() if name not in _NAMED}
+        return dataclasses.replace(self, **named, own={**self.own, **others})
+
 
 _VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
 _B_WEIGHT = 1 / 3  # share of forward and backward that a frozen operator skips (MoEvement, sections 3.5 and 5.6)

@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from moc.policy.costs import SnapshotSizes
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.windows import order_operators
-from moc.sharding import SCHEMES, ParallelLayout, SaveItem, StateBytes, assign_items, cut_large_items, list_save_items
-from moc.simulate.stages import split_stages
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    SaveItem,
+    StateBytes,
+    assign_items,
+    cut_large_items,
+    list_save_items,
+)
+from moc.simulate.cost import split_stages
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from moc.output import print_json, print_lines, pyplot, replacing
-from moc.simulate.engine import SimulatedJob
+from moc.simulate.engine import Result, SimulatedJob
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PolicyChoice
 from moc.simulate.policies import Setup
-from moc.simulate.result import Result
 
 _COLUMNS = (
     "ettr overhead recovery_each_s longest_s failures replayed useful_s saving_s slower_s recovery_s idle_s wall_s "

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from moc.elastic.boxes import transfers
 from moc.elastic.plan import Plan
+from moc.elastic.transfers import plan_transfers
 from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import Every, policy_named
 from moc.policy.pec_tuner import PecLimits, choose_pec_settings
@@ -22,7 +22,7 @@ from moc.store.claims import Claim
 from moc.store.manifest import merge_reports
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from tests.unit.elastic.test_boxes import TENSORS
+from tests.unit.elastic.test_transfers import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
 from tests.unit.sharding.test_save_plan import StageReplicas, told, world
 from tests.unit.store.test_assemble import full, made, part
@@ -112,7 +112,7 @@ MISTAKES = {
     "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
     "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
-    "state-without-source": lambda: transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
+    "state-without-source": lambda: plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
     "storage-lacks-experts": without_everything_in_storage,
     "tensors-not-divisible": lambda: items(ParallelLayout(6, tp=3, expert_tp=1)),
     "tokens-not-counted": untold,

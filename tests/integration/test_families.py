@@ -18,11 +18,14 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH, described  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import FAMILIES, family_of  # noqa: E402
-from megatron.pretraining.convert.hugging_face.family import Family  # noqa: E402
-from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, recipe  # noqa: E402
+from megatron.pretraining.convert.hugging_face.family import (  # noqa: E402
+    FULL_WIDTH,
+    Family,
+    described,
+)
+from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import as_options, configured, recipe  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
 
 
 def parse_everywhere(text: object) -> str:
@@ -46,7 +46,7 @@ class ElasticFlags(FlagGroup):
         choices=("level", "even"),
     )
     elastic_domain: int = flag(
-        MOST_RANKS,
+        MAX_DOMAIN_RANKS,
         "Workers of a pipeline stage among which tokens are dispatched, at most: more are cut into domains with all "
         "experts each, and count tokens by themselves.",
         limits=">= 1",

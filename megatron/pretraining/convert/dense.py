@@ -17,30 +17,30 @@ from megatron.pretraining.convert.contents import (
     DTYPE_NAMES,
     FULL,
     MASTER,
+    Advance,
     ConvertedState,
     Facts,
     check_whole,
+    cut,
+    in_model_order,
     iteration_of,
+    read_region,
+    refuse_to_replace,
     whole_of,
+    whole_tensors,
+    write_regions,
 )
 from megatron.pretraining.convert.megatron_lm import OPTIMIZER_KEYS, optimizer_places, read_common, training_state
-from megatron.pretraining.convert.names import (
+from megatron.pretraining.convert.torch_dist import (
     StockPlace,
+    Weight,
+    WeightsReader,
     extra_states,
     stacks_layers,
     stock_places,
     unpartitioned_places,
+    write_weights,
 )
-from megatron.pretraining.convert.regions import (
-    Advance,
-    cut,
-    in_model_order,
-    read_region,
-    refuse_to_replace,
-    whole_tensors,
-    write_regions,
-)
-from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
 from moc.files.safe_directory import write_durably
 from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file
 from moc.inspect.coverage import PARAM, operator_or_other

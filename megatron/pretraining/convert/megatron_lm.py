@@ -24,7 +24,7 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
 from megatron.pretraining.convert.contents import MASTER, shape_by_operator  # noqa: E402
-from megatron.pretraining.convert.names import StockPlace  # noqa: E402
+from megatron.pretraining.convert.torch_dist import StockPlace  # noqa: E402
 from megatron.pretraining.entry.configuration import described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402

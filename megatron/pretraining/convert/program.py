@@ -183,7 +183,7 @@ def convert(args: argparse.Namespace) -> Path:
         CheckpointError: the checkpoint cannot be converted.
     """
     if is_hugging_face(args.source):
-        from megatron.pretraining.convert.hugging_face.imports import import_directory
+        from megatron.pretraining.convert.hugging_face.conversions import import_directory
 
         return import_directory(args)
     if args.to == HUGGING_FACE:
@@ -196,7 +196,7 @@ def convert(args: argparse.Namespace) -> Path:
 
 
 def _exported(args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.hugging_face.exports import export
+    from megatron.pretraining.convert.hugging_face.conversions import export
 
     if args.flags and _is_window(args):
         with _computed_again(args) as directory:
@@ -212,8 +212,7 @@ def _is_window(args: argparse.Namespace) -> bool:
 @contextlib.contextmanager
 def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     """Yields a temporary dense checkpoint of the state at the end of a window, by replay."""
-    from megatron.pretraining.convert.contents import iteration_of
-    from megatron.pretraining.convert.regions import refuse_to_replace
+    from megatron.pretraining.convert.contents import iteration_of, refuse_to_replace
     from megatron.pretraining.convert.window import compute_again, window_in
 
     one, root = is_checkpoint(args.source), args.source.resolve()

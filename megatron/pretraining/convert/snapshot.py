@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import FULL, ConvertedState, Facts, count_elements, iteration_of
-from megatron.pretraining.convert.regions import (
+from megatron.pretraining.convert.contents import (
+    FULL,
     Advance,
+    ConvertedState,
+    Facts,
+    count_elements,
     cut,
     in_model_order,
+    iteration_of,
     read_region,
     refuse_to_replace,
     whole_tensors,

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import MASTER, ConvertedState, Weights
+from megatron.pretraining.convert.contents import MASTER, Advance, ConvertedState, Weights
 from megatron.pretraining.convert.dense import DenseContents
-from megatron.pretraining.convert.regions import Advance
 from megatron.pretraining.convert.snapshot import refuse_stale, snapshot_contents
 from moc.inspect.checkpoint import SNAPSHOT, format_of
 

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.layer import ElasticExperts, ElasticLayer, elastic_layers
+from megatron.pretraining.elastic.moe_layer import ElasticExperts, ElasticLayer, elastic_layers
 from megatron.pretraining.engine.owned import parameters_and_masters
 
 Message = list[list[torch.Tensor]]

@@ -14,13 +14,13 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plans, PlansDiffer, fit, plans_for
+from megatron.pretraining.elastic.placement import Plans, PlansDiffer, fit, plans_for
 from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.flops import expert_share
-from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads
+from moc.elastic.transfers import count_new_replicas
 from moc.events import EventLog
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
@@ -86,7 +86,7 @@ def imbalance(plans: Plans, loads: Loads) -> float:
     most = mean = 0.0
     for plan in plans.values():
         for layer in plan.tables:
-            work = plan.work(layer, loads[layer])
+            work = plan.tokens_per_rank(layer, loads[layer])
             most, mean = most + float(work.max()), mean + float(work.mean())
     return most / mean if mean else 1.0
 
@@ -207,7 +207,7 @@ class Rebalancer(VoteParticipant):
         plans, found = wanted.plans, wanted.found
         taken = self._replicas.move_to(plans, wanted.flow)
         self._engine.state.describe()
-        experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
+        experts = sum(count_new_replicas(before[stage], plan) for stage, plan in plans.items())
         self._voted_at = time.perf_counter()  # excludes the move from the iteration time
         events.write(
             "rebalance",

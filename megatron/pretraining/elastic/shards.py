@@ -17,12 +17,12 @@ from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Nodes, PlansDiffer
-from megatron.pretraining.elastic.sending import Parts, as_bytes, send
+from megatron.pretraining.elastic.placement import Nodes, PlansDiffer
+from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
-from moc.elastic.boxes import Tensor, transfers
-from moc.elastic.shards import Cut, cut
+from moc.elastic.optimizer_shards import ShardAssignment, assign_blocks
+from moc.elastic.transfers import StateTensor, plan_transfers
 from moc.faults import reach
 from moc.runtime.collectives import gather, synchronize_group
 from moc.state.fragments import OwnedSlice
@@ -42,8 +42,8 @@ class Shards:
         self._config, self._optimizer = config, optimizer
         self._sizes = [block.numel for block in optimizer.blocks]
         self._arrived: dict[int, torch.Tensor] = {}
-        self.awaited: Cut | None = None
-        self.wanted: Cut | None = None
+        self.awaited: ShardAssignment | None = None
+        self.wanted: ShardAssignment | None = None
         self.begin(nodes)
 
     def begin(self, nodes: Nodes) -> None:
@@ -51,9 +51,9 @@ class Shards:
         self.take(self.cut_of(nodes))
         self.wanted = None
 
-    def cut_of(self, nodes: Nodes) -> Cut:
+    def cut_of(self, nodes: Nodes) -> ShardAssignment:
         """Returns the assignment for the workers of these nodes."""
-        return cut(self._sizes, *self.spread(nodes), self._config.elastic.elastic_min_replicas)
+        return assign_blocks(self._sizes, *self.spread(nodes), self._config.elastic.elastic_min_replicas)
 
     def spread(self, nodes: Nodes) -> tuple[tuple[int, ...], int]:
         """Returns node numbers, and data-parallel ranks of each; each rank counts as a node if nodes share models."""
@@ -62,12 +62,12 @@ class Shards:
             return tuple(range(len(nodes.members) * nodes.ranks // tensor)), 1
         return nodes.members, nodes.ranks // tensor
 
-    def take(self, cut: Cut) -> None:
+    def take(self, cut: ShardAssignment) -> None:
         """Puts another assignment in force without moving state: blocks that this worker keeps are unchanged."""
         self._optimizer.hold(cut.holders)
         self.cut, self.awaited, self._arrived = cut, None, {}
 
-    def move_to(self, cut: Cut) -> int:
+    def move_to(self, cut: ShardAssignment) -> int:
         """Moves state to another assignment, between two iterations; a collective call of each stage.
 
         Returns:
@@ -83,7 +83,7 @@ class Shards:
         self.wanted = None
         return taken
 
-    def land(self, cut: Cut) -> None:
+    def land(self, cut: ShardAssignment) -> None:
         """Takes over arrived state, once it is known that all workers have received their parts.
 
         Args:
@@ -95,14 +95,14 @@ class Shards:
             if number in arrived:
                 self._unpack(owned, arrived[number])
 
-    def _exchanged(self, after: Cut) -> dict[int, torch.Tensor]:
+    def _exchanged(self, after: ShardAssignment) -> dict[int, torch.Tensor]:
         """Exchanges the state that an assignment needs; returns arrived state by block."""
         before, rank = self.cut.holders, dist.get_rank(self._group)
         tensors = [
-            Tensor(str(number), "", "", Region((0,), (self._nbytes(size),)), 1)
+            StateTensor(str(number), "", "", Region((0,), (self._nbytes(size),)), 1)
             for number, size in enumerate(self._sizes)
         ]
-        found = transfers(
+        found = plan_transfers(
             tensors,
             {str(number): holders for number, holders in enumerate(before)},
             {str(number): holders for number, holders in enumerate(after.holders)},
@@ -171,7 +171,9 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     mine = [cut.digest if cut is not None and trained else None for cut in (shards.cut, shards.awaited)]
     told = [Told(tuple(where), *rest) for where, *rest in gather((place, trained, *mine))]
     known, beside = _shared(told, shards), [one for one in told if one.place == place]
-    as_now = partial(Cut.among, members=shards.spread(nodes)[0], holds=[one.trained for one in beside])
+    as_now = partial(
+        ShardAssignment.restricted_to, members=shards.spread(nodes)[0], has_state=[one.trained for one in beside]
+    )
     in_force = {as_now(known[one.cut]) for one in beside if one.cut}
     landing = in_force & {as_now(known[one.awaited]) for one in beside if one.awaited}
     possible = landing or in_force or {as_now(shards.cut)}
@@ -183,10 +185,10 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     now, wanted = possible.pop(), shards.cut_of(nodes)
     if shards.awaited is not None and trained and as_now(shards.awaited) == now:
         shards.land(now)
-    elif not now.missing:
+    elif not now.lost_blocks:
         shards.take(now)
     shards.wanted = None if now == wanted else wanted
-    return not any(gather(bool(now.missing)))
+    return not any(gather(bool(now.lost_blocks)))
 
 
 class Told(NamedTuple):
@@ -205,7 +207,7 @@ class Told(NamedTuple):
     awaited: str | None
 
 
-def _shared(told: Sequence[Told], shards: Shards) -> dict[str, Cut]:
+def _shared(told: Sequence[Told], shards: Shards) -> dict[str, ShardAssignment]:
     """Returns all assignments by digest, each from the first worker that has it; a collective call."""
     first: dict[str | None, int] = {}
     for rank, one in enumerate(told):
@@ -213,4 +215,4 @@ def _shared(told: Sequence[Told], shards: Shards) -> dict[str, Cut]:
         first.setdefault(one.awaited, rank)
     mine = {cut.digest: cut for cut in (shards.cut, shards.awaited) if cut is not None}
     shared = {key: cut.to_json() for key, cut in mine.items() if first.get(key) == dist.get_rank()}
-    return {key: Cut.from_json(one) for part in gather(shared) for key, one in part.items()}
+    return {key: ShardAssignment.from_json(one) for part in gather(shared) for key, one in part.items()}

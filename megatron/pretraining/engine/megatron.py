@@ -15,7 +15,7 @@ from megatron.pretraining.checkpoint import contents, repeats
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
+from megatron.pretraining.elastic.placement import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.optimizer import EXACT
 from megatron.pretraining.engine.owned import AdamGroup

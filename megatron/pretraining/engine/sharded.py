@@ -2,8 +2,8 @@
 
 megatron-core's ``DistributedOptimizer`` divides its buffers by the number of data-parallel ranks at construction, and
 stores each part once.  Here gradients are all-reduced.  A rank has master weights and moments only of the blocks that
-it holds (:mod:`moc.elastic.shards`), and updates only these; all holders of a block compute the same bits.  The owner
-of a block then sends its weights to the others.
+it holds (:mod:`moc.elastic.optimizer_shards`), and updates only these; all holders of a block compute the same bits.
+The owner of a block then sends its weights to the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
-from moc.elastic.shards import Block, Holders, blocks_of
+from moc.elastic.optimizer_shards import Block, Holders, cut_into_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class ShardedOptimizer(FragmentedOptimizer):
         of_group = {main: number for number, one in enumerate(self.param_groups) for main in one["params"]}
         self._group_of = {parameter: of_group[main] for parameter, main in masters}
         self._parameters = [parameter for parameter, _ in masters]
-        self.blocks: tuple[Block, ...] = blocks_of([parameter.numel() for parameter in self._parameters])
+        self.blocks: tuple[Block, ...] = cut_into_blocks([parameter.numel() for parameter in self._parameters])
         self.held: dict[int, Shard] = {}
         self._holders: Holders = ()
         self.optimizer.state.clear()

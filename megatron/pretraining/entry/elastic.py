@@ -20,11 +20,10 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.elastic_together import check_elastic
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.elastic.domains import build_domains
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
-from megatron.pretraining.elastic.layer import ElasticLayer, elastic_layers
-from megatron.pretraining.elastic.placing import Plans, adopt
+from megatron.pretraining.elastic.moe_layer import ElasticLayer, elastic_layers
+from megatron.pretraining.elastic.placement import Plans, adopt, build_domains
 from megatron.pretraining.engine.optimizer import shard_by_blocks
 from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values, replaced
 from megatron.pretraining.logging.records import perplexity_of

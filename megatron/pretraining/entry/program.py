@@ -21,7 +21,7 @@ from megatron.training import get_tokenizer, initialize_megatron, training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
 from megatron.pretraining.duties import due
-from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
+from megatron.pretraining.elastic.placement import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
 from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.pec_selection import PLT_LIMIT
 from moc.sharding import ParallelLayout
@@ -18,15 +18,12 @@ from moc.simulate import tables
 from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
 from moc.simulate.cost import Timing, Work, estimate, measured_timing
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.engine import SimulatedJob, simulate
+from moc.simulate.engine import Result, SimulatedJob, mean_of, simulate
 from moc.simulate.failures import Faults, read_trace
-from moc.simulate.members import Members
 from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
-from moc.simulate.profile import read_profile
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import fitted
-from moc.simulate.result import Result, mean_of
+from moc.simulate.policy_costs import Members, RecoveryCosts
+from moc.simulate.profile import fitted, read_profile
 
 EPILOG = """\
 All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
@@ -202,9 +199,9 @@ def _member_flags(group) -> None:
     group.add_argument(
         "--elastic-domain",
         type=int,
-        default=MOST_RANKS,
+        default=MAX_DOMAIN_RANKS,
         metavar="N",
-        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MOST_RANKS})",
+        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MAX_DOMAIN_RANKS})",
     )
     group.add_argument(
         "--elastic-regroup",

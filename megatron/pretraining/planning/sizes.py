@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron.pretraining.planning.model import config_of, operators_of, refused
 from megatron.pretraining.presets import PRESETS
 from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import sequential_experts
-from moc.policy.pec_tuner import PecLimits, candidate_expert_counts, choose_pec_settings
+from moc.policy.pec_tuner import PecChoice, PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings
 from moc.sharding import (
     RULES,
     SCHEMES,
@@ -29,11 +30,13 @@ from moc.sharding import (
     list_save_items,
     pec_leaves_ranks_unequal,
 )
-from moc.simulate.k_choice import add_flags, explained, measured
+from moc.simulate import SimulationError
+from moc.simulate.tables import sentences
 from moc.state.operators import Operator
 
 CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
 """Workers and expert parallelism of MoC's Table 2."""
+
 
 EPILOG = """\
 All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
@@ -338,3 +341,67 @@ def _aligned(lines: list[list[str]]) -> list[str]:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f}"
+
+
+_MEASURED = {
+    "forward_backward_s": "seconds of forward and backward of an iteration",
+    "iteration_s": "seconds of an iteration",
+    "snapshot_gbs": "GB/s from a rank's device to host memory",
+    "persist_gbs": "GB/s that a rank gets to storage when all write",
+    "restart_s": "seconds from a fault until training goes on",
+    "mtbf_hours": "hours from one fault to the next, in the mean",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--explain-k`` and the flags that it needs."""
+    group = parser.add_argument_group("--explain-k: how many experts, and how often (MoC, sections 5.3 and 6.2.5)")
+    group.add_argument("--explain-k", action="store_true", help="choose from what was measured, sharded by EE+AN")
+    for name, text in _MEASURED.items():
+        group.add_argument(_flag(name), type=float, metavar="X", help=text)
+    group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")
+
+
+def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> PecMeasurements:
+    """Returns the measurements given by the flags, for bytes of the busiest rank by K.
+
+    Raises:
+        ValueError: a flag is missing or invalid.
+    """
+    missing = [_flag(name) for name in _MEASURED if getattr(args, name) is None]
+    if missing:
+        raise SimulationError(
+            f"--explain-k needs {', '.join(missing)} too. Fix: add what was measured",
+            code="flag-needs-another",
+        )
+    if not busiest:
+        raise SimulationError(
+            "--explain-k chooses numbers of experts. Fix: take a model that has some",
+            code="model-without-experts",
+        )
+    if not args.mtbf_hours > 0:
+        raise SimulationError(
+            f"--mtbf-hours cannot be {args.mtbf_hours}. Fix: give a number above 0",
+            code="value-out-of-range",
+        )
+    return PecMeasurements(
+        busiest_rank_bytes=busiest,
+        forward_backward_s=args.forward_backward_s,
+        iteration_s=args.iteration_s,
+        snapshot_bandwidth=1e9 * args.snapshot_gbs,
+        persist_bandwidth=1e9 * args.persist_gbs,
+        restart_s=args.restart_s,
+        faults_per_iteration=args.iteration_s / (3600 * args.mtbf_hours),
+    )
+
+
+def explained(choice: PecChoice) -> list[str]:
+    """Returns the choice, as lines."""
+    return [
+        f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",
+        *sentences(choice.reason),
+    ]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

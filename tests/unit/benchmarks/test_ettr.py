@@ -7,8 +7,7 @@ import pytest
 from benchmarks import simulator_vs_real
 from benchmarks.ettr.predict import Way, expected, halves, predicted, saving_of
 from moc.runtime.fault_injection import parse_faults
-from moc.simulate.profile import profile_of
-from moc.simulate.recoveries import fitted
+from moc.simulate.profile import fitted, profile_of
 
 PLAIN_S, SAVING_S, RESTART_S = 0.1, 0.125, 0.75
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.pretraining.convert.regions import cut, write_regions
+from megatron.pretraining.convert.contents import cut, write_regions
 from megatron.pretraining.convert.snapshot import write_snapshot
 from moc.inspect import summary
 from moc.inspect import verify as tool

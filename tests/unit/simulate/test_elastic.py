@@ -7,9 +7,8 @@ import pytest
 from moc.simulate.elastic import ElasticCosts, ElasticMembers, ElasticSettings, stretched
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import Members, PolicyCosts
 from tests.unit.simulate.setups import small_setup
 
 EQUAL = (10**6,) * 4

@@ -13,9 +13,8 @@ from moc.simulate.closed_form import expected_ettr
 from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, _Run, simulate
 from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members, WholePipelines
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts, Strategy
+from moc.simulate.policy_costs import Members, PolicyCosts, Strategy, WholePipelines
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 

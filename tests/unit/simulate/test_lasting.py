@@ -6,8 +6,7 @@ from math import prod
 import pytest
 
 from moc.runtime.seating import Candidate, assign_seats, partial_model_nodes, ready_copies
-from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.lasting import AT_ONCE, Lasting, survival
+from moc.simulate.elastic import AT_ONCE, REGROUP_S, ElasticSettings, Lasting, survival
 from moc.simulate.live_costs import Running, Saved
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
 

@@ -10,9 +10,8 @@ import pytest
 from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members, WholePipelines
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import Loss, PolicyCosts
+from moc.simulate.policy_costs import Loss, Members, PolicyCosts, WholePipelines
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 

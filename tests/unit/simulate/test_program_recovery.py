@@ -11,8 +11,7 @@ from moc.recovery.placement import place, survival
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import Loss, PolicyCosts
-from moc.simulate.program_recovery import RecoveryCosts, program_way
+from moc.simulate.policy_costs import Loss, PolicyCosts, RecoveryCosts, program_way
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
-from megatron.pretraining.convert.hugging_face.family import Config
+from megatron.pretraining.convert.hugging_face.family import LLAMA_LIKE, Config, Described
 from moc.inspect.coverage import MAX_OPERATORS
 from moc.store.errors import CheckpointError
 

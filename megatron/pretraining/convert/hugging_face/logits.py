@@ -62,8 +62,8 @@ def compare_logits(asked: Asked) -> str:
                    dtype=asked.dtype, model=dict(asked.model), tokens=str(root / "tokens.npy"),
                    into=str(root / "ours.npy"))  # fmt: skip
         (root / "asked.json").write_text(json.dumps(ask), encoding="utf-8")
-        _run("ours", str(root / "asked.json"))
-        _run("reference", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
+        _run("megatron_logits", str(root / "asked.json"))
+        _run("transformers_logits", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
         ours, theirs = (numpy.load(root / f"{name}.npy") for name in ("ours", "theirs"))
     return _judged(ours, theirs)
 
@@ -91,7 +91,7 @@ def _run(module: str, *arguments: str) -> None:
     )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        whose = "our model" if module == "ours" else "transformers"
+        whose = "our model" if module == "megatron_logits" else "transformers"
         raise CheckpointError(
             f"the logits of {whose} could not be computed: {lines[-1]}. Fix: install the packages that the line "
             "names, or drop --check-logits",

@@ -27,10 +27,13 @@ from megatron.pretraining.convert.hugging_face.directory import Description, wri
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
-from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
-from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, first_state  # noqa: E402
-from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
+from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import as_options, configured, first_state  # noqa: E402
+from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
+    Exported,
+    Imported,
+    name_map,
+)
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.convert import program
-from megatron.pretraining.convert.contents import whole_of
+from megatron.pretraining.convert.contents import cut, whole_of
 from megatron.pretraining.convert.dense import DenseContents, write_dense
-from megatron.pretraining.convert.regions import cut
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
 from moc.store.shard_file import TensorBox

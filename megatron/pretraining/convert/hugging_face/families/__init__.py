@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from megatron.pretraining.convert.hugging_face.described import described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model, described
 from moc.errors import cause_of
 from moc.store.errors import CheckpointError
 

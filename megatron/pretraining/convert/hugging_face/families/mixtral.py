@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import (
+from megatron.pretraining.convert.hugging_face.family import (
     SOFTMAX,
+    Config,
+    Family,
+    Model,
     check,
     check_all_layers_have_experts,
     described,
 )
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 
 _NAME, _ARCHITECTURE, _EXPERTS = "mixtral", "MixtralForCausalLM", "num_local_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import (
+from megatron.pretraining.convert.hugging_face.family import (
     FULL_WIDTH,
     SOFTMAX,
+    Config,
+    Family,
+    Model,
     check,
     check_all_layers_have_experts,
     described,
 )
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "olmoe", "OlmoeForCausalLM", "num_experts"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import SOFTMAX, Config, Family, Model, check, described
 
 _NAME, _ARCHITECTURE, _EXPERTS = "qwen3_moe", "Qwen3MoeForCausalLM", "num_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(

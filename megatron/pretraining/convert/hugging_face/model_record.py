@@ -14,7 +14,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # no
 from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.contents import shape_by_operator  # noqa: E402
-from megatron.pretraining.convert.hugging_face.described import Described, described  # noqa: E402
+from megatron.pretraining.convert.hugging_face.family import Described, described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402

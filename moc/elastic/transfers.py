@@ -15,28 +15,28 @@ from moc.elastic.plan import Plan
 from moc.errors import UserError
 from moc.state.region import Region
 
-PIECE = 64 << 20
+MAX_CHUNK_BYTES = 64 << 20
 """Maximum bytes of a chunk; limits staging memory, and the length of a transfer that a loss interrupts."""
 
-PARTS = 16
+MIN_CHUNKS = 16
 """Minimum number of chunks of the largest expert: several ranks receive parts of it, and forward them."""
 
 
 @dataclass(frozen=True)
-class Tensor:
+class StateTensor:
     """One state tensor of an operator, or a chunk of it.
 
     Attributes:
         operator: name of the operator, such as ``layers.N.expert.E``.
         name: name in the unpartitioned model.
-        slot: optimizer-state key: ``master``, ``exp_avg``, ...
+        state_key: optimizer-state key: ``master``, ``exp_avg``, ...
         region: chunk bounds that the holders have.
         itemsize: bytes of an element.
     """
 
     operator: str
     name: str
-    slot: str
+    state_key: str
     region: Region
     itemsize: int
 
@@ -57,11 +57,11 @@ class Transfer:
     round: int
     source: int
     target: int
-    piece: Tensor
+    chunk: StateTensor
 
 
 _SWEEPS = 4  # further sweeps change little
-_Delivery = tuple[int, Tensor]  # target and chunk
+_Delivery = tuple[int, StateTensor]  # target and chunk
 
 
 class NoSourceError(UserError, ValueError):
@@ -70,11 +70,11 @@ class NoSourceError(UserError, ValueError):
     code = "state-without-source"
 
 
-def transfers(
-    tensors: Iterable[Tensor],
+def plan_transfers(
+    tensors: Iterable[StateTensor],
     before: Mapping[str, Collection[int]],
     after: Mapping[str, Collection[int]],
-    most: int = PIECE,
+    max_bytes: int = MAX_CHUNK_BYTES,
 ) -> list[Transfer]:
     """Returns the transfers that bring each operator to its new holders.
 
@@ -86,7 +86,7 @@ def transfers(
         tensors: state of all operators to consider.
         before: current holders by operator.
         after: future holders by operator.
-        most: maximum bytes of a chunk.
+        max_bytes: maximum bytes of a chunk.
 
     Returns:
         The same on every rank, sorted by round; senders and receivers may post the transfers of a round in this order.
@@ -94,35 +94,35 @@ def transfers(
     Raises:
         NoSourceError: an operator is needed, but held by no rank.
     """
-    whole: dict[str, list[Tensor]] = {}
+    tensors_of: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        whole.setdefault(tensor.operator, []).append(tensor)
-    needed = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in whole}
-    moved = [operator for operator in whole if needed[operator]]
-    if lost := [operator for operator in moved if not before.get(operator)]:
+        tensors_of.setdefault(tensor.operator, []).append(tensor)
+    receivers = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in tensors_of}
+    moved_operators = [operator for operator in tensors_of if receivers[operator]]
+    if lost_operators := [operator for operator in moved_operators if not before.get(operator)]:
+        others = f" and {len(lost_operators) - 1} more operators" if len(lost_operators) > 1 else ""
         raise NoSourceError(
-            f"no rank holds {lost[0]}{f' and {len(lost) - 1} more operators' if lost[1:] else ''}. Fix: load a "
-            "checkpoint",
+            f"no rank holds {lost_operators[0]}{others}. Fix: load a checkpoint",
         )
     cut = functools.cache(lambda region, count: [*region.cut(count)])  # cached, since most tensors have equal shapes
-    groups: list[_Group] = []
-    for one in moved:
-        pieces = [
-            Tensor(one, tensor.name, tensor.slot, region, tensor.itemsize)
-            for tensor in whole[one]
-            for region in cut(tensor.region, max(1, most // tensor.itemsize))
+    groups: list[_DeliveryGroup] = []
+    for operator_name in moved_operators:
+        chunks = [
+            StateTensor(operator_name, tensor.name, tensor.state_key, region, tensor.itemsize)
+            for tensor in tensors_of[operator_name]
+            for region in cut(tensor.region, max(1, max_bytes // tensor.itemsize))
         ]
-        groups += _groups(sorted(before[one]), needed[one], pieces)
-    result = [
+        groups += _delivery_groups(sorted(before[operator_name]), receivers[operator_name], chunks)
+    planned = [
         Transfer(group.round, source, target, piece)
-        for group, sources in zip(groups, _sources(groups, _shares(groups)), strict=True)
+        for group, sources in zip(groups, _assign_sources(groups, _bytes_by_source(groups)), strict=True)
         for (target, piece), source in zip(group.deliveries, sources, strict=True)
     ]
-    return sorted(result, key=lambda transfer: transfer.round)
+    return sorted(planned, key=lambda transfer: transfer.round)
 
 
 @dataclass(frozen=True)
-class _Group:
+class _DeliveryGroup:
     """Deliveries with the same possible sources."""
 
     round: int
@@ -134,70 +134,70 @@ class _Group:
         return sum(piece.nbytes for _, piece in self.deliveries)
 
 
-def _groups(sources: list[int], targets: list[int], pieces: list[Tensor]) -> Iterator[_Group]:
+def _delivery_groups(sources: list[int], targets: list[int], chunks: list[StateTensor]) -> Iterator[_DeliveryGroup]:
     """Yields the deliveries of one operator: each chunk to one target, then to the other targets."""
-    dealt = {target: pieces[place :: len(targets)] for place, target in enumerate(targets)}
-    yield _Group(0, sources, [(target, piece) for target, mine in dealt.items() for piece in mine])
-    for holder, mine in dealt.items():
-        deliveries = [(target, piece) for target in targets if target != holder for piece in mine]
+    chunks_of_target = {target: chunks[place :: len(targets)] for place, target in enumerate(targets)}
+    yield _DeliveryGroup(0, sources, [(target, piece) for target, mine in chunks_of_target.items() for piece in mine])
+    for forwarder, mine in chunks_of_target.items():
+        deliveries = [(target, piece) for target in targets if target != forwarder for piece in mine]
         if deliveries:
-            yield _Group(1, [*sources, holder], deliveries)
+            yield _DeliveryGroup(1, [*sources, forwarder], deliveries)
 
 
-def _shares(groups: Sequence[_Group]) -> list[list[int]]:
+def _bytes_by_source(groups: Sequence[_DeliveryGroup]) -> list[list[int]]:
     """Returns the bytes that each source of each group sends; the least loaded sources are filled first.
 
     Each step redistributes one group among its sources, given their loads from the other groups. This lowers the sum of
     squares, and so leads to the most even shares.
     """
-    loads = [0] * _ranks(groups)
+    loads = [0] * _num_ranks(groups)
     shares = [[0] * len(group.sources) for group in groups]
     order = sorted(range(len(groups)), key=lambda number: len(groups[number].sources))
     for _ in range(_SWEEPS):
-        changed = False
+        has_changed = False
         for number in order:
-            group, before = groups[number], shares[number]
-            for source, share in zip(group.sources, before, strict=True):
+            group, old_shares = groups[number], shares[number]
+            for source, share in zip(group.sources, old_shares, strict=True):
                 loads[source] -= share
-            now = levelled([loads[source] for source in group.sources], group.nbytes)
-            for source, share in zip(group.sources, now, strict=True):
+            new_shares = water_fill_few([loads[source] for source in group.sources], group.nbytes)
+            for source, share in zip(group.sources, new_shares, strict=True):
                 loads[source] += share
-            shares[number], changed = now, changed or now != before
-        if not changed:
+            shares[number], has_changed = new_shares, has_changed or new_shares != old_shares
+        if not has_changed:
             break
     return shares
 
 
-def levelled(loads: Sequence[int], amount: int) -> list[int]:
-    """Returns the result of :func:`moc.elastic.dispatch.filled_up`; faster for few loads."""
+def water_fill_few(loads: Sequence[int], amount: int) -> list[int]:
+    """Returns the result of :func:`moc.elastic.dispatch.water_fill`; faster for few loads."""
     order = sorted(range(len(loads)), key=loads.__getitem__)
     count = total = 0
-    for place in order:
-        if loads[place] * count - total > amount:
+    for index in order:
+        if loads[index] * count - total > amount:
             break
-        count, total = count + 1, total + loads[place]
-    height, more = divmod(amount + total, count)
+        count, total = count + 1, total + loads[index]
+    height, remainder = divmod(amount + total, count)
     result = [0] * len(loads)
-    for number, place in enumerate(order[:count]):
-        result[place] = height - loads[place] + (number < more)
+    for number, index in enumerate(order[:count]):
+        result[index] = height - loads[index] + (number < remainder)
     return result
 
 
-def _sources(groups: Sequence[_Group], shares: Sequence[list[int]]) -> Iterator[list[int]]:
+def _assign_sources(groups: Sequence[_DeliveryGroup], shares: Sequence[list[int]]) -> Iterator[list[int]]:
     """Yields the sources of the deliveries of each group: always the one furthest behind its share."""
-    behind = [0] * _ranks(groups)
+    unsent = [0] * _num_ranks(groups)
     for group, share in zip(groups, shares, strict=True):
         for source, nbytes in zip(group.sources, share, strict=True):
-            behind[source] += nbytes
+            unsent[source] += nbytes
         chosen = []
         for _, piece in group.deliveries:
-            source = max(group.sources, key=behind.__getitem__)
-            behind[source] -= piece.nbytes
+            source = max(group.sources, key=unsent.__getitem__)
+            unsent[source] -= piece.nbytes
             chosen.append(source)
         yield chosen
 
 
-def _ranks(groups: Sequence[_Group]) -> int:
+def _num_ranks(groups: Sequence[_DeliveryGroup]) -> int:
     return 1 + max((max(group.sources) for group in groups), default=0)
 
 
@@ -206,7 +206,7 @@ def expert_operator(layer: int, expert: int) -> str:
     return f"layers.{layer}.expert.{expert}"
 
 
-def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
+def expert_holders(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns the ranks that hold each expert, by operator name."""
     return {
         expert_operator(layer, expert): plan.holders(layer, expert)
@@ -214,46 +214,31 @@ def experts_held(plan: Plan) -> dict[str, tuple[int, ...]]:
     }
 
 
-def copies(before: Plan, after: Plan) -> int:
+def count_new_replicas(before: Plan, after: Plan) -> int:
     """Returns the number of replicas that ranks hold by ``after`` but not by ``before``, with the same ranks."""
-    return sum(int((after.held(layer) > before.held(layer)).sum()) for layer in after.tables)
+    return sum(int((after.replica_matrix(layer) > before.replica_matrix(layer)).sum()) for layer in after.tables)
 
 
-def expert_transfers(
+def plan_expert_transfers(
     before: Mapping[str, Collection[int]], after: Plan, nbytes: Mapping[int, int]
 ) -> dict[int, list[Transfer]]:
     """Returns the transfers that bring experts to their holders by a plan, balanced over all layers.
 
     Args:
-        before: ranks that hold each expert now, in the form of :func:`experts_held`.
+        before: ranks that hold each expert now, in the form of :func:`expert_holders`.
         after: the plan.
         nbytes: by layer, bytes of the state of one expert, which is one range of bytes.
 
     Returns:
-        Transfers by layer, in the form of :func:`transfers`; layers can be moved one by one.
+        Transfers by layer, in the form of :func:`plan_transfers`; layers can be moved one by one.
 
     Raises:
         NoSourceError: an expert is needed, but held by no rank.
     """
     layer_of = {expert_operator(layer, expert): layer for layer in nbytes for expert in range(after.experts)}
-    tensors = [Tensor(name, "", "", Region((0,), (nbytes[layer],)), 1) for name, layer in layer_of.items()]
-    most = min(PIECE, max(1, -(-max(nbytes.values(), default=1) // PARTS)))
-    found: dict[int, list[Transfer]] = {layer: [] for layer in nbytes}
-    for one in transfers(tensors, before, experts_held(after), most):
-        found[layer_of[one.piece.operator]].append(one)
-    return found
-
-
-def experts_left(previous: Plan, members: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of ``members`` that hold each expert by the previous plan; none if it is lost."""
-    number = {member: index for index, member in enumerate(members)}
-    now = {
-        index * previous.ranks + local: number[member] * previous.ranks + local
-        for index, member in enumerate(previous.members)
-        if member in number
-        for local in range(previous.ranks)
-    }
-    return {
-        operator: tuple(sorted(now[rank] for rank in ranks if rank in now))
-        for operator, ranks in experts_held(previous).items()
-    }
+    tensors = [StateTensor(name, "", "", Region((0,), (nbytes[layer],)), 1) for name, layer in layer_of.items()]
+    max_bytes = min(MAX_CHUNK_BYTES, max(1, -(-max(nbytes.values(), default=1) // MIN_CHUNKS)))
+    transfers_of_layer: dict[int, list[Transfer]] = {layer: [] for layer in nbytes}
+    for transfer in plan_transfers(tensors, before, expert_holders(after), max_bytes):
+        transfers_of_layer[layer_of[transfer.chunk.operator]].append(transfer)
+    return transfers_of_layer

@@ -3,6 +3,9 @@
 Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
 experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
 After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
+
+Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
+iteration is discarded.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.elastic.placing import (
+from megatron.pretraining.elastic.placement import (
     NodesOfStages,
     Plans,
     PlansDiffer,
@@ -30,11 +33,14 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.shards import Shards
 from megatron.pretraining.elastic.shards import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
-from moc.elastic.boxes import copies
 from moc.elastic.plan import Loads, Plan
+from moc.elastic.transfers import count_new_replicas
+from moc.faults import reach
 from moc.runtime.collectives import gather
+from moc.runtime.device import synchronize_and_check
 from moc.runtime.environment import min_nodes
-from moc.session.engine import Listener
+from moc.runtime.job import World
+from moc.session.engine import Listener, VoteParticipant
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
 
@@ -139,7 +145,7 @@ def _members_differ(known: Mapping[str, Plan], one: Told, nodes: NodesOfStages) 
 
 def _lost(plans: Plans) -> str:
     """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
-    lost = [one for plan in plans.values() for one in plan.missing(plan.members)]
+    lost = [one for plan in plans.values() for one in plan.lost_experts(plan.members)]
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
 
@@ -183,7 +189,7 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
         if replicas.wanted is not None:
             taken += replicas.move_to(wanted)
         engine.state.describe()
-    copied = sum(copies(before[stage], plan) for stage, plan in wanted.items())
+    copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
     count = len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
     log.events.write(
@@ -218,7 +224,7 @@ def _unchanged(plan: Plan) -> Plan:
 
 
 def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
-    return lambda plan: plan.among(members, trained)
+    return lambda plan: plan.restricted_to(members, trained)
 
 
 def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
@@ -234,3 +240,34 @@ def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[d
     plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
     shared = gather((plans, dict(loads) if rank == trained else {}))
     return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
+
+
+class GuestsWait(Exception):
+    """Exit from the generation, on all workers after the same iteration, to admit joining nodes."""
+
+
+class Guests(VoteParticipant):
+    """Agreement on the iteration after which all workers leave, for one generation."""
+
+    def __init__(self, world: World):
+        self._world, self._wait = world, False
+
+    def ballot(self) -> dict[str, float]:
+        """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
+        return {"guests": float(self._world.job.has_scale_up_notice)}
+
+    def on_vote(self, tally: Mapping[str, float]) -> None:
+        """Makes all workers leave after this iteration if any was notified."""
+        self._wait = tally["guests"] > 0
+
+    def meet(self) -> None:
+        """Leaves the generation between two iterations, if the commit all-reduce decided so.
+
+        Raises:
+            GuestsWait: on all workers; the device has completed its enqueued work.
+            Aborted: another worker was lost meanwhile.
+        """
+        if self._wait:
+            synchronize_and_check(self._world.device)
+            reach("parting")
+            raise GuestsWait

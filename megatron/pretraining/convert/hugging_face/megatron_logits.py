@@ -1,4 +1,4 @@
-"""Computes this program's logits of a checkpoint, as a separate program like :mod:`reference`."""
+"""Computes this program's logits of a checkpoint, as a separate program like :mod:`transformers_logits`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  # not in __all__
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import configured  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import configured  # noqa: E402
 from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.entry.offline import kept_environment  # noqa: E402
 from megatron.pretraining.entry.stock import bare_chunks  # noqa: E402

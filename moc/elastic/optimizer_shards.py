@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from moc.elastic.errors import ElasticError
+from moc.elastic import ElasticError
 
-_PARTS, _LEAST, _MOST = 1024, 1 << 10, 1 << 20
+_MIN_BLOCKS, _MIN_ELEMENTS, _MAX_ELEMENTS = 1024, 1 << 10, 1 << 20
 
 Holders = tuple[tuple[int, ...], ...]
 """By block, the ranks that hold it, the owner first."""
@@ -45,22 +45,22 @@ class Block(NamedTuple):
         return self.stop - self.start
 
 
-def blocks_of(sizes: Sequence[int]) -> tuple[Block, ...]:
+def cut_into_blocks(sizes: Sequence[int]) -> tuple[Block, ...]:
     """Returns the blocks of tensors with these numbers of elements, in order.
 
     A block has at most 1/1024 of all elements, so that shards are balanced for some hundred ranks. But it has at least
     1024 elements, except at the end of a tensor, and at most 2**20.
     """
-    most = min(max(_LEAST, -(-sum(sizes) // _PARTS)), _MOST)
+    max_elements = min(max(_MIN_ELEMENTS, -(-sum(sizes) // _MIN_BLOCKS)), _MAX_ELEMENTS)
     return tuple(
-        Block(tensor, start, min(start + most, size))
+        Block(tensor, start, min(start + max_elements, size))
         for tensor, size in enumerate(sizes)
-        for start in range(0, size, most)
+        for start in range(0, size, max_elements)
     )
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardAssignment:
     """Assignment of all blocks to ranks.
 
     Attributes:
@@ -73,30 +73,32 @@ class Cut:
     ranks: int
     holders: Holders
 
-    def among(self, members: Sequence[int], holds: Sequence[bool]) -> Cut:
+    def restricted_to(self, members: Sequence[int], has_state: Sequence[bool]) -> ShardAssignment:
         """Returns this assignment for other members, before any transfer: a shadow replaces a lost owner.
 
         Args:
             members: active nodes.
-            holds: for each of their ranks, whether it still has its blocks of this assignment; otherwise it has none.
+            has_state: for each of their ranks, whether it still has its blocks of this assignment (otherwise none).
         """
-        number = {member: place for place, member in enumerate(members)}
-        now: dict[int, int] = {}
-        for place, member in enumerate(self.members):
-            for local in range(self.ranks) if member in number else ():
-                rank = number[member] * self.ranks + local
-                if holds[rank]:
-                    now[place * self.ranks + local] = rank
-        return Cut(
-            tuple(members), self.ranks, tuple(tuple(now[rank] for rank in of if rank in now) for of in self.holders)
+        index_of = {member: place for place, member in enumerate(members)}
+        new_rank: dict[int, int] = {}
+        for index, member in enumerate(self.members):
+            for local in range(self.ranks) if member in index_of else ():
+                rank = index_of[member] * self.ranks + local
+                if has_state[rank]:
+                    new_rank[index * self.ranks + local] = rank
+        return ShardAssignment(
+            tuple(members),
+            self.ranks,
+            tuple(tuple(new_rank[rank] for rank in of if rank in new_rank) for of in self.holders),
         )
 
     @property
-    def missing(self) -> tuple[int, ...]:
+    def lost_blocks(self) -> tuple[int, ...]:
         """Blocks without a holder."""
         return tuple(block for block, of in enumerate(self.holders) if not of)
 
-    def held_by(self, rank: int) -> dict[int, int]:
+    def blocks_of_rank(self, rank: int) -> dict[int, int]:
         """Returns the blocks that a rank holds, with its index among the holders: 0 for the owner."""
         return {block: of.index(rank) for block, of in enumerate(self.holders) if rank in of}
 
@@ -110,35 +112,35 @@ class Cut:
         return {"members": list(self.members), "ranks": self.ranks, "holders": [list(of) for of in self.holders]}
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Cut:
+    def from_json(cls, document: Mapping[str, Any]) -> ShardAssignment:
         """Returns the assignment of a :meth:`to_json` result; raises ValueError if it is invalid."""
         try:
-            return cls(tuple(given["members"]), int(given["ranks"]), tuple(map(tuple, given["holders"])))
+            return cls(tuple(document["members"]), int(document["ranks"]), tuple(map(tuple, document["holders"])))
         except (KeyError, TypeError) as error:
             raise ElasticError(
-                f"it is no cut of optimizer state: {error!r}. Fix: load a complete checkpoint",
+                f"the assignment of optimizer state is invalid: {error!r}. Fix: load a complete checkpoint",
                 code="expert-plan-invalid",
             ) from None
 
 
-def cut(sizes: Sequence[int], members: Sequence[int], ranks: int, copies: int) -> Cut:
+def assign_blocks(sizes: Sequence[int], members: Sequence[int], ranks: int, holders_per_block: int) -> ShardAssignment:
     """Assigns blocks with these numbers of elements to nodes; pure, so that ranks agree without communication.
 
     Ranks own consecutive blocks, balanced to within a block. Shadows of a rank have the same local rank on the next
-    nodes; with fewer nodes than ``copies``, other ranks of these nodes follow.
+    nodes; with fewer nodes than ``holders_per_block``, other ranks of these nodes follow.
     """
     nodes, size = len(members), len(members) * ranks
     ends = [*itertools.accumulate(sizes)]
     total = ends[-1] if ends else 0
     bounds = [total * rank / size for rank in range(1, size)]
-    of_rank = [
+    holders_of_rank = [
         tuple(
             ((rank // ranks + node) % nodes) * ranks + (rank + local) % ranks
             for local in range(ranks)
             for node in range(nodes)
-        )[:copies]
+        )[:holders_per_block]
         for rank in range(size)
     ]
     middles = [end - numel / 2 for end, numel in zip(ends, sizes, strict=True)]
-    holders = tuple(of_rank[bisect.bisect_right(bounds, middle)] for middle in middles)
-    return Cut(tuple(members), ranks, holders)
+    holders = tuple(holders_of_rank[bisect.bisect_right(bounds, middle)] for middle in middles)
+    return ShardAssignment(tuple(members), ranks, holders)

@@ -1,7 +1,7 @@
 """Sends planned transfers of state between workers: round by round, in all-to-alls of bounded size.
 
 Arriving state is separate from state in use. Chunks in transit take additional memory: on average over the workers, at
-most :data:`moc.elastic.boxes.PIECE` bytes in each direction.
+most :data:`moc.elastic.transfers.MAX_CHUNK_BYTES` bytes in each direction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from moc.elastic.boxes import PIECE, Transfer
+from moc.elastic.transfers import MAX_CHUNK_BYTES, Transfer
 from moc.faults import reach
 
 Parts = Sequence[torch.Tensor]
@@ -35,7 +35,7 @@ def send(
         device: device of the state.
     """
     before = 0
-    for batch in _batches(found, PIECE * dist.get_world_size(group)):
+    for batch in _batches(found, MAX_CHUNK_BYTES * dist.get_world_size(group)):
         if batch[0].round > before:
             before = batch[0].round
             reach("passing_on")
@@ -50,9 +50,9 @@ def _exchange(
     new = sorted((one for one in batch if one.target == rank), key=lambda one: one.source)
     sent, coming = [0] * size, [0] * size
     for one in out:
-        sent[one.target] += one.piece.nbytes
+        sent[one.target] += one.chunk.nbytes
     for one in new:
-        coming[one.source] += one.piece.nbytes
+        coming[one.source] += one.chunk.nbytes
     leaving = [view for one in out for view in _views(state, one)]
     outgoing = torch.cat(leaving) if leaving else torch.empty(0, dtype=torch.uint8, device=device)
     incoming = torch.empty(sum(coming), dtype=torch.uint8, device=device)
@@ -64,9 +64,9 @@ def _exchange(
 
 def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tensor]:
     """Yields the memory of a chunk."""
-    (start,), (count,) = one.piece.region.offset, one.piece.region.shape
+    (start,), (count,) = one.chunk.region.offset, one.chunk.region.shape
     stop, begin = start + count, 0
-    for part in state(one.piece.operator):
+    for part in state(one.chunk.operator):
         first, last = max(start - begin, 0), min(stop - begin, len(part))
         if first < last:
             yield part[first:last]
@@ -78,10 +78,10 @@ def _batches(found: Iterable[Transfer], most: int) -> Iterator[list[Transfer]]:
     batch: list[Transfer] = []
     size = 0
     for one in found:
-        if batch and (size + one.piece.nbytes > most or batch[0].round != one.round):
+        if batch and (size + one.chunk.nbytes > most or batch[0].round != one.round):
             yield batch
             batch, size = [], 0
         batch.append(one)
-        size += one.piece.nbytes
+        size += one.chunk.nbytes
     if batch:
         yield batch

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.elastic.dispatch import even, exchange, level
+from moc.elastic.dispatch import even_capacities, exchange_of_rank, level_capacities
 
 
 @pytest.fixture(scope="module")
-def dispatcher():
+def moe_layer():
     from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.pretraining.elastic import dispatcher
+    from megatron.pretraining.elastic import moe_layer
 
-    return dispatcher
+    return moe_layer
 
 
 @st.composite
@@ -31,14 +31,14 @@ def worlds(draw):
         held = [*numpy.flatnonzero(replicas[:, rank]).tolist(), None]
         generator.shuffle(held)
         slots.append([None if one is None else int(one) for one in held])
-    return counts, replicas, slots, draw(st.sampled_from([level, even]))
+    return counts, replicas, slots, draw(st.sampled_from([level_capacities, even_capacities]))
 
 
 @given(worlds())
-def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(dispatcher, world):
+def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(moe_layer, world):
     counts, replicas, slots, capacities = world
     shares, ranks = capacities(counts.sum(axis=1), replicas), range(counts.shape[1])
-    routes = [dispatcher.route_of(exchange(counts, shares, rank), slots[rank]) for rank in ranks]
+    routes = [moe_layer.route_of(exchange_of_rank(counts, shares, rank), slots[rank]) for rank in ranks]
     tokens = [[(e, rank, i) for e in range(len(counts)) for i in range(counts[e, rank])] for rank in ranks]
     sent = [[tokens[rank][i] for i in routes[rank].send_order] for rank in ranks]
     arrived = swapped(sent, [route.sent for route in routes], [route.received for route in routes])

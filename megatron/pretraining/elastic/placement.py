@@ -1,4 +1,7 @@
-"""Applies a plan of replicas to the model: the expert in each slot, and the tokens that each replica computes."""
+"""Computes the plans of all pipeline stages from the flags and the connected nodes, and applies them to the model.
+
+Also creates the process groups for token dispatch if a stage has more workers than a domain.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config, nodes_have_places, plan_settings, ranks_of_stage, stage_size
-from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.layer import ElasticLayer
+from megatron.pretraining.elastic.groups import dispatch_within, exchange_group
+from megatron.pretraining.elastic.moe_layer import ElasticLayer
 from megatron.pretraining.process.nodes import per_node, stages_here, workers_of_job
-from moc.elastic.dispatch import even, level
-from moc.elastic.plan import Loads, Plan, plan
+from moc.elastic.allocation import domain_slices
+from moc.elastic.dispatch import even_capacities, level_capacities
+from moc.elastic.plan import Loads, Plan, make_plan
 from moc.errors import UserError
 from moc.files import decode
 from moc.files.decode import Count
@@ -23,7 +28,7 @@ from moc.sharding.parallel_layout import ParallelLayout
 Plans = Mapping[int, Plan]
 """By pipeline stage with experts; ranks are numbered in the stage's exchange group."""
 
-CAPACITIES = {"level": level, "even": even}
+CAPACITIES = {"level": level_capacities, "even": even_capacities}
 """Capacity functions, by the value of ``--elastic-dispatch``."""
 
 
@@ -68,7 +73,7 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     for layer, tokens in loads.items():
         of_stage[ParallelLayout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
-    return {stage: plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
+    return {stage: make_plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
 def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
@@ -118,7 +123,7 @@ def plans_to_json(plans: Plans) -> dict[str, Any]:
 def plans_from_json(told: Mapping[str, Any]) -> Plans:
     """Returns the plans of :func:`plans_to_json`; raises ValueError if a plan is invalid or lacks an expert."""
     plans = {stage: Plan.from_json(one) for stage, one in decode.convert(told, dict[Count, dict[str, Any]]).items()}
-    if lacking := [stage for stage, one in plans.items() if not one.complete]:
+    if lacking := [stage for stage, one in plans.items() if not one.is_complete]:
         raise ValueError(f"the plan of stage {lacking[0]} lacks an expert")
     return plans
 
@@ -143,10 +148,45 @@ def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
     for layer in layers:
         held = of.experts_of(layer.layer, rank)
         slots = slots_after(layer.experts.slots or (None,) * layer.experts.num_local_experts, held)
-        layer.hold(slots, of.held(layer.layer), domain, CAPACITIES[dispatch])
+        layer.hold(slots, of.replica_matrix(layer.layer), domain, CAPACITIES[dispatch])
 
 
 def slots_after(before: Sequence[int | None], held: Collection[int]) -> tuple[int | None, ...]:
     """Returns the experts by slot: remaining ones keep their slots, new ones fill the free slots in ascending order."""
     new = iter(sorted(set(held) - set(before)))
     return tuple(expert if expert in held else next(new, None) for expert in before)
+
+
+def build_domains(config: Config, most: int) -> None:
+    """Creates the group of each domain, on all ranks, after megatron-core's groups and numbered like them.
+
+    A continuing worker needs equally many groups in each generation. So it has a domain group even if the few remaining
+    nodes form one domain.
+
+    Args:
+        config: the flags.
+        most: workers of the job if all nodes are connected.
+    """
+    dispatch_within(None)
+    parallel, world = config.parallel, dist.get_world_size()
+    if not config.elastic.elastic or len(_ranks_of_domains(config, most, stage_size(config, most))) == 1:
+        return
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    ranks = parallel_state.RankGenerator(tp=tp, ep=1, dp=world // (tp * pp * cp), pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
+    for stage in ranks.get_ranks("tp-dp-cp"):
+        for domain in domain_slices(_ranks_of_domains(config, world, len(stage))):
+            members = sorted(stage)[domain]
+            group: Any = dist.new_group(members, group_desc="ELASTIC_DOMAIN")
+            if dist.get_rank() in members:
+                dispatch_within(group)
+
+
+def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
+    """Returns the ranks of each domain of a stage of ``size`` workers, as in its plan; ``workers`` are all."""
+    ranks = nodes_of(config, workers)[0].ranks
+    domains = plan_settings(config, ranks).domain_sizes(size // ranks, config.moe.num_experts or 0)
+    return [of * ranks for of in domains]
