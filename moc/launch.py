@@ -34,9 +34,11 @@ from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, parse_node_range
-from moc.runtime.program import MODULE_VARIABLE, check_arguments, find_program
+from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, check_arguments, find_program
 from moc.runtime.protocol import WireError
+from moc.runtime.standstill import MAX_STANDSTILL
 from moc.runtime.termination import LOST
+from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
 
@@ -79,6 +81,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("master-port", 29400, "its port", type=int)
     parser.add_argument("--standalone", action="store_true", help="one node, on any free port, which is the default")
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
+    text = "generations in a row that may lose a worker at one iteration before the job gives up"
+    add("max-standstill", MAX_STANDSTILL, text, type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
     add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in progress.HANG_CAPS.items())
@@ -126,6 +130,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         runs_controllers=not own.no_controller,
         is_single_machine=address is None,
         max_restarts=own.max_restarts,
+        max_standstill=own.max_standstill,
         log_dir=own.log_dir,
         silence_timeout_s=own.silence_timeout,
         hang_caps=progress.parse_hang_caps(own.hang_timeout),
@@ -145,7 +150,7 @@ def _mistakes(
     """Yields the mistakes of the command line."""
     most = own.nnodes[1]
     nodes = most + own.spares
-    for name, least in (("nproc_per_node", 1), ("spares", 0)):
+    for name, least in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
         if getattr(own, name) < least:
             yield _out_of_range(name, getattr(own, name), f"at least {least}")
     if own.spares >= 0 and not 0 <= own.node_rank < nodes:
@@ -361,7 +366,11 @@ def main() -> int:
         child_processes.attach_to_parent()
     flags = parse(sys.argv[1:])
     if not is_spare:
-        check_arguments(flags)
+        try:
+            check_arguments(flags)
+        except TakenError as error:
+            print_lines(f"mocrun: error: {with_code(error)}", error=True)
+            return REFUSED_EXIT_CODE
     return launch(flags, reports=not is_spare)
 
 

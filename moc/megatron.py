@@ -21,8 +21,12 @@ _LATE = ("torch._dynamo", "torch._inductor.utils", "megatron.core.tokenizers.tex
 
 
 def warm_up() -> None:
-    """Imports modules that training imports lazily, and parses option descriptions, before workers are forked."""
+    """Parses option descriptions before workers are forked."""
     describe_options()
+
+
+def import_lazy_modules() -> None:
+    """Imports modules that training imports lazily, before workers are forked and after the options are checked."""
     for module in _LATE:
         with contextlib.suppress(ImportError):  # other releases may have other modules
             importlib.import_module(module)

@@ -285,6 +285,7 @@ _GROUPS, _GENERATION = "moc/runtime/groups.py", "moc/runtime/generation.py"
 _OURS = "megatron/pretraining"
 _CORE = "megatron.core"
 _OPTIMIZER, _DIST_OPTIMIZER = f"{_CORE}.optimizer.optimizer", f"{_CORE}.optimizer.distrib_optimizer"
+_HYBRID = f"{_CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
 _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 _MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
 _MODULES = f"{_OURS}/engine/module_state.py"
@@ -374,6 +375,8 @@ _MEGATRON = (
         (f"{_CORE}.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer", Members(_words("""allgather_params
             broadcast_params""")), "replaces a method of", f"{_ENTRY}/cpu.py"),
         (_DIST_OPTIMIZER, Members(("HAVE_APEX_OR_TE",)), "reads", f"{_ENTRY}/cpu.py"),
+        (f"{_HYBRID}._get_sub_optimizer_param_groups", Parameters(("offload_fraction",), only=True), "replaces",
+         f"{_ENTRY}/cpu.py"),
         (f"{_DIST_OPTIMIZER}:DistributedOptimizer.state_dict", Parameters((), only=True), "extends",
          f"{_ENTRY}/cpu.py"),
         (f"{_DIST_OPTIMIZER}:DistributedOptimizer.load_state_dict", Parameters(("state_dict",), only=True), "extends",
@@ -468,6 +471,9 @@ _MEGATRON = (
         (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
          "reads attributes of", _OWNED),
         (f"{_OPTIMIZER}:MegatronOptimizer", Members(("init_state_fn",)), "calls", _OWNED),
+        (f"{_HYBRID}._init_sub_optimizers", Refers(_words("""param_to_inner_param inner_param_to_orig_param
+            cpu_copy_map_grad""")), "reads attributes set in", _OWNED),
+        (_HYBRID, Members(("sub_optimizers",)), "reads attributes of", _OWNED),
         (f"{_CORE}.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer", Members(_words("""allgather_params
             dp_cp use_buffer_param_sync""")), "reads attributes of", _OWNED),
         (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(_words("""init_lr wsd_decay_steps

@@ -64,6 +64,7 @@ def warm_up() -> None:
     for module in ("megatron.pretraining.entry.gpt", "pretrain_gpt_moe", *_IMPORTED_LATE):
         importlib.import_module(module)
     moc.megatron.warm_up()
+    moc.megatron.import_lazy_modules()
     from megatron.pretraining.config.composed import all_flags
 
     all_flags()  # read from the classes once, not in each worker

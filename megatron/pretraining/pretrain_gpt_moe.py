@@ -11,12 +11,15 @@ from importlib import import_module
 from megatron.pretraining.process.early_stop import end_at_once
 
 
-def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> None:
-    """Exits with a message if the command line has unknown options, for a launcher that starts workers.
+def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> str | None:
+    """Exits with a message if the command line has a wrong option, value or path, for a launcher that starts workers.
 
-    Values are checked by the process that the workers are forked from (:mod:`megatron.pretraining.entry.words`).
+    The process that the workers are forked from also checks combinations (:mod:`megatron.pretraining.entry.words`).
+    Returns the directory or URL of the snapshots, if it is known.
     """
-    import_module("megatron.pretraining.entry.words").check_arguments(sys.argv[0], arguments, nodes * per_node)
+    defaults = import_module("megatron.pretraining.entry.own_flags").DEFAULTS
+    check = import_module("megatron.pretraining.entry.words").check_arguments
+    return check(sys.argv[0], arguments, nodes * per_node, nodes, defaults)
 
 
 def warm_up() -> None:

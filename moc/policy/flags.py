@@ -55,6 +55,7 @@ class JobShape:
             delayed until one.
         drops_tokens: experts drop tokens beyond their capacity, and are not padded to it.
         is_elastic: workers continue in the same processes, and the only tier is the disk.
+        offloads_optimizer: the optimizer's state is in host memory, where other kernels update it.
     """
 
     ep: int = 1
@@ -66,6 +67,7 @@ class JobShape:
     bubble_share: float = 0.0
     drops_tokens: bool = False
     is_elastic: bool = False
+    offloads_optimizer: bool = False
 
     @property
     def memory_remedy(self) -> str:
@@ -198,6 +200,12 @@ def gradient_requirements(
         JobRequirement(
             lambda flags, job: applies(flags) and job.optimizer != "adam",
             f"{flag} requires Adam, since gradients save bytes only with its state. Fix: set --optimizer adam{instead}",
+            code="gradients-need-adam",
+        ),
+        JobRequirement(
+            lambda flags, job: applies(flags) and job.offloads_optimizer,
+            f"{flag} repeats updates by torch's Adam, and --optimizer-cpu-offload has other kernels. Fix: drop "
+            f"--optimizer-cpu-offload{instead}",
             code="gradients-need-adam",
         ),
         JobRequirement(

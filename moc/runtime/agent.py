@@ -52,6 +52,7 @@ class _WorkerProcess(WorkerRecord):
     released_memory: str | None = None
     kill_reason: str = ""
     error_code: str = ""  # error code of its end, such as device-broken
+    iteration: int | None = None  # newest one that it has reported
     dying_since: float | None = None
 
 
@@ -359,6 +360,7 @@ class Agent:
                     message["waits"],
                 )
                 self._limits.learn(message["longest"])
+                worker.iteration = message["iteration"]
                 self._record_iteration(message["iteration"])
             elif message["kind"] == "gives_back":
                 worker.released_memory = message["memory"]  # reported with the worker's exit, when it takes effect
@@ -453,4 +455,5 @@ class Agent:
 def _exit_message(worker: _WorkerProcess, code: int) -> dict:
     """Returns the message that reports a worker's exit."""
     details = {"why": worker.kill_reason, "gives_back": worker.released_memory, "broken": worker.error_code}
+    details["iteration"] = worker.iteration
     return {"kind": "ended", "worker": worker.name, "code": code} | details

@@ -44,6 +44,7 @@ from moc.runtime.orders import (
 )
 from moc.runtime.protocol import Message, WireError
 from moc.runtime.rendezvous_store import RendezvousStore
+from moc.runtime.standstill import MAX_STANDSTILL
 
 
 @dataclass
@@ -475,13 +476,14 @@ class Controller:
     def _handle(self, peer: AgentPeer, message: Message) -> None:
         header, membership = message.header, self._membership
         if message.kind == "ended":
-            details = header["code"], header["why"], header["gives_back"], header["broken"]
+            details = header["code"], header["why"], header["gives_back"], header["broken"], header["iteration"]
             self._execute(membership.worker_exited(header["worker"], *details))
             self._post(peer, "noted", worker=header["worker"])
         elif message.kind == "built":
             self._execute(membership.worker_ready(header["worker"], header["stays"]))
         elif message.kind == "here":
-            self._execute(membership.worker_reported(header["worker"], header["generation"], header["parts"]))
+            reported = header["generation"], header["parts"], header["iteration"]
+            self._execute(membership.worker_reported(header["worker"], *reported))
         elif message.kind == "met":
             self._execute(membership.worker_connected(header["worker"], header["generation"]))
         elif message.kind == "parted":
@@ -592,6 +594,7 @@ def parser() -> argparse.ArgumentParser:
     add("--nproc-per-node", type=int, required=True, help="as the launchers'")
     add("--spares", type=int, default=0, help="as the launchers' (default: 0)")
     add("--max-restarts", type=int, default=1000, help="as the launchers' (default: 1000)")
+    add("--max-standstill", type=int, default=MAX_STANDSTILL, help=f"as the launchers' (default: {MAX_STANDSTILL})")
     add("--silence-timeout", type=float, default=30.0, help="as the launchers' (default: 30)")
     add("--max-wait", type=float, default=1800.0, help="as the launchers' (default: 1800)")
     add("--grow-wait", type=float, default=120.0, help="as the launchers' (default: 120)")
@@ -624,7 +627,11 @@ def main() -> int:
     index, candidates = arguments.candidate
     minimum, maximum = arguments.nnodes
     membership = Membership(
-        maximum * arguments.nproc_per_node, arguments.nproc_per_node, arguments.max_restarts, minimum
+        maximum * arguments.nproc_per_node,
+        arguments.nproc_per_node,
+        arguments.max_restarts,
+        minimum,
+        arguments.max_standstill,
     )
     election = Election(index, candidates, maximum + arguments.spares, SilenceLimits(arguments.silence_timeout))
     controller = Controller(membership, election, arguments.max_wait, arguments.grow_wait)

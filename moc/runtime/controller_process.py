@@ -67,6 +67,7 @@ class ControllerProcess:
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
             *("--nnodes", f"{flags.min_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
             *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
+            *("--max-standstill", str(flags.max_standstill)),
             *("--silence-timeout", str(flags.silence_timeout_s), "--max-wait", str(flags.max_wait_s)),
             *("--grow-wait", str(flags.grow_wait_s)),
             *("--candidate", f"{flags.node_rank}/{len(self.endpoints)}"),

@@ -20,6 +20,7 @@ class LauncherFlags:
     runs_controllers: bool  # candidates run on the job's nodes; otherwise controllers are started separately
     is_single_machine: bool  # single-machine job, whose spares are child processes of this launcher
     max_restarts: int  # lost workers that are replaced before the job gives up
+    max_standstill: int  # generations in a row that may lose a worker at one iteration before the job gives up
     log_dir: Path | None  # for the workers' output; None to inherit this process's streams
     silence_timeout_s: float  # seconds of silence after which a worker or a node is lost
     hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.progress

@@ -60,6 +60,7 @@ def main(script: str, arguments: list[str]) -> None:
     if refusal is not None:
         os.write(events, json.dumps({"refuses": refusal, "exit": code}).encode() + b"\n")
         return
+    import_hook.import_lazy_modules()  # a second that a refusal need not wait for
     can_fork = not has_touched_cuda()
     if not can_fork:
         print_lines(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")

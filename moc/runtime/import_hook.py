@@ -74,9 +74,15 @@ def install() -> None:
 
 
 def warm_up() -> None:
-    """Imports the modules that training would import late, if :mod:`moc.megatron` is imported."""
+    """Prepares the entry point for forks, if :mod:`moc.megatron` is imported."""
     if (entry := sys.modules.get(ENTRY_MODULE)) is not None:
         entry.warm_up()
+
+
+def import_lazy_modules() -> None:
+    """Imports the modules that training would import late, if :mod:`moc.megatron` is imported."""
+    if (entry := sys.modules.get(ENTRY_MODULE)) is not None:
+        entry.import_lazy_modules()
 
 
 def record_pretrain_call() -> None:

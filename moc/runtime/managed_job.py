@@ -265,7 +265,7 @@ class ManagedJob(Job):
         fault_point_reached = False
         with self._notice:
             while self._store[0] < generation and self._newest_generation <= generation:
-                self._send("here", generation=generation, parts=self.nodes_per_model)
+                self._send("here", generation=generation, parts=self.nodes_per_model, iteration=PROGRESS.iteration)
                 if not fault_point_reached:
                     fault_point_reached = True
                     reach("meeting")

@@ -44,6 +44,7 @@ from moc.runtime.orders import (
     WorkerRecord,
 )
 from moc.runtime.seating import LiveWorkers, RankBlocks, ScaleUp, Seating
+from moc.runtime.standstill import MAX_STANDSTILL, Standstill
 from moc.runtime.termination import LOST, RESUME_REMEDY, SAVED, START_OVER, STOP_SIGNALS, USAGE, describe_exit
 
 MAX_DEVICE_FAILURES = 3
@@ -93,6 +94,7 @@ class Membership:
         workers_per_node: workers per node.
         max_restarts: workers lost by signals that are replaced before the job gives up.
         min_nodes: minimum number of nodes; 0 to wait for all.
+        max_standstill: generations in a row that may lose a worker at one iteration before the job gives up.
         generation: number of the current generation.
         running: all workers of the generation have reported, and were ordered to go.
         restarts: workers lost by signals until now.
@@ -109,6 +111,7 @@ class Membership:
     workers_per_node: int
     max_restarts: int
     min_nodes: int = 0
+    max_standstill: int = MAX_STANDSTILL
     generation: int = 0
     running: bool = False
     restarts: int = 0
@@ -127,6 +130,7 @@ class Membership:
         self.seating = Seating(self.blocks, self.workers_per_node, self.live)
         self.scale_up = ScaleUp(self.seating)
         self._broken_devices = BrokenDevices(self.workers_per_node)
+        self._standstill = Standstill()
 
     @property
     def workers(self) -> dict[str, WorkerRecord]:
@@ -160,6 +164,7 @@ class Membership:
             "growing": self.scale_up.in_progress,
             "refused": sorted(self.seating.refused_sizes),
             "broken": dict(self._broken_devices.failures),
+            "standstill": [self._standstill.iteration, list(self._standstill.devices)],
             "stayed": sorted(self._continued),
             "parts": self.seating.nodes_per_model,
             "helpers": list(self.seating.partial_model_parts),
@@ -185,6 +190,8 @@ class Membership:
         self._continued = set(state["stayed"])
         self.scale_up.in_progress, self.scale_up.candidates_waited = state["growing"], state["waited"]
         self.seating.refused_sizes, self._broken_devices.failures = set(state["refused"]), dict(state["broken"])
+        iteration, devices = state["standstill"]
+        self._standstill = Standstill(iteration, tuple((node, device) for node, device in devices))
         self.seating.nodes_per_model, self.seating.partial_model_parts = state["parts"], tuple(state["helpers"])
         self.end = End.from_message(state["end"]) if state["end"] else None
 
@@ -291,7 +298,13 @@ class Membership:
         )
 
     def worker_exited(
-        self, name: str, code: int, reason: str = "", released_memory: str | None = None, error_code: str = ""
+        self,
+        name: str,
+        code: int,
+        reason: str = "",
+        released_memory: str | None = None,
+        error_code: str = "",
+        iteration: int | None = None,
     ) -> list[Order]:
         """Handles the exit of a worker.
 
@@ -301,6 +314,7 @@ class Membership:
             reason: reason, if its node killed it.
             released_memory: path of the run's memory, if the worker has released it.
             error_code: code of the error that ended it, such as device-broken.
+            iteration: newest iteration that it has reported, if any.
         """
         if name in self.joining:
             return self.scale_up.joining_worker_exited(name, code)
@@ -348,7 +362,22 @@ class Membership:
             )
         if error_code and self._broken_devices.count_failure(worker):
             return self._remove_node(worker, event)
+        if self._stands_still(worker, iteration):
+            return self._end_job(
+                128 - code,
+                f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker after iteration "
+                f"{self._standstill.iteration}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
+                "--max-standstill",
+                code="progress-missing",
+            )
         return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event))
+
+    def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
+        """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
+        if self.running or worker.rank_generation == self.generation:
+            device = self._broken_devices.device_index(worker)
+            self._standstill = self._standstill.after_loss(worker.node, device, iteration)
+        return self._standstill.iteration >= 0 and len(self._standstill.devices) > self.max_standstill
 
     def _exit_code_after(self, worker: WorkerRecord, number: int) -> int | None:
         """Returns the job's exit code if a worker killed by a signal is not replaced; otherwise None.
@@ -388,10 +417,20 @@ class Membership:
             worker.is_ready, worker.survives_resize = True, survives_resize
         return []
 
-    def worker_reported(self, name: str, generation: int, nodes_per_model: int = 1) -> list[Order]:
-        """Handles a worker that waits for the others in a generation, with the nodes per copy of its model."""
+    def worker_reported(
+        self, name: str, generation: int, nodes_per_model: int = 1, iteration: int | None = None
+    ) -> list[Order]:
+        """Handles a worker that waits for the others in a generation.
+
+        Args:
+            name: name of the worker.
+            generation: the generation.
+            nodes_per_model: nodes that a copy of its model takes.
+            iteration: iteration that it has completed, or resumed from; None if none.
+        """
         if name not in self.workers or self.end:
             return []
+        self._standstill = self._standstill.after_report(iteration)
         if nodes_per_model != self.seating.nodes_per_model:
             self.seating.nodes_per_model = nodes_per_model
             if len(self.blocks.members) % nodes_per_model:

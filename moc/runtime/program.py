@@ -4,10 +4,12 @@ A program is a file, a module (``mocrun -m``), or an installed command such as `
 import these functions at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
-  launcher calls it in its own process before it starts any worker, so it must not import torch.
+  launcher calls it in its own process before it starts any worker, so it must not import torch.  It may return the
+  directory of the job's snapshots, which another job must not be using.
 * ``warm_up()``: imports the modules that workers need, for a process that forks them.
 
-The launcher checks the names of the flags of a Megatron-LM script.  A child of the forkserver checks their values.
+The launcher checks the flags of a Megatron-LM script by a cached parser.  Then a child of the forkserver runs the
+script until it has checked them.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from typing import Any, NoReturn
 from moc.runtime.child_processes import die_with_parent
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.import_hook import DISABLE_VARIABLE, ENTRY_MODULE, WATCHED_PACKAGES
+from moc.store.fence import refuse_owned
 
-_FLAG_NAMES_MODULE = "megatron.pretraining.entry.words"
-"""Module that checks the words of a command line without importing the entry point."""
+_FLAG_CHECK_MODULE = "megatron.pretraining.entry.words"
+"""Module that checks words, values and paths of a command line without importing the entry point."""
 REFUSED_EXIT_CODE = 2
 """Exit code of a program that refuses its flags."""
 
@@ -51,12 +54,19 @@ def imports_megatron(source: str) -> bool:
     return os.environ.get(DISABLE_VARIABLE) != "1" and imports.search(source) is not None
 
 
-def check_flag_names(script: str, arguments: list[str], size: int) -> None:
-    """Exits if the script lacks an option, or after printing the help or the configuration; for a launcher.
+def check_flag_values(script: str, arguments: list[str], size: int, nodes: int) -> str | None:
+    """Exits if an option or its value is wrong, or after printing the help or the configuration; for a launcher.
 
-    It has the arguments of :func:`flag_errors`.
+    Args:
+        script: path of the script.
+        arguments: its command line.
+        size: number of workers of the job.
+        nodes: number of nodes of the job.
+
+    Returns:
+        The directory or URL of the job's snapshots; None if there is none, or if it is not known.
     """
-    importlib.import_module(_FLAG_NAMES_MODULE).check_arguments(script, arguments, size)
+    return importlib.import_module(_FLAG_CHECK_MODULE).check_arguments(script, arguments, size, nodes)
 
 
 def flag_errors(script: str, arguments: list[str], size: int) -> str | None:
@@ -182,30 +192,42 @@ def load_program(script: str, name: str) -> dict[str, Any]:
 
 
 CHECK_FUNCTION = "check_arguments"
+_EXIT_S = 5.0
+"""Time for another job in the same directory to exit; its workers may still be ending."""
 
 
 def check_arguments(flags: LauncherFlags) -> None:
-    """Calls the program's ``check_arguments()``, if it has one.
+    """Calls the program's ``check_arguments()``, if it has one, and refuses a snapshot directory in use.
 
     Raises:
         SystemExit: the program refuses its arguments, or has printed the requested output.
+        TakenError: another job is using the directory of the job's snapshots.
     """
+    directory = _call_check(flags)
+    # other nodes of the same job may already train, and own the directory
+    if isinstance(directory, str) and "://" not in directory and not flags.has_other_nodes:
+        with contextlib.suppress(OSError):  # the workers report it
+            refuse_owned(Path(directory), _EXIT_S)
+
+
+def _call_check(flags: LauncherFlags) -> object:
+    """Returns the result of the program's ``check_arguments()``; None without one."""
     script, *arguments = flags.command
     try:
         source = Path(script).read_text(encoding="utf-8")
         offers = offers_function(source, CHECK_FUNCTION)
     except (OSError, ValueError, SyntaxError):
-        return  # unreadable, or no valid Python program
+        return None  # unreadable, or no valid Python program
     if not offers:
-        if imports_megatron(source):
-            check_flag_names(script, arguments, flags.max_workers)
-        return
+        if not imports_megatron(source):
+            return None
+        return check_flag_values(script, arguments, flags.max_workers, flags.nnodes)
     with _as_main(script, arguments):
         try:
             check = load_program(script, "__check_arguments__")[CHECK_FUNCTION]
         except ImportError:
-            return  # the workers report a missing library
-        check(arguments, flags.min_nodes, flags.nnodes, flags.nproc_per_node)
+            return None  # the workers report a missing library
+        return check(arguments, flags.min_nodes, flags.nnodes, flags.nproc_per_node)
 
 
 def is_guarded(source: str) -> bool:

@@ -12,12 +12,8 @@ from moc.simulate.cluster import Cluster
 from moc.state.operators import Operator
 
 _FORWARD_AND_BACKWARD = 6  # operations per parameter and token
-
-
 _ALL_TO_ALLS = 4  # dispatch and combine, forward and backward
-
-
-_UPDATE_BYTES = 34  # per parameter: gradient, master and moments read, the latter two and the weight written
+_UPDATE_BYTES = 30  # per parameter: gradient, master and moments read, the latter two and the weight written
 
 
 @dataclass(frozen=True)

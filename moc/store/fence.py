@@ -167,10 +167,7 @@ class Fence:
         deadline = time.monotonic() + self._patience
         while not self._begins():
             if time.monotonic() > deadline:
-                raise TakenError(
-                    f"another job is using {self._root}{self._other}. Fix: stop it, or give this job another directory "
-                    "(--ckpt-dir, --save)"
-                )
+                raise _taken(self._root, self._other)
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -328,6 +325,26 @@ def lives(root: Path) -> Holder | None:
     fence = Fence(root, Claim.of_process())
     now = fence.read()
     return now if now is not None and fence._life_of(now) is not None else None
+
+
+def refuse_owned(root: Path, patience_s: float) -> None:
+    """Checks whether another job could take a directory now; neither takes nor changes anything.
+
+    Raises:
+        TakenError: a live process still owns the directory after ``patience_s`` seconds.
+        OSError: the fence cannot be read.
+    """
+    deadline, fence = time.monotonic() + patience_s, Fence(root, Claim.of_process())
+    while (owner := fence.read()) is not None and (process := fence._life_of(owner)) is not None:
+        if time.monotonic() > deadline:
+            raise _taken(root, f" ({_described(owner, process)})")
+        time.sleep(_POLL_S)
+
+
+def _taken(root: Path, owner: str) -> TakenError:
+    return TakenError(
+        f"another job is using {root}{owner}. Fix: stop it, or give this job another directory (--ckpt-dir, --save)"
+    )
 
 
 def _described(holder: Holder, process: int) -> str:

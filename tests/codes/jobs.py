@@ -39,6 +39,10 @@ def worker(words: str, named: str, size: int = 1, status: int = 2, **more) -> Ca
     return Case("pretrain", f"{MODEL} --mock-data {words}", status, named, variables=variables, **more)
 
 
+OTHER_LAUNCHES = {"progress-missing", "restarts-exhausted", "sharding-rule-broken"}
+"""Mistakes of a loop that need flags of the launcher."""
+
+
 def loop(code: str, status: int = 1, launcher: str = "") -> Case:
     """A program of a user, with a mistake."""
     return Case("mocrun", f"{launcher} {LOOP} {code}", status)
@@ -217,7 +221,8 @@ CASES = {
     "module-state-too-large": user_script("module-state-too-large", "--ckpt-policy full --ckpt-dir c"),
     # programs of users
     **{code: call(code) for code in mistaken_calls.MISTAKES},
-    **{code: loop(code) for code in MISTAKES.keys() - {"restarts-exhausted", "sharding-rule-broken"}},
+    **{code: loop(code) for code in MISTAKES.keys() - OTHER_LAUNCHES},
     "sharding-rule-broken": loop("sharding-rule-broken", launcher="--nproc-per-node 2"),
+    "progress-missing": loop("progress-missing", 137, "--nproc-per-node 2"),
     "restarts-exhausted": loop("restarts-exhausted", 137, "--max-restarts 0"),
 }

@@ -47,6 +47,15 @@ class Unknown(pure_torch.Engine):
         ReplicatedState(named, self.optimizer, job.rank).described()
 
 
+class Dying(pure_torch.Engine):
+    """Loses a worker in the same iteration each time."""
+
+    def gradients(self, iteration):
+        if (iteration, self.world.rank) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().gradients(iteration)
+
+
 class Momentum(pure_torch.Engine):
     """Has an optimizer without support."""
 
@@ -100,6 +109,13 @@ def bad_rule():
     session(sharding="nothing,nothing")
 
 
+def lose_one_worker_each_time():
+    """A loop that recovers, and loses a worker in the same iteration each time."""
+    pure_torch.Engine, sys.argv = Dying, ["", "--ckpt-dir", "snapshots", "--iterations", "4"]
+    pure_torch.Settings = lambda directory, iterations, **_: Settings(directory, iterations, policy="full")
+    pure_torch.main()
+
+
 def twice():
     """A token file that exists."""
     make_token_file("job.token")
@@ -118,6 +134,7 @@ MISTAKES = {
     "policy-class-invalid": no_dataclass,
     "policy-option-unknown": lambda: session(options={"colour": 1}),
     "policy-plan-invalid": partial_plans,
+    "progress-missing": lose_one_worker_each_time,
     "restarts-exhausted": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "setting-invalid": lambda: session(tier="tape"),
     "setting-without-effect": lambda: session(replicas=2),

@@ -20,6 +20,7 @@ from tests.integration.entry_jobs import (
     EP2,
     FULL,
     MOE,
+    OWN_PROGRAM,
     SCRIPTS,
     USER_SCRIPT,
     ZERO1,
@@ -134,6 +135,30 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("case", ["dist_muon", *ALL * [case for case in OPTIMIZERS if case != "dist_muon"]])
 def test_an_optimizer_with_other_state_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}", FULL)
+
+
+OFFLOADED = f"{EP2} {ZERO1} --bf16 --use-precision-aware-optimizer --optimizer-cpu-offload"
+
+
+def test_optimizer_in_host_memory_recovers_and_resumes(tmp_path):
+    """Megatron-LM's own loop cannot run it without CUDA."""
+    flags, snapshots = f"{OFFLOADED} --save saved", f"{FULL} --ckpt-tier memory --ckpt-dir snapshots"
+    plain = run(tmp_path / "plain", OWN_PROGRAM, 2, f"{flags} --save-interval 4")
+    assert plain.code == 0, plain.output[-4000:]
+    killed = run(tmp_path / "killed", OWN_PROGRAM, 2, f"{flags} {snapshots}", "--inject", KILL_ONE, KILL_ALL)
+    assert killed.code == 0 and len(killed.resumed_at()) == 2 and not killed.lost_snapshots(), killed.output[-4000:]
+    assert killed.losses == plain.losses
+    loads = f"{OFFLOADED} --load {tmp_path / 'plain/saved'} --ckpt-step 4"
+    resumed = run(tmp_path / "resumed", OWN_PROGRAM, 2, loads)
+    assert resumed.code == 0, resumed.output[-4000:]
+    assert resumed.losses == {iteration: values for iteration, values in plain.losses.items() if iteration > 4}
+
+
+@pytest.mark.parametrize("policy", ["gradient", "selective --selective-gradients on"])
+def test_optimizer_in_host_memory_without_saved_gradients(policy, tmp_path):
+    snapshots = f"--ckpt-policy {policy} --ckpt-tier memory --ckpt-dir snapshots"
+    refused = run(tmp_path, OWN_PROGRAM, 2, f"{OFFLOADED} {snapshots}")
+    assert refused.code == 2 and codes_in(refused.output) == ["gradients-need-adam"], refused.output
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 recovers from iterations with overflows")

@@ -117,7 +117,7 @@ def test_a_second_job_in_the_directory_of_a_job(tmp_path):
     first = started(f"{flags} --exit-signal-handler", tmp_path / "first")
     try:
         code, codes, output = launched(flags=flags)
-        assert code == 1 and codes == ["directory-in-use"] and f"{tmp_path}/c" in output, output
+        assert code == 2 and codes == ["directory-in-use"] and f"{tmp_path}/c" in output, output
     finally:
         os.killpg(first.pid, signal.SIGTERM)
     assert first.wait() == 75, (tmp_path / "first").read_text()  # it saves its state: nothing was taken from it

@@ -163,6 +163,26 @@ def test_a_program_checks_its_arguments_before_workers_start(tmp_path):
     assert sys.argv == words and sys.path == places
 
 
+RETURNING = """
+def check_arguments(arguments, least_nodes, nodes, per_node):
+    return arguments[0] if arguments else None
+if __name__ == "__main__":
+    raise AssertionError("it is only loaded")
+"""
+
+
+def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_path, monkeypatch):
+    script, refused = tmp_path / "program.py", []
+    script.write_text(RETURNING)
+    monkeypatch.setattr("moc.runtime.program.refuse_owned", lambda root, patience_s: refused.append(str(root)))
+    check_arguments(parse([str(script), str(tmp_path)]))
+    assert refused == [str(tmp_path)]
+    for flags, directory in (["--spares", "1"], str(tmp_path)), ([], "s3://bucket/prefix"):
+        check_arguments(parse([*flags, str(script), directory]))
+    check_arguments(parse([str(script)]))
+    assert refused == [str(tmp_path)]
+
+
 @pytest.mark.parametrize("text", ["raise AssertionError", "no python", "def check_arguments(*_): raise AssertionError"])
 def test_arguments_of_other_programs_pass_unparsed(text, tmp_path):
     script = tmp_path / "program.py"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
-from megatron.pretraining.config.flag import Flag, flags_of
+from megatron.pretraining.config.convert import convert
+from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of
 from megatron.pretraining.config.groups import FlagGroups, group_classes
 
 
@@ -28,3 +31,19 @@ class Config(FlagGroups):
 def all_flags() -> dict[str, Flag]:
     """Returns all flags of this project by field name, which is unique across groups."""
     return {flag.name: flag for group in group_classes().values() for flag in flags_of(group)}
+
+
+def converted(own: Mapping[str, object]) -> dict[str, Any]:
+    """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
+    problems, given = Problems(), dict[str, Any]()
+    for name, value in own.items():
+        problems.check(lambda name=name, value=value: given.update({name: convert(all_flags()[name], value)}))
+    problems.raise_found()
+    if given.get("deepspeed"):
+        given.setdefault("zero_stage", 1)
+    return given
+
+
+def group_of(kind: type[FlagGroup], given: Mapping[str, object]) -> FlagGroup:
+    """Returns a group that consists of our flags only; raises ConfigError if its values contradict each other."""
+    return kind(**{flag.name: given.get(flag.name, flag.default) for flag in flags_of(kind)})

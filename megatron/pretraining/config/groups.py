@@ -67,8 +67,7 @@ class FlagGroups(abc.ABC):
     @property
     def snapshot_dir(self) -> str | None:
         """Directory or URL of the snapshots."""
-        save = self.checkpoint.save
-        return self.snapshot.ckpt_dir or (f"{save}/snapshots" if save else None)
+        return snapshot_dir(self.snapshot.ckpt_dir, self.checkpoint.save)
 
     @property
     def shards_by_blocks(self) -> bool:
@@ -79,6 +78,11 @@ class FlagGroups(abc.ABC):
     def needs_exact_norm(self) -> bool:
         """Whether Megatron-LM's gradient norm is unavailable: with --elastic (depends on the workers) or DeepSpeed."""
         return self.elastic.elastic or self.zero.deepspeed
+
+
+def snapshot_dir(ckpt_dir: str | None, save: str | None) -> str | None:
+    """Returns the directory or URL of the snapshots from the values of ``--ckpt-dir`` and ``--save``."""
+    return ckpt_dir or (f"{save}/snapshots" if save else None)
 
 
 @functools.cache

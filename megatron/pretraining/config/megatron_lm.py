@@ -142,6 +142,7 @@ class RegularizationFlags(FlagGroup):
     """Optimizer and regularization."""
 
     optimizer: str
+    optimizer_cpu_offload: bool
     weight_decay: float
     grad_norm: str = flag(
         "exact",

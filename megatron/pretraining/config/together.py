@@ -49,6 +49,7 @@ def job_shape(config: FlagGroups) -> JobShape:
         num_experts=config.moe.num_experts or 0,
         drops_tokens=config.moe.drops_tokens,
         is_elastic=config.elastic.elastic,
+        offloads_optimizer=config.regularization.optimizer_cpu_offload,
     )
 
 

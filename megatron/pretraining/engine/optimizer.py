@@ -189,13 +189,15 @@ class VotedOptimizer:
         if factor == 1.0:
             return
         for member in members(self.core):
-            held = [(p, p.grad) for p in member.get_parameters() if p.grad is not None]
+            config: Any = member.config
+            name = "decoupled_grad" if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+            held = [(p, gradient) for p in member.get_parameters() if (gradient := getattr(p, name, None)) is not None]
             if held:
                 gradients = [gradient for _, gradient in held]
                 # not in place: these may be the reduced gradients, which must stay unscaled
                 scaled = torch._foreach_mul(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  # no other
                 for (parameter, _), gradient in zip(held, scaled, strict=True):
-                    parameter.grad = gradient
+                    setattr(parameter, name, gradient)
 
 
 def _update(member: MegatronOptimizer) -> None:

@@ -2,7 +2,7 @@
 
 Each storage scheme has one adapter:
 
-* ZeRO-1 of megatron-core (``DistributedOptimizer``);
+* ZeRO-1 of megatron-core (``DistributedOptimizer``), also with its state in host memory (``HybridDeviceOptimizer``);
 * replicas with fp32 masters and 16-bit weights;
 * replicas with master and weight in one tensor, fp32 or bf16;
 * complete parameters, each on one rank (``LayerWiseDistributedOptimizer``);
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -95,9 +96,9 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """
     cut = _cut_members(optimizer)
     for member in members(optimizer):
-        counter_of = _counter_of(member)
+        counter_of, inner_of = _counter_of(member), _inner_of(member)
         for part in _parts(member):
-            moments = _primed_moments(member, part.main)
+            moments = _primed_moments(inner_of(part.main), getattr(member, "init_state_fn", None), part.main)
             slots = {MASTER: part.main.detach().view(-1)} | {name: values.view(-1) for name, values in moments.items()}
             counter = counter_of(part.main)
             yield OwnedSlice(part.parameter, part.start, part.stop, slots, member in cut, counter, part.copy)
@@ -158,9 +159,13 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
 
     With zero gradients, momentum and weight decay would still apply.
     """
+    inner: Any = member.optimizer
     for parameter, main in _of_member(member):
         if is_frozen(parameter) or moving is not None and parameter not in moving:
             main.grad = None
+            if isinstance(inner, HybridDeviceOptimizer):
+                inner.inner_param_to_orig_param[main].decoupled_grad = None
+                inner.cpu_copy_map_grad.pop(main, None)  # it would repeat the gradient of an earlier update
 
 
 class AdamGroup(NamedTuple):
@@ -204,6 +209,22 @@ def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
     """Returns a function from a parameter's master weights to its update counter."""
     inner: Any = member.optimizer
+    if isinstance(inner, HybridDeviceOptimizer):
+        inner_of = _inner_of(member)
+        return lambda main: _counter_in(inner_of(main))(main)
+    return _counter_in(inner)
+
+
+def _inner_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], Any]:
+    """Returns a function from a parameter's master weights to torch's optimizer that updates them."""
+    inner: Any = member.optimizer
+    if not isinstance(inner, HybridDeviceOptimizer):
+        return lambda main: inner
+    parts = ((main, one) for one in inner.sub_optimizers for group in one.param_groups for main in group["params"])
+    return dict(parts).__getitem__
+
+
+def _counter_in(inner: Any) -> Callable[[torch.Tensor], dict]:
     if isinstance(inner, _TORCH_ADAMS):
         return inner.state.__getitem__
     if type(inner).__name__ in _OTHER_ADAMS:
@@ -249,21 +270,24 @@ def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, 
     if isinstance(member, ShardedOptimizer):
         yield from ((one.parameter, one.master) for one in member.held.values())
         return
+    inner: Any = member.optimizer
     if isinstance(member, DistributedOptimizer):
         model_groups = member.model_float16_groups + member.model_fp32_groups
         main_groups = member.shard_fp32_from_float16_groups + member.shard_fp32_groups
+        if isinstance(inner, HybridDeviceOptimizer):
+            shards = member.shard_float16_groups + member.shard_fp32_groups
+            main_groups = [[inner.param_to_inner_param[shard] for shard in group] for group in shards]
     elif isinstance(member, Float16OptimizerWithFloat16Params):
         model_groups = member.float16_groups + member.fp32_from_fp32_groups
         main_groups = member.fp32_from_float16_groups + member.fp32_from_fp32_groups
     else:
-        model_groups = main_groups = [group["params"] for group in member.optimizer.param_groups]
+        model_groups = main_groups = [group["params"] for group in inner.param_groups]
     for model_group, main_group in zip(model_groups, main_groups, strict=True):
         yield from zip(model_group, main_group, strict=True)
 
 
-def _primed_moments(member: MegatronOptimizer, main: torch.Tensor) -> dict[str, torch.Tensor]:
+def _primed_moments(inner: Any, initialize: Callable[..., None] | None, main: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns a parameter's moments by name, by the optimizer's class; a job may use several (Adam and Muon)."""
-    inner, initialize = member.optimizer, getattr(member, "init_state_fn", None)
     if isinstance(inner, _TORCH_ADAMS) or type(inner).__name__ in _OTHER_ADAMS:
         names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     elif isinstance(inner, torch.optim.SGD) or initialize is None:

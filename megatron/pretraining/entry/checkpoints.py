@@ -24,8 +24,9 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.entry import previous
-from megatron.pretraining.entry.configuration import OWN_PROGRAM, described
+from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.model import check_shape
+from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
 from moc.faults import reach

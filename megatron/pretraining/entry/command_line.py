@@ -49,6 +49,11 @@ class CommandLine:
     notices: tuple[str, ...] = ()
     named: frozenset[str] = frozenset()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the options are another program's, so that most values are missing."""
+        return any(problem.code == "config-of-another-program" for problem in self.problems)
+
 
 _read = CommandLine()
 

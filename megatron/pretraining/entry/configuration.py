@@ -17,15 +17,14 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import ConfigError, Problems, refuse
+from megatron.pretraining.config.flag import ConfigError, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
+from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.model.initial import EXACT
 from moc.runtime.collectives import first_line
 
-OWN_PROGRAM = "moc_own_program"
-"""Name of the argument that is true if this project's program is running, and not a user's script."""
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
 _RENAMED = {
@@ -97,19 +96,13 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     Raises:
         ConfigError: a value of our flags, or a combination with others, cannot work.
     """
-    flags = composed.all_flags()
-    given: dict[str, object] = {}
-    problems = Problems()
-    for name, value in own.items():
-        problems.check(lambda name=name, value=value: given.update({name: convert(flags[name], value)}))
-    problems.raise_found()
+    flags, given = composed.all_flags(), composed.converted(own)
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
     if given.get("elastic"):
         stock = {name: stock[name] for name in stock if name == "correct"}  # independent of the number of workers
     if given.get("deepspeed"):
         stock.pop("grad_norm", None)  # DeepSpeed's optimizer has no norm of Megatron-LM's
-        given.setdefault("zero_stage", 1)
     for name, kind in group_classes().items():
         groups[name] = kind(
             **{

@@ -9,6 +9,7 @@ models use in addition.  With CUDA it changes nothing.
 * megatron-core's local attention accepts the widths of multi-latent attention (MLA), and context parallelism.
 * The layer-wise optimizer broadcasts parameters, since gloo gathers no parts of different sizes.
 * The distributed optimizer (ZeRO-1) loads its own checkpoints without Transformer Engine.
+* ``--optimizer-cpu-offload`` offloads all parameters, which megatron-core would take for parameters of the GPU's part.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def install() -> None:
     _extend_local_attention()
     _broadcast_layers()
     _load_sharded_state()
+    _offload_everything()
 
 
 def refuse_models(args: Any) -> None:
@@ -292,6 +294,21 @@ def _load_sharded_state() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict, load_state_dict
     optimizer._set_main_param_and_optimizer_states = set_states
+
+
+def _offload_everything() -> None:
+    """Lets the optimizer in host memory copy all parameters to host memory, where they are anyway."""
+    optimizer: Any = import_module("megatron.core.optimizer.cpu_offloading").HybridDeviceOptimizer
+
+    def split(self, offload_fraction):
+        groups, copies = [], {}
+        for group in self.param_groups:
+            masters = [parameter.detach().clone().float() for parameter in group["params"]]
+            copies |= zip(group["params"], masters, strict=True)
+            groups += [{**group, "params": masters}] if masters else []
+        return groups, [], copies, {master: parameter for parameter, master in copies.items()}, {**copies}
+
+    optimizer._get_sub_optimizer_param_groups = split
 
 
 def let_stock_loop_run() -> None:

@@ -24,6 +24,7 @@ from moc import private_interfaces
 
 _ONLY = {
     "context_parallel_size": (1, "context parallelism was not tried with --deepspeed"),
+    "optimizer_cpu_offload": (False, "DeepSpeed has --cpu-optimizer for that"),
     "decoupled_lr": (None, "--deepspeed has one learning rate for all parameters"),
     "use_mup": (False, "--deepspeed has one learning rate for all parameters"),
     "apply_wd_to_qk_layernorm": (False, "--deepspeed decays no parameter with one dimension"),

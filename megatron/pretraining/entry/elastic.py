@@ -40,6 +40,7 @@ _ONLY = {
     "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
     "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
     "init_model_with_meta_device": (False, "weights are initialised by the numbers of experts when the model is built"),
+    "optimizer_cpu_offload": (False, "blocks of optimizer state move between workers on the device"),
     "use_mup": (False, "optimizers of --elastic have no learning rates by width"),
     "ckpt_format": ("torch_dist", "other formats have the experts of one worker of each data-parallel group"),
 }

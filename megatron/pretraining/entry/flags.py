@@ -27,12 +27,12 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
-from megatron.pretraining.entry.configuration import OWN_PROGRAM, MegatronConfig, config_of
-from megatron.pretraining.entry.limits import check_limits, check_run
-from megatron.pretraining.entry.own_flags import add_own_flags
+from megatron.pretraining.entry.configuration import MegatronConfig, config_of
+from megatron.pretraining.entry.limits import check_limits, check_router, check_run, check_schedule, set_defaults
+from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
@@ -56,7 +56,7 @@ def parse_args(real: Callable[..., argparse.Namespace]) -> Callable[..., argpars
     def parse(extra_args_provider=None, ignore_unknown_args=False):
         def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             of_megatron = frozenset(parser._option_string_actions)
-            options.remember(real.__code__.co_filename, of_megatron)
+            options.remember(real.__code__.co_filename, parser)
             parser = parser if extra_args_provider is None else extra_args_provider(parser)
             of_script = parser._option_string_actions.keys() - of_megatron
             return command_line.prepared(add_own_flags(parser), of_script, ignore_unknown_args)
@@ -89,9 +89,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
             problems.check(check_run, args)
         if only_checks_flags() and not problems.found:
-            problems.check(
-                lambda: check_paths(config_of(args, read.own), args, bool(defaults and defaults.get(OWN_PROGRAM)))
-            )
+            problems.check(lambda: _check_paths(config_of(args, read.own), bool((defaults or {}).get(OWN_PROGRAM))))
         with reported(Path(sys.argv[0]).name):
             problems.raise_found()
         if read.prints:
@@ -115,13 +113,9 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     """
     problems, read = Problems(), command_line.read()
     problems.found += read.problems
-    if any(problem.code == "config-of-another-program" for problem in problems.found):  # most values are missing
+    if read.is_foreign:
         return problems
-    for name, value in defaults.items():
-        if getattr(args, name, None) is None:
-            setattr(args, name, value)
-    if isinstance(args.eval_iters, int):
-        args.eval_iters = max(args.eval_iters, 0)  # scripts turn evaluation off by -1
+    set_defaults(args, defaults)
     if not read.concealed and problems.check(check_limits, args):
         _limit_connections(args)
         cpu.leave_out_kernels(args, read.named)
@@ -140,13 +134,14 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         except (Exception, SystemExit) as error:
             problems.found.append(refusal_of(error))
         else:
+            problems.check(check_schedule, args)
             problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
             args.no_load_optim = False
     args.use_persistent_ckpt_worker = False
-    problems.check(_check_router, args)
+    problems.check(check_router, args)
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
@@ -160,16 +155,9 @@ def _check_model(args: argparse.Namespace) -> None:
         raise refusal_of(error) from error
 
 
-def _check_router(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` if top-k exceeds the number of experts, which Megatron-LM only notices in training."""
-    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
-    most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
-    refuse(
-        most and args.moe_router_topk > most,
-        f"--moe-router-topk {args.moe_router_topk} is more than the {most} experts that a token can go to. Fix: lower "
-        "it, or raise --num-experts",
-        code="value-out-of-range",
-    )
+def _check_paths(config: MegatronConfig, reads_tokens: bool) -> None:
+    """Raises ``ConfigError`` if a path of this machine cannot be used."""
+    check_paths(config.arguments, config.snapshot, config.logging.log_dir, reads_tokens, workers_of_job().most)
 
 
 def _complete(args: argparse.Namespace, given: Collection[str]) -> None:

@@ -26,15 +26,13 @@ from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.data.splits import drop_unread, refuse_empty, splits_of
-from megatron.pretraining.entry.configuration import OWN_PROGRAM
 from megatron.pretraining.entry.flags import refused_by_megatron
+from megatron.pretraining.entry.own_flags import DEFAULTS
 from megatron.pretraining.entry.pretrain import pretrain
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
-"""Defaults of this program for Megatron-LM's options that have no default."""
 _UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking")
 
 

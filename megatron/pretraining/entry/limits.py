@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, refuse
 
 _AT_LEAST = {
     1: (
@@ -27,6 +28,17 @@ _DATA = (
     "per_split_data_args_path",
 )  # fmt: skip
 """Arguments that name data. This project's program needs one."""
+
+
+def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
+    """Sets a program's defaults of options that are not given, and the values that scripts turn features off by."""
+    for name, value in defaults.items():
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, value)
+    if not arguments.save and arguments.save_interval is not None and arguments.save_interval < 1:
+        arguments.save_interval = None  # it has no effect, and scripts turn saving off by 0
+    if isinstance(arguments.eval_iters, int):
+        arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
 
 
 def check_limits(arguments: Any) -> None:
@@ -67,3 +79,35 @@ def check_length(arguments: Any) -> None:
         code="flag-missing",
     )
     problems.raise_found()
+
+
+def check_schedule(arguments: Any) -> None:
+    """Raises ``ConfigError`` if the learning rate cannot be scheduled, which Megatron-LM only notices in a worker."""
+    problems, unit = Problems(), "samples" if arguments.train_samples else "iters"
+    length = getattr(arguments, f"lr_decay_{unit}") or getattr(arguments, f"train_{unit}")
+    warmup = getattr(arguments, f"lr_warmup_{unit}")
+    problems.refuse(
+        length and warmup and warmup >= length,
+        f"--lr-warmup-{unit} {warmup} is not less than the {length} {unit} of --lr-decay-{unit}, which is "
+        f"--train-{unit} by default. Fix: change one of them",
+        code="flag-exceeds-another",
+    )
+    start = arguments.lr_warmup_init
+    problems.refuse(
+        arguments.lr is not None and start is not None and start > arguments.lr,
+        f"--lr-warmup-init {start} is greater than --lr {arguments.lr}. Fix: change one of them",
+        code="flag-exceeds-another",
+    )
+    problems.raise_found()
+
+
+def check_router(args: Any) -> None:
+    """Raises ``ConfigError`` if top-k exceeds the number of experts, which Megatron-LM only notices in training."""
+    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
+    most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
+    refuse(
+        most and args.moe_router_topk > most,
+        f"--moe-router-topk {args.moe_router_topk} is more than the {most} experts that a token can go to. Fix: lower "
+        "it, or raise --num-experts",
+        code="value-out-of-range",
+    )

@@ -69,14 +69,12 @@ def _check_state(arguments: Any, problems: Problems) -> None:
         "Fix: drop it",
         code="optimizer-excludes-flag",
     )
-    # these keep masters and gradients where no engine of ours finds them; both are for CUDA only
-    for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        problems.refuse(
-            _value(arguments, name),
-            f"--{name.replace('_', '-')} keeps master weights inside of another optimizer, and snapshots cannot "
-            "read them there. Fix: drop it",
-            code="optimizer-excludes-flag",
-        )
+    problems.refuse(
+        _value(arguments, "use_precision_aware_optimizer") and not _value(arguments, "optimizer_cpu_offload"),
+        "--use-precision-aware-optimizer keeps master weights inside of Transformer Engine's Adam, and snapshots "
+        "cannot read them there. Fix: add --optimizer-cpu-offload, or drop it",
+        code="optimizer-excludes-flag",
+    )
 
 
 def _check_layers(arguments: Any, problems: Problems) -> None:

@@ -1,19 +1,99 @@
-"""The option strings of Megatron-LM's parser, kept in a file, so that a launcher knows them without importing it."""
+"""The options of Megatron-LM's parser, kept in a file, so that a launcher can parse them without importing it."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
+import enum
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
+from megatron.pretraining.entry.own_flags import Switch
 from moc.files import decode
 from moc.files.safe_directory import MAX_CONFIG_BYTES, RefusedFileError, SafeDirectory
 
 _SOURCE = "megatron/training/arguments.py"
+_KINDS: dict[str, Any] = {"int": int, "float": float}
+_LARGEST = 8 * MAX_CONFIG_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option of a parser.
+
+    Attributes:
+        spellings: option strings.
+        name: name of its value.
+        nargs: as in argparse; 0 for a switch.
+        kind: type of the value: ``int``, ``float``, or any other text.
+        choices: allowed values; None if all are allowed.
+        members: text of each member of an enumeration, by name, if the value is one.
+        off: spellings that turn a switch off.
+        default: value without the option; None if it has no value in JSON.
+    """
+
+    spellings: tuple[str, ...]
+    name: str
+    nargs: int | str | None = None
+    kind: str = ""
+    choices: tuple[int | float | str, ...] | None = None
+    members: dict[str, str] | None = None
+    off: tuple[str, ...] = ()
+    default: Any = None
+
+    @classmethod
+    def of(cls, action: argparse.Action) -> Option:
+        """Returns the description of an action of a parser."""
+        is_plain, choices = action.type in (None, str, *_KINDS.values()), list(action.choices or ())
+        members = {one.name: str(one) for one in choices if isinstance(one, enum.Enum)} or None
+        off: tuple[str, ...] = ()
+        if isinstance(action, argparse.BooleanOptionalAction):
+            off = tuple(spelling for spelling in action.option_strings if spelling.startswith("--no-"))
+        elif action.nargs == 0 and not action.const:
+            off = tuple(action.option_strings)
+        return cls(
+            tuple(action.option_strings),
+            action.dest,
+            action.nargs,
+            getattr(action.type, "__name__", "") if is_plain else "",
+            tuple(choices if is_plain else members.values() if members else ()) or None,
+            members,
+            off,
+            action.default if isinstance(action.default, (bool, int, float, str, list)) else None,
+        )
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the option to a parser."""
+        words: dict[str, Any] = dict(dest=self.name, default=self.default)
+        if self.nargs == 0:
+            parser.add_argument(*self.spellings, action=Switch, off=self.off, **words)
+        else:
+            kind = self.members.__getitem__ if self.members else _KINDS.get(self.kind)
+            words |= dict(nargs=self.nargs, type=kind, choices=self.choices)
+            parser.add_argument(*self.spellings, **words)
+
+
+def parser_of(options: Iterable[Option], of_script: Collection[str]) -> argparse.ArgumentParser:
+    """Returns a parser of Megatron-LM's options and of a script's, which may have any values.
+
+    Args:
+        options: options of Megatron-LM.
+        of_script: strings that may be options of the script, or options of Megatron-LM that the script changes.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in options:
+        if not {*of_script}.isdisjoint(option.spellings):
+            option = dataclasses.replace(option, kind="", choices=None, members=None)
+        option.add_to(parser)
+    for spelling in sorted({*of_script} - parser._option_string_actions.keys()):
+        parser.add_argument(spelling, nargs="*")
+    return parser
 
 
 def _file(source: Path) -> Path:
@@ -21,24 +101,23 @@ def _file(source: Path) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     status = source.stat()
     identity = f"{source.resolve()} {status.st_size} {status.st_mtime_ns}"
-    return base / "moc" / f"options-{xxhash.xxh3_64_hexdigest(identity.encode())}.json"
+    return base / "moc" / f"parser-{xxhash.xxh3_64_hexdigest(identity.encode())}.json"
 
 
-def remember(source: str | Path, spellings: Iterable[str]) -> None:
-    """Keeps the option strings of a parser, unless they are kept already or cannot be."""
+def remember(source: str | Path, parser: argparse.ArgumentParser) -> None:
+    """Keeps the options of a parser, unless they are kept already or cannot be."""
     with contextlib.suppress(OSError, RuntimeError):  # no home directory
         file = _file(Path(source))
         if not file.exists():
-            SafeDirectory(file.parent).write(file.name, [json.dumps(sorted(spellings)).encode()])
+            options = [dataclasses.asdict(Option.of(action)) for action in parser._actions]
+            SafeDirectory(file.parent).write(file.name, [json.dumps(options).encode()])
 
 
-def remembered(places: Sequence[Path]) -> frozenset[str]:
-    """Returns the option strings of Megatron-LM at the first of these paths that has it; empty if unknown."""
+def remembered(places: Sequence[Path]) -> tuple[Option, ...]:
+    """Returns the options of Megatron-LM at the first of these paths that has it; empty if unknown."""
     source = next((place / _SOURCE for place in places if (place / _SOURCE).is_file()), None)
     if source is not None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):
             file = _file(source)
-            return frozenset(
-                decode.decode(SafeDirectory(file.parent).read(file.name, MAX_CONFIG_BYTES), tuple[str, ...])
-            )
-    return frozenset()
+            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), tuple[Option, ...])
+    return ()

@@ -14,7 +14,11 @@ OWN_GROUPS = ("snapshot", "faults", "elastic", "zero")
 """Groups that consist only of our flags."""
 PREFIX = "moc_"
 """Prefix of our values in the parsed namespace, which also holds the values of Megatron-LM's scripts."""
-_GENERAL: dict[str, dict[str, Any]] = {
+OWN_PROGRAM = "moc_own_program"
+"""Name of the argument that is true if this project's program is running, and not a user's script."""
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000, OWN_PROGRAM: True}
+"""Defaults of this project's program for Megatron-LM's options that have no default."""
+GENERAL: dict[str, dict[str, Any]] = {
     "config": {
         "action": "append",
         "metavar": "FILE.yaml",
@@ -54,7 +58,7 @@ def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
     """Yields title, description and options of each section of the page of flags."""
     box: Any = add_own_flags(argparse.ArgumentParser(add_help=False))
     by_name = {action.dest.removeprefix(PREFIX): action for action in box._actions}
-    yield "Start", "", [by_name[name.replace("-", "_")] for name in _GENERAL]
+    yield "Start", "", [by_name[name.replace("-", "_")] for name in GENERAL]
     for group in OWN_GROUPS:
         kind = group_classes()[group]
         title, _, description = (kind.__doc__ or "").partition(": ")
@@ -72,7 +76,7 @@ def own_parser(program: str) -> argparse.ArgumentParser:
 def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our options as another group; returns the parser, like Megatron-LM's providers of arguments."""
     box = parser.add_argument_group("fault tolerance", "Snapshots, recovery, faults, and DeepSpeed's optimizer.")
-    for name, described in _GENERAL.items():
+    for name, described in GENERAL.items():
         if f"--{name}" not in parser._option_string_actions:  # a script's own option of this name has priority
             box.add_argument(f"--{name}", dest=PREFIX + name.replace("-", "_"), **described)
     for flag in own_flags():
@@ -80,7 +84,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-class _Switch(argparse.Action):
+class Switch(argparse.Action):
     """Stores whether the spelling turns the flag on or off."""
 
     def __init__(self, option_strings, dest, off=(), **kwargs):
@@ -88,6 +92,7 @@ class _Switch(argparse.Action):
         self.off = off
 
     def __call__(self, parser, namespace, values, option_string=None):
+        """See :class:`argparse.Action`."""
         setattr(namespace, self.dest, option_string not in self.off)
 
 
@@ -96,7 +101,7 @@ def _add_flag(box: argparse._ArgumentGroup, flag: Flag, dest: str) -> None:
     text = (flag.help + _describe_default(flag)).replace("%", "%%")
     if flag.kind is bool:
         box.add_argument(
-            *flag.on, *flag.off, dest=dest, action=_Switch, off=flag.off, help=text, default=argparse.SUPPRESS
+            *flag.on, *flag.off, dest=dest, action=Switch, off=flag.off, help=text, default=argparse.SUPPRESS
         )
         return
     metavar = flag.metavar or (f"{{{','.join(map(str, flag.choices))}}}" if flag.choices else None)

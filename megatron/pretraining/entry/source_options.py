@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ _LARGEST = 4 << 20  # bytes of a source file
 _MOST_FILES = 500
 _KNOWN = ("megatron.core", "megatron.training", "megatron.pretraining", "moc", "torch")
 """Packages that add no options to a script's parser, apart from those in Megatron-LM's own."""
+_OPTION = re.compile(r"--\S+|-[A-Za-z]")
 _STANDARD = Path(os.__file__).parent
 
 
@@ -72,7 +74,7 @@ def _files_of(place: Path, module: str, names: set[str]) -> list[Path]:
 
 def _options(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _OPTION.fullmatch(node.value):
             yield node.value
 
 

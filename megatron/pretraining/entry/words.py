@@ -1,4 +1,10 @@
-"""Checks the command line of a script of Megatron-LM within a launcher, which imports neither torch nor Megatron-LM."""
+"""Checks the command line of a script of Megatron-LM within a launcher, which imports neither torch nor Megatron-LM.
+
+Two checks use the same functions.  This one knows the options from a file (:mod:`.options`).  In a second, it refuses
+unknown options, values of another type or out of range, values of our flags, and paths.  The forkserver then checks
+everything with Megatron-LM, which takes seconds to import, and decides.  So a message of this check lists all problems
+that it can find.  Contradictions between options of Megatron-LM are reported by the next start.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +12,42 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+from megatron.pretraining.config.composed import converted, group_of
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.entry import options
-from megatron.pretraining.entry.dialects import translated
-from megatron.pretraining.entry.own_flags import own_parser
+from megatron.pretraining.config.groups import group_classes, snapshot_dir
+from megatron.pretraining.entry import command_line, options
+from megatron.pretraining.entry.limits import check_limits, check_router, check_run, set_defaults
+from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
 from megatron.pretraining.entry.source_options import options_in
-from megatron.pretraining.words import refuse_unknown
+from megatron.pretraining.entry.stock_loop import refuse_arguments
+from megatron.pretraining.process.paths import check_paths
 from moc.errors import with_code
 from moc.output import print_lines
 
+_OF_SCRIPTS: Mapping[str, Any] = {"eval_interval": 1}
+"""Values that stand for the defaults of a script, which are not known."""
 _PRINTS = ("--help-all", "--print-config")
 
 
-def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
-    """Exits with a message if a script lacks an option, or after printing the help or the configuration.
-
-    Values and combinations are checked by the workers' forkserver, which has imported Megatron-LM.
+def check_arguments(
+    script: str, arguments: Sequence[str], size: int, nodes: int, defaults: Mapping[str, Any] | None = None
+) -> str | None:
+    """Exits with a message if a script refuses its options, or after printing the help or the configuration.
 
     Args:
         script: path of the script.
         arguments: its command line.
         size: number of workers.
+        nodes: number of nodes.
+        defaults: the script's defaults of options, by name, if they are known.
+
+    Returns:
+        The directory or URL of the snapshots; None without snapshots, or if it is not known.
     """
     name = os.path.basename(script)
     parser = own_parser(name)
@@ -43,15 +60,49 @@ def check_arguments(script: str, arguments: Sequence[str], size: int) -> None:
             code = import_module("moc.runtime.forkserver").run(script, [*arguments])
         sys.exit(code)
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
-    known, own = options.remembered(places), options_in(Path(script), places)
-    if not known or own is None:
-        return  # the forkserver refuses options that the script does not have
-    spellings = {word: word for word in (*known, *parser._option_string_actions, *own)}
-    translation = translated(arguments, spellings, own - known - parser._option_string_actions.keys())
-    words = [word for word in translation.words if word.startswith("--") and word.partition("=")[0] not in spellings]
-    problems = Problems()
-    problems.found += translation.problems
-    refuse_unknown(words, spellings, problems)
+    of_megatron, of_script = options.remembered(places), options_in(Path(script), places)
+    if not of_megatron or of_script is None:
+        return None  # only the forkserver checks
+    ours = parser._option_string_actions.keys()
+    parser = options.parser_of(of_megatron, of_script - (ours - {f"--{option}" for option in GENERAL}))
+    known = {spelling for option in of_megatron for spelling in option.spellings}
+    command_line.prepared(add_own_flags(parser), of_script - known - ours)
+    values, read = parser.parse_args(arguments), command_line.read()
+    problems = _problems(values, read, nodes, defaults or _OF_SCRIPTS)
     if problems.found:
         print_lines(*(f"{name}: error: {with_code(one)}" for one in problems.found), error=True, flush=True)
         sys.exit(2)
+    own = converted(read.own)
+    return snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
+
+
+def _problems(values: Any, read: command_line.CommandLine, nodes: int, defaults: Mapping[str, Any]) -> Problems:
+    """Returns the problems of a command line that are found without Megatron-LM.
+
+    Args:
+        values: Megatron-LM's arguments, which are completed.
+        read: the command line.
+        nodes: number of nodes.
+        defaults: the program's defaults of options, by name.
+    """
+    problems = Problems()
+    problems.found += read.problems
+    if read.is_foreign:
+        return problems
+    set_defaults(values, defaults)
+    if not read.concealed:
+        problems.check(check_limits, values)
+    own = dict[str, Any]()
+    problems.check(lambda: own.update(converted(read.own)))
+    groups = dict[str, Any]()
+    for name in OWN_GROUPS if own or not read.own else ():
+        problems.check(lambda name=name: groups.update({name: group_of(group_classes()[name], own)}))
+    is_own = defaults.get(OWN_PROGRAM, False)
+    if problems.found:  # otherwise Megatron-LM completes the arguments first
+        problems.check(check_router, values)
+        problems.check(refuse_arguments, values)
+    if is_own and not read.problems:
+        problems.check(check_run, values)
+    if not problems.found:
+        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, nodes)
+    return problems

@@ -1,58 +1,61 @@
 """Checks the paths of flags before a run trains: inputs must exist, and outputs must be writable.
 
 The launcher checks them before it forks workers, and changes nothing. The first worker creates the directories.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.datasets.utils import get_blend_from_list
-
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.process.nodes import workers_of_job
 from moc.snapshot.background import within
 
 if TYPE_CHECKING:
+    from megatron.pretraining.config.snapshot import SnapshotFlags
     from moc.runtime.job import Job
 
 _ANSWERS_S = 3.0  # seconds to check a directory; a slower one is not refused
 _BLOCK = 1 << 16  # bytes written to check for free space
 _FILES = ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path")
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_OUTPUTS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
 _FROM_FILES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer")
 """Types of tokenizers whose model is a file; other models may be names on a hub."""
 
 
-def check_paths(config: Config, arguments: Any, reads_tokens: bool) -> None:
+def check_paths(arguments: Any, snapshot: SnapshotFlags, log_dir: str | None, reads_tokens: bool, nodes: int) -> None:
     """Checks the paths of this machine that flags name, and creates none of them.
 
     Directories that cannot be written are refused only in a job of one node: in others, only some nodes may write them.
 
     Args:
-        config: the flags.
         arguments: Megatron-LM's arguments.
+        snapshot: the flags of snapshots.
+        log_dir: value of ``--log-dir``.
         reads_tokens: whether each data prefix names token files, as Megatron-LM's own datasets require.
+        nodes: nodes of the job.
 
     Raises:
         ConfigError: a file is missing, a directory is a file, or a directory is not writable.
     """
     problems = Problems()
-    for flag, path, problem in _wrong_inputs(config, arguments, reads_tokens):
+    for flag, path, problem in _wrong_inputs(arguments, snapshot, reads_tokens):
         problems.refuse(True, f"{flag} {path}: {problem}. Fix: correct the path", code="input-missing")
-    if workers_of_job().most == 1:
-        named = [*_outputs(config), ("--ckpt-dir", config.snapshot.ckpt_dir)]
+    if nodes == 1:
+        directories = arguments.save, log_dir, arguments.tensorboard_dir, arguments.data_cache_path
+        named = [*zip(_OUTPUTS, directories, strict=True), ("--ckpt-dir", snapshot.ckpt_dir)]
         here = ((flag, path) for flag, path in named if path and _is_local(path))
         _refuse_unwritable(problems, here, _problem_there)
     problems.raise_found()
 
 
-def _wrong_inputs(config: Config, arguments: Any, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
+def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
     """Yields flags, their paths, and the problems of these paths."""
     for name in _FILES:
         path = getattr(arguments, name, None)
@@ -63,16 +66,29 @@ def _wrong_inputs(config: Config, arguments: Any, reads_tokens: bool) -> Iterato
         path = getattr(arguments, name, None)
         if path and os.path.exists(path) and not os.path.isdir(path):
             yield _flag(name), path, "it is no directory"
-    snapshot = config.snapshot
     uses_memory = snapshot.ckpt_policy and (snapshot.ckpt_tier != "disk" or snapshot.upstream_logging)
     if uses_memory and not os.path.isdir(snapshot.ckpt_memory_dir):
         yield "--ckpt-memory-dir", snapshot.ckpt_memory_dir, "there is no such directory"
     for name in _PREFIXES if reads_tokens and not arguments.mock_data else ():
-        prefixes, _ = get_blend_from_list(getattr(arguments, name)) or ((), None)
-        for prefix in filter(_is_local, prefixes):
+        for prefix in filter(_is_local, _prefixes(getattr(arguments, name) or ())):
             missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
             if missing:
                 yield _flag(name), prefix, f"there is no file {' and no '.join(missing)}"
+
+
+def _prefixes(blend: Sequence[str]) -> Sequence[str]:
+    """Returns the prefixes of a blend, which are the second of each two words if the first are weights."""
+    weights = blend[::2] if len(blend) % 2 == 0 else ()
+    named = blend[1::2] if weights and all(map(_is_number, weights)) else blend
+    return [prefix.strip() for prefix in named]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _flag(name: str) -> str:
@@ -98,7 +114,10 @@ def check_outputs(config: Config, job: Job) -> None:
 def check_directories(config: Config) -> None:
     """Creates the directories that the flags name; raises ConfigError if one of them is not writable."""
     problems = Problems()
-    _refuse_unwritable(problems, _outputs(config), _problem)
+    logging = config.logging
+    directories = config.checkpoint.save, logging.log_dir, logging.tensorboard_dir, config.data.data_cache_path
+    given = ((flag, path) for flag, path in zip(_OUTPUTS, directories, strict=True) if path)
+    _refuse_unwritable(problems, given, _problem)
     problems.raise_found()
 
 
@@ -113,17 +132,6 @@ def _refuse_unwritable(
             "space, or choose another directory",
             code="output-not-writable",
         )
-
-
-def _outputs(config: Config) -> Iterator[tuple[str, str]]:
-    """Yields the flags that name a directory of this machine, and the directories."""
-    named = {
-        "--save": config.checkpoint.save,
-        "--log-dir": config.logging.log_dir,
-        "--tensorboard-dir": config.logging.tensorboard_dir,
-        "--data-cache-path": config.data.data_cache_path,
-    }
-    yield from ((flag, directory) for flag, directory in named.items() if directory)
 
 
 def _problem_there(directory: Path) -> str | None:

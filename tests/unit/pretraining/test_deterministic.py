@@ -21,6 +21,8 @@ def test_what_is_not_given_is_set_and_what_fits_stays():
     assert deterministic_environment(config, {}) == SET
     given = {"NCCL_ALGO": "ring", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     assert deterministic_environment(config, given) == {}
+    for value in ("^NVLS", "CollnetDirect", "CollnetChain"):  # as Megatron-LM accepts
+        assert deterministic_environment(config, given | {"NCCL_ALGO": value}) == {}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def installed(monkeypatch):
     "arguments",
     [
         dict(optimizer="adam", fp16=True),
+        dict(optimizer="adam", use_precision_aware_optimizer=True, optimizer_cpu_offload=True),
         dict(optimizer="sgd"),
         dict(optimizer="muon"),
         dict(optimizer="muon", ckpt_format="torch"),
@@ -45,7 +46,6 @@ def test_others_are_not_refused(arguments):
     [
         dict(optimizer="muon", fp16=True),
         dict(optimizer="adam", use_precision_aware_optimizer=True),
-        dict(optimizer="adam", optimizer_cpu_offload=True),
         dict(optimizer="adam", mtp_detach_heads=True),
         LAYERS | dict(bf16=False),
         LAYERS | dict(ckpt_format="torch"),
@@ -87,8 +87,8 @@ KNOWN = {
     "clip_grad": "the vote's norm",
     "log_num_zeros_in_grad": "the vote's number of zeros",
     "grad_norm_skip_threshold": "refused",
-    "use_precision_aware_optimizer": "refused",
-    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": "refused",
+    "use_precision_aware_optimizer": "the norm's gradients, by megatron-core's own function",
+    "use_precision_aware_optimizer_no_fp8_or_ds_fp8": "the attribute of the gradients that are scaled",
     "timers": "of its phases, which our update does not have",
     "barrier_with_L1_time": "of the same timers",
 }

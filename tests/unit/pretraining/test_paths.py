@@ -8,7 +8,6 @@ import pytest
 import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.paths import check_outputs, check_paths
-from moc.runtime import environment
 from tests.unit.pretraining.flags import BASE, parse
 
 FLAGS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
@@ -41,10 +40,9 @@ def problems_of(monkeypatch):
     """Returns the codes of the problems of the paths in flags, each with the first flag that its sentence names."""
 
     def problems(flags, base=BASE, nodes=1, reads_tokens=True):
-        monkeypatch.setenv(environment.MAX_NODES, str(nodes))
         config = parse(flags, base)
         try:
-            check_paths(config, config.arguments, reads_tokens)
+            check_paths(config.arguments, config.snapshot, config.logging.log_dir, reads_tokens, nodes)
         except ConfigError as error:
             return [(problem.code, re.findall(r"--[\w-]+", str(problem))[0]) for problem in error.problems]
         return []

@@ -9,6 +9,9 @@ from tests.unit.pretraining.flags import assert_refused, parse, refusal, write
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
 
 REFUSED = [
+    ("--lr-warmup-iters 10", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters --train-iters"),
+    ("--lr-warmup-iters 9 --lr-decay-iters 9", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters"),
+    ("--lr-warmup-init 1", "flag-exceeds-another --lr-warmup-init --lr"),
     ("--moe-layer-freq x", "value-unreadable --moe-layer-freq"),
     ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "flag-needs-another"),
     (
@@ -128,7 +131,7 @@ REFUSED = [
 ]
 OUT_OF_RANGE = """
     --eval-interval 0, --eval-interval -1, --log-interval 0, --log-memory-interval 0,
-    --tensorboard-log-interval 0, --exit-interval -1, --exit-duration-in-mins -1, --save-interval 0,
+    --tensorboard-log-interval 0, --exit-interval -1, --exit-duration-in-mins -1, --save x --save-interval 0,
     --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
     --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
     --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
@@ -146,6 +149,10 @@ def test_numbers_that_turn_something_off_for_megatron_are_accepted():
     config = parse(f"{off} --clip-grad -1")
     assert not duties_after(config, 4, stops=False).ends
     assert not StopRequests(config).pending
+
+
+def test_save_interval_without_directory_has_no_effect():
+    assert parse("--save-interval 0").checkpoint.save_interval >= parse("").checkpoint.save_interval
 
 
 def test_all_numbers_are_refused_together():

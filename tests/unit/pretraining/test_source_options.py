@@ -17,7 +17,7 @@ def found(tmp_path, source, **modules):
 
 def test_options_of_a_script_and_of_its_modules_are_found(tmp_path):
     source = "from inner import add\nimport json\nparser.add_argument('-x', '--first')\nother = '--second'\n"
-    assert found(tmp_path, source, inner="parser.add_argument('--third')") == {"--first", "--second", "--third"}
+    assert found(tmp_path, source, inner="parser.add_argument('--third')") == {"-x", "--first", "--second", "--third"}
 
 
 @pytest.mark.parametrize(

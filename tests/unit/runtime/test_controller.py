@@ -110,7 +110,7 @@ async def begun(job):
 
 
 async def ends(agent, worker, code, gives_back=None):
-    told = {"worker": worker, "code": code, "why": "", "gives_back": gives_back, "broken": False}
+    told = {"worker": worker, "code": code, "why": "", "gives_back": gives_back, "broken": False} | {"iteration": None}
     await agent.send(Message({"kind": "ended"} | told))
 
 
@@ -213,7 +213,7 @@ def test_who_waits_to_be_brought_together_does_not_wait_for_a_controller_that_ha
         async with job.controller():
             (first, second), workers = await begun(job)
             for agent, worker in zip((first, second), workers, strict=True):
-                await tell(agent, "here", worker=worker, generation=0, parts=1)
+                await tell(agent, "here", worker=worker, generation=0, parts=1, iteration=None)
             await hears(first, "go")
         async with job.controller():  # nobody knows whether all have heard of it, and where they were to meet is gone
             there = [await job.agent(n, workers=[told(n, w)], state=first.state) for n, w in enumerate(workers)]
@@ -221,7 +221,7 @@ def test_who_waits_to_be_brought_together_does_not_wait_for_a_controller_that_ha
         async with job.controller():  # they train
             there = [await job.agent(n, 1, [told(n, w, 1, met=1)], state=there[0].state) for n, w in enumerate(workers)]
             await tell(
-                there[0], "here", worker=workers[0], generation=1, parts=1
+                there[0], "here", worker=workers[0], generation=1, parts=1, iteration=None
             )  # and one has not heard that they may go on
             assert (await hears(there[0], "go"))["generation"] == 1
 
@@ -373,7 +373,7 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
             with pytest.raises(PeerGoneError):
                 await stranger.recv()
             ended = {"kind": "ended", "worker": started["worker"], "code": -9, "why": ""}
-            ended |= {"gives_back": None, "broken": False}
+            ended |= {"gives_back": None, "broken": False, "iteration": None}
             await agents[0].send(Message(ended))
             await hears(agents[0], "abort")  # the node that it spoke for is still there
 

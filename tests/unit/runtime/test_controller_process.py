@@ -15,13 +15,16 @@ from tests.unit.runtime.peers import TOKEN
 
 FLAGS = dict(
     nnodes=1,
-    least_nodes=1,
+    min_nodes=1,
     grow_wait_s=0.0,
     nproc_per_node=1,
     spares=0,
     node_rank=0,
     endpoints=("127.0.0.1:0",),
     max_restarts=1,
+    max_standstill=3,
+    silence_timeout_s=8.0,
+    max_wait_s=60.0,
 )
 
 
@@ -43,7 +46,7 @@ def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypa
     monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():
-        async with ControllerProcess(SimpleNamespace(**FLAGS, silence_s=8.0, max_wait_s=60.0), TOKEN) as controller:
+        async with ControllerProcess(SimpleNamespace(**FLAGS), TOKEN) as controller:
             await controller.start()
             (address,) = controller.endpoints
             keeping = asyncio.create_task(controller.run())

@@ -46,6 +46,51 @@ def test_a_lost_worker_is_replaced_and_the_others_stay():
     assert [order for name in new for order in membership.worker_reported(name, 1)] == [Connect(1)]
 
 
+def lose(membership, name, iteration):
+    """Loses a worker; the others report an iteration, and the new generation runs. Returns the orders of the loss."""
+    orders = membership.worker_exited(name, -9)
+    for one in [*membership.workers] if membership.end is None else []:
+        membership.worker_reported(one, membership.generation, iteration=iteration)
+    return orders
+
+
+def test_losses_at_one_iteration_end_the_job_and_name_the_device():
+    membership, _ = running()
+    for iteration in (4, 4, 5, 6, 6):  # progress starts the count again
+        assert not membership.end
+        lose(membership, newest(membership, 3), iteration)
+    membership = rejoined(membership)
+    lose(membership, newest(membership, 3), 6)
+    (end,) = lose(membership, newest(membership, 3), 6)
+    assert end.code == 137 and codes_in(end.reason) == ["progress-missing"]
+    assert "device 1 of node 1" in end.reason and "iteration 6" in end.reason
+
+
+def rejoined(membership):
+    """The membership of a controller that was started again."""
+    workers, again = [*membership.workers.values()], restarted(membership)
+    for node in range(SIZE // PER_NODE):
+        again.node_joined(node, [one for one in workers if one.node == node], again.generation)
+    for one in workers:
+        again.worker_reported(one.name, again.generation)
+    return again
+
+
+def newest(membership, rank):
+    return next(name for name, worker in membership.workers.items() if worker.rank == rank)
+
+
+def test_losses_at_once_and_losses_without_reported_iterations_do_not_count():
+    membership, names = running()
+    for name in names:  # all at once
+        membership.worker_exited(name, -9, iteration=4)
+    assert membership.end is None
+    membership, _ = running()
+    for _ in range(10):
+        lose(membership, newest(membership, 2), None)
+    assert membership.end is None
+
+
 def breaks(membership, name):
     """A worker is lost to its device; the orders, and the names of the workers in its place."""
     orders = membership.worker_exited(name, -9, "has a broken device", error_code="device-broken")

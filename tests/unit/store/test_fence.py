@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -254,6 +255,18 @@ def test_another_launch_is_refused_while_the_owner_lives_and_never_a_newer_term(
     with raises("directory-taken-over", "generation 0.3"):
         LocalStorage(root, lock_timeout_s=0.0, claim=Claim("first", (0, 3))).lock()
     newer.check_owner()
+
+
+def test_directory_of_live_owner_is_refused_without_change(tmp_path, lives):
+    root, first = tmp_path / "place", lives("first")
+    files = sorted(path.name for path in root.iterdir())
+    with raises("directory-in-use", str(root), str(first.pid), "--ckpt-dir"):
+        fences.refuse_owned(root, 0.0)
+    threading.Timer(0.2, end, [first]).start()
+    fences.refuse_owned(root, 600.0)  # the owner exits meanwhile
+    assert sorted(path.name for path in root.iterdir()) == files
+    fences.refuse_owned(tmp_path / "missing", 0.0)
+    assert not (tmp_path / "missing").exists()
 
 
 def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, lives):

@@ -1,0 +1,105 @@
+"""The kept options of Megatron-LM's parser: they read and refuse the same words as the parser."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
+from megatron.pretraining.entry import command_line, options
+from megatron.pretraining.entry.options import Option, parser_of
+from megatron.pretraining.entry.own_flags import add_own_flags
+from moc.errors import codes_in
+from moc.files import decode
+from tests.unit.pretraining.flags import BASE
+from tests.worlds import REPOSITORY
+
+
+def stock_parser() -> argparse.ArgumentParser:
+    module = import_module("megatron.training.arguments")
+    return module.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+@pytest.fixture(scope="module")
+def stock() -> argparse.ArgumentParser:
+    return stock_parser()
+
+
+@pytest.fixture(scope="module")
+def kept(stock) -> tuple[Option, ...]:
+    """The options after a file."""
+    text = json.dumps([asdict(Option.of(action)) for action in stock._actions])
+    return decode.decode(text, tuple[Option, ...])
+
+
+def read(parser, words):
+    """Values and sentences of problems."""
+    values = command_line.prepared(parser, ()).parse_args(words)
+    return vars(values), [str(problem) for problem in command_line.read().problems]
+
+
+def words_of(action):
+    """Words with a value that an option accepts, and with one that it may refuse."""
+    count = action.nargs if isinstance(action.nargs, int) else 1
+    choices = [getattr(one, "name", str(one)) for one in action.choices or ("3", "0.5", "word")]
+    for spelling in action.option_strings:
+        yield [spelling, *choices[:1] * count]
+        yield [spelling, *["?"] * count]
+        yield [f"{spelling}=1.5"]
+    yield [action.option_strings[0]]
+
+
+def test_kept_options_read_and_refuse_the_same_words_as_the_parser(stock, kept):
+    ours, theirs = add_own_flags(parser_of(kept, ())), add_own_flags(stock_parser())
+    plain = {option.name for option in kept if option.kind or option.choices or option.nargs == 0}
+    for action in stock._actions:
+        for words in words_of(action) if action.dest != "help" else ():
+            (values, problems), (known, expected) = read(ours, words), read(theirs, words)
+            if action.dest in plain and not action.const:
+                assert problems == expected, words
+            assert problems == expected or not problems, words  # others are left to Megatron-LM
+            if action.dest in plain and not expected:
+                assert str(values[action.dest]) == str(known[action.dest]), words
+
+
+def test_an_option_that_a_script_names_may_have_any_value(kept):
+    parser = add_own_flags(parser_of(kept, {"--lr", "--of-script"}))
+    assert read(parser, ["--lr", "word", "--of-script", "1", "2"])[1] == []
+    assert read(parser, ["--min-lr", "word"])[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes"),
+    [
+        ("", []),
+        ("--hidden-size ten --optimizer lamb", ["value-unreadable", "value-not-a-choice"]),
+        ("--num-layers 0 --ckpt-policy foo --pec-k-persist 0", ["value-out-of-range", "value-not-a-choice"]),
+        ("--ckpt-keep 0 --log-straggler", ["value-out-of-range", "loop-argument-unsupported"]),
+        ("--vocab-file /no/such --save /proc/no", ["input-missing", "output-not-writable"]),
+        ("--ckpt-policy full", []),  # Megatron-LM's arguments are needed to check combinations
+    ],
+)
+def test_a_launcher_refuses_values_and_paths_without_torch(flags, codes, stock, tmp_path):
+    source = Path(sys.modules["megatron.training.arguments"].__file__)
+    program = f"""if True:
+        import sys
+        sys.modules["torch"] = sys.modules["megatron.core"] = None
+        sys.argv = ["pretrain_gpt_moe.py"]
+        from megatron.pretraining.pretrain_gpt_moe import check_arguments
+        check_arguments({f"{BASE} {flags}".split()!r}, 1, 1, 1)
+    """
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        options.remember(source, stock)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert codes_in(ended.stderr) == codes, ended.stderr
+    assert ended.returncode == (2 if codes else 0) and "Traceback" not in ended.stderr
