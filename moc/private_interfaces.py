@@ -436,6 +436,10 @@ _MEGATRON = (
             save_dir iteration"""), only=True), "delays", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.checkpointing:save_checkpoint", Refers(_words("""get_checkpoint_name schedule_async_save
             get_checkpoint_tracker_filename""")), "replaces functions inside", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.checkpointing:load_checkpoint", Refers(("read_metadata",)), "replaces functions inside",
+         f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.checkpointing:read_metadata", Parameters(("tracker_filename",), only=True), "replaces",
+         f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.checkpointing:schedule_async_save", Parameters(("async_request",), only=True), "replaces",
          f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.training:get_model", Parameters(_words("""model_provider_func model_type wrap_with_ddp

@@ -63,9 +63,11 @@ def _goes_on_from(config: Config) -> str:
     """Describes the state that restarted workers begin with."""
     if config.snapshot.ckpt_policy is not None:
         return "resume from --ckpt-dir"
-    return (
-        "resume from --load" if config.checkpoint.load else "begin again, since neither --ckpt-dir nor --load is given"
-    )
+    if config.checkpoint.load:
+        return "resume from --load"
+    if config.checkpoint.save:
+        return "resume from --save"
+    return "begin again, since neither --ckpt-dir, --save nor --load is given"
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:

@@ -142,7 +142,7 @@ _HUB_REPOSITORY = re.compile(
 )  # directory of a repository in the cache of the Hugging Face hub
 _DELETABLE_NAMES = re.compile(
     r"\.?iter_\d{7,}[\w.-]*"  # checkpoints and their staging directories
-    r"|\.(fence|run\.json|lock)(\.[\w.-]*)?"
+    r"|\.(fence|run\.json|lock|spare)(\.[\w.-]*)?"
     r"|\.[\w.-]+\.tmp(\.given-up)?"
 )
 

@@ -193,7 +193,7 @@ def tracker_problem(root: Path) -> str | None:
         return f"{dense_files.TRACKER_FILE}: does not hold an iteration"
     if tracked is None:
         written = any(format_of(dense_files.checkpoint_path(root, iteration)) == DENSE for iteration in saved)
-        return f"{dense_files.TRACKER_FILE}: is missing, so --load finds nothing" if written else None
+        return f"{dense_files.TRACKER_FILE}: is missing, so Megatron-LM loads nothing" if written else None
     if tracked not in saved:
         return f"{dense_files.TRACKER_FILE}: names iteration {tracked}, which is not there"
     return None

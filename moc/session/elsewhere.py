@@ -17,8 +17,14 @@ from moc.state.record import Position
 class Elsewhere(Protocol):
     """Checkpoints that are not snapshots; every method is collective."""
 
-    def newest(self, seconds: float | None = None) -> int | None:
-        """Returns the iteration that :meth:`load` would resume from; None if none is found, or not in time."""
+    def newest(self, seconds: float | None = None, run: str = "") -> int | None:
+        """Returns the iteration that :meth:`load` would resume the run from; None if none is found, or not in time.
+
+        ``run`` is the run of the snapshots.
+        """
+
+    def check(self, iteration: int, run: str) -> None:
+        """Checks that a run that begins at an iteration replaces no checkpoint of another run; raises otherwise."""
 
     def load(self) -> Position | None:
         """Fills the state, and returns its position; None if there is no checkpoint."""

@@ -36,7 +36,7 @@ from moc.snapshot.rotation import Rotation
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
-from moc.store.reserved_memory import SLOTS_DIRECTORY, MemoryReserve, reserve_files
+from moc.store.reserved_memory import SLOTS_DIRECTORY, SpaceReserve, reserve_files
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
@@ -156,7 +156,7 @@ class Reservation:
             OSError: memory is insufficient.
         """
         if self._tiers.memory is not None and self._tiers.leads_node:
-            MemoryReserve(self._root / SPARE_NAME).allocate(self._small)
+            SpaceReserve(self._root / SPARE_NAME).allocate(self._small)
 
     @property
     def _root(self) -> Path:

@@ -36,7 +36,7 @@ from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.replay import check_freezing
-from moc.session.resume.resuming import resume
+from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.sizes import SnapshotSizes
@@ -104,6 +104,7 @@ class Session(VoteParticipant):
             raise NoRecoveryPoint
         else:
             self.position = self._elsewhere.load() or Position()
+            self._elsewhere.check(self.position.iteration, "")
         PROGRESS.iteration = self.position.iteration
         self.remains.trained = True
         self.remains.progress.move_to(None)
@@ -313,6 +314,7 @@ class Session(VoteParticipant):
             **self._engine.scalars(at),
             "record": None if record is None else dataclasses.asdict(record),
             "policy": policy.name,
+            BEGUN_AT: self._settings.begin_at,
             "interval": policy.interval.state_dict(),
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,

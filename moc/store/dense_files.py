@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moc.files.safe_directory import (
 )
 from moc.files.text import short_repr
 from moc.store import store
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, TakenError
 from moc.store.fence import Fence
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import compute_file_digest
@@ -52,6 +52,40 @@ class _Listing:
 
     iteration: Count
     files: dict[Name, _ListedFile]
+    job: Name = ""
+    run: Name = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The run that a checkpoint belongs to.
+
+    Attributes:
+        run: name of the run, which all its launches inherit; empty in checkpoints of earlier releases.
+        origin: flags of a beginning in another directory (:mod:`megatron.pretraining.checkpoint.lineage`); empty if
+            its command continues its own directory, or begins with new weights.
+    """
+
+    run: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A complete checkpoint of a directory.
+
+    Attributes:
+        iteration: its iteration.
+        lineage: the run that it belongs to; None if another program wrote it.
+        job: the launch that saved it.
+        is_announced: the tracker file is newer: it has named this checkpoint, or was set back to an older one.
+    """
+
+    iteration: int
+    lineage: Lineage | None = None
+    job: str = ""
+    is_announced: bool = True
 
 
 def checkpoint_path(root: str | Path, iteration: int) -> Path:
@@ -63,6 +97,38 @@ def list_iterations(root: str | Path) -> list[int]:
     """Returns the iterations that have a published checkpoint under ``root``, ascending."""
     iterations = map(store.parse_iteration, SafeDirectory(root).list_directories())
     return sorted(iteration for iteration in iterations if iteration is not None)
+
+
+def published(root: str | Path) -> list[Published]:
+    """Returns the complete checkpoints under ``root``, ascending; reads no more than their manifests.
+
+    A checkpoint of this program is complete if it has a manifest.  One of another program is complete if its index
+    (``.metadata``) or a file of a rank is there.
+    """
+    root, complete = Path(root), []
+    announced = _modified(root / TRACKER_FILE)
+    for iteration in list_iterations(root):
+        directory = checkpoint_path(root, iteration)
+        try:
+            manifest = read_manifest(directory)
+            listing = decode.convert(manifest, _Listing) if manifest is not None else None
+        except CheckpointError as error:
+            if error.code == "checkpoint-damaged":
+                continue
+            listing = None  # a later release wrote it
+        if listing is not None:
+            lineage, is_announced = Lineage(listing.run, listing.origin), announced >= _modified(directory / MANIFEST)
+            complete.append(Published(iteration, lineage, listing.job, is_announced))
+        elif any(directory.joinpath(name).exists() for name in (MANIFEST, ".metadata")) or any(directory.glob("mp_*")):
+            complete.append(Published(iteration, is_announced=announced >= _modified(directory)))
+    return complete
+
+
+def _modified(path: Path) -> int:
+    """Returns the modification time of a file in nanoseconds; -1 without the file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return path.lstat().st_mtime_ns
+    return -1
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -128,7 +194,9 @@ def read_manifest(directory: Path) -> dict | None:
 
 def damage_error(problem: str) -> CheckpointError:
     """Returns the error of a damaged checkpoint, with the remedy."""
-    return CheckpointError(f"{problem}. Fix: load an older checkpoint with --ckpt-step", code="checkpoint-damaged")
+    return CheckpointError(
+        f"{problem}. Fix: load an older one with --ckpt-step, and save to another --save", code="checkpoint-damaged"
+    )
 
 
 def staging_path(root: str | Path, iteration: int, tag: str = "") -> Path:
@@ -153,14 +221,25 @@ def begin_save(root: str | Path, iteration: int, fence: Fence | None = None) -> 
     root = Path(root)
     with SafeDirectory(root).directory(creates=True):
         pass
-    if fence is not None:
-        fence.take()
+    if fence is not None:  # its file needs room, which this launch's last save may have taken
+        _remove_all(root, f".iter_*.{_tag(fence)}.incomplete")
+        fence.take(lambda: _remove_all(root, _UNFINISHED))
     restore_replaced(root)
-    for leftover in root.glob(_UNFINISHED):
-        SafeDirectory(root).remove(leftover.name)
+    _remove_all(root, _UNFINISHED)
     staging = staging_path(root, iteration, _tag(fence))
     staging.mkdir()
     return staging
+
+
+def give_up(root: str | Path, iteration: int, fence: Fence) -> None:
+    """Removes the staging directory of a failed save, unless the file system fails."""
+    with contextlib.suppress(OSError):
+        SafeDirectory(root).remove(staging_path(root, iteration, _tag(fence)).name)
+
+
+def _remove_all(root: Path, pattern: str) -> None:
+    for leftover in root.glob(pattern):
+        SafeDirectory(root).remove(leftover.name)
 
 
 def publish_save(
@@ -170,6 +249,7 @@ def publish_save(
     fence: Fence | None = None,
     retain_interval: int | None = None,
     format: str = FORMAT,
+    lineage: Lineage | None = None,
 ) -> Path:
     """Publishes a staged checkpoint atomically as the newest.
 
@@ -180,12 +260,17 @@ def publish_save(
         fence: guards the directory.
         retain_interval: older checkpoints whose iteration is not a multiple of it are deleted; None to keep them.
         format: format of the checkpoint.
+        lineage: the run that saves; it replaces no checkpoint of another one.
 
     Raises:
         SupersededError: a newer generation of this job, or another job, saves there now.
+        TakenError: another run has saved this iteration meanwhile.
     """
     root, staging, final = Path(root), staging_path(root, iteration, _tag(fence)), checkpoint_path(root, iteration)
     author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
+    if lineage is not None:
+        _refuse_other_run(final, lineage, author)
+        author |= asdict(lineage)
     manifest = {"format": format, "iteration": iteration, **author, "files": dict(sorted(files.items()))}
     check = None if fence is None else fence.check
     try:
@@ -221,6 +306,16 @@ def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> No
     except FileNotFoundError:
         restore_replaced(final.parent)
         raise
+
+
+def _refuse_other_run(final: Path, lineage: Lineage, author: Mapping) -> None:
+    for other in published(final.parent) if final.is_dir() else ():
+        is_ours = other.lineage is None or other.lineage.run == lineage.run or other.job == author.get("job")
+        if checkpoint_path(final.parent, other.iteration) == final and not is_ours:
+            raise TakenError(
+                f"another run has saved {final} since this one began. Fix: give this run another --save",
+                code="save-of-another-run",
+            )
 
 
 def _replaced_path(final: Path) -> Path:

@@ -25,7 +25,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -35,7 +35,7 @@ from moc.files import decode
 from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError, SafeDirectory, open_without_links
 from moc.output import print_once
 from moc.store.claims import Claim, term_in
-from moc.store.errors import SupersededError, TakenError
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, SupersededError, TakenError
 
 NAME = ".fence"
 _LOCK = ".lock"
@@ -154,8 +154,14 @@ class Fence:
         self._lock: _Lock | None = None
         self._other = ""
 
-    def take(self) -> None:
+    def take(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Begins the term of the claim; from then on, older terms cannot publish.
+
+        If the file system is too full for the fence, unfinished files of other terms are removed first.  If another
+        launch begins at this moment, this may cost it a save.
+
+        Args:
+            make_room: removes other unpublished files then; called only if no other launch is alive.
 
         Raises:
             TakenError: another launch owns the directory and is alive.
@@ -164,6 +170,20 @@ class Fence:
         """
         with self._tree.directory(creates=True):
             pass
+        try:
+            self._take()
+        except OSError as error:
+            now = self.read() if error.errno in OUT_OF_SPACE_ERRNOS else None
+            is_ours = now is not None and now.claim.job == self.claim.job
+            if error.errno not in OUT_OF_SPACE_ERRNOS or (
+                now is not None and not is_ours and self._life_of(now) is not None
+            ):
+                raise
+            self._sweep_unfinished()
+            make_room()
+            self._take()
+
+    def _take(self) -> None:
         deadline = time.monotonic() + self._patience
         while not self._begins():
             if time.monotonic() > deadline:
@@ -250,13 +270,16 @@ class Fence:
         self._tree.remove(aside)
 
     def _sweep(self) -> None:
+        self._sweep_unfinished()
+        for name in self._tree.list_names():
+            if name.startswith(f"{_LOCK}.") and self.claim.supersedes(name):
+                self._tree.remove(name)
+
+    def _sweep_unfinished(self) -> None:
         for directory in ("", *filter(_HAS_FILES.fullmatch, self._tree.list_names())):
             for name in self._tree.list_names(directory):
                 if name.endswith(_UNFINISHED) and name.startswith(".") and self.claim.supersedes(name):
                     self._give_up(directory, name)
-        for name in self._tree.list_names():
-            if name.startswith(f"{_LOCK}.") and self.claim.supersedes(name):
-                self._tree.remove(name)
 
     def _give_up(self, directory: str, name: str) -> None:
         """Removes an unfinished file or directory.

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -161,7 +161,7 @@ class ObjectStorage(Storage):
         """See :class:`Storage`; always unknown."""
         return None
 
-    def lock(self) -> None:
+    def lock(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Takes the location: from now on, :meth:`check_owner` refuses the previous owner.
 
         Object stores have no locks tied to a process, and a killed job must not block its successor.  So the launch

@@ -109,7 +109,7 @@ RESERVE_FILE = ".spare"
 _PAGE = 4096
 
 
-class MemoryReserve:
+class SpaceReserve:
     """A file whose pages are released for small files when the file system is full; shared by a node's processes.
 
     Args:

@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.store.claims import Claim
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 from moc.store.fence import Fence
-from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, MemoryReserve, find_free_file
+from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpaceReserve, find_free_file
 
 
 class Blob(Protocol):
@@ -75,6 +75,10 @@ class LocalBlob:
         scratch = memoryview(bytearray(min(_READ_AHEAD_BYTES, stop - start)))
         for position in range(start, stop, _READ_AHEAD_BYTES):
             os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
+
+
+_OWNERSHIP, _SPARE = 1 << 14, 1 << 15
+"""Bytes for the ownership files, and of the reserve for them."""
 
 
 class Storage(ABC):
@@ -154,10 +158,11 @@ class Storage(ABC):
         return f"{self.name}/{path}"
 
     @abstractmethod
-    def lock(self) -> None:
+    def lock(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Takes the location for its claim; without one, for the lifetime of this process.
 
         An older term of the same launch loses the location immediately, in any state; another launch keeps it.
+        ``make_room`` removes unpublished files, if the file system is too full to take it.
 
         Raises:
             TakenError: another launch, or a newer term, owns the location.
@@ -268,11 +273,23 @@ class LocalStorage(Storage):
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
-    def lock(self) -> None:
-        """See :class:`Storage`; forked children do not inherit the lock."""
+    def lock(self, make_room: Callable[[], None] = lambda: None) -> None:
+        """See :class:`Storage`; forked children do not inherit the lock.
+
+        A job keeps room for the files of its next generation or launch, since the file system may be full then.
+        """
+
+        def make_all_room() -> None:
+            self.reserve.release(_OWNERSHIP)
+            if not self._in_memory:  # there, a recovery may need parts that nothing has published
+                make_room()
+
         self._fence = self._fence or Fence(self.root, Claim.of_process(), self._lock_timeout_s)
-        self._fence.take()
+        self._fence.take(make_all_room)
         self.is_locked = True
+        if self.claim is not None and self.claim.run and not self._in_memory:
+            with contextlib.suppress(OSError):
+                self.reserve.allocate(_SPARE)
 
     def check_owner(self) -> None:
         """See :class:`Storage`."""
@@ -280,9 +297,9 @@ class LocalStorage(Storage):
             self._fence.check()
 
     @property
-    def reserve(self) -> MemoryReserve:
-        """Reserve of a memory location for small files when the file system is full."""
-        return MemoryReserve(self.root / RESERVE_FILE)
+    def reserve(self) -> SpaceReserve:
+        """Reserve for small files when the file system is full."""
+        return SpaceReserve(self.root / RESERVE_FILE)
 
     def _write_in_memory(self, path: str, parts: list, is_durable: bool) -> None:
         while True:

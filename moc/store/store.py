@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from moc.errors import cause_of
@@ -66,6 +66,11 @@ def is_shard_file_or_part(file: str) -> bool:
     return _RANK.fullmatch(file) is not None
 
 
+def _is_unpublished(names: Collection[str]) -> bool:
+    """Returns whether a checkpoint with these files was never published, or is being removed."""
+    return _REMOVAL_MARK in names or not any(name.startswith(manifests.MANIFEST_FILE) for name in names)
+
+
 class Store:
     """The checkpoints in a storage location.
 
@@ -94,7 +99,7 @@ class Store:
             return
         with self._locking:
             if not self.storage.is_locked:
-                self.storage.lock()
+                self.storage.lock(self._make_room)
                 self._iterations_before_term = set(self._list_iterations())
 
     def iterations(self) -> list[int]:
@@ -254,7 +259,7 @@ class Store:
         """Like :meth:`remove_unpublished`, for one iteration whose save failed."""
         directory = checkpoint_name(iteration)
         names = self.storage.list_names(directory)
-        if _REMOVAL_MARK in names or not any(name.startswith(manifests.MANIFEST_FILE) for name in names):
+        if _is_unpublished(names):
             self.remove(iteration)
         elif hidden := [name for name in names if name.startswith(".")]:
             self._check()
@@ -310,6 +315,12 @@ class Store:
     def _check(self) -> None:
         self.take()
         self.storage.check_owner()
+
+    def _make_room(self) -> None:
+        """Removes the checkpoints that nothing has published, before the location is taken."""
+        for directory in map(checkpoint_name, self._list_iterations()):
+            if _is_unpublished(self.storage.list_names(directory)):
+                self.storage.remove(directory)
 
     def _read_report(self, iteration: int, rank: int, names: Iterable[str]) -> RankReport:
         claim, prefix = self.storage.claim, f".rank_{rank:05d}."

@@ -31,9 +31,11 @@ TESTS = {
     "replicas-differ": "integration/test_alike.py",
     "result-depends-on-layout": "reports/test_corrections.py",
     "samples-too-few": "integration/test_data_order.py",
+    "save-of-another-run": "reports/test_runs.py",
     "state-partly-lost": "unit/runtime/test_membership.py",
     "storage-slow": "unit/session/test_storage_health.py",
     "storage-unwritable": "integration/test_atomic_save.py",
+    "tracker-missing": "reports/test_runs.py",
     "vocabulary-padding-differs": "reports/test_corrections.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",
 }

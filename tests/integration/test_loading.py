@@ -104,7 +104,7 @@ def test_a_pretrained_checkpoint_counts_until_there_is_another(saved, data, tmp_
     assert train("1", flags).start == 2
     shutil.rmtree(dense_files.checkpoint_path(tmp_path, 2))
     (result,) = start("1", flags).wait()  # the tracker file names it
-    assert result.exit == 1 and codes_in(result.output) == ["checkpoint-unloadable"]
+    assert result.exit == 1 and codes_in(result.output) == ["checkpoint-missing"]
 
 
 def test_small_moments_of_a_script_of_a_user(tmp_path):

@@ -45,7 +45,7 @@ def refused_by_program(flags):
 
 def test_a_checkpoint_that_does_not_exist_or_is_of_another_kind(saved, data, tmp_path):
     output = refused_by_program(data | dict(load=str(saved), ckpt_step=7))
-    assert "checkpoint-unloadable" in codes_in(output) and "iter_0000007" in output
+    assert "checkpoint-missing" in codes_in(output) and "iter_0000007" in output
     (tmp_path / "iter_0000003").mkdir()
     (tmp_path / "iter_0000003/model.pt").write_text("something else")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")

@@ -183,6 +183,7 @@ def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_pat
     other = train("1", flags | back | dict(exit_interval=5))
     assert other.start == 2 and other.records != straight.records[2:5]
     assert whole(flags)["storage"] == [2, 4, 5]  # 4 is the one of the second run
+    assert train("1", flags | back | dict(train_iters=5)).start == 5  # the same command does not go back again
     assert Path(flags["ckpt_dir"], checkpoint_name(8), shard_file_name(0)).exists()
     again = train("1", flags | dict(back, ckpt_step=None))
     assert again.start == 5

@@ -38,6 +38,7 @@ class Saves(ABC):
     Attributes:
         format: format of the checkpoints.
         last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
+        run: name of the run; empty until it is known.
     """
 
     format = dense_files.FORMAT
@@ -47,6 +48,7 @@ class Saves(ABC):
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)
         self.last_saved: int | None = None
+        self.run = ""
         self._before: int | None = None  # value of last_saved before the save in progress
 
     @property
@@ -86,8 +88,23 @@ class Saves(ABC):
                 self._finalize(blocking=True)
 
     @abstractmethod
-    def newest(self, seconds: float | None = None) -> int | None:
-        """Returns the iteration that :meth:`load` would resume from; None if it would start at 0, or on timeout."""
+    def newest(self, seconds: float | None = None, run: str = "") -> int | None:
+        """Returns the iteration that :meth:`load` would resume the run from; None if there is none, or on timeout.
+
+        ``run`` is the run of the snapshots.
+        """
+
+    @abstractmethod
+    def check(self, iteration: int, run: str) -> None:
+        """Checks that saves after an iteration replace no checkpoint of another run; ``run`` as for :meth:`newest`.
+
+        Raises:
+            CheckpointError: on all workers: ``--save`` holds a checkpoint that this run does not continue.
+        """
+
+    @abstractmethod
+    def lineage(self) -> dense_files.Lineage:
+        """Returns the run that its checkpoints record."""
 
     @abstractmethod
     def load(self) -> Position | None:
@@ -149,6 +166,8 @@ class Saves(ABC):
     def _give_up(self, iteration: int | None) -> Callable[[], int | None]:
         def give_up() -> int | None:
             self.close()
+            if self._world.rank == 0 and iteration is not None and self._fence is not None:
+                dense_files.give_up(str(self._config.checkpoint.save), iteration, self._fence)
             if self.last_saved == iteration:
                 self.last_saved = self._before
             return self.last_saved
@@ -168,7 +187,7 @@ class Saves(ABC):
         """Publishes the files that all workers have written."""
         retain = self._config.checkpoint.save_retain_interval
         complete = functools.partial(
-            writer.publish, root, iteration, self._world.size, retain, self._fence, self.format
+            writer.publish, root, iteration, self._world.size, retain, self._fence, self.format, self.lineage()
         )
         run_on_rank0(complete, "cannot complete a checkpoint")
         self._attempts.succeeded(iteration)

@@ -60,8 +60,9 @@ def publish(
     retain_interval: int | None,
     fence: Fence | None = None,
     format: str = dense_files.FORMAT,
+    lineage: dense_files.Lineage | None = None,
 ) -> None:
-    """Publishes a checkpoint once all ``workers`` have written their shards; runs on rank 0.
+    """Publishes a checkpoint of the run ``lineage`` once all ``workers`` have written their shards; runs on rank 0.
 
     Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless it is None.
 
@@ -87,7 +88,7 @@ def publish(
         name = str(path.relative_to(staging))
         if name not in described and path.is_file():
             described[name] = dense_files.describe_file(path)
-    dense_files.publish_save(root, iteration, described, fence, retain_interval, format)
+    dense_files.publish_save(root, iteration, described, fence, retain_interval, format, lineage)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 
 from megatron.pretraining.config.flag import Problems
@@ -69,6 +70,12 @@ def _check_directories(config: FlagGroups, problems: Problems) -> None:
         snapshot.ckpt_policy and not (snapshot.ckpt_dir or save),
         "--ckpt-policy needs a directory for snapshots. Fix: add --ckpt-dir or --save",
         code="snapshot-directory-missing",
+    )
+    problems.refuse(
+        snapshot.ckpt_dir and save and os.path.realpath(snapshot.ckpt_dir) == os.path.realpath(save),
+        "--ckpt-dir and --save name one directory, where their checkpoints have the same names. Fix: drop --ckpt-dir, "
+        "or name another directory",
+        code="flags-exclude-each-other",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.training import checkpointing, training
 
-from megatron.pretraining.checkpoint import contents, fragments, writer
+from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
@@ -50,7 +51,7 @@ class StockCheckpoints(Saves):
 
     def __init__(self, parts: WorkerParts, model: Model):
         super().__init__(parts.config, parts.world, parts.log)
-        self._parts, self._model, self._records = parts, model, []
+        self._parts, self._model, self._records, self._origin = parts, model, [], ""
         core = members(parts.optimizer.core)
         fragmented = any(isinstance(one, FragmentedOptimizer) for one in core)
         # torch casts loaded tensors to the dtype of the parameter, which destroys encoded moments
@@ -59,13 +60,44 @@ class StockCheckpoints(Saves):
         # this program's checkpoints load in any layout, unlike Megatron-LM's optimizer state
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
-    def newest(self, seconds: float | None = None) -> int | None:
-        """Returns the iteration that :meth:`load` would resume from; None if it would start at 0, or on timeout."""
-        args = get_args()
-        if args.load is None or args.finetune:
-            return None
-        look = functools.partial(_iteration_in, Path(args.load))
+    def newest(self, seconds: float | None = None, run: str = "") -> int | None:
+        """See :class:`Saves`."""
+        self.run = run
+        look = lambda: lineage.newest(self._command())  # noqa: E731
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
+
+    def check(self, iteration: int, run: str) -> None:
+        """See :class:`Saves`."""
+        self.run = run or self.run
+        look = lambda: lineage.check_saves(self._command(), iteration)  # noqa: E731
+        run_on_rank0(look, "cannot look for checkpoints")
+
+    def lineage(self) -> dense_files.Lineage:
+        """See :class:`Saves`."""
+        return dense_files.Lineage(self.run or self._world.job.id, self._origin)
+
+    def _command(self) -> lineage.Command:
+        """Reads the directories that the flags name; restores a checkpoint whose replacement a kill interrupted."""
+        args = get_args()
+        if args.save is not None:
+            dense_files.restore_replaced(args.save)
+        command = lineage.Command(
+            load=lineage.Directory.at(args.load),
+            save=lineage.Directory.at(args.save),
+            pretrained=lineage.Directory.at(args.pretrained_checkpoint),
+            ckpt_step=args.ckpt_step,
+            finetune=args.finetune,
+            no_load_optim=args.no_load_optim,
+            exit_on_missing=args.exit_on_missing_checkpoint,
+            job=self._world.job.id,
+            run=self.run,
+        )
+        self._origin = command.origin
+        return command
+
+    def _saves_to(self, root: str) -> bool:
+        save = get_args().save
+        return save is not None and os.path.realpath(save) == root
 
     def load(self) -> Position | None:
         """Loads the checkpoint that ``--load`` and ``--pretrained-checkpoint`` name; None on a first start.
@@ -73,13 +105,32 @@ class StockCheckpoints(Saves):
         Raises:
             CheckpointError: Megatron-LM cannot load it.
         """
-        args, parts = get_args(), self._parts
+        args = get_args()
         args.iteration = args.num_floating_point_operations_so_far = 0
-        if args.load is None and args.pretrained_checkpoint is None:
+        choose = lambda: dataclasses.asdict(lineage.choose(self._command()))  # noqa: E731
+        choice = lineage.Choice(**run_on_rank0(choose, "cannot look for a checkpoint"))
+        if choice.root is None:
             return None
-        root, iteration = run_on_rank0(_chosen, "cannot look for a checkpoint")
-        directory = dense_files.checkpoint_path(root, iteration or 0)
+        if choice.is_own and self._origin:
+            self._log.message(f"the run that began with {self._origin} continues in --save, at {choice.iteration}")
+        # flags of the beginning do not apply to a later checkpoint of the run, which has its optimizer state
+        skips_optimizer = args.no_load_optim and (args.no_save_optim or not choice.is_own)
+        flags = {"load": choice.root, "pretrained_checkpoint": None, "ckpt_step": choice.iteration}
+        flags |= {"finetune": choice.begins, "no_load_optim": skips_optimizer}
+        with replaced(args, **flags), replaced(checkpointing, read_metadata=lambda _: choice.metadata):
+            position = self._load(choice)
+        if position is not None and self._saves_to(choice.root):
+            self.last_saved = position.iteration
+        return position
+
+    def _load(self, choice: lineage.Choice) -> Position | None:
+        """Loads a checkpoint, which Megatron-LM's arguments name."""
+        args, parts, root = get_args(), self._parts, choice.root
+        assert root is not None  # or there is nothing to load
+        directory = dense_files.checkpoint_path(root, choice.iteration or 0)
         manifest = self._verify(directory)
+        if manifest is not None and self._saves_to(root):
+            self.run = self.run or manifest.get("run", "")
         if "vocabulary-padding" not in parts.config.training.corrections:
             run_on_rank0(lambda: _refuse_other_padding(directory, args.padded_vocab_size), "cannot read a checkpoint")
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
@@ -90,16 +141,14 @@ class StockCheckpoints(Saves):
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
-        settings = {"use_distributed_optimizer": shards, "finetune": args.finetune}  # a pretrained checkpoint sets it
-        with reads_checkpoint(root), replaced(args, **settings):
+        with reads_checkpoint(root), replaced(args, use_distributed_optimizer=shards):
             chunks, optimizer = self._parts_of_megatron(fragmented)
             scheduler = parts.scheduler if state is None else None
             loaded: Any = training.load_checkpoint(chunks, optimizer, scheduler, checkpointing_context={})
-            anew = args.finetune
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
         if fragmented:
-            if args.iteration == 0 or anew or args.no_load_optim:
+            if args.iteration == 0 or choice.begins or args.no_load_optim:
                 parts.optimizer.core.reload_model_params()
             else:
                 fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
@@ -109,14 +158,12 @@ class StockCheckpoints(Saves):
             return None
         if state is not None:
             contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, state, self._log.message)
-        self.last_saved = args.iteration if args.load == args.save else None
         return Position(args.iteration, args.consumed_train_samples)
 
     def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
         """Loads a checkpoint that a converter or the previous release wrote, in any layout."""
         args, parts = get_args(), self._parts
-        anew = args.finetune or directory.parent != Path(args.load or "")
-        resumes = not (anew or args.no_load_optim)
+        resumes = not (args.finetune or args.no_load_optim)
         state = run_on_rank0(lambda: read_state(directory, resumes), "cannot read a checkpoint")
         self._log.message(f"loading checkpoint {directory}")
         if previous.described_by_flags(state["shape"]):
@@ -124,10 +171,9 @@ class StockCheckpoints(Saves):
         else:
             self._check_layers(state["shape"], directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
-        if anew or position.iteration == 0:
+        if args.finetune or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
-        self.last_saved = args.iteration if args.load == args.save else None
         return position
 
     def _check_layers(self, saved: Mapping, directory: Path) -> None:
@@ -260,35 +306,3 @@ def _refuse_other_padding(directory: Path, rows: int) -> None:
                 f"--padded-vocab-size {saved}",
                 code="vocabulary-padding-differs",
             )
-
-
-def _chosen() -> tuple[str, int | None]:
-    """Returns the directory to load from, and the iteration; None if it has no checkpoint, or a release.
-
-    As in Megatron-LM, ``--pretrained-checkpoint`` is used until ``--load`` has a tracker file.
-
-    Raises:
-        CheckpointError: there is no checkpoint, and the run must not begin without one.
-    """
-    args = get_args()
-    root = args.load
-    if args.pretrained_checkpoint is not None and not (root and (Path(root) / dense_files.TRACKER_FILE).is_file()):
-        root = args.pretrained_checkpoint
-    iteration = _iteration_in(Path(root))
-    if args.exit_on_missing_checkpoint and not (Path(root) / dense_files.TRACKER_FILE).is_file():
-        raise CheckpointError(
-            f"{root} holds no checkpoint, and --exit-on-missing-checkpoint is given. Fix: correct --load, or drop the "
-            "flag",
-            code="checkpoint-missing",
-        )
-    return root, iteration
-
-
-def _iteration_in(root: Path) -> int | None:
-    """Returns the iteration to load from a directory; None if its tracker file names a release, or is missing."""
-    args = get_args()
-    if args.save is not None and Path(args.save) == root:
-        dense_files.restore_replaced(root)  # a killed save may have left a replacement incomplete
-    if args.ckpt_step:
-        return args.ckpt_step if dense_files.checkpoint_path(root, args.ckpt_step).is_dir() else None
-    return dense_files.latest_iteration(root)

@@ -7,6 +7,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
 from moc.snapshot.background import within
+from moc.store.errors import OUT_OF_SPACE_ERRNOS
 
 if TYPE_CHECKING:
     from megatron.pretraining.config.snapshot import SnapshotFlags
@@ -152,4 +154,11 @@ def _problem(directory: Path) -> str | None:
     except FileExistsError:
         return f"{directory} is no directory"
     except OSError as error:
+        if error.errno in OUT_OF_SPACE_ERRNOS and _holds_run(directory):
+            return None  # its saves are repeated, and first remove unpublished files
         return error.strerror or str(error)
+
+
+def _holds_run(directory: Path) -> bool:
+    """Returns whether a run has written checkpoints, snapshots or events into a directory."""
+    return any(re.match(r"\.?iter_|\.run\.json|events\.jsonl", name) for name in os.listdir(directory))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
@@ -18,7 +20,12 @@ from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.point import NoRecoveryPoint, ResumePoint
 from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
 from moc.session.tiers import LOOKING_S, Tiers
+from moc.snapshot.background import within
 from moc.state.record import Position
+from moc.store.errors import CheckpointError
+
+BEGUN_AT = "begun_at"
+"""Key in the state of a snapshot: iteration of ``--ckpt-step`` of the launch that took it."""
 
 
 def resume(
@@ -48,6 +55,11 @@ def resume(
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
+    if only is not None:
+        look = functools.partial(has_gone_back, parts.tiers, only)
+        if run_on_rank0(look, "cannot look for snapshots"):
+            log.message(f"an earlier launch went back to iteration {only}: the run continues from its newest snapshot")
+            only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
     publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
@@ -56,7 +68,8 @@ def resume(
     loader.adopted.adopt()
     _reduce_superseded(parts)
     held = loader.find(left)
-    oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None)
+    run = parts.tiers.storage.storage.run
+    oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None, run)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
     if left.again and not loaded:  # workers that start over do not use old snapshots
         _tidy_up(parts, ResumePoint(Position(oldest or 0)))
@@ -68,6 +81,8 @@ def resume(
     if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
+    if not left.again:
+        elsewhere.check(start.position.iteration, run)
     if parts.tokens is not None and not loaded:
         parts.tokens.starts_at(start.position.iteration)
     if parts.peers is not None:
@@ -78,6 +93,23 @@ def resume(
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
     _tidy_up(parts, start, storage=tidies)
     return start
+
+
+def has_gone_back(tiers: Tiers, iteration: int) -> bool:
+    """Returns whether a launch that began at the snapshot of an iteration has taken the newest one.
+
+    Then a restart of its command continues from the newest.  A storage that does not answer counts as empty.
+    """
+
+    def look() -> bool:
+        stores = [store for store in (tiers.memory, tiers.storage) if store is not None]
+        there = [(iterations[-1], store) for store in stores if (iterations := store.iterations())]
+        newest, store = max(there, key=lambda one: one[0], default=(0, None))
+        return store is not None and newest > iteration and store.read_manifest(newest).state.get(BEGUN_AT) == iteration
+
+    with contextlib.suppress(CheckpointError, OSError):
+        return bool(within(LOOKING_S, look))
+    return False
 
 
 def _reduce_superseded(parts: Components) -> None:

@@ -29,6 +29,7 @@ REFUSED = [
     ("--tokenizer-type GPT2", "value-not-a-choice --tokenizer-type"),
     ("--ckpt-step 5", "flag-needs-another --ckpt-step --load --ckpt-policy"),
     ("--ckpt-policy full", "snapshot-directory-missing --ckpt-policy --ckpt-dir --save"),
+    ("--ckpt-policy full --save x --ckpt-dir ./x", "flags-exclude-each-other --ckpt-dir --save"),
     ("--ckpt-policy some --save x", "value-not-a-choice --ckpt-policy"),
     ("--ckpt-dir x", "flag-has-no-effect --ckpt-dir --ckpt-policy"),
     ("--ckpt-blocking", "flag-has-no-effect --ckpt-blocking --ckpt-policy"),

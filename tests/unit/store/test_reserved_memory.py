@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moc.store.reserved_memory import RESERVE_FILE, MemoryReserve, allocate_file, find_free_file, reserve_files
+from moc.store.reserved_memory import RESERVE_FILE, SpaceReserve, allocate_file, find_free_file, reserve_files
 
 
 def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_path):
@@ -49,7 +49,7 @@ def test_nothing_is_left_where_there_is_no_room(tmp_path):
 
 
 def test_room_is_given_up_until_there_is_too_little(tmp_path):
-    room = MemoryReserve(tmp_path / RESERVE_FILE)
+    room = SpaceReserve(tmp_path / RESERVE_FILE)
     assert not room.release(1)
     room.allocate(3 * 4096)
     room.allocate(4096)
@@ -63,7 +63,7 @@ def test_a_file_of_others_is_not_shortened(tmp_path, plant):
     precious.write_bytes(bytes(1 << 16))
     planted.parent.mkdir()
     {"link": planted.symlink_to, "hard link": planted.hardlink_to}.get(plant, lambda _: os.mkfifo(planted))(precious)
-    room = MemoryReserve(planted)
+    room = SpaceReserve(planted)
     assert not room.release(1)
     room.allocate(1 << 17)
     assert precious.read_bytes() == bytes(1 << 16) and precious.stat().st_nlink == 1

@@ -1,0 +1,233 @@
+"""Decides which checkpoint a start continues, and refuses saves that could replace checkpoints of another run.
+
+A checkpoint in ``--save`` is the command's own if this launch has saved it, if it belongs to the run of the snapshots,
+or if the command that saved it began at the same *origin*: the same ``--load`` elsewhere, with the same flags.  A start
+continues its own newest checkpoint.  Without one it loads the checkpoint of its flags, as Megatron-LM does.  It is
+refused if its saves could replace a checkpoint that it does not continue.
+
+The tracker file names the newest checkpoint, as in Megatron-LM.  If a kill kept it from naming a newer checkpoint of
+this program, the newer one counts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from moc.errors import with_code
+from moc.store import dense_files
+from moc.store.dense_files import TRACKER_FILE, Published
+from moc.store.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory of checkpoints.
+
+    Attributes:
+        path: its real path.
+        has_tracker: it has a tracker file.
+        tracked: iteration in the tracker file; None without one, or if it names a release.
+        iterations: iterations that have a directory, complete or not.
+        complete: complete checkpoints, ascending.
+        problem: the error of an invalid tracker file, with its code; empty if there is none.
+    """
+
+    path: str
+    has_tracker: bool = False
+    tracked: int | None = None
+    iterations: tuple[int, ...] = ()
+    complete: tuple[Published, ...] = ()
+    problem: str = ""
+
+    @classmethod
+    def at(cls, path: str | None) -> Directory | None:
+        """Reads a directory; returns None without a path."""
+        if path is None:
+            return None
+        there = tuple(dense_files.list_iterations(path)), tuple(dense_files.published(path))
+        has_tracker, real = os.path.lexists(Path(path) / TRACKER_FILE), os.path.realpath(path)
+        try:
+            return cls(real, has_tracker, dense_files.latest_iteration(path), *there)
+        except CheckpointError as error:
+            return cls(real, has_tracker, None, *there, with_code(error))
+
+    @property
+    def current(self) -> int | None:
+        """Iteration of the newest checkpoint; None without one, or if it is a release."""
+        pending = [one for one in self.complete if one.lineage and (self._is_newer(one) or not self.has_tracker)]
+        return pending[-1].iteration if pending else self.tracked
+
+    @property
+    def committed(self) -> list[Published]:
+        """Complete checkpoints, without an interrupted save of Megatron-LM, which the tracker file does not name."""
+        return [one for one in self.complete if one.lineage or not self._is_newer(one)]
+
+    @property
+    def holds_checkpoint(self) -> bool:
+        """Whether Megatron-LM, or this program after a kill, finds a checkpoint."""
+        return self.has_tracker or self.current is not None
+
+    def _is_newer(self, one: Published) -> bool:
+        """Returns whether the tracker file names an older checkpoint, and was last changed before this one."""
+        return self.has_tracker and not one.is_announced and one.iteration > (self.tracked or 0)
+
+
+@dataclass(frozen=True)
+class Command:
+    """The flags that select a checkpoint, and the directories that they name.
+
+    Attributes:
+        job: this launch.
+        run: run of the snapshots in ``--ckpt-dir``; empty without snapshots.
+    """
+
+    load: Directory | None = None
+    save: Directory | None = None
+    pretrained: Directory | None = None
+    ckpt_step: int | None = None
+    finetune: bool = False
+    no_load_optim: bool = False
+    exit_on_missing: bool = False
+    job: str = ""
+    run: str = ""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the command continues the checkpoints of its own ``--save``."""
+        load, save = self.load, self.save
+        return load is not None and save is not None and load.path == save.path and not self.finetune
+
+    @property
+    def origin(self) -> str:
+        """Flags of a beginning in another directory; empty if its own checkpoints follow from ``--load``."""
+        if self.is_in_place and not (self.ckpt_step or self.no_load_optim):
+            return ""
+        words = [f"--load {self.load.path}"] if self.load is not None else []
+        words += [f"--pretrained-checkpoint {self.pretrained.path}"] if self.pretrained is not None else []
+        if not words:
+            return ""
+        words += [f"--ckpt-step {self.ckpt_step}"] if self.ckpt_step else []
+        words += [f"--{name.replace('_', '-')}" for name in ("finetune", "no_load_optim") if getattr(self, name)]
+        return " ".join(words)
+
+    def owns(self, one: Published) -> bool:
+        """Returns whether a checkpoint in ``--save`` is the command's own."""
+        if one.lineage is None:
+            return False
+        same_run, same_origin = one.lineage.run == self.run != "", one.lineage.origin == self.origin != ""
+        return one.job == self.job or same_run or same_origin
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a start loads.
+
+    Attributes:
+        root: its directory; None if the run begins with new weights.
+        iteration: its iteration; None for a release, or if there is no checkpoint.
+        begins: only the weights are loaded, at iteration 0.
+        is_own: it is the command's own, so flags of the beginning (such as ``--no-load-optim``) do not apply.
+    """
+
+    root: str | None = None
+    iteration: int | None = None
+    begins: bool = False
+    is_own: bool = False
+
+    @property
+    def metadata(self) -> tuple[int, bool]:
+        """The content of a tracker file that names this checkpoint: its iteration, and whether it is a release."""
+        return (0, True) if self.iteration is None else (self.iteration, False)
+
+
+def choose(command: Command) -> Choice:
+    """Returns the checkpoint that a start loads.
+
+    Raises:
+        CheckpointError: the flags name a missing checkpoint, or the newest one is unknown.
+    """
+    save, load, begins = command.save, command.load, command.finetune
+    if save is not None:
+        newest = next((one for one in save.complete if one.iteration == save.current), None)
+        if newest is not None and command.owns(newest):
+            return Choice(save.path, newest.iteration, is_own=True)
+    _refuse_unknown(load, command)
+    if command.pretrained is not None and not (load is not None and load.holds_checkpoint):
+        load, begins = command.pretrained, True
+        _refuse_unknown(load, command)
+    if load is None:
+        return Choice()
+    if not load.holds_checkpoint and (command.exit_on_missing or load is command.pretrained):
+        raise CheckpointError(
+            f"{load.path} holds no checkpoint, and --exit-on-missing-checkpoint or --pretrained-checkpoint needs one. "
+            "Fix: correct the path, or drop the flag",
+            code="checkpoint-missing",
+        )
+    iteration = command.ckpt_step or load.current
+    if iteration is not None and iteration not in load.iterations:
+        raise CheckpointError(
+            f"{dense_files.checkpoint_path(load.path, iteration)} does not exist. Fix: correct --load, --ckpt-step or "
+            f"{TRACKER_FILE}",
+            code="checkpoint-missing",
+        )
+    return Choice(load.path, iteration, begins)
+
+
+def newest(command: Command) -> int | None:
+    """Returns the iteration of the checkpoint that a run with snapshots may resume from; None if there is none.
+
+    A run that saves elsewhere begins at ``--load``, and does not return there, even if it has a newer checkpoint.
+
+    Raises:
+        CheckpointError: as :func:`choose`, but not for a missing checkpoint: there may be a snapshot.
+    """
+    try:
+        choice = choose(command)
+    except CheckpointError as error:
+        if error.code == "checkpoint-missing":
+            return None
+        raise
+    returns = choice.is_own or command.save is None or command.save.path == choice.root
+    return choice.iteration if returns and not choice.begins else None
+
+
+def _refuse_unknown(directory: Directory | None, command: Command) -> None:
+    """Refuses an invalid tracker file, and a missing one: checkpoints of another program may be incomplete."""
+    if directory is None or command.ckpt_step:
+        return
+    if directory.problem:
+        raise CheckpointError(directory.problem)
+    if directory.holds_checkpoint or not directory.complete:
+        return
+    newest = directory.complete[-1].iteration
+    raise CheckpointError(
+        f"{directory.path} holds checkpoints up to iteration {newest}, and no {TRACKER_FILE} names the one to load. Fix: "
+        f"write an iteration into it, or pass --ckpt-step {newest}",
+        code="tracker-missing",
+    )
+
+
+def check_saves(command: Command, iteration: int) -> None:
+    """Checks that saves after an iteration replace no checkpoint that the run does not continue.
+
+    Raises:
+        CheckpointError: ``--save`` holds such a checkpoint.
+    """
+    save = command.save
+    committed = save.committed if save is not None else []
+    others = [one.iteration for one in committed if not _continues(command, one, iteration)]
+    if save is not None and others:
+        raise CheckpointError(
+            f"--save {save.path} holds iteration {others[-1]}, which this command does not continue: it begins at "
+            f"iteration {iteration}, and its saves could replace it. Fix: continue it with --load {save.path}, without "
+            "--finetune and --ckpt-step, or choose another --save",
+            code="save-of-another-run",
+        )
+
+
+def _continues(command: Command, one: Published, iteration: int) -> bool:
+    if one.lineage is not None and one.job == command.job:
+        return True
+    return one.iteration <= iteration and (command.is_in_place or command.owns(one))
