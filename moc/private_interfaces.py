@@ -594,6 +594,25 @@ _MEGATRON = (
          Refers(("safe_numpy_load",)), "replaces a function inside", f"{_OURS}/data/index_cache.py"),
         (f"{_CORE}.datasets.indexed_dataset:IndexedDataset.initialize", Refers(("index",)), "reads an attribute of",
          f"{_OURS}/data/splits.py"),
+        (f"{_CORE}.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices", Refers(_words("""torch
+            is_initialized path_to_cache path_prefix unique_description_hash""")), "replaces",
+         f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.blended_dataset:BlendedDataset._build_indices", Refers(_words("""torch is_initialized
+            path_to_cache unique_description_hash""")), "replaces", f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.megatron_dataset:MegatronDataset", Members(_words("""unique_identifiers unique_description
+            unique_description_hash dataset_path dataset config""")), "sets attributes of",
+         f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.blended_megatron_dataset_config:BlendedMegatronDatasetConfig", Members(_words("""
+            path_to_cache mock fast_cache_load defer_npy_index_mmap""")), "reads fields of",
+         f"{_OURS}/data/index_cache.py"),
+        (f"{_CORE}.datasets.gpt_dataset:GPTDataset", Members(_words("document_index sample_index shuffle_index")),
+         "reads attributes of", f"{_OURS}/entry/streams.py"),
+        (f"{_CORE}.datasets.blended_dataset:BlendedDataset", Members(("datasets",)), "reads an attribute of",
+         f"{_OURS}/entry/streams.py"),
+        (f"{_CORE}.datasets.indexed_dataset:IndexedDataset.initialize", Refers(("path_prefix",)),
+         "reads an attribute of", f"{_OURS}/entry/streams.py"),
+        (f"{_CORE}.tokenizers.text.text_tokenizer:MegatronTokenizerText", Members(_words("inv_vocab vocab_size")),
+         "reads attributes of", f"{_OURS}/data/identity.py"),
         (f"{_CORE}.datasets.indexed_dataset:_IndexReader", Members(_words("""sequence_pointers sequence_lengths
             dtype_size""")), "reads attributes of", f"{_OURS}/data/splits.py"),
     ),

@@ -11,6 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.config import Config
+from megatron.pretraining.data.identity import DataIdentity
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.duties import Duties
 from megatron.pretraining.elastic.membership import Guests
@@ -108,6 +109,7 @@ class WorkerParts:
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
         train_iters: iterations of the whole run.
         vocabulary_rows: rows of the embedding.
+        data: identity of the data that this worker reads, or once the generation has started, any worker.
         session: session of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -130,6 +132,7 @@ class WorkerParts:
     vocabulary_rows: int
     log: Records
     auto: AutoPolicy | None
+    data: DataIdentity | None = None
     session: Session | None = None
     checkpoints: Saves | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
+
+import torch.distributed as dist
 
 from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.config.deterministic import is_exact
+from megatron.pretraining.data.identity import DataError, DataIdentity, difference
 from megatron.pretraining.duties import Done, Duties, missed
 from megatron.pretraining.elastic.membership import Guests, is_settled, migrate, settle
 from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
@@ -81,6 +85,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     config, world, log = parts.config, parts.world, parts.log
     loses = parts.remains.trained or stop.may_lose(world.job)
     stop.check_set_up(world, loses)  # the first collective of a generation
+    parts.data = common_data(parts.data)
     phases.done("meet")
     program, topology = parts.program, parts.program.topology(config, world)
     crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
@@ -99,7 +104,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     )
     under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
     model = program.model(parts)
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.replicas, model)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.replicas, model, parts.data)
     checkpoints = program.checkpoints(parts, model)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
@@ -143,6 +148,30 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     data = parts.streams, splits, parts.train_iters, parts.vocabulary_rows, parts.rebalancer, guests
     run = config, world, program, stepper, checkpoints, session, parts.auto, log
     return TrainingRun(*run, *data, stops=stops, missed=lacks)
+
+
+def common_data(mine: DataIdentity | None) -> DataIdentity | None:
+    """Returns the identity of the data that all workers read, also on workers that read none; a collective call.
+
+    Raises:
+        DataError: on all workers: some read other data.
+    """
+    digests = gather(None if mine is None else mine.digest)
+    readers = [rank for rank, digest in enumerate(digests) if digest is not None]
+    if not readers:
+        return None
+    first, rank = readers[0], dist.get_rank()
+    other = next((reader for reader in readers if digests[reader] != digests[first]), first)
+    found = gather((socket.gethostname(), mine) if rank in (first, other) else None)
+    if other != first:
+        (host, reference), (other_host, deviating) = found[first], found[other]
+        raise DataError(
+            f"worker {other} on {other_host} reads other data than worker {first} on {host}: "
+            f"{difference(reference, deviating)}. Fix: copy the data and the tokenizer to all nodes from the same "
+            "source, and remove cached indices that differ",
+            code="data-differs-between-nodes",
+        )
+    return found[first][1] if mine is None else mine
 
 
 def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:

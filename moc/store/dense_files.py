@@ -31,6 +31,8 @@ from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import compute_file_digest
 
 STATE_FILE = "training_state.json"
+DATA_FILE = "data.json"
+"""Identity of the training data, in checkpoints without ``training_state.json``."""
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
 MEGATRON_FORMAT = "megatron-lm checkpoint 1"

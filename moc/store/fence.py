@@ -173,11 +173,10 @@ class Fence:
         try:
             self._take()
         except OSError as error:
-            now = self.read() if error.errno in OUT_OF_SPACE_ERRNOS else None
+            is_full = error.errno in OUT_OF_SPACE_ERRNOS
+            now = self.read() if is_full else None
             is_ours = now is not None and now.claim.job == self.claim.job
-            if error.errno not in OUT_OF_SPACE_ERRNOS or (
-                now is not None and not is_ours and self._life_of(now) is not None
-            ):
+            if not is_full or (now is not None and not is_ours and self._life_of(now) is not None):
                 raise
             self._sweep_unfinished()
             make_room()

@@ -95,6 +95,12 @@ def dataset(root: Path) -> None:
     assert made == 0
 
 
+def cut_dataset(root: Path) -> None:
+    dataset(root)
+    with open(root / "out_text_document.bin", "r+b") as file:
+        file.truncate(100)
+
+
 def tracker(root: Path) -> None:
     (root / "saved").mkdir()
     (root / "saved" / "latest_checkpointed_iteration.txt").write_text("newest")
@@ -164,6 +170,7 @@ CASES = {
         workers=2,
     ),
     "split-empty": job("--split 0,1 --data-path out_text_document", 2, make=dataset),
+    "data-damaged": job("--data-path out_text_document", 1, "out_text_document.bin", make=cut_dataset),
     "release-unknown": script("", 1, "torch", make=package("torch", "set_num_threads = print\n"), cold=True),
     "megatron-core-unusable": worker("--seed 1", "megatron.core", make=old_core, cold=True, status=1),
     "memory-directory-unusable": job("--ckpt-memory-dir /proc --ckpt-policy full --ckpt-dir c --ckpt-tier memory", 1),

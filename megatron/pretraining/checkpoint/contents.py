@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
 from megatron.pretraining.config.deterministic import is_exact, promises_bits
+from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, listed, same_words
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
@@ -58,8 +59,9 @@ def training_state(
     optimizer: VotedOptimizer,
     scheduler: OptimizerParamScheduler,
     described: Mapping,
+    data: DataIdentity | None,
 ) -> dict:
-    """Returns the content of ``training_state.json``; ``described`` is the result of :func:`describe`."""
+    """Returns the content of ``training_state.json``; ``described`` is the model's description."""
     return {
         **asdict(position),
         "optimizer": config.regularization.optimizer,
@@ -74,6 +76,7 @@ def training_state(
         "grad_scaler": grad_scaler_state(optimizer),
         "grad_norm": optimizer.norm,
         "sample_order": sample_order(config, world),
+        DATA: None if data is None else data.plain(),
     } | dict(described)
 
 
@@ -149,12 +152,39 @@ def package_of(core: MegatronOptimizer) -> str:
     return ", ".join(sorted({type(one).__module__.partition(".")[0] for one in updaters if one is not None}))
 
 
+def check_data(config: Config, data: DataIdentity | None, saved: Mapping, where: object) -> None:
+    """Refuses to continue a run with other training data or another tokenizer, without ``--allow-changed-data``.
+
+    Raises:
+        CheckpointError: the data differ.
+    """
+    if not config.data.allow_changed_data and (changed := changes_since(saved, data)):
+        raise CheckpointError(
+            f"{where} was saved with other training data: {listed(changed)}. Fix: restore the data and the tokenizer, "
+            "or pass --allow-changed-data",
+            code="data-changed",
+        )
+
+
 def warn_of_other_run(
-    config: Config, world: World, optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]
+    config: Config,
+    world: World,
+    optimizer: VotedOptimizer,
+    data: DataIdentity | None,
+    saved: Mapping,
+    say: Callable[[str], None],
 ) -> None:
-    """Warns if the saved run reads samples in another order, or has another implementation of the optimizer."""
+    """Warns if the saved run reads other data or samples in another order, or has another optimizer implementation."""
     warn_of_other_package(optimizer, saved, say)
-    warn_of_other_samples(config, world, saved.get("sample_order") or {}, say)
+    warn_of_other_data(data, saved, say)
+    warn_of_other_samples(config, world, data, saved, say)
+
+
+def warn_of_other_data(data: DataIdentity | None, saved: Mapping, say: Callable[[str], None]) -> None:
+    """Warns of each split that reads other data than the saved run."""
+    for split in {one.split: None for one in data.sources} if data is not None else ():
+        if changed := changes_since(saved, data, split):
+            say(f"WARNING: the {split} data changed: {listed(changed)}")
 
 
 def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
@@ -207,14 +237,23 @@ def _products(config: Config) -> str | None:
     return f"{precision.fp8_recipe} fp8 products ({precision.fp8_format}) of Transformer Engine"
 
 
-def warn_of_other_samples(config: Config, world: World, saved: dict, say: Callable[[str], None]) -> None:
-    """Warns of each setting that differs from the saved run and changes the order of samples."""
+def warn_of_other_samples(
+    config: Config, world: World, data: DataIdentity | None, saved: Mapping, say: Callable[[str], None]
+) -> None:
+    """Warns of each setting that differs from the saved run and changes the order of samples.
+
+    Data at another path are the same if their contents are.
+    """
+    before = saved.get("sample_order") or {}
     for name, value in sample_order(config, world).items():
-        if name in saved and saved[name] != value:
-            say(
-                f"WARNING: {name.replace('_', ' ')} was {short_repr(saved[name])} and is {value}: the order of samples "
-                "changes from here on, and some may be read twice or never"
-            )
+        if name not in before or before[name] == value:
+            continue
+        if name.endswith("data_path") and same_words(before[name], identity_of(saved), value, data):
+            continue
+        say(
+            f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {value}: the order of samples "
+            "changes from here on, and some may be read twice or never"
+        )
 
 
 def sample_order(config: Config, world: World) -> dict:

@@ -203,8 +203,8 @@ def _refuse_unknown(directory: Directory | None, command: Command) -> None:
         return
     newest = directory.complete[-1].iteration
     raise CheckpointError(
-        f"{directory.path} holds checkpoints up to iteration {newest}, and no {TRACKER_FILE} names the one to load. Fix: "
-        f"write an iteration into it, or pass --ckpt-step {newest}",
+        f"{directory.path} holds checkpoints up to iteration {newest}, and no {TRACKER_FILE} names the one to load. "
+        f"Fix: write an iteration into it, or pass --ckpt-step {newest}",
         code="tracker-missing",
     )
 

@@ -16,6 +16,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.data.identity import DataIdentity, changes_since
 from moc.files.decode import parse
 from moc.files.text import short_repr
 from moc.store.errors import CheckpointError
@@ -52,12 +53,15 @@ def repeated(config: Config) -> dict[str, Any]:
     return parse(json.dumps(found, default=str))
 
 
-def check_replay(config: Config, scheduler: OptimizerParamScheduler, saved: Mapping, where: object) -> None:
-    """Refuses the replay of a snapshot under other flags, unless bits may differ (``--allow-nondeterministic``).
+def check_replay(
+    config: Config, scheduler: OptimizerParamScheduler, data: DataIdentity | None, saved: Mapping, where: object
+) -> None:
+    """Refuses the replay of a snapshot under other flags or with other data, without ``--allow-nondeterministic``.
 
     Args:
         config: the flags in force.
         scheduler: scheduler of this run, before the saved schedule is loaded.
+        data: the data that this run reads.
         saved: the snapshot's state; a snapshot of an earlier release has no flags.
         where: path of the snapshot, for the message.
 
@@ -69,6 +73,7 @@ def check_replay(config: Config, scheduler: OptimizerParamScheduler, saved: Mapp
     here, there = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in here.items() if name in there and there[name] != value]
     changes = [f"{dashed(name)} is {short_repr(there[name])} there and {short_repr(here[name])} here" for name in names]
+    changes += changes_since(saved, data)
     if not config.learning_rate.use_checkpoint_opt_param_scheduler:
         schedule, stored = scheduler.state_dict(), saved["scheduler"]
         if any(stored.get(name, value) != value for name, value in schedule.items() if name != _POSITION):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from megatron.pretraining.data.identity import DataIdentity
 from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Positive
 from moc.files.safe_directory import SafeDirectory
@@ -65,6 +67,7 @@ class _StoredState:
     tokenizer: dict[Name, Any] | None = None
     grad_norm: Literal["stock", "exact"] = "exact"
     repeated: dict[Name, Any] | None = None
+    data: DataIdentity | None = None
 
 
 _NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}
@@ -95,13 +98,29 @@ def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
-    try:
+    with _reading(directory / dense_files.STATE_FILE):
         found = decode.parse(SafeDirectory(directory).read(dense_files.STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
         check_types(decode.require_object(found, "it"), resumes)
         return found
+
+
+def read_data(directory: Path) -> dict[str, Any]:
+    """Returns the identity of the data of a dense checkpoint without training state.
+
+    Raises:
+        CheckpointError: the file is missing, or a value is missing or invalid.
+    """
+    with _reading(directory / dense_files.DATA_FILE):
+        return decode.decode(
+            SafeDirectory(directory).read(dense_files.DATA_FILE, safe_directory.MAX_MANIFEST_BYTES), DataIdentity
+        ).plain()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise dense_files.damage_error(
-            f"{directory / dense_files.STATE_FILE} cannot be read ({error.strerror})"
-        ) from None
+        raise dense_files.damage_error(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise dense_files.damage_error(f"{directory / dense_files.STATE_FILE} is damaged ({error})") from None
+        raise dense_files.damage_error(f"{path} is damaged ({error})") from None

@@ -183,6 +183,11 @@ class DataFlags(FlagGroup):
     mock_data: bool
     data_cache_path: str | None
     seq_length: int
+    allow_changed_data: bool = flag(
+        False,
+        "Continue a run with other training data or another tokenizer than it was saved with, and accept data whose "
+        "contents or tokenizer differ from PREFIX.fingerprint.json.",
+    )
 
 
 @dataclass(frozen=True)

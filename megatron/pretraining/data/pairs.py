@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron.pretraining.data import identity
 from megatron.pretraining.data.documents import sync
 from moc.files.safe_directory import create_file, open_without_links, remove_owned
 from moc.output import ToolError
@@ -35,12 +36,15 @@ def _again(descriptor: int) -> str:
 class PairWriter:
     """Writes one .bin/.idx pair under temporary names, which are removed at the end unless published.
 
-    ``eod`` ends documents, if given; an existing pair is replaced only with ``overwrite``.
+    ``eod`` ends documents, if given; an existing pair is replaced only with ``overwrite``.  The file of its fingerprint
+    records the ``vocabulary`` of the tokenizer.
     """
 
-    def __init__(self, prefix: str, dtype, eod: int | None, overwrite: bool):
+    def __init__(
+        self, prefix: str, dtype, eod: int | None, overwrite: bool, vocabulary: identity.Vocabulary | None = None
+    ):
         self.prefix, self.dtype, self.tokens = prefix, dtype, 0
-        self._eod, self._overwrite, self._parts = eod, overwrite, []
+        self._eod, self._overwrite, self._vocabulary, self._parts = eod, overwrite, vocabulary, []
         self._bin, self._idx = f"{prefix}.bin.partial", f"{prefix}.idx.partial"
 
     def __enter__(self) -> PairWriter:
@@ -103,10 +107,12 @@ class PairWriter:
 
     def publish(self) -> None:
         """Renames both files to their final names; an .idx is never visible together with another pair's .bin."""
-        remove_owned(Path(f"{self.prefix}.idx"))
+        for suffix in (".idx", identity.SUFFIX):
+            remove_owned(Path(f"{self.prefix}{suffix}"))
         # megatron-core caches sample indices there by path; the old pair's indices are invalid for the new pair
         with contextlib.suppress(OSError):
             remove_owned(Path(self.prefix, "cache"))
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")
+        identity.record(self.prefix, self._vocabulary)
         sync(os.path.dirname(os.path.abspath(self.prefix)))

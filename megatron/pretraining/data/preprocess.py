@@ -1,4 +1,4 @@
-"""Turns text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx.
+"""Turns text into Megatron's indexed datasets: PREFIX_KEY_document.bin and .idx, with a file of their fingerprint.
 
 This process reads files in order, worker processes tokenize, and this process writes the result in order. The output
 does not depend on the number of workers. It has temporary names until the end; the .idx is renamed last, since
@@ -33,6 +33,7 @@ from megatron.pretraining.data.documents import (
     on_blank_lines,
     on_regex,
 )
+from megatron.pretraining.data.identity import vocabulary_of
 from megatron.pretraining.data.pairs import PairWriter
 from moc.output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
 
@@ -140,10 +141,9 @@ def preprocess(args: argparse.Namespace) -> str:
     encode = Encoder(tokenizer, dtype, tuple(args.json_keys), numbers)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        eod = tokenizer.eod if args.append_eod else None
+        how = dtype, tokenizer.eod if args.append_eod else None, args.overwrite, vocabulary_of(tokenizer)
         pairs = {
-            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", dtype, eod, args.overwrite))
-            for key in args.json_keys
+            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", *how)) for key in args.json_keys
         }
         pool = stack.enter_context(worker_pool(encode, args.workers))
         progress = stack.enter_context(_progress(reader, args.log_interval))

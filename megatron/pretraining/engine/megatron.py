@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.pretraining.checkpoint import contents, repeats
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
+from megatron.pretraining.data.identity import DataIdentity
 from megatron.pretraining.data.streams import BatchStream
 from megatron.pretraining.elastic.placement import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
@@ -50,7 +51,7 @@ class MegatronEngine:
     """This worker's :class:`moc.session.engine.Engine`; does not use the stepper's commit participants.
 
     With ``--elastic``, snapshots contain the plans of ``replicas``; ``placed`` has the plans of the loaded snapshot, or
-    None.  ``saved_by`` is the launch that saved it.
+    None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class MegatronEngine:
         stream: BatchStream | None,
         replicas: Replicas | None,
         model: Model,
+        data: DataIdentity | None = None,
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
-        self._model = model
+        self._model, self._data = model, data
         self._repeated = repeats.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None
@@ -95,9 +97,8 @@ class MegatronEngine:
 
     def scalars(self, position: Position) -> dict:
         """Returns the part of the state that is not tensors."""
-        state = contents.training_state(
-            self._config, self.world, position, self._stepper.optimizer, self._stepper.scheduler, self._model.described
-        )
+        parts = self._stepper.optimizer, self._stepper.scheduler, self._model.described, self._data
+        state = contents.training_state(self._config, self.world, position, *parts)
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
         state[repeats.KEY] = self._repeated
@@ -114,20 +115,21 @@ class MegatronEngine:
         contents.restore_scheduler(self._stepper.scheduler, saved["scheduler"], where)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """Rejects invalid state, another model or optimizer, and a window of another precision or other flags."""
+        """Rejects invalid state, another model, optimizer or data, and a window of another precision or other flags."""
         check_types(saved)
         if saved.get("elastic"):
             plans_from_json(saved["elastic"])
         self._model.check(saved, where)
         contents.check_optimizer(self._config, saved, where, "begin another run with --ckpt-dir")
+        contents.check_data(self._config, self._data, saved, where)
         if window:
             contents.check_window(self._config, saved, where)
             contents.check_package(self._config, self._stepper.optimizer, saved, where)
-            repeats.check_replay(self._config, self._stepper.scheduler, saved, where)
+            repeats.check_replay(self._config, self._stepper.scheduler, self._data, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
         """Warns if the saved run reads samples in another order, or uses another optimizer implementation."""
-        contents.warn_of_other_run(self._config, self.world, self._stepper.optimizer, saved, say)
+        contents.warn_of_other_run(self._config, self.world, self._stepper.optimizer, self._data, saved, say)
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]

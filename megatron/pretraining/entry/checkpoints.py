@@ -18,8 +18,9 @@ from megatron.training import checkpointing, training
 
 from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
-from megatron.pretraining.checkpoint.state import read_state
+from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
+from megatron.pretraining.data.identity import DATA
 from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
@@ -138,6 +139,9 @@ class StockCheckpoints(Saves):
         state = None
         if manifest is not None and dense_files.STATE_FILE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
+        saved = state or self._saved_data(directory, manifest)
+        if not args.finetune and root == args.load:
+            contents.check_data(parts.config, parts.data, saved, directory)
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
@@ -157,7 +161,9 @@ class StockCheckpoints(Saves):
         if args.iteration == 0:
             return None
         if state is not None:
-            contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, state, self._log.message)
+            contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, parts.data, state, self._log.message)
+        else:
+            contents.warn_of_other_data(parts.data, saved, self._log.message)
         return Position(args.iteration, args.consumed_train_samples)
 
     def _load_boxes(self, directory: Path, manifest: dict) -> Position | None:
@@ -170,11 +176,19 @@ class StockCheckpoints(Saves):
             previous.check_flags(described(args), state["shape"], directory)
         else:
             self._check_layers(state["shape"], directory)
+        if not args.finetune:
+            contents.check_data(parts.config, parts.data, state, directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
         if args.finetune or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         return position
+
+    def _saved_data(self, directory: Path, manifest: Mapping | None) -> dict[str, Any]:
+        """Returns the identity of the data in a checkpoint without training state, under its key in one."""
+        if manifest is None or dense_files.DATA_FILE not in manifest["files"]:
+            return {}
+        return {DATA: run_on_rank0(lambda: read_data(directory), "cannot read a checkpoint")}
 
     def _check_layers(self, saved: Mapping, directory: Path) -> None:
         """Rejects other layers; the vocabulary may have another padding."""
@@ -209,6 +223,9 @@ class StockCheckpoints(Saves):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
         entries = None
+        if not self._saves_fragments and parts.data is not None:
+            data = json.dumps(parts.data.plain(), indent=1)
+            run_on_rank0(lambda: write_durably(staging / dense_files.DATA_FILE, data), "cannot write a checkpoint")
         if self._saves_fragments:
             state = functools.partial(self._write_state, staging, position)
             run_on_rank0(state, "cannot write a checkpoint")
@@ -222,7 +239,7 @@ class StockCheckpoints(Saves):
     def _write_state(self, staging: Path, position: Position) -> None:
         parts, world = self._parts, self._world
         state = contents.training_state(
-            parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described
+            parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described, parts.data
         )
         if get_args().no_save_optim:
             state["optimizer"] = None

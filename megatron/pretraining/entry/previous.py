@@ -99,7 +99,7 @@ def load(
         parts.optimizer.core.reload_model_params()
     if described_by_flags(state["shape"]):
         _warn_of_other_routing(arguments, state.get("model") or {}, parts.log.message)
-    contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, state, parts.log.message)
+    contents.warn_of_other_run(parts.config, parts.world, parts.optimizer, parts.data, state, parts.log.message)
     return Position(state["iteration"], state.get("consumed_samples", 0), state.get("skipped_iterations", 0))
 
 

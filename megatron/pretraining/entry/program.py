@@ -37,7 +37,7 @@ from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_datasets, streams_of
+from megatron.pretraining.entry.streams import build_datasets, data_identity, streams_of
 from megatron.pretraining.model.corrections import Vocabulary, defects_of
 from megatron.pretraining.model.initial import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
@@ -130,14 +130,14 @@ class StockProgram:
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")
-        datasets = build_datasets(self.datasets, len(chunks))
+        datasets = build_datasets(self.datasets, len(chunks), config.data.allow_changed_data, log.message)
         streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
         announce_restarts(config, log)
         phases.done("data")
         state = chunks, ModuleState(chunks), optimizer, scheduler
         policy = auto_policy(config, log)
         sizes = args.train_iters, args.padded_vocab_size or 0
-        parts = WorkerParts(config, world, *state, self, streams, *sizes, log, policy)
+        parts = WorkerParts(config, world, *state, self, streams, *sizes, log, policy, data_identity(datasets))
         if plans is not None:
             track_moving_state(parts, plans, nodes)
         return parts

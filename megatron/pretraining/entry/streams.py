@@ -7,10 +7,14 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
@@ -18,16 +22,23 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.training import build_train_valid_test_datasets
+from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import refuse
-from megatron.pretraining.data import index_cache
+from megatron.pretraining.data import identity, index_cache
+from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source
 from megatron.pretraining.entry.fim import seed_by_sample
+from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
+from moc.errors import cause_of, with_code
 from moc.runtime.child_processes import attach_without_gpus
+from moc.runtime.collectives import first_reported
 
 SPLITS = ("train", "valid", "test")
+_READERS = 16  # threads that read blocks of data files
 
 
 class StockStream:
@@ -132,11 +143,20 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
     return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
 
 
-def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple[Any, ...]]:
+def build_datasets(
+    provider: Callable[..., Any], chunks: int, accepts_changes: bool, say: Callable[[str], None]
+) -> dict[str, tuple[Any, ...]]:
     """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.
+
+    Args:
+        provider: Megatron-LM's provider of datasets.
+        chunks: number of model chunks.
+        accepts_changes: whether data with other contents than recorded are only reported.
+        say: function that prints a warning.
 
     Raises:
         ConfigError: a dataset cannot be read from any position.
+        DataError: on all workers: data files of one are damaged, or unsuitable for this run.
     """
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
     distributed = getattr(provider, "is_distributed", False)
@@ -149,6 +169,9 @@ def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple
         )
     seed_by_sample()
     index_cache.read_plainly()
+    index_cache.build_by_contents()
+    if problem := first_reported(_problem_of_files(accepts_changes, say) if reads else None):
+        raise DataError(problem)
     by_stage = []
     for stage in range(chunks):
         one: Any = functools.partial(provider, vp_stage=stage) if interleaved else provider
@@ -159,6 +182,54 @@ def build_datasets(provider: Callable[..., Any], chunks: int) -> dict[str, tuple
     for split, datasets in of_split.items():
         _check_readable(split, datasets)
     return of_split
+
+
+def _problem_of_files(accepts_changes: bool, say: Callable[[str], None]) -> str | None:
+    """Checks the pairs of files that Megatron-LM's flags name; datasets of other kinds and places are left out."""
+    args = get_args()
+    with refused_by_megatron():
+        blend, by_split = get_blend_and_blend_per_split(args)
+    blends = filter(None, [blend, *(by_split or ())])
+    prefixes = filter(identity.is_local_pair, dict.fromkeys(prefix for of_blend, _ in blends for prefix in of_blend))
+    checker = PairChecker(_tokenizer(), (args.vocab_size, args.padded_vocab_size))
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            problems = [problem for found in pool.map(checker.problems, prefixes) for problem in found]
+    except DataError as error:
+        return with_code(error)
+    if problems and not accepts_changes:
+        return with_code(problems[0])
+    for problem in problems:
+        say(f"WARNING: {cause_of(with_code(problem))}")
+    return None
+
+
+def data_identity(datasets: Mapping[str, Sequence[Any]]) -> DataIdentity | None:
+    """Returns the identity of the pairs of files that megatron-core's datasets read; None if they read none."""
+    found = (source for split, of_stages in datasets.items() for source in _sources(split, of_stages))
+    sources = tuple(dict.fromkeys(found))  # virtual stages have the same
+    return DataIdentity(sources, identity.vocabulary_of(_tokenizer())) if sources else None
+
+
+def _sources(split: str, datasets: Sequence[Any]) -> Iterator[Source]:
+    for dataset in datasets:
+        if isinstance(dataset, BlendedDataset):
+            yield from _sources(split, dataset.datasets)
+        elif isinstance(dataset, MegatronDataset) and isinstance(dataset.dataset, IndexedDataset):
+            prefix = dataset.dataset.path_prefix
+            if identity.is_local_pair(prefix):
+                names = "document_index", "sample_index", "shuffle_index"
+                arrays = [array for name in names if (array := getattr(dataset, name, None)) is not None]
+                order = identity.digest_of_samples(arrays) if arrays else None
+                yield Source(split, prefix, identity.fingerprint(prefix), order)
+
+
+def _tokenizer() -> Any:
+    """Returns Megatron-LM's tokenizer; None if a script has none."""
+    try:
+        return training.get_tokenizer()
+    except AssertionError:
+        return None
 
 
 def _check_readable(split: str, datasets: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The implementation of the optimizer, which snapshots record."""
+"""The implementation of the optimizer and the data, which snapshots record."""
 
 from types import SimpleNamespace
 
@@ -9,8 +9,10 @@ from megatron.pretraining.process import cpu
 cpu.install()
 
 from megatron.pretraining.checkpoint import contents  # noqa: E402
+from megatron.pretraining.data.identity import DataIdentity, Fingerprint, Source  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from tests.configs import config_of  # noqa: E402
+from tests.errors import raises  # noqa: E402
 
 FLAGS = dict(
     num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=16, num_experts=4, micro_batch_size=1,
@@ -42,3 +44,40 @@ def test_a_window_of_another_implementation_is_refused_where_recovery_is_exact()
     contents.check_package(config_of(exact), Optimizer("transformer_engine"), saved, "there")
     contents.check_package(config_of(exact | dict(allow_nondeterministic=True)), Optimizer("torch"), saved, "there")
     contents.check_package(config_of(exact), Optimizer("torch"), {}, "there")
+
+
+def data_of(train: str, valid: str) -> DataIdentity:
+    """Data with these contents."""
+    contents = {"train": train, "valid": valid}
+    return DataIdentity(
+        tuple(Source(split, split, Fingerprint(1, 1, name * 32, "0" * 32)) for split, name in contents.items()), None
+    )
+
+
+SAVED = {"data": data_of("a", "b").plain()}
+
+
+def test_other_training_data_are_refused_unless_they_are_allowed():
+    with raises("data-changed", "there", "--allow-changed-data"):
+        contents.check_data(config_of(FLAGS), data_of("c", "b"), SAVED, "there")
+    contents.check_data(config_of(FLAGS | dict(allow_changed_data=True)), data_of("c", "b"), SAVED, "there")
+    for data, saved in ((data_of("a", "c"), SAVED), (None, SAVED), (data_of("a", "b"), {})):
+        contents.check_data(config_of(FLAGS), data, saved, "there")
+
+
+def test_other_validation_data_are_warned_of():
+    told = []
+    contents.warn_of_other_data(data_of("a", "c"), SAVED, told.append)
+    assert len(told) == 1 and "valid" in told[0]
+
+
+def test_moved_data_have_the_same_order_and_others_do_not():
+    config, told = config_of(FLAGS | dict(mock_data=False, data_path=["moved"])), []
+    world = SimpleNamespace(size=1)
+    before = contents.sample_order(config, world)
+    data = DataIdentity((Source("train", "moved", Fingerprint(1, 1, "a" * 32, "0" * 32)),), None)
+    saved = {"data": data_of("a", "b").plain(), "sample_order": before | dict(data_path=["train"])}
+    contents.warn_of_other_samples(config, world, data, saved, told.append)
+    assert told == []
+    contents.warn_of_other_samples(config, world, None, saved, told.append)
+    assert len(told) == 1 and "data path" in told[0]

@@ -96,7 +96,8 @@ def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model,
             return
         assert status == 0
         assert documents(f"{prefix}_text_document") == wanted
-        assert sorted(os.listdir(name)) == ["in.jsonl", "out_text_document.bin", "out_text_document.idx"]
+        written = [f"out_text_document.{suffix}" for suffix in ("bin", "fingerprint.json", "idx")]
+        assert sorted(os.listdir(name)) == ["in.jsonl", *written]
 
 
 @pytest.mark.parametrize("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
