@@ -1,6 +1,6 @@
 """Computes the digests of each committed iteration, and verifies the state after recoveries and moves by them.
 
-    completed    each worker sums its part of the state; nothing is sent
+    completed    each worker sums its part of the state, on a CPU in a thread; nothing is sent
     all-reduce   of the next iteration: the sums of all workers become the digests of the iteration
     snapshot     contains the sums of each writer, so that it needs no all-reduce
     resume       the state must have the digests of its iteration: those of an all-reduce that a survivor took part in,
@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import xxhash
@@ -25,6 +26,7 @@ from torch import Tensor
 from moc.recovery.replicas import pieces
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import Engine, VoteParticipant
+from moc.snapshot.background import background
 from moc.state.digests import MASK, Key, StateDigest, differing, from_limbs, keys_of, to_limbs, to_text, total_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
@@ -159,7 +161,8 @@ class Digests(VoteParticipant):
     def __init__(self, engine: Engine, interval: int, known: KnownDigests):
         self._engine, self._interval, self._known = engine, interval, known
         self._keys = keys_of(engine.state, engine.operators, gather) if interval else ()
-        self._sums: tuple[int, Tensor] | None = None  # of the last completed iteration
+        self._sums: tuple[int, Future[Tensor]] | None = None  # of the last completed iteration
+        self._thread = background("snapshot-digest") if engine.world.device.type == "cpu" else None
         self._is_pending = False  # no all-reduce has added these sums yet
         self._replayed: tuple[int, Tensor, Collection[str]] | None = None
         self.renew()
@@ -169,14 +172,26 @@ class Digests(VoteParticipant):
         self._digest = StateDigest(self._engine.state, self._keys) if self._interval else None
 
     def completed(self, iteration: int) -> None:
-        """Sums this worker's part of the state after an update; communicates with no other worker."""
+        """Begins to sum this worker's part of the state after an update; communicates with no other worker.
+
+        The state must not change before :meth:`ballot`, :meth:`keep` or :meth:`wait`.
+        """
         self._sums = None
-        if self._digest is not None and iteration % self._interval == 0:
+        if self._digest is None or iteration % self._interval:
+            return
+        if self._thread is None:  # on a device, the sums are computed after the update, and do not block the host
             self._set(iteration, self._digest.compute())
+        else:
+            self._sums, self._is_pending = (iteration, self._thread.submit(self._digest.compute)), True
+
+    def wait(self) -> None:
+        """Waits until the state has been read."""
+        if self._sums is not None:
+            wait([self._sums[1]])
 
     def ballot(self) -> dict[str, Tensor]:
         """Returns the contribution to the next all-reduce; the names are identical on all workers."""
-        return {"digests": to_limbs(self._sums[1][0])} if self._sums is not None and self._is_pending else {}
+        return {"digests": to_limbs(self._sums[1].result()[0])} if self._sums is not None and self._is_pending else {}
 
     def on_vote(self, tally: Mapping) -> None:
         """Receives the totals over all workers."""
@@ -192,13 +207,13 @@ class Digests(VoteParticipant):
         sums, keys = self._sums, self._keys
         if sums is None or sums[0] != iteration:
             return lambda: None
-        return lambda: to_text(keys, sums[1][0].tolist())
+        return lambda: to_text(keys, sums[1].result()[0].tolist())
 
     def keep(self, iteration: int) -> None:
         """Keeps this worker's sums for the next generation, if they describe this iteration, that of its state."""
         sums, self._known.own = self._sums, None
         if sums is not None and sums[0] == iteration:
-            self._known.own = iteration, self._by_key(sums[1].sum(0).tolist())
+            self._known.own = iteration, self._by_key(sums[1].result().sum(0).tolist())
 
     def checks_before(self, iteration: int) -> int | None:
         """Returns the last earlier iteration with a digest; None without digests."""
@@ -272,6 +287,7 @@ class Digests(VoteParticipant):
         Raises:
             CheckpointError: on all workers: the move has changed the state.
         """
+        self.wait()
         before = None if self._digest is None else self._total(self._digest.compute())
         yield
         self.renew()
@@ -288,7 +304,9 @@ class Digests(VoteParticipant):
 
     def _set(self, iteration: int, sums: Tensor) -> None:
         if iteration % self._interval == 0:
-            self._sums, self._is_pending = (iteration, sums), True
+            done: Future[Tensor] = Future()
+            done.set_result(sums)
+            self._sums, self._is_pending = (iteration, done), True
 
     def _total(self, sums: Tensor) -> dict[Key, int]:
         added = sum_over_workers({"digests": to_limbs(sums[0])}, self._engine.world)

@@ -334,10 +334,17 @@ class SnapshotLoader:
         )
         if result is not None and plan.stages:
             result = self._digests.verify_replay(result)
-        if result is not None and result.wrong and (self._deterministic or not plan.again):
+        if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
             return None, *self._blame(plan, result)
         self._report(plan, amount, begun, result)
         return saved, {}, frozenset()
+
+    def _repeats_bits(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]) -> bool:
+        """Whether a replay has the bits of the original iterations; in another layout, it adds in another order."""
+        layout, size = dict(self._engine.layout), self._world.size
+        mine = [manifests[one.key] for one in plan.way.used() if one.key in manifests] if plan.way else []
+        differs = any((one.layout, one.writers) != (layout, size) for one in mine)
+        return self._deterministic and not any(gather(differs))
 
     def _saved_digests(
         self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]
