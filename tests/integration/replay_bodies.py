@@ -125,7 +125,7 @@ def _late(run, state, replayer, record, frozen) -> dict:
         state.activate(frozen)
     records = Records()
     records.add(record)
-    parts = replayer.engine, None, replayer, records, None, run.log
+    parts = replayer.engine, None, replayer, records, None, None, run.log
     whole = AvailableCheckpoint(record.iteration, STORAGE, dict.fromkeys(frozen, "full"))
     way = RecoveryPath((ReplayPoint(record.iteration, {(name, MASTER): whole for name in frozen}),))
     behind = frozenset(range(run.world.size))
