@@ -326,18 +326,23 @@ class SnapshotLoader:
             saved = self._join(plan, left)
         else:
             saved = self._restore_from(plan.way, manifests, left)
+        result = None
+        if not (left.resized and (plan.keep or plan.copies)):  # otherwise survivors move their state afterwards
+            result = self._verify(plan, manifests)
+        if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
+            return None, *self._blame(plan, result)
+        self._report(plan, amount, begun, result)
+        return saved, {}, frozenset()
+
+    def _verify(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]) -> Verification | None:
+        """Compares the restored state with the digests of its iteration; None without digests."""
         result = self._digests.verify(
             plan.iteration,
             self._world.rank in plan.keep,
             *self._saved_digests(plan, manifests),
             plan.way.stale if plan.way else (),
         )
-        if result is not None and plan.stages:
-            result = self._digests.verify_replay(result)
-        if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
-            return None, *self._blame(plan, result)
-        self._report(plan, amount, begun, result)
-        return saved, {}, frozenset()
+        return self._digests.verify_replay(result) if result is not None and plan.stages else result
 
     def _repeats_bits(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]) -> bool:
         """Whether a replay has the bits of the original iterations; in another layout, it adds in another order."""
