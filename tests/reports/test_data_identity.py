@@ -269,5 +269,5 @@ def test_a_users_script_with_replaced_data_is_refused(job):
     replace(job, ".bin", ".idx", count=1)
     (node / f"{PREFIX}{identity.SUFFIX}").unlink()
     changed = trained("--load stock --exit-interval 4")
-    assert changed.code == 1 and codes_in(changed.output) == ["data-changed"], changed.output[-4000:]
+    assert changed.code == 1 and codes_in(changed.output)[-1] == "data-changed", changed.output[-4000:]
     assert trained("--load stock --exit-interval 4 --allow-changed-data").code == 0
