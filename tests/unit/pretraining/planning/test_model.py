@@ -99,7 +99,7 @@ def test_options_of_a_run_do_not_change_the_model():
     words = (
         "--bf16 --use-distributed-optimizer --overlap-grad-reduce --train-samples 1000 --lr 1e-3 --global-batch-size 6 "
         "--data-path data --tokenizer-type HuggingFaceTokenizer --tokenizer-model model --save here --ckpt-policy full "
-        "--ckpt-dir here --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        "--ckpt-dir there --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     )
     assert operators(words) == operators()
 
