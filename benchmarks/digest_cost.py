@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 1 benchmarks/digest_cost.py --output docs/results/digest_cost_cpu.json
 
 Clocks around the functions of ``Digests`` that an iteration calls sum the time inside them, which is too short to
-appear in the duration of an iteration.  On a CPU, a thread reads the state meanwhile; its time is measured, too.  Both are
-divided by the duration of the same iterations.  The digest of each iteration is computed (``--digest-interval 1``).
+appear in the duration of an iteration.  On a CPU, a thread reads the state meanwhile; its time is measured, too.  Both
+are divided by the duration of the same iterations.  The digest of each iteration is computed (``--digest-interval 1``).
 
 Other flags are passed to the program.
 """
