@@ -123,14 +123,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     stops = stop.check_set_up(world, loses and position.iteration > 0)
     phases.done("load")
 
-    reads = {split: float(s is not None and s.has_data) for split, s in parts.streams.items()}
-    readers = sum_over_workers(reads, world)
-    splits = {split for split, count in readers.items() if count}
-    if "train" not in splits:
-        raise ConfigError(
-            "the data leave nothing to train on. Fix: make the first number of --split greater than 0",
-            code="split-empty",
-        )
+    splits = _splits_with_data(parts)
     log.events.write(
         "start",
         iteration=position.iteration,
@@ -148,6 +141,22 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     data = parts.streams, splits, parts.train_iters, parts.vocabulary_rows, parts.rebalancer, guests
     run = config, world, program, stepper, checkpoints, session, parts.auto, log
     return TrainingRun(*run, *data, stops=stops, missed=lacks)
+
+
+def _splits_with_data(parts: WorkerParts) -> set[str]:
+    """Returns the splits that any worker has data of; a collective call.
+
+    Raises:
+        ConfigError: on all workers: there is nothing to train on.
+    """
+    reads = {split: float(stream is not None and stream.has_data) for split, stream in parts.streams.items()}
+    splits = {split for split, count in sum_over_workers(reads, parts.world).items() if count}
+    if "train" not in splits:
+        raise ConfigError(
+            "the data leave nothing to train on. Fix: make the first number of --split greater than 0",
+            code="split-empty",
+        )
+    return splits
 
 
 def common_data(mine: DataIdentity | None) -> DataIdentity | None:

@@ -340,5 +340,7 @@ class Digests(VoteParticipant):
         if first is not None:
             told = gather(to_text(known.keys(), known.values()) if known is not None and world.rank == first else {})
             return total_of(told)
-        files = {name: part for of_worker in gather(dict(saved)) for name, part in of_worker.items()}
+        told = gather((dict(saved), writers))
+        files = {name: part for of_worker, _ in told for name, part in of_worker.items()}
+        writers = max(number for _, number in told)
         return total_of(files.values()) if writers and len(files) == writers else None

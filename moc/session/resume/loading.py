@@ -354,10 +354,16 @@ class SnapshotLoader:
     def _saved_digests(
         self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]
     ) -> tuple[Mapping[str, StateDigests], int]:
-        """Returns the digests of the plan's iteration in the snapshot that this worker has read, and its writers."""
+        """Returns the digests of the plan's iteration that this worker contributes from a snapshot, and its writers.
+
+        One worker contributes those of a snapshot in storage, and one of each node those in its memory.
+        """
         held = None if plan.way is None else plan.way.at(plan.way.iteration)
         manifest = None if held is None or held.iteration != plan.iteration else manifests.get(held.key)
-        return ({}, 0) if manifest is None else (manifest.digests, manifest.writers)
+        if held is None or manifest is None:
+            return {}, 0
+        contributes = self._world.rank == 0 if held.tier == STORAGE else self._leads_node
+        return manifest.digests if contributes else {}, manifest.writers
 
     def _blame(self, plan: RecoveryPlan, result: Verification) -> tuple[dict[Key, Damage], frozenset[int]]:
         """Reports wrong state; returns the damage of the snapshot that it is from, and the ranks that changed it."""
