@@ -41,6 +41,7 @@ Messages are repeated at the same interval, because their receiver may have died
 """
 
 _HEARTBEAT_S = 1.0
+_REPORT_S = 0.02  # between reports of iterations; a loss soon after an iteration must not hide it
 
 
 def _gather_locally(gathered: list, own, group=None) -> None:
@@ -302,11 +303,12 @@ class ManagedJob(Job):
 
     def _send_heartbeats(self) -> None:
         while True:
-            time.sleep(_HEARTBEAT_S)
+            PROGRESS.wait_for_report(_HEARTBEAT_S)
             try:
                 self._send("alive", **PROGRESS.report())
             except WireError:
                 os._exit(1)  # the agent is gone, so the node is lost
+            time.sleep(_REPORT_S)
 
     def _watch_lease(self) -> None:
         """Ends this process when the lease expires, even if the agent is stopped."""

@@ -28,9 +28,24 @@ class Progress:
         self._section_since: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
         self._is_waiting, self._waited_s = False, 0.0
-        self.iteration: int | None = None  # last one completed by this process, or resumed from
+        self._iteration: int | None = None
+        self._unreported = threading.Event()
         self._stream_spans: StreamSpans | None = None
         self._lock = threading.Lock()
+
+    @property
+    def iteration(self) -> int | None:
+        """The newest iteration that this process has completed or resumed from."""
+        return self._iteration
+
+    def completed(self, iteration: int) -> None:
+        """Records an iteration that this process has completed or resumed from, and ends the wait for its report."""
+        self._iteration = iteration
+        self._unreported.set()
+
+    def wait_for_report(self, timeout: float) -> None:
+        """Waits until there is an iteration to report, at most for ``timeout`` seconds."""
+        self._unreported.wait(timeout)
 
     def use_stream_of(self, device: torch.device) -> None:
         """Also counts waits of this device's stream."""
@@ -81,6 +96,7 @@ class Progress:
             ``section`` (None for none); ``since``, seconds in it without completed waits; ``waits``, whether it or the
             device's stream waits for other workers; ``longest``, seconds by section; and ``iteration``.
         """
+        self._unreported.clear()
         with self._lock:
             waits = self._is_waiting or (self._stream_spans is not None and self._stream_spans.under_way)
             self._waited_s += self._take_stream_waits()

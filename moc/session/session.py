@@ -105,7 +105,7 @@ class Session(VoteParticipant):
         else:
             self.position = self._elsewhere.load() or Position()
             self._elsewhere.check(self.position.iteration, "")
-        PROGRESS.iteration = self.position.iteration
+        PROGRESS.completed(self.position.iteration)
         self.remains.trained = True
         self.remains.progress.move_to(None)
         return self.position
@@ -193,7 +193,7 @@ class Session(VoteParticipant):
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
-        PROGRESS.iteration = self.position.iteration
+        PROGRESS.completed(self.position.iteration)
         if self._running is None:
             return self.position
         parts, _ = self._running

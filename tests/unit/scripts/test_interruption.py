@@ -64,7 +64,7 @@ sys.path.insert(0, sys.argv[2])
 from megatron.pretraining.process.early_stop import end_at_once
 from moc.runtime.progress import PROGRESS
 end_at_once("worker.py")
-PROGRESS.iteration = 7
+PROGRESS.completed(7)
 pathlib.Path(sys.argv[1], os.environ.get("RANK", "0")).touch()
 time.sleep(1000)
 """
