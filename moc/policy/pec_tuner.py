@@ -1,6 +1,6 @@
 """Chooses K_snapshot, K_persist and the interval together, from measurements during training.
 
-:func:`choose_details` is the pure choice, :class:`PecTuner` measures its input.
+:func:`choose_pec_settings` is the pure choice, :class:`PecTuner` measures its input.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _reasons(
 
 
 class PecTuner(IntervalTuner):
-    """Measures as :class:`IntervalTuner`, and uses :func:`~moc.policy.pec_tuner.choose_details` (MoC, section 5.3).
+    """Measures as :class:`IntervalTuner`, and uses :func:`choose_pec_settings` (MoC, section 5.3).
 
     The first snapshot is full. It follows the same number of undisturbed iterations, and measures copy and write
     bandwidth. From then on, K and interval follow from the medians of recent measurements. A snapshot starts only when

@@ -163,11 +163,11 @@ class _Reader:
         self._used: set[int] = set()
 
     def value(self, tree: Any, current: Any) -> Any:
-        if not isinstance(safe_directory, dict):
-            return safe_directory
-        if not safe_directory:
+        if not isinstance(tree, dict):
+            return tree
+        if not tree:
             raise ValueError("a value has no type")
-        kind, content = next(iter(safe_directory.items()))
+        kind, content = next(iter(tree.items()))
         if kind == "complex":
             return complex(*content)
         if kind == "bytes":
@@ -182,7 +182,7 @@ class _Reader:
             current.update(read)  # keeps its type, such as Counter
             return current
         if kind == "deque":
-            return collections.deque((self.value(part, None) for part in content), safe_directory["maxlen"])
+            return collections.deque((self.value(part, None) for part in content), tree["maxlen"])
         if kind in _SEQUENCES:
             known = list(current) if isinstance(current, (list, tuple)) and len(current) == len(content) else []
             known += [None] * (len(content) - len(known))

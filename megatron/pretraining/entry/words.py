@@ -57,7 +57,7 @@ def check_arguments(
     if any(word in _PRINTS for word in arguments):
         os.environ |= {"WORLD_SIZE": str(size)}
         with contextlib.redirect_stdout(io.StringIO()):  # discards the script's own output
-            code = import_module("moc.runtime.forkserver").run(script, [*arguments])
+            code = import_module("moc.runtime.forkserver").run_program(script, [*arguments])
         sys.exit(code)
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
     of_megatron, of_script = options.remembered(places), options_in(Path(script), places)

@@ -21,7 +21,7 @@ ENTRIES = [  # of any shapes; in a file the wide ones come first
 ]
 KEYS = [entry.key for entry in ENTRIES]
 SLOT = 4096 + 4 * 8 * 2 + 3 * 5 * 4 + 7 * 2 + 8
-WORDS = dict(name="test log", more="raise --limit", otherwise="drop --logging")
+WORDS = dict(name="test log", limit_remedy="raise --limit", alternative="drop --logging")
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
     def no_more(*_, **__):
         raise CheckpointError("no room")
 
-    monkeypatch.setattr("moc.logs.log.Buffer", no_more)
+    monkeypatch.setattr("moc.logs.log.HostBuffer", no_more)
     log(writer, 1, 2, 3)
-    assert LogReader(directory).iterations() == [2, 3] and writer.given_up == 1
+    assert LogReader(directory).iterations() == [2, 3] and writer.dropped_iterations == 1
 
 
 def test_too_low_a_limit_is_refused(make):
@@ -227,7 +227,7 @@ def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(mak
     writer.write(KEYS[0], tensor(3, KEYS[0]))  # then another worker is lost
     writer.pause()
     assert LogReader(directory).iterations() == writer.iterations == [1, 2] and writer.bytes == 3 * SLOT
-    monkeypatch.setattr("moc.logs.log.Buffer", None)  # nothing is allocated
+    monkeypatch.setattr("moc.logs.log.HostBuffer", None)  # nothing is allocated
     log(writer, 3)
     for iteration in (1, 2, 3):
         check(directory, iteration)
@@ -276,7 +276,7 @@ def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_a
     ).items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr("moc.logs.log.Buffer", Plain)
+    monkeypatch.setattr("moc.logs.log.HostBuffer", Plain)
     device = torch.device("cuda", 1)
     writer = log(make(device=device), 1)
     assert asked == [("device", device, False), ("event", False)]

@@ -22,7 +22,7 @@ from moc.policy.selective_choice import (
     gradient_chains,
 )
 from moc.policy.selective_flags import FLAGS
-from moc.policy.tokens_at_risk import equal_sizes, replay_loads
+from moc.policy.tokens_at_risk import equal_sizes, replay_chains
 from moc.state.detail import Detail
 from tests.errors import raises
 from tests.unit.policy.test_expert_selection import at_risk
@@ -400,7 +400,7 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
         shares.append(one.gauges())
     assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
     sizes = one.sizes[0]
-    foretold = replay_loads(
+    foretold = replay_chains(
         [dict(enumerate(row)) for row in trace], [sizes.count_limit(experts * layers)], sizes, one.max_expert_age, 10
     )
     assert foretold.risk.mlt_per_layer == pytest.approx(sum(found[10:]) / len(found[10:]), rel=0.02)
@@ -414,6 +414,6 @@ def test_of_the_last_fifth_of_recorded_loads_too(trace):
     skip, experts = len(trace) - len(trace) // 5, 4
     sizes = equal_sizes(dict(enumerate(trace[0])), 1 / 3)
     limits = [sizes.count_limit(experts * len(trace[0]))]
-    found = replay_loads([dict(enumerate(row)) for row in trace], limits, sizes, 4 * (32 // experts), skip)
+    found = replay_chains([dict(enumerate(row)) for row in trace], limits, sizes, 4 * (32 // experts), skip)
     by_rule = at_risk(trace, experts, lambda unsaved, _, most: proportional(unsaved, most), skip)
     assert found.risk.mlt_per_layer < 0.3 * by_rule

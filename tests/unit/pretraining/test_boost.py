@@ -191,7 +191,7 @@ def tracker_of(layer, makes_up):
     """What keeps the ledger of that layer."""
     experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
     engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
-    return TokenTracker(engine, 100, SimpleNamespace(counts_probabilities=False, makes_up=makes_up))
+    return TokenTracker(engine, 100, SimpleNamespace(requires=frozenset(), makes_up=makes_up))
 
 
 def owing(owed, iterations):

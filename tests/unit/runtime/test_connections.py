@@ -144,7 +144,7 @@ def test_an_attempt_to_connect_is_repeated_for_a_while(tmp_path):
         return "connected"
 
     assert retry_connect(lambda: attempt(3)) == "connected" and len(attempts) == 4
-    for limit in (dict(patience_s=0.0), dict(unless=FileNotFoundError)):
+    for limit in (dict(timeout_s=0.0), dict(except_cause=FileNotFoundError)):
         attempts.clear()
         with pytest.raises(PeerGoneError):
             retry_connect(lambda: attempt(1000), **limit)

@@ -154,9 +154,9 @@ DIES = """
 import sys
 from pathlib import Path
 from moc.faults import on_reach, reach
-from moc.runtime.fault_injection import Injector, faults_of
+from moc.runtime.fault_injection import Injector, parse_faults
 
-on_reach(Injector(faults_of("kill rank=0 iteration=2"), 0, 0, Path(sys.argv[1]), lambda what: print(what)).reached)
+on_reach(Injector(parse_faults("kill rank=0 iteration=2"), 0, 0, Path(sys.argv[1]), lambda what: print(what)).reached)
 for iteration in (1, 2, 3):
     reach("start", iteration)
 print("lives")

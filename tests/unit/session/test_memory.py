@@ -60,7 +60,8 @@ def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
 def test_the_planner_predicts_what_is_allocated(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of = snapshots_of(policy, window)
-    price = SimpleNamespace(kept=of.kept if of.snapshot else None, length=of.length, snapshots=[P] * window)
+    kept = of.kept if of.snapshot else None
+    price = SimpleNamespace(snapshots_in_memory=kept, window_length=of.length, snapshots=[P] * window)
     assert host_bytes("memory", 2, S, 0, price) == 2 * value(memory, window)
     assert host_bytes("peers", 2, S, 2, price) == 2 * (value(peers, window) + 2 * value(copy, window))
     assert host_bytes("disk", 2, S, 0, price) == 2 * 2 * S

@@ -17,7 +17,7 @@ from moc.state.shape import ModelShape, model_operators
 class Policy:
     """One whose snapshots may be partial; storage needs a full one first."""
 
-    exact, name, windows = False, "test", False
+    is_exact, name, requires = False, "test", frozenset()
     operators = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 
     def __init__(self, based=True):

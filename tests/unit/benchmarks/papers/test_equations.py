@@ -53,7 +53,7 @@ def test_sizes_are_those_of_the_items(checkpoint, target, keep_master):
     of_all = {"weights": optimizer, "optimizer": weights}.get(target, StateBytes(0, 0, 0))
     of_chosen = {"weights": weights, "optimizer": optimizer, "both": state}[target]
     kept = keep_master and target != "weights"  # there all of them are there anyway
-    size = listed(operators, of_all) + listed(operators, of_chosen, chosen=chosen, keep_master=kept)
+    size = listed(operators, of_all) + listed(operators, of_chosen, chosen_experts=chosen, keeps_master=kept)
     assert pec_size(*parameters(operators), k, experts, state, target, keep_master) == pytest.approx(size, rel=1e-12)
 
 
