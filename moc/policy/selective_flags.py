@@ -137,7 +137,7 @@ FLAGS = (
         "selective_mlt_limit",
         float,
         MLT_LIMIT,
-        "Limit of the proportion of lost tokens in the training; a warning is printed if the next fault would exceed it.",
+        "Limit of the proportion of lost tokens in the training; a warning follows if the next fault would exceed it.",
         above=0.0,
         at_most=1.0,
     ),
