@@ -556,7 +556,7 @@ class Membership:
         self.scale_up.candidates_waited = keeps_workers and self.scale_up.more_can_train
         count, partial = len(self.blocks.members), len(self.seating.partial_model_parts)
         sentence = f"{reason.reason}: training continues on {count} of {self.blocks.count} nodes"
-        sentence += f", {partial} {'has' if partial == 1 else 'have'} a partial model" if partial else ""
+        sentence += f", {partial} of them with a partial model" if partial else ""
         return [*orders, *self._next_generation(GenerationReason(reason.cause, sentence))]
 
     def _is_member(self, worker: WorkerRecord) -> bool:
