@@ -193,7 +193,7 @@ def main() -> None:
     own = command_line(__doc__).parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     size = ON_GPU if device.type == "cuda" else ON_CPU
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu: calls and bytes alone mean something"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu: only calls and bytes are meaningful"
     told = measure(device, size)
     rows = [
         (

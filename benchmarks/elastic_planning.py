@@ -206,7 +206,7 @@ def main() -> int:
             min(found["rarest_holders"].values()) >= LEAST for found in told["trace"]
         ),
         "at most 1.1 times the fewest replicas move": all(found["by_fewest"] <= 1.1 for found in told["changes"]),
-        "the busiest sender sends at most 1.5 times the mean, or what it alone holds": all(
+        "the busiest sender sends at most 1.5 times the mean, or the data that only it holds": all(
             found["busiest_by_bound"] <= 1.5 for found in told["changes"]
         ),
         f"{LARGE:,} nodes are planned in at most 24 times the time of {SMALL:,}: {ratio:.1f}": ratio <= 24,

@@ -81,9 +81,9 @@ def main() -> None:
                 save(store, iteration, SLOTS if iteration == 1 else ("grad",))
             folds[length] = cpu_s(lambda: carry_out(store, [], [Chain(EXPERT, 1, 1 + length)]))  # noqa: B023
     each = {length: min(samples) / length / min(update) for length, samples in folds.items()}
-    columns = ["gradients", "cost of each, in updates", "bytes of a parameter given back"]
+    columns = ["gradients", "cost of each, in updates", "bytes of a parameter released"]
     rows = [[str(length), f"{ratio:.2f}", str(4 * length)] for length, ratio in each.items()]
-    show(80, [(table("folding, beside the run's own update", columns, rows), ())])
+    show(80, [(table("cost of applying saved gradients, relative to the run's own update", columns, rows), ())])
     told = {"update_cpu_s": update, "fold_cpu_s": folds, "updates_each": each, "parameters": SHAPE[0] * SHAPE[1]}
     write_json(own.output, {"machine": machine(), **told})
 

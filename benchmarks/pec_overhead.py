@@ -150,7 +150,7 @@ def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the benchmark's flags."""
-    parser = command_line(__doc__, "JSON file; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot is written to the same directory")
     names = f"{', '.join(METHODS)}; or a set of them: {', '.join(SETS)}"
     choices = [*METHODS, *SETS]
     parser.add_argument("--methods", nargs="+", choices=choices, default=list(DEFAULT), metavar="METHOD", help=names)

@@ -112,7 +112,7 @@ def _recovered(ledger: TokenLedger, lost: int, two_levels: bool) -> TokenLedger:
 def main() -> None:
     """Prints a table and writes JSON."""
     parser = command_line(__doc__)
-    parser.add_argument("--iterations", type=int, default=2000, help="of the whole training (default: 2000)")
+    parser.add_argument("--iterations", type=int, default=2000, help="iterations of the training (default: 2000)")
     parser.add_argument("--interval", type=int, default=10, help="iterations between snapshots (default: 10)")
     parser.add_argument("--faults", type=int, default=4, help="of a run (default: 4)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")

@@ -101,7 +101,7 @@ def outcome(case: Case, plan: Plan, chance: random.Random) -> str:
         killed = kill(job, case, plan, chance)
         while time.time() - killed < GIVE_UP_S:
             if followed := figures.recovery(job.events.all(), killed):
-                return f"goes on after {followed['first_new_s']:.1f} s"
+                return f"continues after {followed['first_new_s']:.1f} s"
             if job.process.poll() is not None:
                 return f"ends with {job.process.poll()} after {time.time() - killed:.1f} s"
             time.sleep(0.1)
@@ -177,12 +177,12 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--peer", type=Path, required=True, metavar="CHECKOUT")
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--saving", default=SAVING, help=f"flags by which ours saves; the window follows ({SAVING})")
+    parser.add_argument("--saving", default=SAVING, help=f"flags of our checkpoints; the window is appended ({SAVING})")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--rounds", type=int, default=30, help="of a turn for each job that is timed (default: 30)")
     parser.add_argument("--seconds", type=float, default=2.5, help="of a turn, at most 2.5 (default: 2.5)")
     parser.add_argument("--warm-up", type=int, default=10, help="iterations that are not timed (default: 10)")
-    parser.add_argument("--iterations", type=int, default=40, help="of each job that comes to an end (default: 40)")
+    parser.add_argument("--iterations", type=int, default=40, help="of each job that runs to its end (default: 40)")
     parser.add_argument("--seed", type=int, default=0)
     own = parser.parse_args()
     python = os.path.abspath(shutil.which(own.peer_python) or own.peer_python)  # jobs run in their own directories

@@ -134,7 +134,7 @@ def verdicts(told: Mapping[str, Mapping]) -> dict[str, bool]:
     if SELECTIVE in told and GRADIENTS in told:
         fewer = network[SELECTIVE] / network[GRADIENTS]
         if PLACEMENT in told:
-            held[f"all together: {fewer:.2f} times fewer than selective alone (>= {FEWER:g})"] = fewer >= FEWER
+            held[f"all together: {fewer:.2f} times fewer than plain selective (>= {FEWER:g})"] = fewer >= FEWER
         copies = [fmean(told[name]["copies"]) for name in (SELECTIVE, GRADIENTS)]
         held["as many experts in each copy: {:.2f} before, {:.2f} now".format(*copies)] = copies[1] >= copies[0]
     for name, of in told.items():

@@ -173,7 +173,7 @@ def verdicts(cases: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
         <= LENGTH
         for name, found in cases.items()
     } | {
-        f"{name}: {found['open']:.0%} copied with an open gate, {found['of_fitting']:.2f} of what fits (>= {SHARE})": (
+        f"{name}: {found['open']:.0%} copied with an open gate, {found['of_fitting']:.2f} of the limit (>= {SHARE})": (
             found["of_fitting"] >= SHARE
         )
         for name, found in cases.items()

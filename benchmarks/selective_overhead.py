@@ -206,7 +206,10 @@ def main() -> int:
     show(140, [(table("Selective checkpoints", columns, (row(*one) for one in ways.items())), ())])
     described = {"machine": here, "flags": [*model, *flags], "parameters": counts, "blocks": vars(blocks)}
     described |= {"planning_s": planning_s(), "slowed": slowed(SNAPSHOT)}
-    print("a product beside " + ", ".join(f"{what}: {share:+.1%}" for what, share in described["slowed"].items()))
+    print(
+        "slowdown of a matrix product by "
+        + ", ".join(f"{what}: {share:+.1%}" for what, share in described["slowed"].items())
+    )
     print(f"choosing the experts of a snapshot: {1e3 * described['planning_s']:.1f} ms")
     write_json(own.output, described | {"saving": {name: WAYS[name] for name in ways}, "ways": ways})
     return int(not held)

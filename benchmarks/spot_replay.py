@@ -295,19 +295,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, required=True, help="with the traces' files")
     parser.add_argument("--only", nargs="+", choices=TRACES, metavar="TRACE", help=", ".join(TRACES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, help="of each replay; by default as long as the slice takes")
+    parser.add_argument("--seconds", type=float, help="of each replay; by default the length of the slice")
     parser.add_argument("--scale", type=float, help="how many times as fast; by default 20 and 60")
     parser.add_argument("--fixed", type=int, default=4, help="nodes of the job of fixed size (default: %(default)s)")
     parser.add_argument("--sleep", type=float, default=0.5, help="seconds of a micro batch (default: %(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the traces and ways in --output, but those run now")
-    parser.add_argument("--keep", type=Path, help="directory for what the jobs have told")
+    parser.add_argument("--keep", type=Path, help="directory for the jobs' events")
     parser.add_argument("--interval", type=int, default=5, help="iterations between snapshots (default: %(default)s)")
     parser.add_argument(
         "--grow-wait", type=float, default=2.0, help="seconds, as the launcher's (default: %(default)s)"
     )
     parser.add_argument("--silence", type=float, default=20.0, help="seconds, as the launcher's (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=20, help="of the simulator (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of which nodes are lost")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of lost nodes")
     return parser.parse_args(arguments)
 
 

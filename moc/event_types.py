@@ -58,19 +58,19 @@ EVENTS = {
             "plt": "proportion of the experts' tokens that recoveries have lost so far",
             "k_snapshot": "experts of each layer in a snapshot in memory",
             "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
-            "selective_gradients": "those of them of which it has the gradients in place of the state",
-            "selective_copies": "with peers, those of them that other nodes receive copies of",
-            "mlt": "momentary lost tokens, in iterations: what a fault right after the newest snapshot would lose",
-            "mlt_peers": "the same where a node is lost with its memory, and its experts come from copies",
-            "mlt_storage": "the same where all memory is lost; repeated iterations do not count",
+            "selective_gradients": "of these, experts that are saved as gradients instead of their state",
+            "selective_copies": "with peers: of these, experts that are copied to other nodes",
+            "mlt": "momentary lost tokens: iterations of tokens that a fault right after the newest snapshot loses",
+            "mlt_peers": "the same if a node is lost with its memory, and its experts are loaded from copies",
+            "mlt_storage": "the same if all memory is lost; repeated iterations do not count",
             "storage_age": "iterations that would be repeated if all memory were lost, where snapshots go to storage",
             "storage_overdue": "operators whose newest state in storage is older than interval and policy promise",
-            "tokens_owed": "lost tokens that experts are still to make up by more capacity, until all are",
+            "tokens_owed": "lost tokens that experts still have to compensate by more capacity",
             "k_persist": "experts of each layer in a snapshot in storage",
             "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
             "sparse_window": "iterations of a window",
-            "gradient_window": "iterations in which each operator is saved in full once",
-            "bubble_s": "seconds for which a worker waited for other pipeline stages in the previous iteration, mean",
+            "gradient_window": "iterations of a cycle that saves each operator in full once",
+            "bubble_s": "seconds that a worker waited for other pipeline stages in the previous iteration, mean",
             "bubble_share": "share of the newest copied snapshot's bytes that was copied in the pipeline's bubbles",
             "hhi": "Herfindahl-Hirschman index of the tokens of experts, mean over layers",
             "skewness": "hhi, scaled to 0 (all experts are equally busy) to 1 (one has all tokens)",
@@ -97,7 +97,7 @@ EVENTS = {
     ),
     "save": EventType(
         "A dense checkpoint (--save) was written or begun.",
-        {"iteration": "of the checkpoint", "elapsed_s": "seconds for which training stood still"},
+        {"iteration": "of the checkpoint", "elapsed_s": "seconds that training waited"},
     ),
     "snapshot": EventType(
         "A snapshot is complete on every rank: in memory, or with the disk tier in buffers.",
@@ -130,17 +130,17 @@ EVENTS = {
     "replicate": EventType(
         "Every copy of a snapshot is on its replica node.",
         {"iteration": "of the snapshot", "bytes": "sent between all nodes", "replicate_s": "mean over nodes"},
-        {"not_sent_bytes": "of copies, more: what their nodes hold alike"},
+        {"not_sent_bytes": "additional bytes of copies, not sent because their nodes have identical data"},
     ),
     "not_alike": EventType(
-        "A node does not hold what another one should hold alike, or its own snapshot of it is damaged; it was sent.",
+        "A node lacks data that it should share with another node, or its own snapshot of it is damaged; it was sent.",
         {"iteration": "of the snapshot", "reason": "one sentence"},
     ),
     "save_failed": EventType(
         "A snapshot or a dense checkpoint could not be written to storage; training continues.",
         {
             "what": "snapshot, or checkpoint of --save",
-            "iteration": "of what was to be written",
+            "iteration": "of the snapshot or checkpoint",
             "reason": "one sentence",
             "failures": "so far: of a checkpoint in a row, of snapshots altogether",
             "lasted_s": "since the first failure in a row",
@@ -164,23 +164,23 @@ EVENTS = {
         },
     ),
     "fold": EventType(
-        "Experts were folded beside training, or compared with what their gradients lead to (selective).",
+        "Saved gradients were applied in the background, or the result was compared with the state (selective).",
         {
             "iteration": "iterations completed",
             "folded": "experts whose base in memory is newer now, copies on other nodes included",
             "gradients": "that are in these bases, and in memory no longer",
-            "equal": "experts whose saved state has the bits that their gradients lead to",
-            "differing": "experts whose saved state has others: nothing is folded beside training any more",
-            "seconds": "that all folders took",
+            "equal": "experts whose saved state equals the result of their gradients, bit by bit",
+            "differing": "experts whose saved state differs: gradients are no longer applied in the background",
+            "seconds": "of the background processes of all nodes",
         },
     ),
     "abandoned": EventType(
-        "A worker lacked memory for a snapshot. The snapshot before it stays, and training continues.",
-        {"iteration": "of the snapshot", "reason": "what the worker reported"},
+        "A worker lacked memory for a snapshot. The previous snapshot is kept, and training continues.",
+        {"iteration": "of the snapshot", "reason": "as reported by the worker"},
     ),
     "copy_missing": EventType(
-        "A node lacked memory for its copy of another node's snapshot, which has a copy less.",
-        {"iteration": "of the snapshot", "reason": "what the node reported"},
+        "A node lacked memory for its copy of another node's snapshot, which has one copy less.",
+        {"iteration": "of the snapshot", "reason": "as reported by the node"},
     ),
     "memory": EventType(
         "Host memory for snapshots is allocated, at the start; of the node that needs most.",
@@ -195,7 +195,7 @@ EVENTS = {
     "memory_short": EventType(
         "After a change of members or a restart of workers, a node has too little memory for all snapshots. Training "
         "continues.",
-        {"iteration": "iterations completed", "reason": "what the node reported"},
+        {"iteration": "iterations completed", "reason": "as reported by the node"},
     ),
     "window_limited": EventType(
         "A window of auto length does not fit into memory. Windows are shorter until workers restart.",
@@ -206,13 +206,13 @@ EVENTS = {
         {
             "replicas": "copies of each node's snapshots",
             "groups": "nodes that hold each other's copies",
-            "survival": "by number of nodes lost at once, the probability that a copy of everything is left",
-            "not_sent_bytes": "of the copies of a full snapshot, what their nodes hold alike",
+            "survival": "by number of nodes lost together, the probability that a copy of everything is left",
+            "not_sent_bytes": "bytes of a full snapshot's copies, not sent because their nodes have identical data",
         },
     ),
     "restore": EventType(
         "A replaced node received its part of a snapshot from a replica node.",
-        {"of": "the node that had lost it", "held_by": "the node that sent it", "iteration": "of the snapshot"},
+        {"of": "the node that lost it", "held_by": "the node that sent it", "iteration": "of the snapshot"},
     ),
     "resume": EventType(
         "State is loaded, at a start or after a lost worker.",
@@ -223,13 +223,13 @@ EVENTS = {
             "seconds": "to verify and load",
             "sources": "iteration and tier of each snapshot that was read",
             "kept": "workers that kept their state",
-            "stages": "pipeline stages that replayed alone",
-            "went_on": "by stage, the iteration from which it continued an interrupted replay",
+            "stages": "pipeline stages that replayed without the others",
+            "went_on": "by stage, the iteration after which it continued an interrupted replay",
             "folded": "operators brought up to date by the gradients that memory had",
             "stale": "experts whose state is of another iteration, older or newer",
-            "verified": "operators whose digests equal those of the original iteration",
+            "verified": "operators whose digests equal the digests of the original iteration",
             "unverified": "operators without a known digest",
-            "replayed": "those of them whose digests were equal at an earlier iteration of the replay",
+            "replayed": "unverified operators whose digests were equal at an earlier iteration of the replay",
             "wrong": "operators with another digest, after a replay that is not deterministic",
         },
     ),
@@ -249,10 +249,10 @@ EVENTS = {
     "lost": EventType(
         "A recovery has restored experts from older snapshots (pec, selective).",
         {
-            "iteration": "from which training resumes",
+            "iteration": "where training resumes",
             "plt": "proportion of the experts' tokens lost so far",
             "raised_by": "by this recovery",
-            "of_training": "the same, as a proportion of the whole training's tokens",
+            "of_training": "the same, as a proportion of the tokens of the complete training",
             "by_layer": "plt of each layer",
         },
     ),
@@ -267,10 +267,10 @@ EVENTS = {
         },
     ),
     "expected": EventType(
-        "Before training with pec: what a fault is expected to cost.",
+        "Before training with pec: the expected cost of a fault.",
         {
             "plt": "proportion of the training's tokens, where memory survives",
-            "oldest": "iterations by which the oldest expert is behind",
+            "oldest": "age of the oldest expert, in iterations",
         },
         {
             "plt_storage": "plt, where only --ckpt-dir survives",
@@ -281,8 +281,8 @@ EVENTS = {
         "The next fault would lose too many tokens (selective); once in each start of a worker.",
         {
             "iteration": "of the newest snapshot",
-            "plt": "proportion of the whole training's tokens that would be lost then",
-            "lost": "of which faults have lost already",
+            "plt": "proportion of the tokens of the complete training that would be lost then",
+            "lost": "part of it that faults have lost already",
             "mlt": "momentary lost tokens, in iterations, mean over layers",
             "mlt_sum": "the sum over layers (MoEtion, eq. 6)",
         },
@@ -295,7 +295,7 @@ EVENTS = {
             "mtbf_s": "auto: expected seconds between failures",
             "ettr": "auto: expected ETTR of the best candidate and of the runner-ups",
         },
-        "what was chosen: each flag or gauge under its own name",
+        "the choices: each flag or gauge under its own name",
     ),
     "rebalance": EventType(
         "With --elastic, replicas of experts have moved to where the load asks for them.",
@@ -310,7 +310,7 @@ EVENTS = {
         },
     ),
     "migration": EventType(
-        "With --elastic, nodes were lost or have come, and experts have moved to where the others are to have them.",
+        "With --elastic, nodes were lost or have joined, and experts have moved to their new workers.",
         {
             "iteration": "iterations completed",
             "nodes": "that train now",
@@ -327,7 +327,7 @@ EVENTS = {
         "Every worker is connected again after one was lost.",
         {
             "generation": "its number",
-            "cause": "what was lost, such as worker-lost; the code of the error if it ended the worker (errors.md)",
+            "cause": "type of the loss, such as worker-lost; the error code if an error ended the worker (errors.md)",
             "reason": "which worker or node was lost, and how",
             "noticed_s": "from the news to when rank 0 had left the collective it waited in",
             "met_s": "from then until all workers were present and connected",

@@ -68,9 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("nnodes", "1", text, type=parse_node_range, metavar="[MIN:]MAX")
     add("nproc-per-node", 1, "workers on each node", type=int)
     add("spares", 0, "nodes beyond --nnodes, which wait until one is lost and then take its place", type=int)
-    add("node-rank", 0, "number of this node; those of spares begin at --nnodes", type=int)
+    add("node-rank", 0, "number of this node; spares are numbered from --nnodes", type=int)
     add(
-        "rdzv-endpoint", None, "where the controller is: the first node; or the first nodes, in order, of which\n"
+        "rdzv-endpoint", None, "address of the controller: the first node; or the first nodes, in order:\n"
         "another one takes over if one is lost; the same on all nodes", metavar="HOST[:PORT][,HOST[:PORT]...]",
     )  # fmt: skip
     parser.add_argument(
@@ -84,11 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "generations in a row that may lose a worker at one iteration before the job gives up"
     add("max-standstill", MAX_STANDSTILL, text, type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
-    add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
+    add("silence-timeout", 30.0, "seconds without a heartbeat after which a worker or a node is lost", type=float)
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in progress.HANG_CAPS.items())
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
-    add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node comes", type=float)
+    add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node joins", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
@@ -342,7 +342,7 @@ async def _run_agent(
             if not again or isinstance(error, NodeRemovedError):
                 raise
             again -= 1
-            _log.error("node %d is lost, and comes back: %s", flags.node_rank, error)
+            _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
 
 
 async def _run_spare(flags: LauncherFlags, endpoints: list[str], node: int, signals: Signals) -> None:

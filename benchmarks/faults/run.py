@@ -126,7 +126,7 @@ def missing(ended: End, expected: End) -> list[str]:
     """Returns missing events and snapshots of a run, regardless of its bits, one sentence each."""
     wrong = []
     if ended.losses.keys() != expected.losses.keys():
-        wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not told")
+        wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not reported")
     if not ended.hashes or ended.hashes.keys() - expected.hashes.keys():
         wrong.append("the last snapshot is not there, or not of this model")
     return wrong

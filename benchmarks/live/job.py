@@ -187,7 +187,7 @@ class Job:
         deadline = time.time() + PATIENCE_S
         while not (answer := ready()):
             if time.time() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{what} did not come; the job's last words:\n{self.last_words()}")
+                raise RuntimeError(f"{what} was not reached; last output of the job:\n{self.last_words()}")
             time.sleep(POLL_S)
         return answer
 

@@ -38,7 +38,7 @@ def figure_4() -> Reproduction:
     )
     notes = (
         "Percent of all choices of lost nodes that leave a replica of each expert.  Plan A holds ACD, ABD, BD, BCD",
-        "and CD by node: what survives in the five cases of section 4.1.  Plan B is placed by maximum rank overlap.",
+        "and CD by node, as the five cases of section 4.1 show.  Plan B is placed by maximum rank overlap.",
     )
     title = "Lazarus, Figure 4: probability of recovery by placement"
     return Reproduction(title, rows, notes, "every choice of lost nodes is as likely", ("plan A, from its five cases",))
@@ -59,7 +59,7 @@ def figure_8(loads: Loads) -> Reproduction:
     rows = [
         _row("GPT-L, step 200, 1 lost, MRO", 100, _placed(large, aligned), 1, excluded="that could not fail"),
         _row("GPT-L, step 200, 4 lost, MRO, nodes in one order", 41, _placed(large, aligned), 4),
-        _row("GPT-L, step 200, 4 lost, MRO, each layer by what nodes held", 41, _with_least_transfer(first, large), 4),
+        _row("GPT-L, step 200, 4 lost, MRO, each layer by fewest transfers", 41, _with_least_transfer(first, large), 4),
         _row("GPT-L, step 200, 4 lost, our plan", 41, planned, 4),
         _row("GPT-L, step 200, 4 lost, spread", 12, _placed(large, place_spread), 4),
         *(_row(f"GPT-L, step 200, {n} lost, compact", 0, _placed(large, place_compact), n) for n in (1, 2, 4)),
@@ -69,9 +69,10 @@ def figure_8(loads: Loads) -> Reproduction:
         "Percent of all choices of lost nodes that leave a replica of every expert of every layer.  Inputs: 10 nodes",
         "of 6 slots, 12 layers of 8 or 16 experts, at least 2 replicas (section 6.1); replicas by equation 1.  The",
         "routing trace is SmartMoE's, as in the paper: the hottest experts of each layer at that step; GPT-S at the",
-        "last one recorded, since step 4000 is not.  Spread and compact place experts by number.  Which node of a plan",
-        "is which is left open by section 4.1: the same order in all layers, or for each layer by itself with fewest",
-        "transfers (section 4.3), from the plan of the first step.  Our plan has one order, hot experts everywhere.",
+        "last recorded step, since step 4000 is missing.  Spread and compact place experts by number.  Section 4.1",
+        "does not specify the order of a plan's nodes.  It is the same in all layers, or each layer separately has the",
+        "order with fewest transfers (section 4.3) from the first step's plan.  Our plan has one order, hot experts",
+        "everywhere.",
     )
     title = "Lazarus, Figure 8: probability of recovery when several nodes are lost"
     fitted = ("the hottest experts of the first 12 of the trace's 24 layers",)

@@ -62,12 +62,12 @@ def figure_13() -> Reproduction:
         "of Base-Async by one of MoC-Async, and how that grows with the width of the model.",
         "Inputs: the model, an expert of each layer on each GPU, 20 % of the peak, 1 and 2 GB/s to host memory, one",
         "in 8 experts (section 6.2.4); bytes by the sharding rules, without and with the fully sharded ones.",
-        "The paper has words here, and no number: what is hidden, and what is faster.  With fewer GPUs an all-to-all",
-        "is shorter and the snapshot as large, so that Base-Async is not hidden then follows from the ring; and who",
-        "saves less is never slower.  Not there: (b), which behaves like (a), and (f), which has no number.",
+        "The paper states without numbers which copies are hidden, and which method is faster.  With fewer GPUs an",
+        "all-to-all is shorter and the snapshot as large, so the ring implies that Base-Async is not hidden then.  A",
+        "method that saves less is never slower.  Left out: (b), which behaves like (a), and (f), without numbers.",
     )
     fitted = (
-        f"the ring, {_link() / 1e9:.1f} GB/s, with which Base-Async is just hidden with 1024 A800",
+        f"the ring, {_link() / 1e9:.1f} GB/s: the rate that just hides Base-Async with 1024 A800",
         f"H100's, {_NVLINK:g} times as fast, as its NVLink",
         f"experts in all {_LAYERS} layers, with a gate, one for each token",
         f"{_SEQUENCES} sequences of {_LENGTH} tokens on a GPU",

@@ -71,7 +71,7 @@ class Conditions:
         return (
             f"{cluster.host_bandwidth / 1e9:g} GB/s from a GPU to host memory (W_sparse)",
             f"{cluster.detect_s:g} s to stop and regroup (chosen)",
-            f"{cluster.restart_s:g} s more for a rollback of everybody (recovery times)",
+            f"{cluster.restart_s:g} s more for a rollback of all workers (recovery times)",
             f"replay by training: {replay} (recovery times)",
             *(
                 f"a failure each {real_s:.0f} s where {mtbf_s:g} s are named (recovery times)"
@@ -88,7 +88,7 @@ def table_3() -> Reproduction:
     notes = (
         "Inputs, all from rows without failures: iteration times, CheckFreq's intervals and overheads, MoEvement's",
         "overheads (Table 3); PP, DP, EP and batch (section 5.1); W_sparse by Algorithm 1.",
-        "Rebuilt: where rows are shifted, the prose says whose figures are whose (see docs/results/papers.md).",
+        "Rebuilt: where rows are shifted, the prose assigns the figures to systems (see docs/results/papers.md).",
         f"At 10 minutes there are {failures:.1f} failures in 12 hours, not 72, by the recovery times of CheckFreq, MoC",
         "and MoEvement by those at 20 minutes.",
     )
@@ -110,7 +110,7 @@ def table_7() -> Reproduction:
         "Inputs, all from rows without failures: iteration times (MoC's and Gemini's overheads in seconds by those in",
         "percent), CheckFreq's intervals with its cap of 3 % or Gemini's stall, Gemini's overhead at its longest",
         "interval, MoEvement's overheads, bytes of each format; W_sparse by Algorithm 1.",
-        "One failure comes in every MTBF: Table 7's recovery times are those of exactly 12 and 72 failures.",
+        "One failure occurs in every MTBF: Table 7's recovery times are the sums of exactly 12 and 72 failures.",
         "In brackets: 0.885 is damaged (1 / 1.10 - 4324 / 43200 from its own row is 0.81).",
     )
     title = "MoEvement (NSDI '26), Table 7: DeepSeek-MoE on 128 H100 GPUs"
@@ -231,7 +231,7 @@ def figure_11() -> Reproduction:
         "Inputs: GPUs, stages and pipelines (section 5.4); a pipeline has the same 16 micro batches as DeepSeek-MoE in",
         "Table 3, and its slowest stage takes as long for each active parameter.  A pipeline's ranks save its state:",
         "Appendix C has no sharding over pipelines.  Overhead of sparse checkpoints: 2 % (section 5.2).",
-        "Failures come while training alone, as in the formula of Appendix C.",
+        "Failures occur only during training, as in the formula of Appendix C.",
     )
     chosen = "6.6 and 12 billion active parameters of the 32B and 67B models (chosen)"
     title = "MoEvement (NSDI '26), Figure 11: DeepSeek-MoE on up to 16,384 GPUs"

@@ -41,8 +41,8 @@ def figure_10() -> Reproduction:
         for which, figure, ours in (("least", paper[0], min(saved)), ("most", paper[1], max(saved))):
             rows.append(Row(f"{label}, the case with the {which}", figure, ours, "percent"))
     notes = (
-        "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  With K = 1 ours save more than the paper says,",
-        "whose 22 to 29 % cannot hold for all cases; with the total's master weights it is 23.9 to 41.1 %, and 3.0 %",
+        "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  With K = 1 ours save more than in the paper.",
+        "Its 22 to 29 % cannot hold for all cases; with the total's master weights it is 23.9 to 41.1 %, and 3.0 %",
         "with EE+AN (docs/explanation/sharding.md).",
     )
     fitted = ("the total has fp32 master weights of all experts, as Table 3; the rest has not, as equation 6",)
@@ -77,14 +77,14 @@ def figure_15() -> Reproduction:
         Row("K at the end", 4, path[-1], "factor", excluded="chosen"),
     )
     notes = (
-        f"K: {', '.join(map(str, path))}; a constant K = 1 would come to {100 * _ABOVE * PLT_LIMIT:.2f} %.",
-        "The paper says neither how many faults there are nor what one loses.  Each loses what moc.policy.pec_tuner",
-        "expects, all from storage.  With 10 to 160 faults that would take a constant K = 1 to 1.1 to 3 times the",
-        f"limit, K ends at {ends}, and PLT at {lost} %.",
+        f"K: {', '.join(map(str, path))}; a constant K = 1 would lose {100 * _ABOVE * PLT_LIMIT:.2f} %.",
+        "The paper states neither the number of faults nor the loss of one.  Each loses the amount that",
+        "moc.policy.pec_tuner expects, all from storage.  With 10 to 160 faults a constant K = 1 would lose",
+        f"1.1 to 3 times the limit; K ends at {ends}, and PLT at {lost} %.",
     )
-    fitted = (f"{_FAULTS} faults", "what one loses: a constant K = 1 passes the limit by a third")
+    fitted = (f"{_FAULTS} faults", "loss of a fault: a constant K = 1 exceeds the limit by a third")
     title = "MoC-System (ASPLOS '25), Figure 15(b): Dynamic-K"
-    return Reproduction(title, rows, notes, law=f"{_FAULTS} that lose the same", fitted=fitted)
+    return Reproduction(title, rows, notes, law=f"{_FAULTS} with equal losses", fitted=fitted)
 
 
 def _faults(count: int, above: float) -> tuple[float, list[int]]:

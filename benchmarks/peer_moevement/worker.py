@@ -212,12 +212,14 @@ def main() -> None:
     """Runs the worker."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help="JSON: the sizes of model and batches")
-    parser.add_argument("--precision", required=True, help="JSON: what the engine is told of it")
+    parser.add_argument("--precision", required=True, help="JSON: settings of the engine")
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--window", type=int, default=0, help="0: no snapshots")
     parser.add_argument("--victim", type=int, default=0, help="the worker that will be lost")
-    parser.add_argument("--stop-at", type=int, help="the iteration after which all wait for that; by default none")
-    parser.add_argument("--repair", action="store_true", help="what it cannot go on without; see cases.py")
+    parser.add_argument(
+        "--stop-at", type=int, help="the iteration after which all workers wait for its loss; by default none"
+    )
+    parser.add_argument("--repair", action="store_true", help="apply the repair that a recovery needs; see cases.py")
     parser.add_argument("--end", type=Path, required=True, help="directory for the state at the end")
     parser.add_argument("--log-dir", type=Path, required=True)
     own = parser.parse_args()

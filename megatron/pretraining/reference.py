@@ -35,9 +35,9 @@ def flags_page() -> str:
     """Returns the page of flags of training and of the launcher, and of the commands."""
     parts = [
         f"# Flags\n\n{_NOTE}\n",
-        "Flags of this project, which `pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have beside\n"
-        "Megatron-LM's own (`--help-all` lists both), then those of [`mocrun`](#mocrun), then the [other\n"
-        "commands](#commands). Underscores may stand for dashes in a `--config` file. A switch has a second\n"
+        "`pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have these flags in addition to\n"
+        "Megatron-LM's own (`--help-all` lists both). The flags of [`mocrun`](#mocrun) and of the [other\n"
+        "commands](#commands) follow. Underscores may replace dashes in a `--config` file. A switch has a second\n"
         "spelling that turns it off. A dash means: no default, or one that follows from other flags.\n",
     ]
     for title, description, actions in own_sections():

@@ -367,7 +367,7 @@ class SafeDirectory:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR) and _link_target(directory, name) is not None:
                 raise RefusedFileError(
-                    "it is a symbolic link. Fix: replace it by what it leads to", self.root / path
+                    "it is a symbolic link. Fix: replace it by its target", self.root / path
                 ) from None
             if error.errno == errno.ENXIO:
                 raise RefusedFileError(

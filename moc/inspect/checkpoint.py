@@ -171,7 +171,7 @@ def _read_snapshot(directory: Path) -> Checkpoint:
     _compare_sizes(checkpoint)
     if not manifest.is_complete:
         checkpoint.problems.append(
-            f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
+            f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, only the files of one node"
         )
     return checkpoint
 

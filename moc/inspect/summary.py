@@ -34,9 +34,9 @@ examples:
   python tools/inspect_checkpoint.py checkpoints --iteration 100 --by operator
   python tools/inspect_checkpoint.py checkpoints/iter_0000100 --by file --json
 
-Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/reference/format.md).
+Checkpoints are dense (written by --save) or in Format v1 (written by a policy; docs/reference/format.md).
 
-An operator is a part of the model that is saved as a whole: the embedding, a layer's attention, its router, one of its
+An operator is a part of the model that is saved as a unit: the embedding, a layer's attention, its router, one of its
 experts, its mlp (dense or shared expert, with the norm before it), and the output.  Sizes are in powers of 1000.
 Only headers are read; tools/verify_checkpoint.py compares the content of files with their hashes."""
 
@@ -49,13 +49,14 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it")
-    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="checkpoint of iteration N instead of the tracker's or the newest"
+    )
     parser.add_argument(
         "--by",
         choices=("kind", "operator", "file"),
         default="kind",
-        help="what the rows of the table are: kinds of operators, operators, or files, which is one for each worker "
-        "(default: %(default)s)",
+        help="rows of the table: kinds of operators, operators, or files (one for each worker) (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

@@ -38,10 +38,10 @@ examples:
   python tools/verify_checkpoint.py checkpoints --all --workers 16
   python tools/verify_checkpoint.py checkpoints/iter_0000100 --json
 
-Checkpoints are dense (--save), or of Format v1 (a policy's; docs/reference/format.md).  Of a --save
-directory, the checkpoint that its tracker names is verified, and that the tracker is right; of others the newest.
+Checkpoints are dense (written by --save) or in Format v1 (written by a policy; docs/reference/format.md).  In a
+--save directory, the tracker and the checkpoint that it names are verified; in other directories the newest.
 
-exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""
+exit codes: 0 no problem, 1 something is damaged or missing (one line for each problem), 2 the command line."""
 
 
 def build_parser() -> Parser:

@@ -99,8 +99,8 @@ FLAGS = (
         "pec_target",
         str,
         "both",
-        "What is saved of the chosen experts only: their weights, their optimizer state, or both; the rest is saved of "
-        "all experts.",
+        "State that is saved for the chosen experts only: their weights, their optimizer state, or both; the rest is "
+        "saved for all experts.",
         choices=tuple(NOT_CHOSEN),
     ),
     PolicyFlag("pec_dynamic_k", bool, False, "Double K when faults have used up their share of --pec-plt-limit."),
@@ -404,7 +404,7 @@ class Pec(PartialPolicy):
         memory, storage = found
         plt = memory.mean / train_iters
         fields = {"plt": plt, "oldest": memory.oldest}
-        where = "that leaves memory whole " if in_memory else ""
+        where = "that leaves memory intact " if in_memory else ""
         text = (
             f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
             f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
@@ -413,12 +413,12 @@ class Pec(PartialPolicy):
             return text, fields
         if storage is None:
             text += (
-                "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: "
-                "add --persist-interval"
+                "; --ckpt-dir has only the first snapshot, so nearly all iterations would be repeated if memory were "
+                "lost: add --persist-interval"
             )
             return text, fields
         plt_storage = storage.mean / train_iters
-        text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
+        text += f"; from --ckpt-dir only, {plt_storage:.3%} and {storage.oldest} iterations"
         return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
 
     def gauges(self) -> dict[str, float]:

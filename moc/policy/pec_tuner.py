@@ -253,7 +253,7 @@ def _reasons(
 ) -> Iterator[str]:
     k, snapshot_s = chosen.k_snapshot, measured.snapshot_s(chosen.k_snapshot)
     counted = f"{k} expert{'' if k == 1 else 's'}"
-    hidden = f"{snapshot_s:.3g} s beside {measured.forward_backward_s:.3g} s of forward and backward"
+    hidden = f"{snapshot_s:.3g} s during {measured.forward_backward_s:.3g} s of forward and backward"
     larger = min((other for other in measured.busiest_rank_bytes if other > k), default=None)
     if save_s:
         yield f"A snapshot of {counted} takes {hidden}, so training waits for {save_s:.3g} s."

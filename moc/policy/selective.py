@@ -120,8 +120,8 @@ class Selective(PartialPolicy):
             yield f"experts are saved as their state, not as gradients: {self.no_gradients}"
         if self.hide == "bubble" and not self._copies_in_bubbles:
             yield (
-                "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "
-                "the host does not wait; they run beside forward and backward"
+                "--selective-hide bubble has no effect: on CUDA the host does not wait for other stages, so copies "
+                "cannot be delayed until a stage waits; they run during forward and backward"
             )
 
     @property

@@ -86,7 +86,7 @@ FLAGS = (
         "selective_experts",
         int,
         None,
-        "Experts of each layer in a snapshot, in the mean over layers (S); by default as many as the budgets allow.",
+        "Experts of each layer in a snapshot, in the mean over layers (S); by default the most that the budgets allow.",
         at_least=1,
         chosen_by_auto=True,
     ),
@@ -103,8 +103,8 @@ FLAGS = (
         "selective_remote_gb",
         float,
         None,
-        "Budget of what a node receives from others with --ckpt-tier peers, in GB per snapshot; by default what it "
-        "receives during an iteration, as measured.",
+        "Budget for the data that a node receives from others with --ckpt-tier peers, in GB per snapshot; by default "
+        "the amount that it receives during an iteration, as measured.",
         above=0.0,
         chosen_by_auto=True,
     ),
@@ -129,15 +129,15 @@ FLAGS = (
         "selective_max_age",
         int,
         None,
-        "Iterations after which an expert is saved first, whatever its score; by default 4 times as many as saving "
-        "all experts in turn would take.",
+        "Iterations after which an expert is saved first, whatever its score; by default 4 times the number that "
+        "saving all experts in turn would take.",
         at_least=1,
     ),
     PolicyFlag(
         "selective_mlt_limit",
         float,
         MLT_LIMIT,
-        "Largest proportion of lost tokens in the whole training: a warning says when the next fault would exceed it.",
+        "Limit of the proportion of lost tokens in the training; a warning follows if the next fault would exceed it.",
         above=0.0,
         at_most=1.0,
     ),
@@ -146,7 +146,7 @@ FLAGS = (
         str,
         "reload",
         "Experts of surviving workers after the loss of another one: reloaded from snapshots like all others, or kept "
-        "as they are. With keep, nobody goes back where survivors have all dense state.",
+        "as they are. With keep, no worker rolls back if survivors have all dense state.",
         choices=SURVIVORS,
     ),
     PolicyFlag(
@@ -163,25 +163,25 @@ FLAGS = (
         "selective_fold",
         str,
         "recovery",
-        "Who updates experts by the gradients that are saved in place of their state: peers, a process of each node, "
-        "beside training, so that memory holds few of them and a recovery has little to do, for which it needs a core "
-        "that training leaves free; or a recovery.",
+        "Where the gradients that are saved in place of experts' state are applied. peers: in a background process of "
+        "each node, so that memory holds few gradients and a recovery has little to do; it needs a core that training "
+        "leaves free. recovery: in a recovery.",
         choices=FOLDS,
     ),
     PolicyFlag(
         "selective_hide",
         str,
         "compute",
-        "What copies to host memory hide behind: forward and backward, or the pipeline's bubbles, beside which only "
-        "what they have no time for is copied (MoEtion's Algorithm 4; not on CUDA).",
+        "Work that hides copies to host memory. compute: forward and backward. bubble: the pipeline's bubbles; only "
+        "the rest is copied during forward and backward (MoEtion's Algorithm 4; not on CUDA).",
         choices=HIDES,
     ),
     PolicyFlag(
         "selective_boost",
         float,
         None,
-        "Capacity that experts which lost tokens to a recovery have beyond that of others, as a fraction, out of what "
-        "other experts of their rank leave unused, until the tokens are made up; 0 for none. By default 0.1 with "
+        "Additional capacity, as a fraction, of experts that lost tokens to a recovery, until the tokens are "
+        "compensated; 0 for none. It is taken from unused capacity of their rank. By default 0.1 with "
         "--moe-expert-capacity-factor and without padding, where experts drop tokens, otherwise none.",
         at_least=0.0,
     ),
@@ -189,7 +189,7 @@ FLAGS = (
         "selective_boost_iterations",
         int,
         BOOST_ITERATIONS,
-        "Iterations after a recovery in which experts make up lost tokens; what they still owe then is given up.",
+        "Iterations after a recovery during which experts compensate lost tokens; the rest is given up.",
         at_least=1,
     ),
 )

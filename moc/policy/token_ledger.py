@@ -362,8 +362,8 @@ class TokenLedger:
         place = self._layer_index(layer)
         if iteration > self.iteration:
             raise PolicyError(
-                f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run goes on "
-                f"from {self.iteration}. Fix: take the ledger of the iteration from which the run continues",
+                f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run "
+                f"continues from {self.iteration}. Fix: take the ledger of the iteration that it continues from",
                 code="ledger-incomplete",
             )
         if iteration == self.iteration:

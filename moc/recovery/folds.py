@@ -150,7 +150,7 @@ class _Steps:
             gradients = ShardReader(self._files(iteration, name), verifies=True)
             for (tensor, region), state in boxes.items():
                 if (rule := rules.by_kind.get(kind_of(tensor))) is None:
-                    raise ValueError(f"the engine has not told how {kind_of(tensor)} is updated")
+                    raise ValueError(f"the engine has no update rule for {kind_of(tensor)}")
                 update(state, gradients.read_region(tensor, "grad", region), step, rule, factor)
             step += 1
         self._check(chain)

@@ -207,7 +207,11 @@ def describe(placement: Placement, names: list[str], unsent: int = 0) -> str:
     ][:3]
     return (
         f"snapshots have {r} cop{'y' if r == 1 else 'ies'} in the memory of other nodes, in groups ({groups}): they "
-        f"survive the loss at once of any {r} of {nodes} nodes"
+        f"survive the simultaneous loss of any {r} of {nodes} nodes"
         + "".join(f", {chance}" for chance in chances)
-        + (f"; {unsent / 1e9:.3g} GB of a full one are not sent, since these nodes hold them alike" if unsent else "")
+        + (
+            f"; {unsent / 1e9:.3g} GB of a full one are not sent, since these nodes have identical data"
+            if unsent
+            else ""
+        )
     )

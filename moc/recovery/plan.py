@@ -206,5 +206,5 @@ def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
     there = {name for held in inventory.held if held.iteration == newest for name in held.operators}
     lacking = next((operator.name for operator in operators if operator.name not in there), None)
     if lacking is None:
-        return f"that of iteration {newest} lacks some operator's weights or moments"
-    return f"that of iteration {newest} lacks {lacking}"
+        return f"the snapshot of iteration {newest} lacks some operator's weights or moments"
+    return f"the snapshot of iteration {newest} lacks {lacking}"

@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="average over N iterations on each side, 0 for no average (default: %(default)s)",
     )
-    parser.add_argument("--extra", nargs="+", choices=list(EXTRA_FIELDS), default=[], help="what a second panel shows")
+    parser.add_argument("--extra", nargs="+", choices=list(EXTRA_FIELDS), default=[], help="values of a second panel")
     return parser
 
 

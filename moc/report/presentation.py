@@ -239,9 +239,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "until stopped: median, worst": lambda run: _spread(run.recoveries.detect_s, seconds),
         "outside useful work: median, worst": lambda run: _spread(run.recoveries.outside_s, seconds),
         "workers that kept their state: mean, most": lambda run: _mean_and_most(run.recoveries.kept),
-        "stages that computed alone: mean, most": _localized_recoveries,
+        "stages replayed without others: mean, most": _localized_recoveries,
         "iterations computed again: mean, most": lambda run: _mean_and_most(run.recoveries.again),
-        "what was computed again": _exact,
+        "losses computed again": _exact,
     },
     "snapshots": {
         "tier": _saved(lambda saving: saving.tier),
@@ -249,12 +249,12 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "bytes of one": _per_snapshot("snapshot_bytes", "snapshots"),
         "bytes an iteration, to host memory": _per_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _per_iteration("replicated_bytes"),
-        "not sent, since peers hold it alike": _per_iteration("not_sent_bytes"),
+        "not sent, identical on the peers": _per_iteration("not_sent_bytes"),
         "bytes an iteration, to storage": _per_iteration("persisted_bytes"),
         "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
         "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
-        "of these, gradients alone": _share("selective_gradients", "selective_experts"),
-        "bases folded beside training": _saved(lambda saving: f"{saving.folded:,}", "folded"),
+        "of these, saved as gradients": _share("selective_gradients", "selective_experts"),
+        "bases updated in the background": _saved(lambda saving: f"{saving.folded:,}", "folded"),
         "copied in bubbles": _saved(
             lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
         ),
@@ -268,7 +268,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
             "persisted",
         ),
         "of lost nodes, from others": _saved(lambda saving: f"{saving.restored:,}", "restored"),
-        "survived, of nodes lost at once": _saved(
+        "survival, by number of lost nodes": _saved(
             lambda saving: _join_counts(saving.survival, lambda share: f"{100 * share:.3g} %", ": "), "survival"
         ),
     },
@@ -339,7 +339,7 @@ def _draw_workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event
             panel.plot(
                 (period.began_s, period.ended_s), (period.workers, period.workers), color=f"C{number}", linewidth=2.5
             )
-    panel.set(xlabel="seconds since the begin; dotted: nobody trained", ylabel="workers that train", ylim=(0, None))
+    panel.set(xlabel="seconds since the start; dotted: no worker trained", ylabel="workers that train", ylim=(0, None))
     panel.yaxis.get_major_locator().set_params(integer=True)
     panel.grid(alpha=0.3)
 

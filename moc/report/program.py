@@ -18,8 +18,8 @@ examples:
   python tools/report.py log/
   python tools/report.py full/log sparse/log --plot report.png --json report.json
 
-ETTR is useful work by the wall clock: iterations that count, each for as long as the median of those that nothing
-disturbs. The lines below it are all parts of the wall clock; docs/how-to/read-a-run.md says what they are."""
+ETTR is the share of useful work in the wall clock: committed iterations, each at the median duration of undisturbed
+ones. The lines below it are the parts of the wall clock; docs/how-to/read-a-run.md explains them."""
 
 
 def build_parser() -> argparse.ArgumentParser:

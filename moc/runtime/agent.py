@@ -164,7 +164,7 @@ class Agent:
         try:
             await asyncio.to_thread(give_back, Path(memory), str(self._flags.node_rank))
         except (CheckpointError, OSError) as error:
-            _log.warning("what the run has left in this node's memory stays there: %s", error)
+            _log.warning("the files of the run stay in this node's memory: %s", error)
 
     def _exit_code_without_controller(self, error: NoControllerError) -> int:
         """Returns the exit code if no controller can report how the job ended."""
@@ -383,16 +383,14 @@ class Agent:
             self._check_forkserver()
             if self._workers and self._lease.remaining_s <= 0:  # other workers may have taken their rank blocks
                 for worker in self._workers.values():
-                    self._kill(
-                        worker, f"had been without a controller for {SilenceLimits(silence_s).worker_limit_s:g} s"
-                    )
+                    self._kill(worker, f"had no controller for {SilenceLimits(silence_s).worker_limit_s:g} s")
             for worker in list(self._workers.values()):
                 silent_s = self._clock.now - worker.last_message_at
                 if worker.pid is not None and child_processes.is_dying(worker.pid):
                     self._wait_for_death(worker)
                 # building an index may hold the GIL for minutes
                 elif worker.is_ready and silent_s > silence_s:
-                    self._kill(worker, f"had said nothing for {silent_s:.0f} s")
+                    self._kill(worker, f"sent no heartbeat for {silent_s:.0f} s")
                 elif worker.section is not None:
                     self._check_section(worker, worker.section, worker.section_s + silent_s)
 
@@ -430,7 +428,7 @@ class Agent:
             how = f"has been in its {section} for {seconds:.0f} s"
             self._link.send("hangs", worker=worker.name, generation=self._generation, how=how)
         elif worker.reported_generation < 0 or self._clock.now - self._notified_at > self._flags.silence_timeout_s:
-            self._kill(worker, f"had been in its {section} for {seconds:.0f} s")
+            self._kill(worker, f"was in its {section} for {seconds:.0f} s")
 
     def _kill(self, worker: _WorkerProcess, reason: str) -> None:
         if not worker.kill_reason:

@@ -63,7 +63,7 @@ class Lease:
         """Kills this process if the lease has expired, since another worker may have its rank."""
         if self.remaining_s <= 0:
             who = f"worker {os.environ.get('RANK')}"
-            why = "has heard of no controller for too long, and ends itself: another one may have its place"
+            why = "has lost the controller for too long, and ends itself: another worker may have its rank"
             print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed
 

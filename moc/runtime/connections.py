@@ -113,7 +113,7 @@ class Connection:
             self._check_not_closed()
             raise
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("no message has come in time")
+            raise TimeoutError("no message has arrived in time")
 
     def _check_not_closed(self) -> None:
         if self._closed:

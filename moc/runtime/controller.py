@@ -260,7 +260,7 @@ class Controller:
         membership = self._membership
         for peer in list(self._agents.values()):
             if now - peer.last_message_at > self._times.lease_s:
-                _log.warning("node %d has said nothing for %g s", peer.node, self._times.lease_s)
+                _log.warning("node %d has sent no heartbeat for %g s", peer.node, self._times.lease_s)
                 del self._agents[peer.node]
                 self._election.remove_agent(peer.node)
                 peer.connection.abort()
@@ -287,7 +287,7 @@ class Controller:
             seconds, limit = self._times.lease_s, "--silence-timeout"
         remaining = self._missing_since + seconds - now
         if remaining <= 0:
-            self._execute(membership.end_if_nodes_missing(f"nobody has come for {seconds:g} s ({limit})"))
+            self._execute(membership.end_if_nodes_missing(f"no node has connected for {seconds:g} s ({limit})"))
         elif now >= self._remind_at:
             self._remind_at = now + REMINDER_S
             _log.warning("%s", missing_nodes_message(missing, remaining, limit))
@@ -305,9 +305,9 @@ class Controller:
             self._scale_up_at = now + SCALE_UP_RETRY_S
             was_announced, orders = membership.has_scale_up_notice, membership.grow()
             if any(isinstance(order, StartWorker) and order.is_joining for order in orders):
-                _log.warning("more nodes can train: their workers build, and are taken in when they are ready")
+                _log.warning("more nodes can train: their workers initialize, and join when they are ready")
             if membership.has_scale_up_notice and not was_announced:
-                _log.warning("nodes that have come are ready: all meet them at the end of an iteration")
+                _log.warning("new nodes are ready: all workers connect to them at the end of an iteration")
             self._execute(orders)
         elif self._scale_up_at == math.inf:
             self._scale_up_at = now + self._grow_wait_s
@@ -512,7 +512,7 @@ class Controller:
                 self._send(order.node, "seat", worker=order.worker, rank=order.rank, generation=order.generation,
                            size=order.size, helpers=order.partial_model_parts)  # fmt: skip
             elif isinstance(order, SaveAndExit):
-                _log.warning("nodes have come: all workers save and leave, and more start")
+                _log.warning("nodes have joined: all workers save and exit, and more workers start")
                 self._send_all("leave")
             elif isinstance(order, ScaleUpNotice):
                 self._send_all("welcome", generation=order.generation)

@@ -236,7 +236,7 @@ class ControllerLink:
             return
         if self.stop_signal is not None and not self.is_admitted:
             raise StoppedError(self.stop_signal)
-        cause = "others are lost, or this node is cut off" if self.is_admitted else "others have not come"
+        cause = "others are lost, or this node is cut off" if self.is_admitted else "others have not connected"
         raise NoControllerError(
             f"no controller has had a majority of the nodes for {seconds:g} s ({limit}): {cause}. Fix: start the other "
             "nodes, or repair the network",

@@ -138,7 +138,7 @@ def _check_values(action: str, values: dict) -> None:
 
 def _parse_number(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise ValueError("a whole number")
+        raise ValueError("an integer")
     return int(text)
 
 

@@ -63,7 +63,7 @@ def main(script: str, arguments: list[str]) -> None:
     import_hook.import_lazy_modules()  # a second that a refusal need not wait for
     can_fork = not has_touched_cuda()
     if not can_fork:
-        print_lines(f"mocrun: {script} starts CUDA while it imports, so workers import it anew instead of being forked")
+        print_lines(f"mocrun: {script} starts CUDA during import: workers import it again instead of being forked")
     gc.collect()
     gc.freeze()  # workers share all objects that exist now
     Forkserver(script, arguments, orders, events, can_fork).serve()

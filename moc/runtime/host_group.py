@@ -86,7 +86,7 @@ def _to_json(value: object) -> object:
     for plain in (int, float, str):  # numpy's numbers are subclasses, or look like them
         if isinstance(value, plain):
             return plain(value)
-    raise TypeError(f"workers cannot tell one another a {kind.__module__}.{kind.__qualname__}")
+    raise TypeError(f"workers cannot exchange a {kind.__module__}.{kind.__qualname__}")
 
 
 def _from_json(value):
@@ -123,7 +123,7 @@ def _make_record(kind: type, values: list):
 
 def _type_name(kind: type) -> str:
     if not f"{kind.__module__}.".startswith(TRUSTED_PREFIXES):
-        raise TypeError(f"workers cannot tell one another a {kind.__module__}.{kind.__qualname__}")
+        raise TypeError(f"workers cannot exchange a {kind.__module__}.{kind.__qualname__}")
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -219,7 +219,7 @@ def _to_tensor(data: bytes) -> torch.Tensor:
 
 def _check_size(nbytes: int) -> int:
     if not 0 <= nbytes <= MAX_BYTES:
-        raise RuntimeError(f"a worker tells the others {nbytes} bytes: none of this job tells more than {MAX_BYTES}")
+        raise RuntimeError(f"a worker announced a message of {nbytes} bytes: the limit is {MAX_BYTES}")
     return nbytes
 
 
@@ -227,4 +227,4 @@ def _decode(data: bytes) -> Any:
     try:
         return decode_object(data)
     except ObjectDecodeError as error:
-        raise RuntimeError(f"what a worker told the others is of no worker of this job: {error}") from None
+        raise RuntimeError(f"a worker sent data that no worker of this job sends: {error}") from None

@@ -120,7 +120,7 @@ class Job:
 
         All workers call it after the same iteration, on which they agree in a commit all-reduce.
         """
-        raise RuntimeError("only a job that goes on in the same processes has guests")
+        raise RuntimeError("only a job that continues in the same processes has joining workers")
 
     def start_over(self) -> NoReturn:
         """Ends this process to be replaced; raises RuntimeError if the launcher replaces no workers."""

@@ -215,7 +215,7 @@ class ManagedJob(Job):
             try:
                 groups.abort(generation)
             except RuntimeError as error:
-                self._end_as_lost(f"cannot go on ({cause_of(error)})", error)
+                self._end_as_lost(f"cannot continue ({cause_of(error)})", error)
 
     def _end_if_device_is_broken(self, error: BaseException) -> None:
         if self._device is not None:
@@ -245,7 +245,7 @@ class ManagedJob(Job):
         try:
             body()
         except Exception as error:
-            self._end_as_lost(f"cannot go on ({cause_of(error)})", error)
+            self._end_as_lost(f"cannot continue ({cause_of(error)})", error)
 
     def _report_peer_failure(self) -> None:
         """Reports lost connections until the next generation; without a controller, the agent ends this worker."""

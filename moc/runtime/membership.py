@@ -337,7 +337,7 @@ class Membership:
             return (
                 []
                 if code == SAVED and self.workers
-                else self._resize(GenerationReason(Cause.NODES_ARRIVED, "nodes have come"))
+                else self._resize(GenerationReason(Cause.NODES_ARRIVED, "nodes have joined"))
             )
         if code == START_OVER:
             return self._replace_on_request(worker)
@@ -556,7 +556,7 @@ class Membership:
         self.scale_up.candidates_waited = keeps_workers and self.scale_up.more_can_train
         count, partial = len(self.blocks.members), len(self.seating.partial_model_parts)
         sentence = f"{reason.reason}: training continues on {count} of {self.blocks.count} nodes"
-        sentence += f", {partial} of which {'helps' if partial == 1 else 'help'}" if partial else ""
+        sentence += f", {partial} of them with a partial model" if partial else ""
         return [*orders, *self._next_generation(GenerationReason(reason.cause, sentence))]
 
     def _is_member(self, worker: WorkerRecord) -> bool:

@@ -117,7 +117,7 @@ class Group(dist.ProcessGroup):
         """
         connection = self.connection
         if self.has_vacant_positions:
-            raise RuntimeError(f"{self} connects no one, since nobody has some of its places: communicate in another")
+            raise RuntimeError(f"{self} has vacant positions, so it is not connected: communicate in another group")
         if connection is None:
             raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
         if connection.generation.is_over:
@@ -154,7 +154,7 @@ class Group(dist.ProcessGroup):
 
     def abort(self) -> None:
         """Raises RuntimeError: :meth:`moc.runtime.groups.Groups.abort` aborts all groups of a generation together."""
-        raise RuntimeError(f"{self} cannot be aborted by itself: call Groups.abort()")
+        raise RuntimeError(f"{self} cannot be aborted separately: call Groups.abort()")
 
     def shutdown(self) -> None:
         """Releases the connection; called by ``dist.destroy_process_group``."""
@@ -246,7 +246,7 @@ def _make_operation(name: str):
             return answer
         return OperationHandle(answer, self, generation, deaf)
 
-    operate.__name__, operate.__doc__ = name, f"As that of ``dist.ProcessGroup.{name}``."
+    operate.__name__, operate.__doc__ = name, f"Same as ``dist.ProcessGroup.{name}``."
     return operate
 
 
@@ -254,7 +254,7 @@ def _make_query(name: str):
     def ask(self, *args, **kwargs):
         return getattr(self._work, name)(*args, **kwargs)
 
-    ask.__name__, ask.__doc__ = name, f"As that of ``dist.Work.{name}``."
+    ask.__name__, ask.__doc__ = name, f"Same as ``dist.Work.{name}``."
     return ask
 
 

@@ -34,7 +34,7 @@ class _Header(dict):
     """A received header; a missing key is the sender's error."""
 
     def __missing__(self, name: str):
-        raise WireError(f"its message {self.get('kind')} does not say {name}")
+        raise WireError(f"its message {self.get('kind')} has no field {name}")
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class RendezvousClient(Store):
             seconds = timeout.total_seconds()
             answer = self._request(Message({"kind": "get", "keys": missing, "within": seconds}), seconds + _GRACE_S)
             if answer.kind == "late":
-                raise ValueTimeoutError(f"{', '.join(answer.header['keys'])} did not come within {seconds:g} s")
+                raise ValueTimeoutError(f"{', '.join(answer.header['keys'])} did not arrive within {seconds:g} s")
             self._known |= unpack_values(answer.header, answer.body)
         return [self._known[key] if keep else self._known.pop(key) for key in keys]
 

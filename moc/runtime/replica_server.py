@@ -187,7 +187,7 @@ async def run_replica_server(
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        _log.warning("what keeps copies of snapshots %s: started again", reason)
+        _log.warning("the replica server %s: it is started again", reason)
 
 
 async def _local_address_towards(controllers: list[str]) -> str:

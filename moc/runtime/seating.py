@@ -415,14 +415,14 @@ class ScaleUp:
             return None
         if self.candidates_waited:
             return GenerationReason(Cause.NODES_WAITED, "nodes have waited, and are ready")
-        return GenerationReason(Cause.NODES_ARRIVED, "nodes have come")
+        return GenerationReason(Cause.NODES_ARRIVED, "nodes have joined")
 
     @property
     def move_reason(self) -> GenerationReason | None:
         """Reason to move a partial-model node to another part of the model; None if no node moves."""
         moves_member = self.seating.moves_member(self.seating.best_seats(self._blocks.filled_blocks))
         return (
-            GenerationReason(Cause.NODE_MOVES, "a node that helps moves to another part of the model")
+            GenerationReason(Cause.NODE_MOVES, "a partial-model node moves to another part of the model")
             if moves_member
             else None
         )

@@ -25,7 +25,7 @@ SAVED = 75
 START_OVER = 76
 """Exit code of a worker that requests its replacement without an error."""
 
-RESUME_REMEDY = "start the job again to go on from the newest snapshot or checkpoint that is whole"
+RESUME_REMEDY = "start the job again; it resumes from the newest valid snapshot or checkpoint"
 """Remedy in the message of a job that ends with :data:`SAVED` after part of its last state was lost."""
 
 

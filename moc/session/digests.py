@@ -93,7 +93,7 @@ class Verification:
         text = f"{self.verified} operators have the digests of the original iteration"
         unknown = set(self.unverified) - set(self.replayed)
         counts = (
-            (self.replayed, "those of an earlier one"),
+            (self.replayed, "the digests of an earlier iteration"),
             (unknown, "no known digest"),
             (self.wrong, "another digest"),
         )

@@ -98,8 +98,8 @@ def join_peers(
     if not replicas:
         if settings.tier == "peers" and not again:
             log.message(
-                "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
-                "after the loss of the node the run resumes from --ckpt-dir"
+                "--ckpt-tier peers: the only node has no peers, so snapshots are only in its own memory. After the "
+                "loss of the node, the run resumes from --ckpt-dir"
             )
         return None
     alike = {frozenset(map(nodes.index, of)): amount for of, amount in redundancy.nbytes.items()}

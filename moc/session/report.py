@@ -206,8 +206,8 @@ class SnapshotReport:
         if counts["differing"]:
             self._log.message(
                 warning(
-                    f"gradients do not lead to the same bits beside training as in it for {counts['differing']} "
-                    "experts, so they are not folded there any more, and a recovery repeats their updates. Fix: choose "
+                    "applying gradients in the background does not reproduce the bits of training for "
+                    f"{counts['differing']} experts, so recoveries apply all gradients from now on. Fix: choose "
                     "--selective-fold recovery",
                     code="fold-differs",
                 )

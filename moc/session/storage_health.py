@@ -208,7 +208,7 @@ class StorageHealth:
         """Records a snapshot in storage, and the iteration that a run could resume from there; None if none."""
         for trouble, told in (
             (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
-            (self._late, f"{self._name} had been slow for {{:.0f}} s; {self.skipped} snapshots did not go there"),
+            (self._late, f"{self._name} was slow for {{:.0f}} s; {self.skipped} snapshots were not written there"),
         ):
             warned, seconds = trouble.warned, trouble.over()
             if warned:

@@ -111,8 +111,8 @@ CLUSTERS: Mapping[str, Cluster] = {c.name: c for c in (_A100, _H100, _A800_MOC, 
 """All presets by name."""
 
 EXPLAINED = (
-    f"{_A100.name} and {_H100.name} have the hardware's figures, {_A800_MOC.name} and {_H100_MOC.name} those that "
-    f"MoC-System simulates, {' and '.join(FITTED)} bandwidths fitted to MoEvement's tables, for no real cluster"
+    f"{_A100.name} and {_H100.name} have the hardware's figures, {_A800_MOC.name} and {_H100_MOC.name} the "
+    f"figures of MoC-System's simulation, {' and '.join(FITTED)} bandwidths fitted to MoEvement's tables"
 )
 """Description of the presets, for ``--help``."""
 

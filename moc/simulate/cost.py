@@ -121,7 +121,7 @@ def estimate(operators: Sequence[Operator], layout: ParallelLayout, cluster: Clu
     micro_batches, rest = divmod(work.global_batch, work.micro_batch * pipelines)
     if rest or not micro_batches:
         raise SimulationError(
-            f"a batch of {work.global_batch} is not a whole number of micro batches of {work.micro_batch} in "
+            f"a batch of {work.global_batch} is not divisible into micro batches of {work.micro_batch} in "
             f"{pipelines} pipelines. Fix: change one of them",
             code="batch-not-divisible",
         )

@@ -167,7 +167,7 @@ def _by_count(rows: Rows) -> Trace:
         while valid and valid[-1][1] > count[1]:
             valid.pop()
         valid.append(count)
-    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines that told of later times were dropped")
+    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines with later times were dropped")
     start, events = valid[0][1], []
     for (_, _, before), (_, when, alive) in itertools.pairwise(valid):
         if alive != before:

@@ -179,4 +179,4 @@ def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, others: list[Ca
         yield f"Failures are expected to lose {100 * best.plt:.2g} % of the tokens of experts."
     if others:
         next_s = recovery_s(others[0].saving)
-        yield f"The next best, {others[0].name}, comes to {others[0].ettr:.3f}: a failure costs it {next_s:.3g} s."
+        yield f"The next best, {others[0].name}, has ETTR {others[0].ettr:.3f}: a failure costs it {next_s:.3g} s."

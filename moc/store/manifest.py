@@ -65,7 +65,9 @@ class SavedState:
                 raise ValueError(f"its {source} is of iteration {saved_iteration}, not of {iteration}")
         if self.consumed_samples > _LARGEST_BATCH * max(iteration, 1) or self.skipped_iterations > iteration:
             samples, skipped = self.consumed_samples, self.skipped_iterations
-            raise ValueError(f"{samples} samples and {skipped} skipped iterations cannot be those of {iteration}")
+            raise ValueError(
+                f"{samples} samples and {skipped} skipped iterations are impossible at iteration {iteration}"
+            )
 
 
 _BLOCK = 4 << 20

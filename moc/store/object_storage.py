@@ -246,7 +246,7 @@ class ObjectStorage(Storage):
                     if isinstance(chunk, Exception):
                         raise chunk
                     if len(chunk) != end - begin:
-                        raise OSError(f"{len(chunk)} instead of {end - begin} bytes came: it was overwritten")
+                        raise OSError(f"received {len(chunk)} instead of {end - begin} bytes: it was overwritten")
                     data[begin - start : end - start] = chunk
         return data
 

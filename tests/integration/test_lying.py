@@ -137,7 +137,7 @@ def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_it
             run.generation(2 * number + 1)
         assert run.process.wait(120) == LOST
     assert run.console.count("it ends itself, to be replaced") == MAX_DEVICE_FAILURES
-    why = r"it (has a device that does not work any more|cannot go on) \(.*(NCCL|CUDA) error: "
+    why = r"it (has a device that does not work any more|cannot continue) \(.*(NCCL|CUDA) error: "
     assert re.search(rf"worker 1 was killed by signal 9: {why}", run.console)
     assert (
         f"as were {MAX_DEVICE_FAILURES - 1} before it with device 1 of node 0: the node gives up its place"

@@ -75,7 +75,7 @@ def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp
     with job_of(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags) as job:
         job.is_in(5, workers=2)
         job.start(1)
-        job.tells("nodes that have come are ready")
+        job.tells("new nodes are ready")
         job.go_on(5)
         assert_that_all_is_saved(*stopped(job, tmp_path), lost=6)
     assert "the job is to stop, and meets no more" in job.console

@@ -24,7 +24,9 @@ def convert(flag: Flag, value: object) -> object:
     try:
         result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        reason, wanted = ("", _WANTED[flag.kind]) if flag.parse is None else (f" ({error})", "a value as --help says")
+        reason, wanted = (
+            ("", _WANTED[flag.kind]) if flag.parse is None else (f" ({error})", "a value that --help describes")
+        )
         raise ConfigError(
             f"{flag.spelling} {short_repr(value)} is not understood{reason}. Fix: give {wanted}",
             code="value-unreadable",
@@ -75,4 +77,4 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 _BY_KIND = {bool: _switch, int: _integer, float: _number, str: _text, tuple: _texts}
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a word", tuple: "words"}
+_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a word", tuple: "words"}

@@ -170,8 +170,8 @@ _ELSEWHERE = {
     "activation_checkpointing": "choose --recompute-granularity",
     "checkpoint": "choose --save, or --ckpt-policy; checkpoints load in any layout",
     "load_universal_checkpoint": "drop it: checkpoints load in any layout",
-    "nebula": "choose --ckpt-policy, which saves beside training",
-    "datastates_ckpt": "choose --ckpt-policy, which saves beside training",
+    "nebula": "choose --ckpt-policy, which saves in the background",
+    "datastates_ckpt": "choose --ckpt-policy, which saves in the background",
     "pipeline": "choose --pipeline-model-parallel-size",
     "tensor_parallel": "choose --tensor-model-parallel-size",
     "expert_parallel": "choose --expert-model-parallel-size",
@@ -190,7 +190,7 @@ _ELSEWHERE = {
     "quantize_training": "choose --fp8-format",
     "hybrid_engine": "drop it: this program trains only",
     "compile": "drop it",
-    "dataloader_drop_last": "drop it: the last batch is always whole",
+    "dataloader_drop_last": "drop it: the last batch is always complete",
     "disable_allgather": "drop it",
     "zero_optimization.zero_quantized_weights": "drop it: it is of stage 3",
     "zero_optimization.zero_quantized_nontrainable_weights": "drop it: it is of stage 3",
@@ -199,7 +199,7 @@ _ELSEWHERE = {
     "zero_optimization.offload_optimizer.pipeline_read": "drop it: it is of NVMe",
     "zero_optimization.offload_optimizer.pipeline_write": "drop it: it is of NVMe",
     "zero_optimization.offload_optimizer.super_offload": "drop it: it is of stage 3",
-    "fp16.auto_cast": "drop it: inputs are whole numbers",
+    "fp16.auto_cast": "drop it: inputs are integers",
     "fp16.consecutive_hysteresis": "drop it: hysteresis counts as in Megatron-LM",
     "fp16.fp16_master_weights_and_grads": "drop it: masters are in fp32",
     "bf16.bf16_master_weights_and_grads": "drop it: masters are in fp32",
@@ -312,7 +312,7 @@ def agree(
         if name in given:
             problems.refuse(
                 not setting.yields and not same(name, given[name], value),
-                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
+                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which is "
                 f'{shorten(value)}. Fix: change one of them, or set the key to "auto"',
                 code="ds-config-contradicts-flag",
             )

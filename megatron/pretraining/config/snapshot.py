@@ -29,15 +29,15 @@ class _EveryPolicy(FlagGroup):
 
     ckpt_policy: str | None = flag(
         None,
-        "What snapshots hold and when they are taken; by default there are none. A run resumes from the newest "
-        "snapshot in --ckpt-dir. auto chooses policy, interval, K, window and replicas by expected cost, from "
+        "Policy for the content and the iterations of snapshots; by default there are none. A run resumes from the "
+        "newest snapshot in --ckpt-dir. auto chooses policy, interval, K, window and replicas by expected cost, from "
         "measurements.",
         choices=[AUTO, *sorted(POLICIES)],
     )
     ckpt_tier: str = flag(
         "disk",
-        "Where snapshots are kept: in --ckpt-dir (disk), in the memory of their node, which survives a restart on the "
-        "same machines, or also in that of other nodes (peers), which survives the loss of nodes (Gemini).",
+        "Where snapshots are kept. disk: in --ckpt-dir. memory: in the memory of their node, which survives a restart "
+        "on the same machines. peers: also in the memory of other nodes, which survives the loss of nodes (Gemini).",
         choices=TIERS,
     )
     ckpt_dir: str | None = flag(
@@ -60,8 +60,8 @@ class _EveryPolicy(FlagGroup):
     ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")
     digest_interval: int = flag(
         1,
-        "Iterations between digests of the training state, by which every recovery verifies the state that it has "
-        "restored; 0 for none. A digest reads the state once.",
+        "Iterations between digests of the training state; 0 for none. Every recovery verifies the restored state with "
+        "them. A digest reads the state once.",
         limits=">= 0",
     )
     ckpt_sharding: str = flag(
@@ -92,7 +92,7 @@ class _EveryPolicy(FlagGroup):
         limits=">= 1",
     )
     replication_rate: float | None = flag(
-        None, "With --ckpt-tier peers: maximum GB/s at which a node copies snapshots of others.", limits="> 0.0"
+        None, "With --ckpt-tier peers: maximum GB/s for a node's copies of other nodes' snapshots.", limits="> 0.0"
     )
 
     mtbf_hours: float | None = flag(
@@ -115,8 +115,8 @@ class _EveryPolicy(FlagGroup):
 
     upstream_logging: bool = flag(
         False,
-        "With --ckpt-policy sparse and a pipeline: log what each stage sends in its node's memory, so that one stage "
-        "can be replayed alone.",
+        "With --ckpt-policy sparse and a pipeline: log the data that each stage sends in its node's memory, so that "
+        "one stage can be replayed without the others.",
     )
     upstream_log_limit: float = flag(
         8.0,

@@ -61,7 +61,7 @@ def why_anew(config: Config, per_node: int) -> str:
     size, inner = _model_size(config), _inner_size(config)
     reasons = {
         "without --elastic": not config.elastic.elastic,
-        "with a model that does not take whole nodes": per_node % size > 0
+        "with a model that does not fill complete nodes": per_node % size > 0
         and (size % per_node or per_node % inner) > 0,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }

@@ -36,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
     )
     group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")
-    group.add_argument("--cluster", metavar="NAME", help=f"for what was not measured: {EXPLAINED}")
+    group.add_argument(
+        "--cluster", metavar="NAME", help=f"cluster whose values replace missing measurements: {EXPLAINED}"
+    )
     group.add_argument("--global-batch", type=int, default=512, metavar="N", help="with --cluster: sequences (512)")
     group.add_argument(
         "--micro-batch",
@@ -46,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --cluster: sequences that TP x EP ranks share (32)",
     )
     group.add_argument("--tier", choices=TIERS, default="disk", help="--ckpt-tier (default: disk)")
-    group.add_argument("--nodes", type=int, metavar="N", help="by default a cluster's, or as many as have 8 ranks")
+    group.add_argument("--nodes", type=int, metavar="N", help="by default the cluster's, or one for each 8 ranks")
     group.add_argument("--replicate-gbs", type=float, metavar="X", help="peers: GB/s of a node from other nodes")
     group.add_argument("--replicas", type=int, metavar="R", help="peers: copies on other nodes; by default 1 or 2")
     group.add_argument("--exact-only", action="store_true", help="nothing may be lost")

@@ -406,17 +406,17 @@ def explained(choice: SelectiveChoice) -> list[str]:
     lines += [
         f"A snapshot has {_gb(choice.snapshot_bytes)}, {100 * share:.1f} % of the {_gb(choice.full_bytes)} of a full "
         "one (eq. 5).",
-        f"An expert comes first after {choice.max_age} iterations without a snapshot of it.",
+        f"An expert has priority after {choice.max_age} iterations without a snapshot of it.",
         f"Equally busy experts: {choice.equally_busy:.3g} iterations of tokens at risk (MLT "
         f"{choice.equally_busy * choice.layers:.3g} over {choice.layers} layers).",
     ]
     if choice.gradient is not None:
         lines.append(
-            f"In chains, gradients take the place of states: {100 * choice.gradient:.0f} % of the bytes, of which "
-            "training waits for the copy."
+            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. Training waits for "
+            "their copy."
         )
     elif choice.no_gradients:
-        lines.append(f"States alone: {choice.no_gradients}.")
+        lines.append(f"States only: {choice.no_gradients}.")
     if (bubbles := choice.bubbles) is not None:
         lines.append(
             f"Bubbles are {100 * bubbles.share:.1f} % of forward and backward, {bubbles.seconds:.3g} s: "

@@ -78,13 +78,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--reproduce", metavar="NAME", help="print a paper's figures beside ours: python -m benchmarks.papers"
+        "--reproduce", metavar="NAME", help="print a paper's figures next to ours: python -m benchmarks.papers"
     )
-    _model_flags(parser.add_argument_group("what trains"))
-    _fault_flags(parser.add_argument_group("what fails"))
-    _policy_flags(parser.add_argument_group("what is done about it"))
-    _member_flags(parser.add_argument_group("fewer nodes, and more: elastic, and NAME+shrink"))
-    group = parser.add_argument_group("what comes out")
+    _model_flags(parser.add_argument_group("model and cluster"))
+    _fault_flags(parser.add_argument_group("failures"))
+    _policy_flags(parser.add_argument_group("policies"))
+    _member_flags(parser.add_argument_group("change of the number of nodes: elastic, and NAME+shrink"))
+    group = parser.add_argument_group("output")
     group.add_argument("--runs", type=int, default=10, metavar="N", help="runs to average, by seed (default: 10)")
     group.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
     group.add_argument("--csv", metavar="FILE", help="the table")
@@ -122,7 +122,7 @@ def _model_flags(group) -> None:
         "--ways",
         choices=("papers", "program"),
         default="papers",
-        help="how policies come back: as the papers' do (default), or as our program does, by --profile's recoveries",
+        help="how policies recover: as in the papers (default), or as in this program, with --profile's recoveries",
     )
     for name, (_, text) in _RATES.items():
         group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
@@ -135,18 +135,18 @@ def _model_flags(group) -> None:
         f"{SNAPSHOT_OVERHEAD}, MoEvement's at most)",
     )
     group.add_argument("--detect", type=duration, metavar="TIME", help="from a fault until all workers have stopped")
-    group.add_argument("--restart", type=duration, metavar="TIME", help="that a rollback of everybody takes to begin")
+    group.add_argument("--restart", type=duration, metavar="TIME", help="until a rollback of all workers begins")
 
 
 def _fault_flags(group) -> None:
     group.add_argument("--mtbf", type=duration, metavar="TIME", help="from one failure of the job to the next (1h)")
     group.add_argument("--evenly", action="store_true", help="one failure in each MTBF, instead of a Poisson process")
-    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes at once")
+    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes together")
     group.add_argument("--trace", metavar="FILE", help="of spot instances, in Bamboo's formats, instead of --mtbf")
     group.add_argument(
         "--trace-nodes",
         action="store_true",
-        help="the trace says how many nodes there are, not only when some are lost",
+        help="the trace states the number of nodes, not only the times of losses",
     )
     group.add_argument(
         "--hours", type=number(float, 1e-3, 1e6), default=12.0, metavar="H", help="to simulate (default: 12)"
@@ -160,7 +160,7 @@ def _policy_flags(group) -> None:
         "--policy",
         default="all",
         metavar="LIST",
-        help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} goes on with fewer nodes",
+        help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} continues with fewer nodes",
     )
     group.add_argument("--interval", type=int, metavar="N", help="iterations between checkpoints; by default the best")
     group.add_argument("--window", type=int, metavar="W", help="sparse: by default the shortest that hides")
@@ -170,7 +170,7 @@ def _policy_flags(group) -> None:
     group.add_argument("--exact-only", action="store_true", help="auto: nothing may be lost")
     group.add_argument("--host-memory-gb", type=float, metavar="X", help="auto: of each node, for checkpoints")
     group.add_argument(
-        "--routing", metavar="FILE.npz", help="recorded loads, by which selective loses tokens: see plan_checkpoint.py"
+        "--routing", metavar="FILE.npz", help="recorded loads, for the lost tokens of selective: see plan_checkpoint.py"
     )
     group.add_argument("--plt-limit", type=float, default=PLT_LIMIT, metavar="P", help=f"(default: {PLT_LIMIT})")
 
@@ -178,13 +178,17 @@ def _policy_flags(group) -> None:
 def _member_flags(group) -> None:
     group.add_argument("--min-nodes", type=int, metavar="N", help="MIN of mocrun's --nnodes MIN:MAX; by default half")
     group.add_argument(
-        "--grow-wait", type=duration, default=120.0, metavar="TIME", help="for more nodes, when some come (default: 2m)"
+        "--grow-wait",
+        type=duration,
+        default=120.0,
+        metavar="TIME",
+        help="wait for more nodes when some join (default: 2m)",
     )
     group.add_argument(
         "--elastic-slots",
         type=int,
         metavar="C",
-        help="experts of a layer that a rank can hold; by default as many as hold all replicas on --min-nodes",
+        help="experts of a layer that a rank can hold; by default enough for all replicas on --min-nodes",
     )
     group.add_argument(
         "--elastic-min-replicas",
@@ -201,13 +205,13 @@ def _member_flags(group) -> None:
         type=int,
         default=MAX_DOMAIN_RANKS,
         metavar="N",
-        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MAX_DOMAIN_RANKS})",
+        help=f"maximum number of ranks of a stage that dispatch tokens to one another (default: {MAX_DOMAIN_RANKS})",
     )
     group.add_argument(
         "--elastic-regroup",
         type=duration,
         metavar="TIME",
-        help=f"from the end of detection until training goes on; by default --profile's, or {REGROUP_S:g} s",
+        help=f"from the end of detection until training continues; by default --profile's, or {REGROUP_S:g} s",
     )
 
 

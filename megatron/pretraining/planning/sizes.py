@@ -52,9 +52,9 @@ examples:
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --explain-selective \
       --cluster a100-80gb --tier peers --iteration-s 3 --forward-backward-s 2.7 --snapshot-gbs 1
 
-Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
-some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
-rule is.  What stands in brackets behind a size is its reduction against the baseline."""
+Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage.  "forced" is the
+largest amount that exists on one rank only.  No rule can be below either of them; "over" is the excess of the best rule
+over the larger one.  The value in brackets behind a size is its reduction against the baseline."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,10 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     rules = ", ".join(sorted(RULES))
     parser.add_argument("--experts", metavar="RULE", help=f"add a column with this rule for experts: {rules}")
-    parser.add_argument("--others", metavar="RULE", help="add a column with this rule for what is not an expert")
+    parser.add_argument("--others", metavar="RULE", help="add a column with this rule for all other operators")
     parser.add_argument("--whole", action="store_true", help="never cut a layer, not even the embedding")
     parser.add_argument("--keep-master", action="store_true", help="save fp32 master weights of all experts, always")
-    parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit weights beside the master's")
+    parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit copy of the master weights")
     parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     add_flags(parser)
@@ -348,7 +348,7 @@ _MEASURED = {
     "iteration_s": "seconds of an iteration",
     "snapshot_gbs": "GB/s from a rank's device to host memory",
     "persist_gbs": "GB/s that a rank gets to storage when all write",
-    "restart_s": "seconds from a fault until training goes on",
+    "restart_s": "seconds from a fault until training continues",
     "mtbf_hours": "hours from one fault to the next, in the mean",
 }
 
@@ -356,7 +356,7 @@ _MEASURED = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds ``--explain-k`` and the flags that it needs."""
     group = parser.add_argument_group("--explain-k: how many experts, and how often (MoC, sections 5.3 and 6.2.5)")
-    group.add_argument("--explain-k", action="store_true", help="choose from what was measured, sharded by EE+AN")
+    group.add_argument("--explain-k", action="store_true", help="choose from these measurements, sharded by EE+AN")
     for name, text in _MEASURED.items():
         group.add_argument(_flag(name), type=float, metavar="X", help=text)
     group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")

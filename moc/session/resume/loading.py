@@ -493,7 +493,7 @@ class SnapshotLoader:
         for stage, course in sorted(plan.courses.items()):
             continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
-            kept += f"stage {stage} {continued}replayed {what} by itself; "
+            kept += f"stage {stage} {continued}replayed {what} without the others; "
         folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""
         checked = "" if result is None else f"; {result}"
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s{checked}")

@@ -126,7 +126,7 @@ def test_tables_have_a_row_for_each_case_and_say_what_failed():
 
 def test_the_reason_of_a_failure_is_its_first_error_without_the_way_there():
     lines = [
-        "a new iteration did not come; the job's last words:",
+        "a new iteration was not reached; last output of the job:",
         '  File "x.py"',
         "[rank3]: KeyError: 'a'",
         "TypeError: b",

@@ -17,7 +17,7 @@ from tests.unit.pretraining.flags import DENSE, PP2, assert_refused, parse, refu
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
 SAVED = "--ckpt-policy full --ckpt-dir snapshots"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
-NOT_WHOLE = "with a model that does not take whole nodes"
+NOT_WHOLE = "with a model that does not fill complete nodes"
 REFUSED = [
     ("--elastic-slots 4", "flag-has-no-effect --elastic-slots --elastic"),
     ("--elastic", "flag-needs-another --elastic --elastic-slots"),

@@ -234,13 +234,13 @@ def test_what_the_table_says():
     assert told["snapshots/tier"] == "peers" and told["snapshots/taken"] == "10"
     assert told["snapshots/bytes an iteration, to host memory"] == "909.1 kB"  # 11 iterations
     assert told["snapshots/bytes an iteration, to peers"] == "1.8 MB"
-    assert told["snapshots/not sent, since peers hold it alike"] == "909.1 kB"
+    assert told["snapshots/not sent, identical on the peers"] == "909.1 kB"
     assert told["snapshots/copied in bubbles"] == "40.0 %" and told["snapshots/copy, hash"] == "250 ms, 500 ms"
     assert told["snapshots/replicated"] == "10 in 125 ms each"
     assert told["snapshots/written and published"] == "1 in 1.50 s each"
-    assert told["snapshots/survived, of nodes lost at once"] == "1: 100 %, 2: 50 %"
+    assert told["snapshots/survival, by number of lost nodes"] == "1: 100 %, 2: 50 %"
     assert told["snapshots/of lost nodes, from others"] == "1"
-    assert told["faults and recoveries/what was computed again"] == "1 not"
+    assert told["faults and recoveries/losses computed again"] == "1 not"
     assert told["policy/window W"] == "3"
     assert "where the time went/until started again" not in told
 
@@ -255,8 +255,8 @@ def test_what_selective_snapshots_hold_and_leave_at_risk():
     told = {name: cells[0] for name, cells in lines(story.report).items()}
     assert told["snapshots/experts of each layer (S): mean, most"] == "8, 8"
     assert told["snapshots/of these, copied to other nodes: mean, most"] == "4, 5"
-    assert told["snapshots/of these, gradients alone"] == "50.0 %"
-    assert told["snapshots/bases folded beside training"] == "6"
+    assert told["snapshots/of these, saved as gradients"] == "50.0 %"
+    assert told["snapshots/bases updated in the background"] == "6"
     assert told["experts/at risk (MLT), in iterations: mean, most"] == "2, 3"
     assert told["experts/at risk with a node's memory: mean, most"] == "4, 6"
     plain = lines(saved().report)

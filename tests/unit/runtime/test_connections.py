@@ -191,7 +191,7 @@ def test_waiting_with_a_timeout_loses_nothing():
 
     with peer_of_one(slowly) as address, connect(address, TOKEN) as connection:
         for _ in range(2):
-            with pytest.raises(TimeoutError, match="no message has come"):
+            with pytest.raises(TimeoutError, match="no message has arrived"):
                 connection.recv(timeout=0.05)
         going.set()
         assert connection.recv(timeout=60).header["number"] == 7

@@ -47,7 +47,7 @@ def test_a_worker_has_many_descriptors_and_does_not_inherit_a_cuda_context(cuda,
     assert told[0] == {"ready": True} and told[2] == {"ended": "0.0", "code": 7} and told[4]["code"] == 7
     descriptors = 65_536 if most == resource.RLIM_INFINITY else min(65_536, most)
     assert output.read_text() == f"worker 5 {function} ['--flag', 'value']\n{descriptors}\n"
-    assert ("workers import it anew instead of being forked" in said) == cuda
+    assert ("workers import it again instead of being forked" in said) == cuda
     assert (tmp_path / "precious").read_text() == "precious" and "link cannot be written" in said
 
 

@@ -45,7 +45,7 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
     "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
 )
 def test_others_are_refused_where_they_are_sent(value):
-    with pytest.raises(TypeError, match="workers cannot tell one another a"):
+    with pytest.raises(TypeError, match="workers cannot exchange a"):
         encode_object([value])
 
 

@@ -403,7 +403,7 @@ def test_a_long_calm_ends_it_too():
 
 def test_it_is_said_why_a_worker_was_killed():
     membership, names = running()
-    (abort, _) = membership.worker_exited(names[1], -9, "had been in its step for 70 s")
+    (abort, _) = membership.worker_exited(names[1], -9, "was in its step for 70 s")
     assert abort.cause is Cause.WORKER_LOST and "worker 1" in abort.reason and "70 s" in abort.reason
 
 
@@ -463,7 +463,7 @@ def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
     membership, _ = running()
     membership.node_lost(1)
     assert membership.stop_requested(15) == []
-    (end,) = membership.end_if_nodes_missing("nobody has come for 30 s (--silence-timeout)")
+    (end,) = membership.end_if_nodes_missing("no node has connected for 30 s (--silence-timeout)")
     assert end == End(SAVED, end.reason, False) and codes_in(end.reason) == ["nodes-missing"]
     assert "node 1" in end.reason and "--silence-timeout" in end.reason
 

@@ -94,7 +94,7 @@ def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
 def test_a_wait_ends_by_its_timeout_and_by_closing(store):
     client = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     client.set("there", "")
-    with pytest.raises(ValueTimeoutError, match="^never did not come within 0.2 s"):
+    with pytest.raises(ValueTimeoutError, match="^never did not arrive within 0.2 s"):
         RendezvousClient(store.address, TOKEN, 0, MINUTE).wait(["there", "never"], SOON)
     assert client.check(["there"]) and not client.check(["never"])
     threading.Timer(0.1, client.close).start()
@@ -113,7 +113,7 @@ def test_a_wait_ends_by_its_timeout_and_by_closing(store):
         ({"kind": "get", "keys": ["k"], "within": "1"}, "no number"),
         ({"kind": "add", "key": "k", "amount": []}, "no number"),
         ({"kind": "dance"}, "does not know"),
-        ({"kind": "check"}, "does not say keys"),
+        ({"kind": "check"}, "has no field keys"),
     ],
 )
 def test_who_has_the_token_and_breaks_the_rules_is_refused_in_a_line(store, message, why):

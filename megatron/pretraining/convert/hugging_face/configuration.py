@@ -50,7 +50,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
             raise key_missing(key)
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise unsupported(key, value, f"it must be a whole number from {least} to {_MOST}")
+        raise unsupported(key, value, f"it must be an integer from {least} to {_MOST}")
     return value
 
 
@@ -100,7 +100,7 @@ def read(
     groups = whole(config, "num_key_value_heads", heads)
     base, share = _rope(config, theta, partial)
     if share != fixed.get("rotary_percent", share):
-        raise unsupported("partial_rotary_factor", share, "models of this family rotate whole heads")
+        raise unsupported("partial_rotary_factor", share, "models of this family rotate all dimensions of a head")
     values |= dict(
         kv_channels=whole(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
@@ -254,7 +254,7 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
         values.append(said.pop() if said else default)
     base, share = values
     if not base.is_integer():
-        raise unsupported("rope_theta", base, "only whole numbers are supported")
+        raise unsupported("rope_theta", base, "only integers are supported")
     return int(base), share
 
 

@@ -60,7 +60,7 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[dic
     if not model or not Path(model).exists():
         revision = (recorded or {}).get("revision")
         where = f"{model} at {revision}" if revision else str(model)
-        return {}, [f"no tokenizer was written: {where} is not on this machine; put its files beside the weights"]
+        return {}, [f"no tokenizer was written: {where} is not on this machine; copy its files to the weights"]
     if kind == "SentencePieceTokenizer":
         return _sentencepiece(Path(model), into)
     if kind != "HuggingFaceTokenizer":

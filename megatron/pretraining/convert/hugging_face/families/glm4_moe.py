@@ -91,7 +91,7 @@ def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
         raise common.unsupported(
             "norm_topk_prob",
             config.get("norm_topk_prob", True),
-            "scores of several selected experts are always divided by their sum, and that of one never",
+            "scores of several selected experts are always divided by their sum, and a single score never",
         )
     if groups == selected:  # no group is left out
         return {}
