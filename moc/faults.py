@@ -11,8 +11,8 @@ STEP = {
     "start": "an iteration begins",
     "forward_backward": "a micro batch is about to be computed, of this iteration or of an evaluation",
     "after_reduce": "gradients are reduced",
-    "before_vote": "this worker is about to vote",
-    "after_vote": "the vote is known, and nothing is updated",
+    "before_vote": "this worker is about to contribute to the commit all-reduce",
+    "after_vote": "the totals of the commit all-reduce are known, and nothing is updated",
     "after_apply": "the update is done; with ZeRO-1, weights are not gathered yet",
 }
 AFTER = {
@@ -22,27 +22,27 @@ AFTER = {
 }
 SNAPSHOT = {
     "gradient_staged": "the gradients of a snapshot are copied, and perhaps nothing else of it",
-    "snapshot_copying": "a snapshot is being copied, in a thread beside training",
-    "snapshot_sealed": "this worker's part of a snapshot is hashed, and the others do not know it yet",
-    "snapshot_published": "all know that a snapshot is sealed, and one worker of each node publishes it in memory",
+    "snapshot_copying": "a snapshot is being copied, in a background thread",
+    "snapshot_sealed": "this worker's part of a snapshot is finalized, and the others do not know it yet",
+    "snapshot_published": "all know that a snapshot is finalized, and one worker of each node commits it in memory",
     "replicating": "a snapshot is being copied to other nodes",
-    "peers_published": "a node has its copies of a snapshot, and nobody knows yet; by the worker that leads it",
+    "peers_published": "a node has its copies of a snapshot, and the others do not know it yet; on the node's leader",
     "persisting": "this worker's part of a snapshot or of a Megatron-LM checkpoint is in storage, and not reported yet",
-    "published": "a snapshot is published in storage, and older ones are still there; by the first worker alone",
+    "published": "a snapshot is committed in storage, and older ones still exist; only on the first worker",
 }
 RECOVERY = {
-    "rebuilding": "a worker builds: it has its model, and no data yet",
-    "meeting": "a worker has said that it is here, and waits for the others",
+    "rebuilding": "a worker has built its model, and has no data yet",
+    "meeting": "a worker has reported that it is ready, and waits for the others",
     "loading": "a worker is about to fill its state from a snapshot",
-    "folding": "some gradients of a snapshot are in the loaded experts, and more are about to be",
+    "folding": "some gradients of a snapshot are applied to the loaded experts, and others are not yet",
     "replaying": "a worker is about to compute an iteration again",
     "loaded": "a worker has its state again",
 }
 ELASTIC = {
-    "parting": "nodes have come, and all workers have voted to meet them: this one is about to leave its generation",
-    "rebalancing": "state moves: what this worker is to hold anew (of a layer, or of shards) is here, and not in use",
-    "passing_on": "state moves: workers have got parts of it, and are about to pass them on to one another",
-    "landed": "state moves: all workers have what they will hold, and this one is about to take it into use",
+    "parting": "all workers have agreed to connect to new nodes: this one is about to leave its generation",
+    "rebalancing": "state moves: this worker has received its new parts (of a layer, or of shards), not yet in use",
+    "passing_on": "state moves: workers have received parts of it, and are about to forward them to one another",
+    "landed": "state moves: all workers have their new parts, and this one is about to use them",
 }
 POINTS = STEP | AFTER | SNAPSHOT | RECOVERY | ELASTIC
 """Meaning of each point, by name."""
