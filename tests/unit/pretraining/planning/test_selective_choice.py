@@ -256,7 +256,7 @@ def test_flags_that_do_not_belong_together_are_refused_in_one_sentence(capsys, a
 
 def test_the_command_that_the_docs_show(capsys):
     page = (REPOSITORY / "docs" / "how-to" / "choose-a-policy.md").read_text(encoding="utf-8")
-    command, said = page.split("    python tools/plan_checkpoint.py ")[-1].split("\n\nsays at its end\n\n")
+    command, said = page.split("    python tools/plan_checkpoint.py ")[-1].split("\n\nends with\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0
     choice = capsys.readouterr().out.rstrip().split("\n\n")[-1]
     assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")
