@@ -61,7 +61,7 @@ def test_what_is_not_in_the_schema_is_named(event):
 
 
 def test_the_glossary_is_sorted_and_knows_details_and_tiers():
-    rows = re.findall(r"^\| \*\*(.+?)\*\*(.*) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\* \*\*(.+?)\*\*(.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     terms = [term for term, _ in rows]
     assert terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
     meanings = dict(rows)
