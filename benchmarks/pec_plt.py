@@ -61,10 +61,10 @@ def plt(case: Case, seed: int) -> dict[str, float]:
     while position < case.iterations:
         position += 1
         ledgers = {part: ledger.after_iteration(traffic[position - 1]) for part, ledger in ledgers.items()}
-        if (plan := policy.plan_for_storage(position)) is not None:
+        if (plan := policy.storage.plan(position)) is not None:
             policy.on_snapshot(plan)
-            policy.on_stored(to_storage := policy.for_storage(plan))
-            policy.on_persisted(to_storage, published=True)
+            policy.storage.on_write_begun(to_storage := policy.storage.part_of(plan))
+            policy.storage.on_write_ended(to_storage, committed=True)
             for part, slot in PARTS.items():
                 begun = ledgers[part].with_snapshot(_has(plan, slot), _has(to_storage, slot))
                 ledgers[part] = stored[part] = begun.with_snapshot_completed(position).with_persist_completed(position)
@@ -73,7 +73,7 @@ def plt(case: Case, seed: int) -> dict[str, float]:
             lost = chance.randrange(NODES)
             ledgers = {part: _recovered(ledger, lost, two_levels) for part, ledger in stored.items()}
             position = next(iter(ledgers.values())).iteration
-            policy.on_resume(in_memory=not two_levels, in_storage=True)
+            policy.recovery.on_resume(in_memory=not two_levels, in_storage=True)
             stored = dict(ledgers)
     return {part: ledger.plt() for part, ledger in ledgers.items()}
 

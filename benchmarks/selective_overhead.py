@@ -51,6 +51,7 @@ from benchmarks.papers.equations import pec_size
 from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
 from benchmarks.sparse_overhead import PRECISIONS
 from benchmarks.sparse_overhead import model as model_of
+from moc.policy import full_plan
 from moc.policy.interval import Every
 from moc.policy.selective import Selective
 from moc.sharding.save_items import StateBytes
@@ -145,7 +146,7 @@ def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> floa
     model = [*MODEL, "--num-layers", str(layers), "--num-experts", str(experts)]
     policy, chance, took = Selective(operators_of(model), Every(1), experts=experts // 4), random.Random(0), []
     load = {layer: [0] * experts for layer in range(layers)}
-    policy.on_snapshot(policy.everything(1), load)
+    policy.on_snapshot(full_plan(policy, 1), load)
     for iteration in range(2, snapshots + 2):
         load = {layer: [tokens + int(100 * chance.paretovariate(1)) for tokens in row] for layer, row in load.items()}
         begun = time.perf_counter()

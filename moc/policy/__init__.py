@@ -14,8 +14,19 @@ from moc.files.text import escape_line
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
 from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags
+from moc.policy.interface import (
+    Policy,
+    PolicyReport,
+    RecoveryResponse,
+    SnapshotSchedule,
+    StorageSchedule,
+    add_requirements,
+    check_plan,
+    full_plan,
+    recovers_exactly,
+)
 from moc.policy.interval import Every, Interval, IntervalTuner, ObservedIteration, Transfer, parse_interval
-from moc.policy.plan import Capability, Load, Policy, SnapshotPlan
+from moc.policy.plan import Capability, Load, SnapshotPlan
 from moc.policy.registry import (
     AUTO,
     POLICIES,
@@ -54,9 +65,16 @@ __all__ = [
     "PolicyCosts",
     "PolicyFlag",
     "PolicyFlags",
+    "PolicyReport",
+    "RecoveryResponse",
     "RegisteredPolicy",
     "SnapshotPlan",
+    "SnapshotSchedule",
+    "StorageSchedule",
     "Transfer",
+    "add_requirements",
+    "check_plan",
+    "full_plan",
     "parse_interval",
     "full_policy_name",
     "is_full_policy",
@@ -65,5 +83,6 @@ __all__ = [
     "policy_by_flag",
     "policy",
     "policy_named",
+    "recovers_exactly",
     "registered_policy",
 ]

@@ -23,8 +23,9 @@ from moc.policy.flags import (
     number_or_auto,
     unmet,
 )
+from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, StorageSchedule, full_plan
 from moc.policy.interval import Every
-from moc.policy.plan import Capability, Load, Policy, SnapshotPlan, SnapshotSizer
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import WindowTuner, pipeline_stage
 from moc.state.detail import Detail
@@ -175,11 +176,6 @@ class Gradient(Policy):
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
-    @property
-    def window_length(self) -> int:
-        """As :attr:`Policy.window_length`."""
-        return max(1, self.state.window)
-
     def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: the busiest rank's bytes of everything and of all gradients."""
         if not self.window:
@@ -191,9 +187,9 @@ class Gradient(Policy):
         if not self.interval.is_due(iteration):
             return None
         if not self.state.bases or iteration != self.state.last + 1:  # no chain may have a gap
-            return self.everything(iteration)
-        current = self._round_at(iteration)
-        turns, turn = self._turns(current.window), iteration - current.start
+            return full_plan(self, iteration)
+        current = self.round_at(iteration)
+        turns, turn = self.turns(current.window), iteration - current.start
         details = {
             one.name: Detail.FULL if turns[one.name] in (turn, _ALWAYS) else Detail.GRAD for one in self.operators
         }
@@ -203,37 +199,24 @@ class Gradient(Policy):
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a full snapshot is its own round."""
-        current = GradientState(1, plan.iteration) if plan.complete else self._round_at(plan.iteration)
+        current = GradientState(1, plan.iteration) if plan.complete else self.round_at(plan.iteration)
         bases = self._bases_after(plan.iteration, plan.operators)
         vars(self.state).update(window=current.window, start=current.start, last=plan.iteration, bases=bases)
 
-    def begin_anew(self) -> None:
-        """As :meth:`Policy.begin_anew`: a chain has a gap, so the next snapshot is full."""
-        vars(self.state).update(decode.field_values(GradientState()))
+    @property
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return GradientStorage(self)
 
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Policy.for_storage`: in a round, storage needs gradients only after an operator's full save."""
-        if plan.complete:
-            return plan
-        current = self._round_at(plan.iteration)
-        turns, turn = self._turns(current.window), plan.iteration - current.start
-        stored = {name: detail for name, detail in plan.operators.items() if turns[name] <= turn}
-        return dataclasses.replace(plan, operators=stored)
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return GradientSchedule(self)
 
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`."""
-        return {"gradient_window": self.state.window} if self.state.window else {}
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`."""
-        return self.chosen()
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        tuner = self.interval
-        if not isinstance(tuner, WindowTuner) or not self.state.window or tuner.bandwidth is None:
-            return None
-        return f"a rank copies {tuner.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {tuner.seconds:.3g} s"
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return GradientReport(self)
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
@@ -249,7 +232,7 @@ class Gradient(Policy):
             )
         return lambda: vars(self.state).update(decode.field_values(decoded))
 
-    def _round_at(self, iteration: int) -> GradientState:
+    def round_at(self, iteration: int) -> GradientState:
         """Returns the round of an iteration; a new one if the last has ended."""
         current = self.state
         if current.start <= iteration < current.start + current.window:
@@ -271,7 +254,7 @@ class Gradient(Policy):
             for one, base in zip(self.operators, before, strict=True)
         ]
 
-    def _turns(self, window: int) -> Mapping[str, int]:
+    def turns(self, window: int) -> Mapping[str, int]:
         """Returns the turn of each operator in a round of ``window`` snapshots."""
         if window not in self._turns_by_window:
             turns: dict[str, int] = {}
@@ -298,6 +281,55 @@ class Gradient(Policy):
             rank = -1 if one.expert is None else one.expert * self.ep // number[one.layer]
             queues[pipeline_stage(one, self.stages), rank].append(one)
         return list(queues.values())
+
+
+@dataclass(frozen=True)
+class GradientStorage(StorageSchedule):
+    """Storage receives fewer gradients."""
+
+    policy: Gradient
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: in a round, gradients only after an operator's full save."""
+        if plan.complete:
+            return plan
+        current = self.policy.round_at(plan.iteration)
+        turns, turn = self.policy.turns(current.window), plan.iteration - current.start
+        stored = {name: detail for name, detail in plan.operators.items() if turns[name] <= turn}
+        return dataclasses.replace(plan, operators=stored)
+
+
+@dataclass(frozen=True)
+class GradientSchedule(SnapshotSchedule):
+    """Rounds in which each operator has one turn."""
+
+    policy: Gradient
+
+    @property
+    def window_length(self) -> int:
+        """As :attr:`SnapshotSchedule.window_length`."""
+        return max(1, self.policy.state.window)
+
+    def restart_window(self) -> None:
+        """As :meth:`SnapshotSchedule.restart_window`: a chain has a gap, so the next snapshot is full."""
+        vars(self.policy.state).update(decode.field_values(GradientState()))
+
+
+@dataclass(frozen=True)
+class GradientReport(PolicyReport):
+    """Window length, and the reason for its choice."""
+
+    policy: Gradient
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`."""
+        window = self.policy.state.window
+        return {"gradient_window": window} if window else {}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        tuner = self.policy.interval
+        return tuner.reason() if isinstance(tuner, WindowTuner) and self.policy.state.window else None
 
 
 def shortest_window(full: float, gradients: float, hidden_s: float, rate: float) -> int:

@@ -14,7 +14,14 @@ from moc.files import decode
 from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
-from moc.policy.plan import Capability, Load, Policy, SnapshotPlan
+from moc.policy.interface import (
+    Policy,
+    RecoveryResponse,
+    SnapshotSchedule,
+    StorageSchedule,
+    full_plan,
+)
+from moc.policy.plan import Capability, Load, SnapshotPlan
 from moc.state.detail import Detail
 from moc.state.operators import Operator
 
@@ -149,11 +156,11 @@ class PartialPolicy(Policy):
 
     Attributes:
         state: state of the policy; stored with snapshots.
-        writes: snapshots on their way to storage, by iteration. Snapshots do not include them: a run that resumes reads
-            the contents of storage (:meth:`on_inventory`).
+        pending_writes: snapshots on their way to storage, by iteration. Snapshots do not include them: a run that
+            resumes reads the contents of storage (:meth:`PartialStorage.on_inventory`).
     """
 
-    _always_requires: ClassVar[frozenset[Capability]] = frozenset({Capability.OLDER_EXPERTS})
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.OLDER_EXPERTS})
 
     state: PartialState = field(default_factory=PartialState, compare=False, kw_only=True)
     pending_writes: dict[int, _PendingWrite] = field(default_factory=dict, compare=False, kw_only=True, repr=False)
@@ -164,62 +171,26 @@ class PartialPolicy(Policy):
         Raises:
             ValueError: the selection needs tokens, and they are not counted.
         """
-        return self._plan(iteration, load, persists=False) if self._is_due(iteration) else None
+        return self.plan_now(iteration, load, persists=False) if self.is_due(iteration) else None
 
-    def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
-        """As :meth:`Policy.plan_for_storage`: the selection depends on the versions in storage."""
-        return self._plan(iteration, load, persists=True) if again or self._is_due(iteration) else None
-
-    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
-        """As :meth:`Policy.plan_as_due`."""
-        return self._plan(iteration, load, persists=False) or self.everything(iteration)
-
-    def _is_due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns whether a snapshot is due."""
         return self.interval.is_due(iteration)
 
-    def _plan(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
+    def plan_now(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
+        """Plans a snapshot, due or not; a full one if no full snapshot exists yet."""
         if not self.state.based or not self.num_experts:
-            return self.everything(iteration)
+            return full_plan(self, iteration)
         return self.plan_partial(iteration, load, persists)
 
     @abstractmethod
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        """Plans the experts selected now, as :meth:`plan`, or if ``persists`` as :meth:`plan_for_storage`."""
+        """Plans the experts selected now, for storage if the snapshot ``persists``, otherwise for memory."""
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         self.state.based |= plan.complete
-        self.state.in_memory.record(self.num_experts, self._experts_of_plan(plan), plan.iteration, load or {})
-
-    def on_stored(self, plan: SnapshotPlan) -> None:
-        """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
-        self.state.stored |= plan.complete
-        self.pending_writes[plan.iteration] = _PendingWrite(self._experts_of_plan(plan), _copy_table(self.state.saved))
-
-    def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:
-        """As :meth:`Policy.on_persisted`: after a failed write, storage keeps its versions."""
-        write = self.pending_writes.pop(plan.iteration, None)
-        if published and write is not None:
-            self.state.in_storage.record(self.num_experts, write.experts, plan.iteration, write.tokens)
-
-    def on_inventory(self, persisted: Mapping[str, int]) -> None:
-        """As :meth:`Policy.on_inventory`.
-
-        A version in no table counts with the tokens of the newest known version before it.
-        """
-        self.pending_writes.clear()
-        stored, memory = self.state.in_storage, self.state.in_memory
-        for saves in (stored, memory):
-            saves.record(self.num_experts, {}, 0, {})
-        for name, place in self._expert_by_name.items():
-            if place is None:
-                continue
-            (layer, expert), at = place, persisted.get(name, 0)
-            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
-            earlier = [iteration for iteration in known if iteration <= at]
-            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
-            stored.at[layer][expert] = at
+        self.state.in_memory.record(self.num_experts, self.experts_of_plan(plan), plan.iteration, load or {})
 
     def expected_in_storage(self) -> SavedVersions:
         """Returns the versions in storage if all outstanding writes succeed."""
@@ -229,32 +200,20 @@ class PartialPolicy(Policy):
             found.record(self.num_experts, write.experts, iteration, write.tokens)
         return found
 
-    def stores(self, plan: SnapshotPlan) -> bool:
-        """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
-        return plan.complete and not self.state.stored
+    @property
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return PartialStorage(self)
 
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Policy.for_storage`: all of it.
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return PartialSchedule(self)
 
-        Raises:
-            ValueError: storage has no full checkpoint, which partial ones need.
-        """
-        if not self.state.stored and not plan.complete:
-            raise PolicyError(
-                f"the partial snapshot of iteration {plan.iteration} cannot be used in storage, which does not hold "
-                "all experts yet. Fix: save everything() at the first iteration that goes there",
-                code="storage-lacks-experts",
-            )
-        return plan
-
-    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
-        self.pending_writes.clear()
-        self.state.record_resume(in_memory, in_storage)
-
-    def storage_lost(self) -> None:
-        """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
-        self.state.based = self.state.stored = False
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return PartialRecovery(self)
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
@@ -270,19 +229,109 @@ class PartialPolicy(Policy):
 
         return load
 
-    def _experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
+    def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts of a plan, each at its detail."""
-        places = {name: self._expert_by_name[name] for name in plan.operators}
+        places = {name: self.expert_by_name[name] for name in plan.operators}
         return {place: plan.operators[name] for name, place in places.items() if place is not None}
 
     @cached_property
-    def _expert_by_name(self) -> dict[str, ExpertId | None]:
+    def expert_by_name(self) -> dict[str, ExpertId | None]:
+        """Layer and number of each operator that is an expert; None for dense operators."""
         return {one.name: one.place for one in self.operators}
 
     @cached_property
     def num_experts(self) -> dict[int, int]:
         """Number of experts by layer, ascending; only layers with experts."""
         return experts_by_layer(self.operators)
+
+
+@dataclass(frozen=True)
+class PartialStorage(StorageSchedule):
+    """Storage needs a full snapshot first; later ones have the experts that storage lacks most."""
+
+    policy: PartialPolicy
+
+    def plan(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+        """As :meth:`StorageSchedule.plan`: the selection depends on the versions in storage."""
+        is_due = again or self.policy.is_due(iteration)
+        return self.policy.plan_now(iteration, load, persists=True) if is_due else None
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: all of it.
+
+        Raises:
+            ValueError: storage has no full checkpoint, which partial ones need.
+        """
+        if not self.policy.state.stored and not plan.complete:
+            raise PolicyError(
+                f"the partial snapshot of iteration {plan.iteration} cannot be used in storage, which does not hold "
+                "all experts yet. Fix: save full_plan() at the first iteration that goes there",
+                code="storage-lacks-experts",
+            )
+        return plan
+
+    def needs(self, plan: SnapshotPlan) -> bool:
+        """As :meth:`StorageSchedule.needs`: a full snapshot if storage lacks one, since partial ones depend on it."""
+        return plan.complete and not self.policy.state.stored
+
+    def on_write_begun(self, plan: SnapshotPlan) -> None:
+        """As :meth:`StorageSchedule.on_write_begun`; called when the snapshot has just begun."""
+        policy, state = self.policy, self.policy.state
+        state.stored |= plan.complete
+        policy.pending_writes[plan.iteration] = _PendingWrite(policy.experts_of_plan(plan), _copy_table(state.saved))
+
+    def on_write_ended(self, plan: SnapshotPlan, committed: bool) -> None:
+        """As :meth:`StorageSchedule.on_write_ended`: after a failed write, storage keeps its versions."""
+        policy = self.policy
+        write = policy.pending_writes.pop(plan.iteration, None)
+        if committed and write is not None:
+            policy.state.in_storage.record(policy.num_experts, write.experts, plan.iteration, write.tokens)
+
+    def on_full_snapshot_lost(self) -> None:
+        """As :meth:`StorageSchedule.on_full_snapshot_lost`: the next snapshot is full."""
+        self.policy.state.based = self.policy.state.stored = False
+
+    def on_inventory(self, persisted: Mapping[str, int]) -> None:
+        """As :meth:`StorageSchedule.on_inventory`.
+
+        A version in no table counts with the tokens of the newest known version before it.
+        """
+        policy = self.policy
+        policy.pending_writes.clear()
+        stored, memory = policy.state.in_storage, policy.state.in_memory
+        for saves in (stored, memory):
+            saves.record(policy.num_experts, {}, 0, {})
+        for name, place in policy.expert_by_name.items():
+            if place is None:
+                continue
+            (layer, expert), at = place, persisted.get(name, 0)
+            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
+            earlier = [iteration for iteration in known if iteration <= at]
+            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
+            stored.at[layer][expert] = at
+
+
+@dataclass(frozen=True)
+class PartialSchedule(SnapshotSchedule):
+    """Snapshots are apart by the interval."""
+
+    policy: PartialPolicy
+
+    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
+        """As :meth:`SnapshotSchedule.plan_as_due`."""
+        return self.policy.plan_now(iteration, load, persists=False) or full_plan(self.policy, iteration)
+
+
+@dataclass(frozen=True)
+class PartialRecovery(RecoveryResponse):
+    """After a recovery, the next snapshot is full if a tier lacks an expert."""
+
+    policy: PartialPolicy
+
+    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
+        """As :meth:`RecoveryResponse.on_resume`: if either tier lacks an expert, the next snapshot is full."""
+        self.policy.pending_writes.clear()
+        self.policy.state.record_resume(in_memory, in_storage)
 
 
 def _copy_table(table: Mapping) -> dict:

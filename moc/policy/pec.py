@@ -14,8 +14,9 @@ from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
 from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
+from moc.policy.interface import PolicyReport, RecoveryResponse, StorageSchedule
 from moc.policy.interval import Every
-from moc.policy.partial import ExpertTable, PartialPolicy, PartialState
+from moc.policy.partial import ExpertTable, PartialPolicy, PartialRecovery, PartialState, PartialStorage
 from moc.policy.pec_selection import (
     PLT_LIMIT,
     Ages,
@@ -99,8 +100,8 @@ FLAGS = (
         "pec_target",
         str,
         "both",
-        "State that is saved for the chosen experts only: their weights, their optimizer state, or both; the rest is "
-        "saved for all experts.",
+        "What is saved of the chosen experts only: their weights, their optimizer state, or both; the rest is saved of "
+        "all experts.",
         choices=tuple(NOT_CHOSEN),
     ),
     PolicyFlag("pec_dynamic_k", bool, False, "Double K when faults have used up their share of --pec-plt-limit."),
@@ -307,47 +308,33 @@ class Pec(PartialPolicy):
         """As :meth:`Policy.on_sizes`: for every candidate K."""
         if self._tuner is not None and self.num_experts:
             self._tuner.busiest_rank_bytes = {
-                k: busiest(self._partial(0, self._in_turn(k, 0, 0, self._never())).operators)
+                k: busiest(self.plan_with(0, self._in_turn(k, 0, 0, self._never())).operators)
                 for k in candidate_expert_counts(min(self.num_experts.values()))
             }
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
         """As :meth:`PartialPolicy.plan_partial`."""
-        return self._partial(iteration, self._selected(iteration, load, persists))
+        return self.plan_with(iteration, self._selected(iteration, load, persists))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
         super().on_snapshot(plan, load)
         self.state.partial += not plan.complete
 
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`PartialPolicy.for_storage`: after a full one, dense operators and K_persist experts per layer."""
-        if not self.state.stored:
-            return super().for_storage(plan)
-        chosen = persist_selection(self._in_full(plan), self.expected_in_storage().at, self.k_to_persist, self.ep)
-        return self._partial(plan.iteration, chosen)
+    @property
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return PecStorage(self)
 
     @property
-    def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`: one cycle until an expert starves, and one until all such experts are saved.
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return PecReport(self)
 
-        A selection by load has no maximum.
-        """
-        if self.selection != "sequential":
-            return None
-        numbers, k, k_persist = self.num_experts.values(), self.k_to_snapshot, self.k_to_persist
-        return 2 * max((storage_cycle_length(number, k, k_persist) for number in numbers), default=1)
-
-    def on_recovery(self, plt: float) -> None:
-        """As :meth:`Policy.on_recovery`: lost tokens may raise the number of saved experts."""
-        if self.plt_limit and self.num_experts:
-            number, first = min(self.num_experts.values()), self.k_persist or self.k
-            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.state.booked)
-            after = before.after_recovery(max(0.0, plt))  # negative if a newer state was found later
-            self.state.booked = after.lost
-            if after.k > before.k:  # otherwise do not limit the choice
-                self.state.k = after.k
-            self._limit_choice()
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return PecRecovery(self)
 
     @property
     def k_to_persist(self) -> int:
@@ -368,18 +355,19 @@ class Pec(PartialPolicy):
 
     @property
     def _before_faults(self) -> tuple[int, int]:
-        choice = self._choice
+        choice = self.choice
         return (choice.k_snapshot, choice.k_persist) if choice else (self.k, self.k_persist or self.k)
 
     @property
-    def _choice(self) -> PecChoice | None:
+    def choice(self) -> PecChoice | None:
+        """K and interval that were chosen from measurements; None before the first choice, or if they are fixed."""
         return self._tuner and self._tuner.choice
 
     @property
     def _tuner(self) -> PecTuner | None:
         return self.interval if isinstance(self.interval, PecTuner) else None
 
-    def _limit_choice(self) -> None:
+    def limit_choice(self) -> None:
         """Keeps the tuner's choice at or above the K_persist raised by faults."""
         if self._tuner is not None:
             self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
@@ -397,46 +385,13 @@ class Pec(PartialPolicy):
         memory, storage = expert_ages(number, k, k_persist, every)
         return memory.scaled(interval), storage.scaled(every * interval) if persists else None
 
-    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
-        if (found := self.expected(in_storage)) is None:
-            return None
-        memory, storage = found
-        plt = memory.mean / train_iters
-        fields = {"plt": plt, "oldest": memory.oldest}
-        where = "that leaves memory intact " if in_memory else ""
-        text = (
-            f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
-            f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
-        )
-        if not in_memory:
-            return text, fields
-        if storage is None:
-            text += (
-                "; --ckpt-dir has only the first snapshot, so nearly all iterations would be repeated if memory were "
-                "lost: add --persist-interval"
-            )
-            return text, fields
-        plt_storage = storage.mean / train_iters
-        text += f"; from --ckpt-dir only, {plt_storage:.3%} and {storage.oldest} iterations"
-        return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: both K, and the interval if it is chosen."""
-        gauges: dict[str, float] = {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist}
-        return gauges if self._choice is None else gauges | {"snapshot_interval": self._choice.interval}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        return None if self._choice is None else self._choice.reason
-
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
         load_state = super().loading(state)
 
         def load() -> None:
             load_state()
-            self._limit_choice()
+            self.limit_choice()
 
         return load
 
@@ -470,7 +425,7 @@ class Pec(PartialPolicy):
             selected |= {layers[place]: sequential_experts(turn, place, k, number, self.ep) for place in places}
         return {layer: selected[layer] for layer in layers}
 
-    def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
+    def plan_with(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
         """Returns a plan with these experts in full, and the others at the detail that the target leaves for them."""
         details, rest = {}, NOT_CHOSEN[self.target]
         for one in self.operators:
@@ -480,16 +435,100 @@ class Pec(PartialPolicy):
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
-    def _experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
+    def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts that a plan saves in full."""
-        return {place: detail for place, detail in super()._experts_of_plan(plan).items() if detail is Detail.FULL}
-
-    def _in_full(self, plan: SnapshotPlan) -> ExpertTable:
-        """Returns the experts that a plan saves in full, by layer."""
-        found: ExpertTable = {layer: [] for layer in self.num_experts}
-        for layer, expert in self._experts_of_plan(plan):
-            found[layer].append(expert)
-        return found
+        return {place: detail for place, detail in super().experts_of_plan(plan).items() if detail is Detail.FULL}
 
     def _never(self) -> ExpertTable:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
+
+
+@dataclass(frozen=True)
+class PecStorage(PartialStorage):
+    """Of the experts in a snapshot, storage receives those that it lacks most."""
+
+    policy: Pec
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: after a full one, dense operators and K_persist experts per layer."""
+        policy = self.policy
+        if not policy.state.stored:
+            return super().part_of(plan)
+        saved: ExpertTable = {layer: [] for layer in policy.num_experts}
+        for layer, expert in policy.experts_of_plan(plan):
+            saved[layer].append(expert)
+        chosen = persist_selection(saved, policy.expected_in_storage().at, policy.k_to_persist, policy.ep)
+        return policy.plan_with(plan.iteration, chosen)
+
+    @property
+    def cycle(self) -> int | None:
+        """As :attr:`StorageSchedule.cycle`: one until an expert starves, and one until all such experts are saved.
+
+        A selection by load has no maximum.
+        """
+        policy = self.policy
+        if policy.selection != "sequential":
+            return None
+        numbers, k, k_persist = policy.num_experts.values(), policy.k_to_snapshot, policy.k_to_persist
+        return 2 * max((storage_cycle_length(number, k, k_persist) for number in numbers), default=1)
+
+
+@dataclass(frozen=True)
+class PecReport(PolicyReport):
+    """Numbers of experts, the reason for their choice, and the expected cost of a fault."""
+
+    policy: Pec
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: both K, and the interval if it is chosen."""
+        policy, choice = self.policy, self.policy.choice
+        gauges: dict[str, float] = {"k_snapshot": policy.k_to_snapshot, "k_persist": policy.k_to_persist}
+        return gauges if choice is None else gauges | {"snapshot_interval": choice.interval}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        choice = self.policy.choice
+        return None if choice is None else choice.reason
+
+    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
+        """As :meth:`PolicyReport.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
+        if (found := self.policy.expected(in_storage)) is None:
+            return None
+        memory, storage = found
+        plt = memory.mean / train_iters
+        fields = {"plt": plt, "oldest": memory.oldest}
+        where = "that leaves memory intact " if in_memory else ""
+        text = (
+            f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
+            f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
+        )
+        if not in_memory:
+            return text, fields
+        if storage is None:
+            text += (
+                "; --ckpt-dir has only the first snapshot, so nearly all iterations would be repeated if memory were "
+                "lost: add --persist-interval"
+            )
+            return text, fields
+        plt_storage = storage.mean / train_iters
+        text += f"; from --ckpt-dir only, {plt_storage:.3%} and {storage.oldest} iterations"
+        return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
+
+
+@dataclass(frozen=True)
+class PecRecovery(PartialRecovery):
+    """Lost tokens may raise the number of saved experts."""
+
+    policy: Pec
+
+    def on_recovery(self, plt: float) -> None:
+        """As :meth:`RecoveryResponse.on_recovery`: K doubles when faults have used up their share of the limit."""
+        policy, state = self.policy, self.policy.state
+        if policy.plt_limit and policy.num_experts:
+            number, first = min(policy.num_experts.values()), policy.k_persist or policy.k
+            before = DynamicK(policy.k_to_persist, number, policy.plt_limit, first, state.booked)
+            after = before.after_recovery(max(0.0, plt))  # negative if a newer state was found later
+            state.booked = after.lost
+            if after.k > before.k:  # otherwise do not limit the choice
+                state.k = after.k
+            policy.limit_choice()

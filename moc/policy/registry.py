@@ -19,19 +19,26 @@ from moc.errors import UserError, raised
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyError, PolicyImportError
 from moc.policy.flags import FlagValues, JobShape, PolicyFlag, PolicyFlags
-from moc.policy.plan import Capability, Policy, SnapshotPlan
+from moc.policy.interface import Policy, PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule
+from moc.policy.plan import Capability, SnapshotPlan
+
+_COMPONENTS = {
+    "storage": StorageSchedule,
+    "schedule": SnapshotSchedule,
+    "report": PolicyReport,
+    "recovery": RecoveryResponse,
+}
+"""Interfaces of a policy's components, by property."""
 
 _RESULT_TYPES = {
     "plan": (SnapshotPlan, type(None)),
-    "plan_for_storage": (SnapshotPlan, type(None)),
-    "plan_as_due": (SnapshotPlan,),
-    "everything": (SnapshotPlan,),
-    "for_storage": (SnapshotPlan,),
-}
+    "storage.plan": (SnapshotPlan, type(None)),
+    "storage.part_of": (SnapshotPlan,),
+    "schedule.plan_as_due": (SnapshotPlan,),
+} | {name: (component,) for name, component in _COMPONENTS.items()}
 """Result types by method."""
 
 _ALLOWED_EXCEPTIONS: dict[str, tuple[type[Exception], ...]] = {
-    "load_state_dict": (ValueError,),
     "loading": (ValueError,),
     "on_sizes": (ValueError, RuntimeError),  # its argument communicates, and recovery needs these errors
 }
@@ -39,7 +46,7 @@ _ALLOWED_EXCEPTIONS: dict[str, tuple[type[Exception], ...]] = {
 
 
 def guard_methods(entry: RegisteredPolicy) -> None:
-    """Wraps the interface methods that a policy, or its flags, costs and parts, define outside of this package.
+    """Wraps the interface methods that a policy, or its flags, costs and components, define outside of this package.
 
     Users of the policy need no traceback, and the message has the line for its author.
     """
@@ -48,13 +55,13 @@ def guard_methods(entry: RegisteredPolicy) -> None:
     _guard_class(type(entry.costs), PolicyCosts, entry.name)
 
 
-def _guard_class(kind: type, interface: type, policy: str) -> None:
+def _guard_class(kind: type, interface: type, policy: str, component: str = "") -> None:
     for base in kind.__mro__[: kind.__mro__.index(interface)]:
         if base.__module__.partition(".")[0] == __name__.partition(".")[0]:
             continue
         for name, member in list(vars(base).items()):
             if hasattr(interface, name) and not name.startswith("_"):
-                setattr(base, name, _guarded(member, name, policy))
+                setattr(base, name, _guarded(member, f"{component}{name}", policy))
         if interface is PolicyFlags:  # tables contain functions, which methods of this package call
             for name in ("conflicts_in", "unmet_requirements"):
                 setattr(base, name, _guarded(getattr(base, name), name, policy))
@@ -73,10 +80,13 @@ def _wrapped(method: Callable, name: str, policy: str) -> Callable:
     def call(*args, **kwargs):
         with _naming_errors(method, name, policy):
             result = method(*args, **kwargs)
-            if not isinstance(result, _RESULT_TYPES.get(name, object)):
-                raise TypeError(f"it returns {type(result).__name__} in place of a SnapshotPlan")
+            expected = _RESULT_TYPES.get(name, (object,))
+            if not isinstance(result, expected):
+                raise TypeError(f"it returns {type(result).__name__} in place of a {expected[0].__name__}")
             if name == "state_dict":
                 json.dumps(result)  # raises TypeError
+        if name in _COMPONENTS:
+            _guard_component(type(result), name, policy)
         return result
 
     @functools.wraps(method)
@@ -85,6 +95,11 @@ def _wrapped(method: Callable, name: str, policy: str) -> Callable:
             yield from method(*args, **kwargs)
 
     return generate if inspect.isgeneratorfunction(method) else call
+
+
+@functools.cache
+def _guard_component(kind: type, name: str, policy: str) -> None:
+    _guard_class(kind, _COMPONENTS[name], policy, f"{name}.")
 
 
 @contextmanager
@@ -177,12 +192,16 @@ def policy(
     """
 
     def register(kind: Kind) -> Kind:
-        required = kind._always_requires.union(requires)
+        if problem := _problem_of_requirements(name, kind):
+            raise problem
+        required = kind.requires.union(requires)
         if Capability.REPLAY in required:
             required |= {Capability.WINDOWS}
+        if Capability.OLDER_EXPERTS in required:
+            required |= {Capability.TOKEN_COUNTS}
         entry = RegisteredPolicy(name, kind, flags or PolicyFlags(), costs or PolicyCosts(), required)
         _check(entry)
-        kind.name, kind._always_requires = name, required
+        kind.name, kind.requires = name, required
         POLICIES[name] = entry
         return kind
 
@@ -198,6 +217,16 @@ def _check(entry: RegisteredPolicy) -> None:
     for flag in entry.flags.specs:
         if problem := _problem_of_flag(name, flag, None if maps_flags else fields):
             raise problem
+
+
+def _problem_of_requirements(name: str, kind: type[Policy]) -> PolicyError | None:
+    if not isinstance(kind.requires, frozenset):
+        return PolicyError(
+            f"policy {name} defines requires as a {type(kind.requires).__name__}. Fix: pass requires to @policy, and "
+            "call add_requirements() in __post_init__ for settings",
+            code="policy-class-invalid",
+        )
+    return None
 
 
 def _problem_of_name(name: str) -> PolicyError | None:

@@ -9,8 +9,9 @@ from functools import cached_property
 
 from moc.policy.errors import PolicyError, rounded_up
 from moc.policy.expert_selection import RULES, SCORES, ExpertId, Limit, count_limit
+from moc.policy.interface import PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule, add_requirements
 from moc.policy.interval import Every, Interval
-from moc.policy.partial import PartialPolicy
+from moc.policy.partial import PartialPolicy, PartialRecovery, PartialSchedule, PartialStorage
 from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.selective_choice import (
@@ -108,39 +109,26 @@ class Selective(PartialPolicy):
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
-            share = self.bubble_share if self._copies_in_bubbles else 0.0
+            share = self.bubble_share if self.copies_in_bubbles else 0.0
             remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
             tuner = SelectiveTuner(every, bubble_share=share, has_budgets=self.local_gb is not None and remote)
             interval: Interval = Every(every) if self.experts else tuner
             object.__setattr__(self, "interval", interval)
-
-    def remarks(self) -> Iterator[str]:
-        """As :meth:`Policy.remarks`."""
-        if self.no_gradients is not None:
-            yield f"experts are saved as their state, not as gradients: {self.no_gradients}"
-        if self.hide == "bubble" and not self._copies_in_bubbles:
-            yield (
-                "--selective-hide bubble has no effect: on CUDA the host does not wait for other stages, so copies "
-                "cannot be delayed until a stage waits; they run during forward and backward"
-            )
-
-    @property
-    def requires(self) -> frozenset[Capability]:
-        """As :attr:`Policy.requires`."""
-        wanted = {
+        needed = {
             Capability.GRADIENTS: self.gradients,
             Capability.BACKGROUND_UPDATES: self._has_background_updates,
-            Capability.BUBBLES: self._copies_in_bubbles,
+            Capability.BUBBLES: self.copies_in_bubbles,
             Capability.LIVE_EXPERTS: self.survivors == "keep",
         }
-        return super().requires.union(capability for capability, is_wanted in wanted.items() if is_wanted)
+        add_requirements(self, (capability for capability, is_needed in needed.items() if is_needed))
 
     @property
     def _has_background_updates(self) -> bool:
         return self.gradients and self.fold == "peers"
 
     @property
-    def _copies_in_bubbles(self) -> bool:
+    def copies_in_bubbles(self) -> bool:
+        """Copies hide behind the pipeline's bubbles."""
         return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:
@@ -169,12 +157,28 @@ class Selective(PartialPolicy):
                 )
 
     @property
-    def makes_up(self) -> CapacityBoost | None:
-        """As :meth:`Policy.makes_up` (section 6)."""
-        return CapacityBoost(self.boost, self.boost_iterations) if self.boost else None
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return SelectiveStorage(self)
 
-    def _is_due(self, iteration: int) -> bool:
-        return super()._is_due(iteration) and not (self.state.based and iteration % self.iterations_apart)
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return SelectiveSchedule(self)
+
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return SelectiveReport(self)
+
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return SelectiveRecovery(self)
+
+    def is_due(self, iteration: int) -> bool:
+        """As :meth:`PartialPolicy.is_due`; after the first snapshot, at a distance that the budgets allow."""
+        return super().is_due(iteration) and not (self.state.based and iteration % self.schedule.iterations_apart)
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
         """As :meth:`PartialPolicy.plan_partial`."""
@@ -192,34 +196,9 @@ class Selective(PartialPolicy):
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         super().on_snapshot(plan, load)
-        self.state.in_peers.record(
-            self.num_experts, self._experts_of_plan(plan.remote_plan), plan.iteration, load or {}
-        )
+        self.state.in_peers.record(self.num_experts, self.experts_of_plan(plan.remote_plan), plan.iteration, load or {})
         if load:
             self.state.record_risk(plan.iteration, load)
-
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`PartialPolicy.for_storage`, without gradients; :meth:`plan_for_storage` chose states instead."""
-        return super().for_storage(plan).without(Detail.GRAD)
-
-    @property
-    def iterations_apart(self) -> int:
-        """As :attr:`Policy.iterations_apart`.
-
-        The result exceeds the setting if the dense operators and one expert take longer.
-        """
-        tuner = self.interval
-        if not isinstance(tuner, SelectiveTuner):
-            return tuner.interval if isinstance(tuner, Every) else 1
-        if not self.sizes:
-            return tuner.every
-        sizes, apart, remote = self.sizes[0], 1, tuner.remote_bytes(self.tier)
-        if self.local_gb is None:
-            apart = tuner.affordable_interval(sizes.least_rank_bytes)
-        if remote and self.remote_gb is None:
-            least = sizes.least_node_bytes if self.tier == "peers" else sizes.least_rank_bytes
-            apart = max(apart, math.ceil(least / remote))
-        return tuner.every * -(-apart // tuner.every)
 
     @property
     def max_expert_age(self) -> int:
@@ -237,7 +216,7 @@ class Selective(PartialPolicy):
         limits = {"experts": self._count_limit}
         if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
-        sizes, apart = self.sizes[0], self.iterations_apart
+        sizes, apart = self.sizes[0], self.schedule.iterations_apart
         local = tuner.local_bytes if self.local_gb is None else self.local_gb * 1e9
         if local is not None:
             limits["local"] = sizes.rank_limit(max(local, sizes.least_rank_bytes))
@@ -248,69 +227,6 @@ class Selective(PartialPolicy):
         elif remote is not None:
             limits["remote"] = sizes.rank_limit(max(remote * apart, sizes.least_rank_bytes))
         return limits
-
-    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """As :meth:`Policy.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
-        mlt = self.state.mlt
-        after = plt + mlt / train_iters
-        if after <= self.mlt_limit:
-            return None
-        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if self.tier == "peers" else "")
-        text = (
-            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
-            f"--selective-mlt-limit {self.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults have "
-            f"lost {plt:.3%} before; raise {'--selective-experts' if self.experts else budgets}, or lower "
-            "--snapshot-interval"
-        )
-        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
-
-        MLT are the momentary lost tokens (eq. 6), in units of an iteration's tokens: the loss of a fault right after
-        the newest snapshot. The paper sums over layers, this is the mean. With peers, ``mlt_peers`` is the loss with a
-        node: its experts are loaded from copies.
-        """
-        state = self.state
-        if not (number := state.experts_per_layer(state.in_memory)):
-            return {}
-        found = {"selective_experts": number, "mlt": state.mlt}
-        if self.gradients:
-            found["selective_gradients"] = state.experts_per_layer(state.in_memory, chained=True)
-        if self.tier == "peers":
-            found |= {"selective_copies": state.experts_per_layer(state.in_peers), "mlt_peers": state.mlt_peers}
-        return found
-
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`: experts of each layer that fit the budgets, and the interval."""
-        limits, layers = self.limits(), len(self.num_experts)
-        found: dict[str, float] = {"snapshot_interval": self.iterations_apart}
-        if self.tier == "peers" and "remote" in limits:
-            found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
-            limits.pop("remote")
-        number = min(limit.expert_count() for limit in limits.values()) / layers
-        return {"selective_experts": round(number, 2), **found}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        tuner = self.interval
-        if not isinstance(tuner, SelectiveTuner) or tuner.local_bytes is None:
-            return None
-        during = "in the pipeline's bubbles" if self._copies_in_bubbles else "during forward and backward"
-        text = f"a rank copies {tuner.local_bytes / 1e9:.3g} GB {during}"
-        remote = tuner.remote_bytes(self.tier)
-        if remote is not None:
-            who = "a node receives" if self.tier == "peers" else "a rank writes"
-            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
-        return text
-
-    @property
-    def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`; None for Algorithm 1, which selects only by tokens."""
-        if self.rule == "proportional":
-            return None
-        limits = [limit for name, limit in self.limits().items() if name != "remote" or self.tier != "peers"]
-        return STORAGE_CYCLES * expert_cycle(len(self._experts), limits, self.gradients)
 
     def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[DetailByExpert, DetailByExpert | None]:
         """Returns the experts of a snapshot, each at its detail, and the experts copied to other nodes (None if equal).
@@ -347,20 +263,21 @@ class Selective(PartialPolicy):
         state = self.state.in_memory
         chained = chained_experts(gradient_chains(state.bases, state.at), iteration)
         wanted = {place for place, detail in chosen.items() if detail is Detail.FULL} & chained
-        return frozenset(name for name, place in self._expert_by_name.items() if place in wanted)
+        return frozenset(name for name, place in self.expert_by_name.items() if place in wanted)
 
     def _max_age(self, limits: Sequence[Limit]) -> int:
-        return self.max_age or default_max_age(len(self._experts), self.iterations_apart, limits)
+        return self.max_age or default_max_age(len(self.expert_places), self.schedule.iterations_apart, limits)
 
     def _details_with(self, experts: DetailByExpert) -> dict[str, Detail]:
         """Returns all dense operators and these experts."""
-        places = self._expert_by_name.items()
+        places = self.expert_by_name.items()
         details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
         return {name: detail for name, detail in details.items() if detail is not None}
 
     @cached_property
-    def _experts(self) -> list[ExpertId]:
-        return [place for place in self._expert_by_name.values() if place is not None]
+    def expert_places(self) -> list[ExpertId]:
+        """Layer and number of each expert, in model order."""
+        return [place for place in self.expert_by_name.values() if place is not None]
 
     @property
     def _count_limit(self) -> Limit:
@@ -373,8 +290,141 @@ class Selective(PartialPolicy):
 
     @cached_property
     def _unweighted_count_limit(self) -> Limit:
-        return count_limit(self._experts, self._max_experts)
+        return count_limit(self.expert_places, self._max_experts)
 
     @property
     def _max_experts(self) -> int:
-        return self.experts * len(self.num_experts) if self.experts else len(self._experts)
+        return self.experts * len(self.num_experts) if self.experts else len(self.expert_places)
+
+
+@dataclass(frozen=True)
+class SelectiveStorage(PartialStorage):
+    """Storage receives no gradients."""
+
+    policy: Selective
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`PartialStorage.part_of`, without gradients; :meth:`plan` chose states instead."""
+        return super().part_of(plan).without(Detail.GRAD)
+
+    @property
+    def cycle(self) -> int | None:
+        """As :attr:`StorageSchedule.cycle`; None for Algorithm 1, which selects only by tokens."""
+        policy = self.policy
+        if policy.rule == "proportional":
+            return None
+        limits = [limit for name, limit in policy.limits().items() if name != "remote" or policy.tier != "peers"]
+        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.gradients)
+
+
+@dataclass(frozen=True)
+class SelectiveSchedule(PartialSchedule):
+    """Snapshots are as far apart as the budgets require."""
+
+    policy: Selective
+
+    @property
+    def iterations_apart(self) -> int:
+        """As :attr:`SnapshotSchedule.iterations_apart`.
+
+        The result exceeds the setting if the dense operators and one expert take longer.
+        """
+        policy, tuner = self.policy, self.policy.interval
+        if not isinstance(tuner, SelectiveTuner):
+            return tuner.interval if isinstance(tuner, Every) else 1
+        if not policy.sizes:
+            return tuner.every
+        sizes, apart, remote = policy.sizes[0], 1, tuner.remote_bytes(policy.tier)
+        if policy.local_gb is None:
+            apart = tuner.affordable_interval(sizes.least_rank_bytes)
+        if remote and policy.remote_gb is None:
+            least = sizes.least_node_bytes if policy.tier == "peers" else sizes.least_rank_bytes
+            apart = max(apart, math.ceil(least / remote))
+        return tuner.every * -(-apart // tuner.every)
+
+
+@dataclass(frozen=True)
+class SelectiveReport(PolicyReport):
+    """Settings without effect, saved experts, budgets, and a warning about tokens at risk."""
+
+    policy: Selective
+
+    def remarks(self) -> Iterator[str]:
+        """As :meth:`PolicyReport.remarks`."""
+        policy = self.policy
+        if policy.no_gradients is not None:
+            yield f"experts are saved as their state, not as gradients: {policy.no_gradients}"
+        if policy.hide == "bubble" and not policy.copies_in_bubbles:
+            yield (
+                "--selective-hide bubble has no effect: on CUDA the host does not wait for other stages, so copies "
+                "cannot be delayed until a stage waits; they run during forward and backward"
+            )
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
+
+        MLT are the momentary lost tokens (eq. 6), in units of an iteration's tokens: the loss of a fault right after
+        the newest snapshot. The paper sums over layers, this is the mean. With peers, ``mlt_peers`` is the loss with a
+        node: its experts are loaded from copies.
+        """
+        policy, state = self.policy, self.policy.state
+        if not (number := state.experts_per_layer(state.in_memory)):
+            return {}
+        found = {"selective_experts": number, "mlt": state.mlt}
+        if policy.gradients:
+            found["selective_gradients"] = state.experts_per_layer(state.in_memory, chained=True)
+        if policy.tier == "peers":
+            found |= {"selective_copies": state.experts_per_layer(state.in_peers), "mlt_peers": state.mlt_peers}
+        return found
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.chosen`: experts of each layer that fit the budgets, and the interval."""
+        policy = self.policy
+        limits, layers = policy.limits(), len(policy.num_experts)
+        found: dict[str, float] = {"snapshot_interval": policy.schedule.iterations_apart}
+        if policy.tier == "peers" and "remote" in limits:
+            found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
+            limits.pop("remote")
+        number = min(limit.expert_count() for limit in limits.values()) / layers
+        return {"selective_experts": round(number, 2), **found}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        policy, tuner = self.policy, self.policy.interval
+        if not isinstance(tuner, SelectiveTuner) or tuner.local_bytes is None:
+            return None
+        during = "in the pipeline's bubbles" if policy.copies_in_bubbles else "during forward and backward"
+        text = f"a rank copies {tuner.local_bytes / 1e9:.3g} GB {during}"
+        remote = tuner.remote_bytes(policy.tier)
+        if remote is not None:
+            who = "a node receives" if policy.tier == "peers" else "a rank writes"
+            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
+        return text
+
+    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
+        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
+        policy, mlt = self.policy, self.policy.state.mlt
+        after = plt + mlt / train_iters
+        if after <= policy.mlt_limit:
+            return None
+        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if policy.tier == "peers" else "")
+        text = (
+            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
+            f"--selective-mlt-limit {policy.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults "
+            f"have lost {plt:.3%} before; raise {'--selective-experts' if policy.experts else budgets}, or lower "
+            "--snapshot-interval"
+        )
+        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(policy.num_experts)}
+
+
+@dataclass(frozen=True)
+class SelectiveRecovery(PartialRecovery):
+    """Experts compensate lost tokens with extra capacity."""
+
+    policy: Selective
+
+    @property
+    def capacity_boost(self) -> CapacityBoost | None:
+        """As :attr:`RecoveryResponse.capacity_boost` (section 6)."""
+        policy = self.policy
+        return CapacityBoost(policy.boost, policy.boost_iterations) if policy.boost else None

@@ -48,7 +48,7 @@ class SelectiveState(PartialState):
         copied_bases: as ``bases``, for copies.
         given: tokens given to the experts of each layer until the newest snapshot.
         iteration: iteration of the newest snapshot.
-        mlt: momentary lost tokens right after it, in iterations: see :meth:`Selective.gauges`.
+        mlt: momentary lost tokens right after it, in iterations: see :meth:`SelectiveReport.gauges`.
         mlt_peers: momentary lost tokens if a node is lost, and its experts are loaded from copies.
     """
 

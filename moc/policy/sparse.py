@@ -14,9 +14,10 @@ from moc.files.decode import Amount, Count, StateError
 from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
 from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
+from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, add_requirements
 from moc.policy.interval import Every
 from moc.policy.partial import check_tables, experts_by_layer
-from moc.policy.plan import Capability, Load, Policy, SnapshotPlan, SnapshotSizer
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import (
     OperatorBytes,
@@ -220,19 +221,9 @@ class Sparse(Policy):
                 code="value-not-a-choice",
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
-
-    @property
-    def window_length(self) -> int:
-        """As :attr:`Policy.window_length`."""
-        return max(1, len(self.state.current.turns))
-
-    @property
-    def requires(self) -> frozenset[Capability]:
-        """As :attr:`Policy.requires`: token counts for the order and for the skewness gauges."""
-        if all(operator.expert is None for operator in self.operators):
-            return super().requires
-        probabilities = {Capability.GATING_PROBABILITIES} if self.order == "soft" else set()
-        return super().requires | {Capability.TOKEN_COUNTS} | probabilities
+        if any(operator.expert is not None for operator in self.operators):  # for the order and the skewness gauges
+            probabilities = {Capability.GATING_PROBABILITIES} if self.order == "soft" else set()
+            add_requirements(self, {Capability.TOKEN_COUNTS} | probabilities)
 
     def on_sizes(self, sizer: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank."""
@@ -243,7 +234,7 @@ class Sparse(Policy):
         """Returns the operators of this turn in full, and the compute weights of later turns' operators."""
         if not self.interval.is_due(iteration):
             return None
-        return self._plan_in_window(self._window_at(iteration, load), iteration)
+        return self.plan_in_window(self._window_at(iteration, load), iteration)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a full snapshot ends the window early."""
@@ -257,16 +248,15 @@ class Sparse(Policy):
             self.state.load = load
         self.state.iteration = plan.iteration
 
-    def under_way(self, iteration: int) -> tuple[SnapshotPlan, ...]:
-        """As :meth:`Policy.under_way`."""
-        current = self.state.current
-        if self.state.iteration != iteration or not current.contains(iteration):
-            return ()
-        return tuple(self._plan_in_window(current, one) for one in range(current.start, iteration + 1))
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return SparseSchedule(self)
 
-    def begin_anew(self) -> None:
-        """As :meth:`Policy.begin_anew`; keeps the order."""
-        self.state.current = dataclasses.replace(self.state.current, start=0, length=0, turns=())
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return SparseReport(self)
 
     def on_routing(self, probabilities: Scores) -> None:
         """As :meth:`Policy.on_routing`."""
@@ -275,22 +265,6 @@ class Sparse(Policy):
             layer: [sum(pair) for pair in zip(before.get(layer, [0.0] * len(row)), row, strict=True)]
             for layer, row in probabilities.items()
         }
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: window length and recent skewness of experts (Appendix D)."""
-        return self.chosen() | skew_gauges(self.state.counts)
-
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`."""
-        turns = self.state.current.turns
-        return {"sparse_window": len(turns)} if turns else {}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        tuner = self.interval
-        if not isinstance(tuner, WindowTuner) or not self.state.current.turns or tuner.bandwidth is None:
-            return None
-        return f"a rank copies {tuner.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {tuner.seconds:.3g} s"
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
@@ -331,7 +305,8 @@ class Sparse(Policy):
         length = 1 if not current.order else self.window or self._affordable(self._queues(order))
         return CurrentWindow(iteration, length, self._turns(order, length), order, shares)
 
-    def _plan_in_window(self, current: CurrentWindow, iteration: int) -> SnapshotPlan:
+    def plan_in_window(self, current: CurrentWindow, iteration: int) -> SnapshotPlan:
+        """Returns the plan of a window's snapshot."""
         turn = current.turns[iteration - current.start]
         wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
         details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
@@ -384,6 +359,53 @@ class Sparse(Policy):
     def _stages(self) -> dict[int, list[Operator]]:
         """The operators of each pipeline stage, in model order."""
         return operators_of_stages(self.operators, self.stages)
+
+
+@dataclass(frozen=True)
+class SparseSchedule(SnapshotSchedule):
+    """Windows in which each operator is saved in full once."""
+
+    policy: Sparse
+
+    @property
+    def window_length(self) -> int:
+        """As :attr:`SnapshotSchedule.window_length`."""
+        return max(1, len(self.policy.state.current.turns))
+
+    def current_window(self, iteration: int) -> tuple[SnapshotPlan, ...]:
+        """As :meth:`SnapshotSchedule.current_window`."""
+        policy, current = self.policy, self.policy.state.current
+        if policy.state.iteration != iteration or not current.contains(iteration):
+            return ()
+        return tuple(policy.plan_in_window(current, one) for one in range(current.start, iteration + 1))
+
+    def restart_window(self) -> None:
+        """As :meth:`SnapshotSchedule.restart_window`; keeps the order."""
+        state = self.policy.state
+        state.current = dataclasses.replace(state.current, start=0, length=0, turns=())
+
+
+@dataclass(frozen=True)
+class SparseReport(PolicyReport):
+    """Window length, the reason for its choice, and skewness of experts."""
+
+    policy: Sparse
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: window length and recent skewness of experts (Appendix D)."""
+        return self.chosen() | skew_gauges(self.policy.state.counts)
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.chosen`."""
+        turns = self.policy.state.current.turns
+        return {"sparse_window": len(turns)} if turns else {}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        tuner = self.policy.interval
+        if not isinstance(tuner, WindowTuner) or not self.policy.state.current.turns:
+            return None
+        return tuner.reason()
 
 
 def _table(rows: Mapping[Any, Any]) -> dict[int, list[float]]:

@@ -323,6 +323,12 @@ class WindowTuner(Interval):
         """Copy bandwidth of a rank in bytes per second; None until measured."""
         return median(self._bandwidths) if self._bandwidths else None
 
+    def reason(self) -> str | None:
+        """Returns the measurements that a window follows from, as text; None until measured."""
+        if self.bandwidth is None:
+            return None
+        return f"a rank copies {self.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {self.seconds:.3g} s"
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the measurements."""
         return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}

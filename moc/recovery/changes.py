@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moc.policy import POLICIES, Policy
+from moc.policy import POLICIES, Policy, recovers_exactly
 from moc.recovery.sources import LIVE, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.store.errors import CheckpointError
 
@@ -14,7 +14,7 @@ def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int 
 
     ``iteration`` is the one that it would resume from; -1 if there is none.
     """
-    newest = next(recoveries(held, policy.operators, exact=False), None) if policy.is_exact else None
+    newest = next(recoveries(held, policy.operators, exact=False), None) if recovers_exactly(policy) else None
     if newest is None or newest.iteration <= iteration:
         return None
     name = newest.base.policy
@@ -39,4 +39,4 @@ def is_of(policy: Policy, way: RecoveryPath) -> bool:
 def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
     """Returns whether a run could resume from its own policy's checkpoints in storage."""
     stored = [one for one in held if one.tier == STORAGE]
-    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, policy.is_exact))
+    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, recovers_exactly(policy)))

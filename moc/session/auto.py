@@ -194,7 +194,7 @@ class AutoPolicy:
     def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
         """Returns whether another policy is in force from this iteration on; reports the reason.
 
-        It is called between two iterations.  ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.  After a failed
+        It is called between two iterations.  ``load`` is as in :meth:`moc.policy.Policy.plan`.  After a failed
         choice, no other one is made.  All workers choose by the same figures, so a choice fails on all of them.
         """
         if not self._fails:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 
-from moc.policy import Capability, Policy
+from moc.policy import Capability, Policy, full_plan
 from moc.recovery.redundancy import Redundancy, redundancy
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import check_generation
@@ -168,7 +168,7 @@ def _redundancy(engine: Engine, holdings: StageReplicas, tiers: Tiers, policy: P
         return Redundancy()
     first = engine.world.rank == min(holdings.ranks)  # the other workers of its stage have the same descriptors
     return redundancy(
-        gather(replicated_operators(holdings, policy.everything(0).operators, tiers.nodes) if first else {})
+        gather(replicated_operators(holdings, full_plan(policy, 0).operators, tiers.nodes) if first else {})
     )
 
 

@@ -142,8 +142,8 @@ class RouterTally(Protocol):
         """Lets experts that owe tokens, by layer and expert, process more than their capacity from now on.
 
         The excess is at most this fraction, and at most the unused capacity of the other experts of their rank.
-        Routing does not change.  If nothing is owed, the original capacity applies.  Not called if ``makes_up`` is
-        None.
+        Routing does not change.  If nothing is owed, the original capacity applies.  Not called without a
+        :attr:`~moc.policy.RecoveryResponse.capacity_boost`.
         """
 
     def beyond(self, tally: dict) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moc.policy import Capability, Load, Policy, SnapshotPlan
+from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan
 from moc.policy.partial import experts_by_layer
 from moc.recovery.carrying import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
@@ -85,11 +85,11 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
     """
     trial, passed = trial_of(policy), 0
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
-    yield _available(trial.everything(0), 0)
+    yield _available(full_plan(trial, 0), 0)
     for number in range(1, _PLANS_OF_CHAINS if Capability.GRADIENTS in policy.requires else _PLANS):
-        passed += trial.iterations_apart
+        passed += trial.schedule.iterations_apart
         load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
-        plan = trial.plan_as_due(now.iteration + passed, load)
+        plan = trial.schedule.plan_as_due(now.iteration + passed, load)
         trial.on_snapshot(plan, load)
         yield _available(plan, number)
 

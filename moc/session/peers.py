@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
 from moc.faults import reach
-from moc.policy import Policy
+from moc.policy import Policy, recovers_exactly
 from moc.recovery.adoption import Fetch
 from moc.recovery.carrying import Carrier
 from moc.recovery.copies import copies_of_use, partly_copied, to_copy
@@ -191,7 +191,7 @@ class Peers:
     ):
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
-        self._operators, self._exact, self._experts = policy.operators, policy.is_exact, experts_of(policy)
+        self._operators, self._exact, self._experts = policy.operators, recovers_exactly(policy), experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moc.errors import warning
 from moc.faults import reach
-from moc.policy import Policy, SnapshotPlan
+from moc.policy import Policy, SnapshotPlan, recovers_exactly
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.retention import retain
 from moc.runtime.job import World
@@ -129,7 +129,7 @@ class Publisher:
         storage = self._tiers.storage
         try:
             self._unless_given_up()
-            retain(storage, self._policy.operators, self._policy.is_exact, keep=self._tiers.keep, upto=upto)
+            retain(storage, self._policy.operators, recovers_exactly(self._policy), keep=self._tiers.keep, upto=upto)
             self._remove_all()
         except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(

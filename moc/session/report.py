@@ -66,7 +66,7 @@ class SnapshotReport:
         """Reports once, before training, the expected cost of a fault under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
-        if (said := policy.fault_cost(settings.train_iters, in_memory, persists)) is None:
+        if (said := policy.report.fault_cost(settings.train_iters, in_memory, persists)) is None:
             return
         text, fields = said
         self._log.message(text)
@@ -98,7 +98,7 @@ class SnapshotReport:
     @_harmless
     def chosen(self, iteration: int, policy: Policy) -> None:
         """Reports the choice of a policy, if it is new."""
-        if (reason := policy.reason()) is None or (chosen := policy.chosen()) == self._chosen:
+        if (reason := policy.report.reason()) is None or (chosen := policy.report.chosen()) == self._chosen:
             return
         self._chosen = chosen
         values = ", ".join(f"{name} {value}" for name, value in chosen.items())
@@ -108,7 +108,7 @@ class SnapshotReport:
     @_harmless
     def at_risk(self, iteration: int, policy: Policy, tokens: TokenTracker, train_iters: int) -> None:
         """Warns once if the next fault would lose too many tokens."""
-        if self._warned or (said := policy.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
+        if self._warned or (said := policy.report.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
             return
         self._warned = True
         text, fields = said

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import psutil
 
 from moc.errors import code_of
-from moc.policy import Capability, Load, SnapshotPlan
+from moc.policy import Capability, Load, SnapshotPlan, full_plan
 from moc.runtime.collectives import gather, run_on_all
 from moc.session.carrying import experts_of
 from moc.session.components import Components
@@ -97,7 +97,7 @@ class Reservation:
 
     def look_ahead(self, iteration: int) -> None:
         """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
-        length = self._policy.window_length
+        length = self._policy.schedule.window_length
         if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
 
@@ -124,7 +124,7 @@ class Reservation:
             return False
         trial = trial_of(self._policy)
         trial.on_snapshot(plan, load)
-        wanted, before = trial.window_length, self.window.length
+        wanted, before = trial.schedule.window_length, self.window.length
         if wanted <= before:
             return False
 
@@ -180,7 +180,7 @@ class Reservation:
 
     def _needs(self, rotation: Rotation, window: Window) -> _Needed:
         """Gathers the needs of all ranks for windows."""
-        full = self._contents.share(self._policy.everything(0).operators).layout
+        full = self._contents.share(full_plan(self._policy, 0).operators).layout
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []

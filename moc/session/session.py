@@ -125,7 +125,7 @@ class Session(VoteParticipant):
             settings = chooser.in_force(engine, tiers, mine)
             tiers = dataclasses.replace(tiers_of(settings, engine.world, nodes, claim), storage=tiers.storage)
         policy = make_policy(settings, engine) if policy is None else policy
-        for remark in policy.remarks() if mine is None else ():
+        for remark in policy.report.remarks() if mine is None else ():
             log.message(remark)
         kept = self.remains.buffers
         counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
@@ -289,7 +289,7 @@ class Session(VoteParticipant):
             return {}
         parts, snapshots = self._running
         lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
+        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | snapshots.gauges
 
     @property
     def load(self) -> Load | None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from moc.errors import code_of, with_code
 from moc.faults import reach
-from moc.policy import Capability, SnapshotPlan
+from moc.policy import Capability, SnapshotPlan, check_plan, full_plan, recovers_exactly
 from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
 from moc.session.carrying import Carrying
 from moc.session.components import Components
@@ -101,7 +101,7 @@ class Snapshots:
             storage = self._stored.part_of(plan, self._window_may_begin)
             self._stored.begins(plan, storage)
             if storage is not None:
-                self._policy.on_stored(storage)
+                self._policy.storage.on_write_begun(storage)
             self._copy(plan, storage)
             if self._settings.blocking:
                 self._wait_until_safe()
@@ -194,7 +194,7 @@ class Snapshots:
     def gauges(self) -> dict[str, float]:
         """Gauges of storage, and of copies in bubbles."""
         found = self._storage.gauges | self._report.gauges
-        if "storage_age" in found and self._tokens is not None and not self._policy.is_exact:
+        if "storage_age" in found and self._tokens is not None and not recovers_exactly(self._policy):
             found["mlt_storage"] = self._tokens.storage_lacks(self._stored.persisted.iteration)
         return found
 
@@ -214,7 +214,7 @@ class Snapshots:
 
     def _check(self, plan: SnapshotPlan) -> None:
         try:
-            self._policy.check(plan)
+            check_plan(self._policy, plan)
         except ValueError as error:
             raise CheckpointError(str(error), code=code_of(error)) from None
 
@@ -270,7 +270,8 @@ class Snapshots:
 
     def _remember(self, taken: Taken) -> None:
         self.begun[taken.plan.iteration] = StartedSnapshot(dict(taken.plan.operators), taken.state_in_memory)
-        most = 2 * self._policy.window_length + self._rotation.spare  # two windows, and those still being copied
+        # two windows, and those still being copied
+        most = 2 * self._policy.schedule.window_length + self._rotation.spare
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
@@ -286,7 +287,7 @@ class Snapshots:
     def _tell_policy(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         self._policy.on_snapshot(plan, self._tokens and self._tokens.load)
         if storage is not None:
-            self._policy.on_stored(storage)
+            self._policy.storage.on_write_begun(storage)
         if self._tokens is not None:
             self._tokens.begun(plan, storage)
             self._report.at_risk(plan.iteration, self._policy, self._tokens, self._settings.train_iters)
@@ -387,7 +388,7 @@ class Snapshots:
         if iteration in self._dependent:
             self._dependent.remove(iteration)
         else:
-            self._policy.begin_anew()
+            self._policy.schedule.restart_window()
             if Capability.WINDOWS in self._policy.requires:
                 ended, waiting = before.newest_end(iteration), (*self._queues.replicating, *self._queues.copying)
                 self._dependent = {one.plan.iteration for one in waiting if one.plan.iteration > ended}
@@ -495,7 +496,7 @@ class Snapshots:
     def _begin_everything(self) -> None:
         """Takes a full snapshot at the end of a run; no other is pending or follows."""
         iteration = self._position.iteration
-        everything = self._policy.everything(iteration)
+        everything = full_plan(self._policy, iteration)
         with self._trying():
             run_on_rank0(lambda: self._tiers.storage.remove(iteration), "cannot replace a partial snapshot")
         if not self._rotation.holds(iteration):
@@ -510,7 +511,7 @@ class Snapshots:
         """Writes a snapshot of this iteration from memory to storage, without gradients, which need other snapshots."""
         plan = taken.plan.without(Detail.GRAD)
         self._rotation = self._rotation.persist(plan.iteration)
-        self._policy.on_stored(plan)
+        self._policy.storage.on_write_begun(plan)
         if self._tokens is not None:
             self._tokens.brought_to_storage(plan)
         self._persist(dataclasses.replace(taken, storage=plan))

@@ -265,6 +265,6 @@ def storage_of(settings: Settings, parts: Components, start: ResumePoint, log: L
         late_after=settings.persist_interval or _LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,
         log=log,
-        publishes_in=lambda: parts.policy.window_length - 1 + VOTES,
+        publishes_in=lambda: parts.policy.schedule.window_length - 1 + VOTES,
         prepare=(lambda: parts.publisher.beside(make_ready)) if beside and parts.world.rank == 0 else None,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moc.policy import Capability, Load, Policy, SnapshotPlan
+from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan, recovers_exactly
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.queues import Taken
@@ -63,7 +63,7 @@ class Stored:
     def ask_for_base(self, iteration: int) -> None:
         """Requests, once, the full snapshot that partial ones need, if storage lacks it and can have it."""
         if self._lacks_base(iteration) and not (self._base_asked or self._health.rests or self._health.closed):
-            self._policy.storage_lost()
+            self._policy.storage.on_full_snapshot_lost()
             self._base_asked = True
 
     def plan(self, iteration: int, load: Load | None, has_room: bool) -> Planned:
@@ -80,10 +80,10 @@ class Stored:
         if not self._beside:
             if self._health.rests:
                 return Planned()
-            plan = self._policy.plan_for_storage(iteration, load, again=self._owed)
+            plan = self._policy.storage.plan(iteration, load, again=self._owed)
             return Planned(plan, plan)
         takes = self._takes(iteration, has_room)
-        plan = self._policy.plan_for_storage(iteration, load) if takes else self._policy.plan(iteration, load)
+        plan = self._policy.storage.plan(iteration, load) if takes else self._policy.plan(iteration, load)
         return Planned(plan, plan and self._part_of(plan, takes))
 
     def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
@@ -117,18 +117,18 @@ class Stored:
         """Returns the part of a snapshot that goes to storage, where a window goes from its start or not at all."""
         is_of_use = plan.complete or not self._lacks_base(plan.iteration)
         begins = takes and is_of_use and plan.since == plan.iteration
-        return self._policy.for_storage(plan) if begins or self._goes_since == plan.since else None
+        return self._policy.storage.part_of(plan) if begins or self._goes_since == plan.since else None
 
     def published(self, taken: Taken) -> None:
         """Records that a snapshot is in storage."""
         assert taken.storage is not None  # it was written
         self.problem, iteration = "", taken.plan.iteration
         self._base_lost = self._base_lost and not taken.storage.complete
-        self._policy.on_persisted(taken.storage, published=True)
+        self._policy.storage.on_write_ended(taken.storage, committed=True)
         details = {name: detail.value for name, detail in taken.storage.operators.items()}
         self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
         self.persisted = Persisted.of(self._held.values(), self._policy)
-        of_use = needed(self._held.values(), self._policy.operators, self._policy.is_exact, keep=1)
+        of_use = needed(self._held.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
         self._held = {one.iteration: one for one in self._held.values() if one.key in of_use}
         self.newest = self.persisted.iteration or None
         self._health.on_stored(self.newest)
@@ -136,16 +136,16 @@ class Stored:
     def failed(self, taken: Taken) -> None:
         """Records that a snapshot could not be saved to storage, because of :attr:`problem`."""
         assert taken.storage is not None  # it was to be written
-        self._policy.on_persisted(taken.storage, published=False)
+        self._policy.storage.on_write_ended(taken.storage, committed=False)
         self._health.failed(taken.plan.iteration, self.problem)
         self._owed = not self._beside
         if taken.plan.iteration == self.begun and not (self._beside and taken.snapshot.in_memory):
             self.complete = False
         self._broken_since, self._goes_since = taken.plan.since, None
-        if not self._policy.is_exact and taken.storage.complete:
+        if not recovers_exactly(self._policy) and taken.storage.complete:
             self._base_lost, self._base_asked = True, False
         if not self._beside:
-            self._policy.begin_anew()
+            self._policy.schedule.restart_window()
 
     def abandoned(self, plan: SnapshotPlan) -> None:
         """Records that some rank lacked memory for a snapshot, so that no tier has it."""
@@ -162,7 +162,7 @@ class Stored:
 
     def lag(self, iteration: int) -> Lag | None:
         """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
-        every = self._health.every if self._beside else self._policy.iterations_apart
+        every = self._health.every if self._beside else self._policy.schedule.iterations_apart
         if every is None:
             return None
         promise = Promise.of(self._policy, every, 1 if self._beside else OUTSTANDING, VOTES)
@@ -173,4 +173,4 @@ class Stored:
 
     def _lacks_base(self, iteration: int) -> bool:
         """Whether storage, in addition to a memory tier, lacks the full snapshot that partial ones need."""
-        return self._beside and (self._base_lost or self._policy.stores(self._policy.everything(iteration)))
+        return self._beside and (self._base_lost or self._policy.storage.needs(full_plan(self._policy, iteration)))

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moc.policy import Policy
+from moc.policy import Policy, recovers_exactly
 from moc.recovery.inventory import whole_in
 from moc.recovery.retention import retain
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
@@ -40,7 +40,7 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     """
     for iteration in iterations:
         _copy_one(iteration, tiers, policy)
-    keep = (tiers.storage, policy.operators, policy.is_exact, tiers.keep, max(iterations))
+    keep = (tiers.storage, policy.operators, recovers_exactly(policy), tiers.keep, max(iterations))
     run_on_rank0(lambda: retain(*keep), "cannot remove old snapshots from storage")
 
 

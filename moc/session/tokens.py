@@ -36,7 +36,8 @@ class TokenTracker:
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
-        self._with_probabilities, self._makes_up = Capability.GATING_PROBABILITIES in policy.requires, policy.makes_up
+        self._with_probabilities = Capability.GATING_PROBABILITIES in policy.requires
+        self._boost = policy.recovery.capacity_boost
         self._counts = engine.router_tally(sorted(numbers), self._with_probabilities)
         self._ledger, self._heard, self._beyond = TokenLedger.empty(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)
@@ -104,7 +105,7 @@ class TokenTracker:
         for name, (layer, expert) in self._experts.items():
             restored.setdefault(layer, {})[expert] = way.learned_until(name)
         recovered = base.after_recovery(restored, ledgers.values())
-        self._continue(recovered if self._makes_up is None else recovered.with_debt(base, self._makes_up.iterations))
+        self._continue(recovered if self._boost is None else recovered.with_debt(base, self._boost.iterations))
         raised = self._ledger.plt() - base.plt()
         return Raised(raised, self._of_training(raised))
 
@@ -160,9 +161,9 @@ class TokenTracker:
 
     def _continue(self, ledger: TokenLedger) -> None:
         """Replaces the ledger, and gives the experts that owe tokens in it more capacity, if wanted."""
-        self._ledger = ledger if self._makes_up is not None else dataclasses.replace(ledger, debt=None)
-        if self._makes_up is not None:
-            self._counts.boost(ledger.owed, self._makes_up.fraction)
+        self._ledger = ledger if self._boost is not None else dataclasses.replace(ledger, debt=None)
+        if self._boost is not None:
+            self._counts.boost(ledger.owed, self._boost.fraction)
 
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}

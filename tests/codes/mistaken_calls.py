@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from moc.elastic.plan import Plan
 from moc.elastic.transfers import plan_transfers
 from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
-from moc.policy import Every, policy_named
+from moc.policy import Every, full_plan, policy_named
 from moc.policy.pec_tuner import PecLimits, choose_pec_settings
 from moc.policy.token_ledger import TokenLedger
 from moc.sharding import ParallelLayout, StateBytes, list_save_items
@@ -59,7 +59,7 @@ def policy_of(name, **settings):
 def untold():
     """A choice by the tokens of experts, which nobody counts."""
     policy = policy_of("pec", selection="load_aware")
-    policy.on_snapshot(policy.everything(1))
+    policy.on_snapshot(full_plan(policy, 1))
     policy.plan(2)
 
 
@@ -67,7 +67,7 @@ def without_everything_in_storage():
     """A part of the experts, for storage that has none."""
     policy = policy_of("pec", k=2, k_persist=1)
     policy.on_snapshot(policy.plan(1))
-    policy.for_storage(policy.plan(2))
+    policy.storage.part_of(policy.plan(2))
 
 
 def superseded():
@@ -111,7 +111,7 @@ MISTAKES = {
     "parts-contradictory": lambda: merge_reports([replace(part(0), job="one"), replace(part(1), job="two")]),
     "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
-    "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
+    "saved-state-invalid": lambda: policy_of("pec").loading({"told": 1}),
     "state-without-source": lambda: plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
     "storage-lacks-experts": without_everything_in_storage,
     "tensors-not-divisible": lambda: items(ParallelLayout(6, tp=3, expert_tp=1)),

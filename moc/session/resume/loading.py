@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
-from moc.policy import Capability
+from moc.policy import Capability, recovers_exactly
 from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
 from moc.recovery.live import live_states
@@ -80,7 +80,7 @@ class SnapshotLoader:
         self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
-        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.is_exact, self.adopted)
+        self._reader = SnapshotReader(engine, parts.tiers, recovers_exactly(parts.policy), self.adopted)
         self._rebuilder = Rebuilder(
             engine, self._reader, self._replayer, remains.records, self._repair, parts.digests, log
         )
@@ -248,7 +248,7 @@ class SnapshotLoader:
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
-        whole = next(recoveries(stored, self._policy.operators, self._policy.is_exact), None)
+        whole = next(recoveries(stored, self._policy.operators, recovers_exactly(self._policy)), None)
         return left.again and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
@@ -267,10 +267,10 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if Capability.LIVE_EXPERTS in policy.requires and not policy.is_exact:
+        if Capability.LIVE_EXPERTS in policy.requires and not recovers_exactly(policy):
             held = held + live_states(left.live, left.pieces, policy.name)
         inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
-        return plans(inventory, policy.operators, policy.is_exact, only)
+        return plans(inventory, policy.operators, recovers_exactly(policy), only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""
@@ -388,7 +388,7 @@ class SnapshotLoader:
             f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
             code="state-digest-differs",
         )
-        operators = None if self._policy.is_exact else frozenset(result.wrong)
+        operators = None if recovers_exactly(self._policy) else frozenset(result.wrong)
         return {held.key: Damage(with_code(error), operators)}, frozenset()
 
     def _complete(self, saved: Mapping) -> None:
@@ -444,7 +444,7 @@ class SnapshotLoader:
             if saved.get("interval"):
                 self._policy.interval.load_state_dict(saved["interval"])
             if saved.get("policy_state"):
-                self._policy.load_state_dict(saved["policy_state"])
+                self._policy.loading(saved["policy_state"])()
 
     def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, mine: dict[Key, Mapping]) -> None:
         has = gather(sorted(mine))  # other nodes' memory may hold further ledgers
@@ -452,7 +452,7 @@ class SnapshotLoader:
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = tokens.recovered(way, states)
-        self._policy.on_recovery(raised.of_training)
+        self._policy.recovery.on_recovery(raised.of_training)
         by_layer = {str(layer): plt for layer, plt in tokens.plt_by_layer.items()}
         self._log.events.write(
             "lost",

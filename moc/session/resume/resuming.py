@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 
+from moc.policy import recovers_exactly
 from moc.recovery.carrying import Carrier
 from moc.recovery.changes import in_storage_alone, is_of
 from moc.recovery.live import still_needed
@@ -119,7 +120,7 @@ def _reduce_superseded(parts: Components) -> None:
     reduced the snapshots.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
-    if tiers.memory is None or parts.policy.is_exact:
+    if tiers.memory is None or recovers_exactly(parts.policy):
         return
     carrier = Carrier(tiers.memory, ())
     told = gather(carrier.whole() if tiers.leads_node else None)
@@ -132,19 +133,20 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     """Returns the point where the run resumes; informs the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
-    there = staying(loaded.held, policy.operators, policy.is_exact, tier, at, policy.under_way(at))
+    window = policy.schedule.current_window(at)
+    there = staying(loaded.held, policy.operators, recovers_exactly(policy), tier, at, window)
     if not there.goes_on:
-        policy.begin_anew()
+        policy.schedule.restart_window()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    if policy.is_exact:
+    if recovers_exactly(policy):
         stays = experts_staying((), there.in_memory, at)
     else:
         way = loaded.plan.way
         assert way is not None  # only exact policies resume without a recovery path
         stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
-        policy.on_inventory(newest_full(stored))
+        policy.recovery.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
+        policy.storage.on_inventory(newest_full(stored))
     kept = (there.newest, there.in_memory, *stays)
     return ResumePoint(loaded.position, loaded.record, *kept, again=there.again, stored=stored, begun=begun)
 

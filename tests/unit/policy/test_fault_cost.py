@@ -25,7 +25,8 @@ def told(flags: str, **settings) -> tuple[str, dict] | None:
     every = (snapshot.persist_interval or 10) // 10
     policy = Pec(model_operators(shape), Every(10), k, k_persist, persist_every=every, **settings)
     in_memory = snapshot.ckpt_tier != "disk"
-    return policy.fault_cost(10_000, in_memory, in_storage=not in_memory or snapshot.persist_interval is not None)
+    in_storage = not in_memory or snapshot.persist_interval is not None
+    return policy.report.fault_cost(10_000, in_memory, in_storage)
 
 
 @pytest.mark.parametrize("tier", TIERS)

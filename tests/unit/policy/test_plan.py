@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, policy, policy_named
+from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, full_plan, policy, policy_named
 from moc.policy.full import Full
 from moc.state.detail import Detail
 from moc.state.shape import ModelShape, model_operators
@@ -74,8 +74,8 @@ def test_full_follows_the_tuner():
 def test_everything_is_saved_whether_due_or_not():
     full = Full(OPERATORS, Every(10))
     assert full.plan(3) is None
-    assert full.everything(3).operators == full.plan(10).operators
-    assert (full.window_length, full.requires) == (1, frozenset())
+    assert full_plan(full, 3).operators == full.plan(10).operators
+    assert (full.schedule.window_length, full.requires) == (1, frozenset())
 
 
 def test_policies_are_found_by_name():

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from moc.policy import POLICIES, Every, Policy, SnapshotPlan, policy
+from moc.policy import POLICIES, Every, Policy, SnapshotPlan, SnapshotSchedule, check_plan, policy
 from moc.policy.flags import FlagConflict, PolicyFlag, PolicyFlags
 from moc.policy.registry import guard_methods
 from moc.state.detail import Detail
@@ -31,8 +31,12 @@ def failing():
         result: object = None
 
         @property
-        def window_length(self):
-            return self.nothing
+        def schedule(self):
+            return FailingSchedule(self)
+
+        @property
+        def storage(self):
+            return self.result
 
         def plan(self, iteration, load=None):
             return self._answer()
@@ -48,6 +52,16 @@ def failing():
                 raise self.error
             return self.result
 
+    class FailingSchedule(SnapshotSchedule):
+        policy: Failing
+
+        @property
+        def window_length(self):
+            return self.nothing
+
+        def plan_as_due(self, iteration, load=None):
+            return self.policy.result
+
     guard_methods(POLICIES["failing"])
     yield lambda **fields: Failing(OPERATORS, Every(1), **fields)
     del POLICIES["failing"]
@@ -56,8 +70,8 @@ def failing():
 def test_each_kind_of_method_is_named_with_the_line(failing):
     with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_registry.py:"):
         failing(error=ZeroDivisionError("by zero")).plan(1)
-    with raises("policy-failed", "window_length()", "test_registry.py:"):
-        _ = failing().window_length
+    with raises("policy-failed", "schedule.window_length()", "test_registry.py:"):
+        _ = failing().schedule.window_length
     flags = POLICIES["failing"].flags
     with raises("policy-failed", "max_lost_tokens()", "AttributeError"):
         flags.max_lost_tokens(object())
@@ -80,6 +94,10 @@ def test_results_of_other_types_are_refused(failing):
         failing(result=[1]).plan(1)
     with raises("policy-failed", "state_dict()", "set"):
         failing(result={"saved": {1}}).state_dict()
+    with raises("policy-failed", "schedule.plan_as_due()", "NoneType", "SnapshotPlan"):
+        failing().schedule.plan_as_due(1)
+    with raises("policy-failed", "storage()", "NoneType", "StorageSchedule"):
+        _ = failing().storage
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,21 @@ def test_results_of_other_types_are_refused(failing):
 def test_a_plan_of_something_else_is_refused(operators, failing):
     plan = SnapshotPlan(1, "failing", {one.name: Detail.FULL for one in OPERATORS} | operators, True)
     with raises("policy-plan-invalid", *operators):
-        failing().check(plan)
+        check_plan(failing(), plan)
+
+
+def test_requirements_are_given_to_the_decorator():
+    with raises("policy-class-invalid", "odd", "requires"):
+
+        @policy("odd")
+        @dataclasses.dataclass(frozen=True)
+        class Odd(Policy):
+            @property
+            def requires(self):
+                return frozenset()
+
+            def plan(self, iteration, load=None):
+                return None
 
 
 def test_a_flag_of_another_type_is_refused():

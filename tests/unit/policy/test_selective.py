@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import POLICIES, Capability, Every, IntervalTuner, JobShape, ObservedIteration, Transfer, policy_named
+from moc.policy import (
+    POLICIES,
+    Capability,
+    Every,
+    IntervalTuner,
+    JobShape,
+    ObservedIteration,
+    Transfer,
+    full_plan,
+    policy_named,
+)
 from moc.policy.costs import Machine, SnapshotSizes
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.selective import Selective
@@ -52,7 +62,7 @@ def measured(policy, copied=(0.0, 0.0), replicated=(0.0, 0.0), written=(0.0, 0.0
 
 
 def based(policy, iteration=1, load=ZEROS):
-    policy.on_snapshot(policy.everything(iteration), load)
+    policy.on_snapshot(full_plan(policy, iteration), load)
     return policy
 
 
@@ -86,22 +96,22 @@ def test_every_expert_is_saved_before_it_is_too_old():
 def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
     """Equation 6, as the mean over layers: 6 of the 10 tokens of an iteration in one, none of the other's."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
-    assert policy.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
+    assert policy.report.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
     take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})  # two iterations of ten tokens
-    assert policy.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
+    assert policy.report.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
 
 
 def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
     """0.3 iterations, in the mean over two layers, of a training of 20: 1.5 %."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
     take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})
-    assert policy.mlt_limit == 0.03 and policy.at_risk(0.0149, 20) is None
-    text, fields = policy.at_risk(0.0151, 20)
+    assert policy.mlt_limit == 0.03 and policy.report.at_risk(0.0149, 20) is None
+    text, fields = policy.report.at_risk(0.0151, 20)
     assert fields == pytest.approx({"plt": 0.0301, "lost": 0.0151, "mlt": 0.3, "mlt_sum": 0.6})
     assert "3.010%" in text and "--selective-experts" in text and "--snapshot-interval" in text
     for tier, flags in (("memory", "local-gb"), ("peers", "local-gb and --selective-remote-gb")):
         other = Selective(OPERATORS, Every(1), tier=tier, mlt_limit=0.01, state=policy.state)
-        assert f"raise --selective-{flags}, or lower" in other.at_risk(0.0, 20)[0]
+        assert f"raise --selective-{flags}, or lower" in other.report.at_risk(0.0, 20)[0]
 
 
 def test_asking_changes_nothing_and_tokens_must_be_counted():
@@ -128,7 +138,7 @@ def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_cost
     )
     plan = policy.plan(17, {0: [1, 2, 3, 4], 1: [5, 6, 7, 8]})
     assert saved(plan) == {1: [0, 1, 2, 3]}  # 120 bytes in a forward and backward: dense operators and two experts
-    assert "1.2e-07 GB" in policy.reason()
+    assert "1.2e-07 GB" in policy.report.reason()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,7 @@ def test_what_nodes_receive_is_a_budget_of_its_own():
     plan = policy.plan(20, load)
     assert saved(plan.remote_plan) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
     assert saved(plan) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} and plan.complete and not plan.remote_plan.complete
-    assert "1.1e-07 GB" in policy.reason()
+    assert "1.1e-07 GB" in policy.report.reason()
     given_ = based(measured(Selective(OPERATORS, **sized, remote_gb=130 / GB), copied=(1e9, 1.0)))
     given_.on_sizes(Told())
     assert saved(given_.plan(20, load).remote_plan) == {0: [0, 1, 2, 3], 1: [0, 2]}
@@ -194,7 +204,7 @@ def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, rem
     for iteration, row in enumerate(rows, start=2):
         load = {layer: [*map(sum, zip(load[layer], row[4 * layer : 4 * layer + 4], strict=True))] for layer in load}
         as_copied = {"saved": policy.state.copied, "saved_at": policy.state.copied_at}
-        alone.load_state_dict(json.loads(json.dumps(policy.state_dict() | as_copied)))
+        alone.loading(json.loads(json.dumps(policy.state_dict() | as_copied)))()
         apart = saved(alone.plan(iteration, load).remote_plan)
         plan = take(policy, iteration, load)
         assert saved(plan.remote_plan) == apart
@@ -222,7 +232,7 @@ def test_what_copies_lack_is_not_what_memory_lacks():
     policy.on_sizes(Told())
     first = take(policy, 2, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # two experts of each rank, and copies of one
     assert (saved(first), saved(first.remote_plan)) == ({0: [0, 1, 2, 3]}, {0: [0, 2]})
-    assert policy.gauges() == {
+    assert policy.report.gauges() == {
         "selective_experts": 2.0,
         "selective_copies": 1.0,
         "mlt": pytest.approx(12 / 12 / 2),
@@ -230,7 +240,7 @@ def test_what_copies_lack_is_not_what_memory_lacks():
     }
     second = take(policy, 3, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # without a token more
     assert (saved(second), saved(second.remote_plan)) == ({0: [1, 3], 1: [0, 2]}, {0: [1, 3]})
-    assert policy.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
+    assert policy.report.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
 
 
 def test_a_state_of_before_there_were_separate_copies_loads():
@@ -240,7 +250,7 @@ def test_a_state_of_before_there_were_separate_copies_loads():
         name: value for name, value in policy.state_dict().items() if name not in ("copied", "copied_at", "mlt_peers")
     }
     other = Selective(OPERATORS, Every(1), experts=1)
-    other.load_state_dict(json.loads(json.dumps(state)))
+    other.loading(json.loads(json.dumps(state)))()
     assert other.state == policy.state and other.state.copied_at == policy.state.saved_at
 
 
@@ -255,10 +265,10 @@ def test_a_state_of_before_there_were_separate_copies_loads():
 def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apart):
     policy = based(measured(Selective(OPERATORS, Every(2), tier="peers", max_age=99), **moved))
     policy.on_sizes(Told())
-    assert policy.iterations_apart == -(-apart // 2) * 2
+    assert policy.schedule.iterations_apart == -(-apart // 2) * 2
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
     due = [iteration for iteration in range(1, 41) if policy.plan(iteration, load)]
-    assert due == list(range(policy.iterations_apart, 41, policy.iterations_apart))
+    assert due == list(range(policy.schedule.iterations_apart, 41, policy.schedule.iterations_apart))
     assert {0: [0], 1: [2]} == saved(policy.plan(due[0], load)) or apart == 4
 
 
@@ -290,7 +300,7 @@ def test_limits_stay_the_same_while_measurements_do():
 
 def test_storage_gets_the_experts_that_it_lacks():
     policy = Selective(OPERATORS, Every(1), experts=1)
-    assert policy.stores(policy.everything(1))
+    assert policy.storage.needs(full_plan(policy, 1))
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 0, 0], 1: [0] * 4}
     assert saved(take(policy, 2, load)) == {0: [0, 1]}
@@ -301,7 +311,7 @@ def test_storage_gets_the_experts_that_it_lacks():
     plan, part = persist(policy, 4, load)  # storage lacks nine tokens of the first
     assert saved(plan) == {0: [0, 1]} and part == plan
     assert saved(policy.plan(5, load)) == {0: [3], 1: [0]}
-    assert saved(policy.plan_for_storage(5, load)) == {0: [2, 3]}
+    assert saved(policy.storage.plan(5, load)) == {0: [2, 3]}
 
 
 def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
@@ -309,51 +319,51 @@ def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
     _, part = persist(policy, 2, load, published=False)
-    assert saved(part) == {0: [0, 1]} == saved(policy.plan_for_storage(3, load))
+    assert saved(part) == {0: [0, 1]} == saved(policy.storage.plan(3, load))
     persist(policy, 3, load)
-    assert saved(policy.plan_for_storage(4, load)) == {0: [2, 3]}
+    assert saved(policy.storage.plan(4, load)) == {0: [2, 3]}
 
 
 def test_what_is_on_its_way_to_storage_is_not_written_twice():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
-    first = policy.plan_for_storage(2, load)
+    first = policy.storage.plan(2, load)
     policy.on_snapshot(first, load)
-    policy.on_stored(first)
-    assert saved(policy.plan_for_storage(3, load)) == {0: [2, 3]}
-    policy.on_persisted(first, published=False)
-    assert saved(policy.plan_for_storage(3, load)) == {0: [0, 1]}
+    policy.storage.on_write_begun(first)
+    assert saved(policy.storage.plan(3, load)) == {0: [2, 3]}
+    policy.storage.on_write_ended(first, committed=False)
+    assert saved(policy.storage.plan(3, load)) == {0: [0, 1]}
 
 
 def test_a_resumed_run_counts_what_storage_has():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
-    first = policy.plan_for_storage(2, load)
+    first = policy.storage.plan(2, load)
     policy.on_snapshot(first, load)
-    policy.on_stored(first)
+    policy.storage.on_write_begun(first)
     state = policy.state_dict()  # stored with the snapshot, before anybody knows whether it is published
     for published, expected in ((2, {0: [2, 3]}), (1, {0: [0, 1]})):
         again = Selective(OPERATORS, Every(1), experts=1)
-        again.load_state_dict(state)
-        again.on_resume(in_memory=True, in_storage=True)
+        again.loading(state)()
+        again.recovery.on_resume(in_memory=True, in_storage=True)
         names = [name for name in first.operators if ".expert." in name]
         everything = dict.fromkeys((one.name for one in OPERATORS), 1)
-        again.on_inventory(everything | dict.fromkeys(names, published))
-        assert saved(again.plan_for_storage(3, load)) == expected
+        again.storage.on_inventory(everything | dict.fromkeys(names, published))
+        assert saved(again.storage.plan(3, load)) == expected
 
 
 def test_partial_checkpoints_are_of_no_use_in_empty_storage():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     with raises("storage-lacks-experts"):
-        policy.for_storage(policy.plan(2, ZEROS))
+        policy.storage.part_of(policy.plan(2, ZEROS))
     policy.state.stored = True
-    policy.storage_lost()
+    policy.storage.on_full_snapshot_lost()
     assert policy.plan(2, ZEROS).complete
-    policy.on_resume(in_memory=True, in_storage=False)
+    policy.recovery.on_resume(in_memory=True, in_storage=False)
     assert policy.plan(2, ZEROS).complete
-    policy.on_resume(in_memory=True, in_storage=True)
+    policy.recovery.on_resume(in_memory=True, in_storage=True)
     assert not policy.plan(2, ZEROS).complete
 
 
@@ -363,7 +373,7 @@ def test_what_it_was_told_survives_json(rows):
     for iteration, row in enumerate(rows, start=2):
         load = {0: [a + b for a, b in zip(load[0], row[:4], strict=True)], 1: [*map(sum, zip(load[1], row[4:]))]}  # noqa: B905
         other = Selective(OPERATORS, Every(1), experts=2)
-        other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        other.loading(json.loads(json.dumps(policy.state_dict())))()
         assert other.plan(iteration, load) == policy.plan(iteration, load)
         take(policy, iteration, load)
 
@@ -371,7 +381,7 @@ def test_what_it_was_told_survives_json(rows):
 def test_a_damaged_state_is_refused_by_name():
     for state in ({}, {"based": True}, policy_named("selective")(OPERATORS, Every(1)).state_dict() | {"saved": 3}):
         with raises("saved-state-invalid"):
-            Selective(OPERATORS, Every(1)).load_state_dict(state)
+            Selective(OPERATORS, Every(1)).loading(state)()
 
 
 @pytest.mark.parametrize(
@@ -427,7 +437,7 @@ def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
     def boost(drops, **flags):
         return Selective(
             OPERATORS, Every(2), **POLICIES[Selective.name].settings(asked(**flags), JobShape(drops_tokens=drops))
-        ).makes_up
+        ).recovery.capacity_boost
 
     assert boost(True) == CapacityBoost(0.1, 200) and boost(False) is None
     assert boost(True, selective_boost=0.5, selective_boost_iterations=7) == CapacityBoost(0.5, 7)
@@ -465,14 +475,14 @@ def test_copies_go_in_bubbles_where_there_are_any():
     timed, cuda = (
         Selective(OPERATORS, IntervalTuner(), **POLICIES[Selective.name].settings(flags, job)) for job in jobs
     )
-    assert Capability.BUBBLES in timed.requires and not [*timed.remarks()]
-    assert Capability.BUBBLES not in cuda.requires and "no effect" in next(cuda.remarks())
+    assert Capability.BUBBLES in timed.requires and not [*timed.report.remarks()]
+    assert Capability.BUBBLES not in cuda.requires and "no effect" in next(cuda.report.remarks())
     seen = dict(copied=Transfer(120.0, 1.0))
     for policy in (timed, cuda, Selective(OPERATORS, Every(1), bubble_share=0.5)):
         for _ in range(WARM_UP + BLOCK):
             policy.interval.observe(ObservedIteration(2.0, forward_backward_s=1.0, **seen))
         assert policy.interval.local_bytes == (60.0 if policy is timed else 120.0)
-        assert ("bubbles" in policy.reason()) == (policy is timed)
+        assert ("bubbles" in policy.report.reason()) == (policy is timed)
     fixed = Selective(OPERATORS, Every(1), experts=1, hide="bubble", bubble_share=0.5)
     assert Capability.BUBBLES in fixed.requires and isinstance(fixed.interval, Every)
     with raises("value-not-a-choice", "night"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import POLICIES, Capability, Every, JobShape, ObservedIteration, Transfer
+from moc.policy import POLICIES, Capability, Every, JobShape, ObservedIteration, Transfer, full_plan
 from moc.policy.expert_selection import Preselection, count_limit, proportional
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.pec import PecState
@@ -186,7 +186,7 @@ def test_gradients_count_a_third_of_a_state():
     """The budget of one expert of each layer, 24 bytes, has room for the gradients of six of the eight."""
     one = policy(experts=1)
     plan = take(one, 2, loads(9, 5, 3, 1))
-    assert one.gauges() | {"mlt": 0} == {"selective_experts": 3, "selective_gradients": 3, "mlt": 0}
+    assert one.report.gauges() | {"mlt": 0} == {"selective_experts": 3, "selective_gradients": 3, "mlt": 0}
     assert details(plan) == {FULL: set(), GRAD: {(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)}}
     assert nbytes(plan) == 2 * FULL_BYTES and not plan.complete
 
@@ -244,7 +244,7 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     one.on_sizes(told)
     measured(based(one), copied=(1e9, 1.0), replicated=(1e9, 1.0))
     assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[GRAD]) == 8
-    one.on_resume(in_memory=True, in_storage=True)
+    one.recovery.on_resume(in_memory=True, in_storage=True)
     assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[FULL]) == 4
 
 
@@ -252,21 +252,21 @@ def test_a_state_saved_before_there_were_gradients_is_known():
     state = policy(experts=1).state_dict()
     del state["bases"]
     one = policy(experts=1)
-    one.load_state_dict(state)
+    one.loading(state)()
     assert details(one.plan(2, loads(9, 5, 3, 1)))[FULL]
 
 
 def test_storage_gets_states_alone_and_chains_go_on():
     one = policy(experts=2)
-    one.on_stored(one.everything(1))
-    one.on_persisted(one.everything(1), published=True)
+    one.storage.on_write_begun(full_plan(one, 1))
+    one.storage.on_write_ended(full_plan(one, 1), committed=True)
     load = ZEROS
     for iteration in (2, 3):
         load = loads(9, 5, 3, 1, before=load)
         assert not details(take(one, iteration, load))[FULL]
-    plan = one.plan_for_storage(4, loads(9, 5, 3, 1, before=load))  # goes to storage, on half of the budget
+    plan = one.storage.plan(4, loads(9, 5, 3, 1, before=load))  # goes to storage, on half of the budget
     assert details(plan) == {FULL: {(0, 0), (1, 0)}, GRAD: {(layer, e) for layer in (0, 1) for e in (1, 2, 3)}}
-    stored = one.for_storage(plan)
+    stored = one.storage.part_of(plan)
     assert set(stored.operators.values()) == {FULL} and stored.operators.items() < plan.operators.items()
 
 
@@ -274,7 +274,7 @@ def test_no_chain_goes_on_over_a_recovery_or_a_gap():
     one = policy(experts=2)
     take(one, 2, loads(1, 1, 1, 1))
     assert not details(one.plan(4, loads(3, 3, 3, 3)))[GRAD]
-    one.on_resume(in_memory=True, in_storage=True)
+    one.recovery.on_resume(in_memory=True, in_storage=True)
     plan = one.plan(3, loads(2, 2, 2, 2))
     assert details(plan)[FULL] and not details(plan)[GRAD]
 
@@ -305,12 +305,12 @@ def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_
 )
 def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts, fold):
     """Recounted from the plans alone; and what the policy was told survives JSON."""
-    one, load, plans = policy(experts=experts, max_age=4, fold=fold), ZEROS, {1: policy().everything(1)}
+    one, load, plans = policy(experts=experts, max_age=4, fold=fold), ZEROS, {1: full_plan(policy(), 1)}
     for iteration, row in enumerate(rows, start=2):
         load = loads(*row, before=load)
         other = Selective(OPERATORS, Every(1), gradients=True, score="tokens", experts=experts, max_age=4, fold=fold)
         other.on_sizes(Told())
-        other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        other.loading(json.loads(json.dumps(one.state_dict())))()
         plans[iteration] = take(one, iteration, load)
         assert nbytes(plans[iteration]) <= 2 * experts * FULL_BYTES
         assert other.plan(iteration, load) == plans[iteration]
@@ -342,9 +342,8 @@ OBSTACLES = [
 def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
     settings = POLICIES[Selective.name].settings(asked(**flags), JobShape(**job))
     found = Selective(OPERATORS, Every(1), **settings)
-    assert (
-        Capability.GRADIENTS not in found.requires and found.score == "tokens-age" and remedy in next(found.remarks())
-    )
+    assert Capability.GRADIENTS not in found.requires and found.score == "tokens-age"
+    assert remedy in next(found.report.remarks())
     wanted = asked(**flags, selective_gradients="on")
     (sentence,) = POLICIES[Selective.name].flags.unmet_requirements(wanted, JobShape(**job))
     assert remedy in str(sentence)
@@ -374,7 +373,7 @@ def test_folding_what_is_not_saved_is_refused():
 
 def test_by_default_they_are_on_where_they_can_be():
     found = Selective(OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(), JobShape()))
-    assert Capability.GRADIENTS in found.requires and found.score == "tokens" and not list(found.remarks())
+    assert Capability.GRADIENTS in found.requires and found.score == "tokens" and not list(found.report.remarks())
     assert not [
         *POLICIES[Selective.name].flags.conflicts_in(asked()),
         *POLICIES[Selective.name].flags.unmet_requirements(asked(), JobShape()),
@@ -382,7 +381,7 @@ def test_by_default_they_are_on_where_they_can_be():
     off = Selective(
         OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(selective_gradients="off"), JobShape())
     )
-    assert Capability.GRADIENTS not in off.requires and off.score == "tokens-age" and not list(off.remarks())
+    assert Capability.GRADIENTS not in off.requires and off.score == "tokens-age" and not list(off.report.remarks())
 
 
 @pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])
@@ -397,7 +396,7 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         take(one, iteration, load)
         found.append(one.state.mlt)
-        shares.append(one.gauges())
+        shares.append(one.report.gauges())
     assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
     sizes = one.sizes[0]
     foretold = replay_chains(

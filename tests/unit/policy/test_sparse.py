@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import ObservedIteration, Transfer
+from moc.policy import ObservedIteration, Transfer, full_plan
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
 from moc.state.detail import Detail
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
         plans = run(straight, range(1, 13), loads)
         run(first, range(1, 8), loads)
         other = Sparse(OPERATORS, None, window=3, order=order)
-        other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        other.loading(json.loads(json.dumps(first.state_dict())))()
         assert run(other, range(8, 13), loads) == plans[7:]
 
 
@@ -144,21 +144,20 @@ def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
     plans = run(straight, range(1, 13), loads)
     run(first, range(1, at + 1), loads)
     other = Sparse(OPERATORS, None, window=3, stages=(0, 0, 1))
-    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    other.loading(json.loads(json.dumps(first.state_dict())))()
     start = 5 if at < 8 else 8
-    assert list(other.under_way(at)) == plans[start - 1 : at] and {plan.since for plan in other.under_way(at)} == {
-        start
-    }
-    assert other.under_way(at + 1) == ()  # which it was not told of
+    window = other.schedule.current_window(at)
+    assert list(window) == plans[start - 1 : at] and {plan.since for plan in window} == {start}
+    assert other.schedule.current_window(at + 1) == ()  # which it was not told of
     assert run(other, range(at + 1, 13), loads) == plans[at:]
 
 
-def test_a_window_may_begin_anew():
+def test_a_window_may_restart():
     policy = Sparse(OPERATORS, None, window=3)
     run(policy, range(1, 7))
     order = policy.state.current.order
-    policy.begin_anew()
-    assert policy.under_way(6) == () and policy.state.current.order == order
+    policy.schedule.restart_window()
+    assert policy.schedule.current_window(6) == () and policy.state.current.order == order
     plans = run(policy, range(7, 10))
     assert [plan.since for plan in plans] == [7] * 3
     check_window(plans)
@@ -167,10 +166,10 @@ def test_a_window_may_begin_anew():
 def test_a_window_that_is_over_is_over_in_another_layout():
     one, other = Sparse(OPERATORS, None, window=6, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=6)
     run(one, range(1, 6))
-    assert one.window_length == 5 and one.state.current.start == 2
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.schedule.window_length == 5 and one.state.current.start == 2
+    other.loading(json.loads(json.dumps(one.state_dict())))()
     plans = run(other, range(6, 12))
-    assert other.window_length == 6
+    assert other.schedule.window_length == 6
     check_window(plans)
 
 
@@ -182,10 +181,10 @@ def test_the_last_snapshot_of_a_window_supersedes_what_was_before_it():
 def test_everything_ends_a_window():
     policy = Sparse(OPERATORS, None, window=4)
     run(policy, range(1, 4))
-    policy.on_snapshot(policy.everything(3))
+    policy.on_snapshot(full_plan(policy, 3))
     other = Sparse(OPERATORS, None, window=4)
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert policy.window_length == other.window_length == 1
+    other.loading(json.loads(json.dumps(policy.state_dict())))()
+    assert policy.schedule.window_length == other.schedule.window_length == 1
     check_window(run(policy, range(4, 8)))
     check_window(run(other, range(4, 8)))
 
@@ -193,7 +192,7 @@ def test_everything_ends_a_window():
 @pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
 def test_no_state_of_this_policy(state):
     with raises("saved-state-invalid"):
-        Sparse(OPERATORS, None).load_state_dict(state)
+        Sparse(OPERATORS, None).loading(state)()
 
 
 @pytest.mark.parametrize(
@@ -229,14 +228,14 @@ def test_a_window_that_finds_itself():
     policy.on_sizes(busiest)
     taken = measured(policy, seconds=1.0, bandwidth=dense / 2, iterations=40)
     assert taken == [False] * (WARM_UP + BLOCK) + [True] * (40 - WARM_UP - BLOCK)
-    length = policy.gauges()["sparse_window"]
-    assert length > 1 and "GB/s" in policy.reason()
+    length = policy.report.gauges()["sparse_window"]
+    assert length > 1 and "GB/s" in policy.report.reason()
     plans = run(policy, range(41, 41 + 2 * length))
     assert max(busiest(plan.operators) for plan in plans) <= dense / 2
     other = Sparse(OPERATORS, None)
     other.on_sizes(busiest)
     other.interval.load_state_dict(json.loads(json.dumps(policy.interval.state_dict())))
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    other.loading(json.loads(json.dumps(policy.state_dict())))()
     assert other.plan(1) is not None and not other.plan(1).complete
 
 
@@ -244,25 +243,25 @@ def test_a_fast_machine_takes_everything_each_time():
     policy = Sparse(OPERATORS, None)
     policy.on_sizes(busiest)
     measured(policy, seconds=1.0, bandwidth=1e12, iterations=30)
-    assert policy.gauges()["sparse_window"] == 1 and policy.plan(31).complete
+    assert policy.report.gauges()["sparse_window"] == 1 and policy.plan(31).complete
 
 
 def test_gauges_show_how_unequal_experts_are_of_late():
     policy = Sparse(OPERATORS, None, window=2)
-    assert policy.gauges() == {}
+    assert policy.report.gauges() == {}
     loads = {1: {0: [4, 4, 4, 4], 2: [4, 4, 4, 4]}, 2: {0: [8, 4, 4, 4], 2: [5, 5, 5, 5]}}
     run(policy, [1, 2], loads.get)
-    assert policy.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
-    assert policy.reason() is None
+    assert policy.report.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
+    assert policy.report.reason() is None
 
 
 def test_tokens_of_an_iteration_are_the_mean_since_the_last_snapshot():
     policy = Sparse(OPERATORS, None, window=1, order="decayed", alpha=0.75)
-    policy.on_snapshot(policy.everything(2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
-    assert policy.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}
+    policy.on_snapshot(full_plan(policy, 2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
+    assert policy.report.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}
     assert policy.state_dict()["counts"] == {0: [3.0, 1.0, 0.0, 0.0], 2: [1.0] * 4}
-    policy.on_snapshot(policy.everything(6), {0: [10, 2, 8, 0], 2: [2, 2, 2, 2]})
+    policy.on_snapshot(full_plan(policy, 6), {0: [10, 2, 8, 0], 2: [2, 2, 2, 2]})
     assert policy.state_dict()["counts"] == {0: [1.0, 0.0, 2.0, 0.0], 2: [0.0] * 4}
     assert policy.state_dict()["mean"] == {0: [0.8125, 0.1875, 0.5, 0.0], 2: [0.1875] * 4}
-    policy.on_snapshot(policy.everything(6), {0: [11, 2, 8, 0], 2: [2, 2, 2, 2]})  # once more, at the end of the run
+    policy.on_snapshot(full_plan(policy, 6), {0: [11, 2, 8, 0], 2: [2, 2, 2, 2]})  # once more, at the end of the run
     assert policy.state_dict()["counts"][0] == [1.0, 0.0, 0.0, 0.0]

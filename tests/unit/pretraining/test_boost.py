@@ -187,11 +187,12 @@ def test_a_capacity_for_every_token_leaves_nothing_to_boost():
     assert all(map(torch.equal, before, after)) and not any(layer.taken()[1])
 
 
-def tracker_of(layer, makes_up):
+def tracker_of(layer, boost):
     """What keeps the ledger of that layer."""
     experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
     engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
-    return TokenTracker(engine, 100, SimpleNamespace(requires=frozenset(), makes_up=makes_up))
+    recovery = SimpleNamespace(capacity_boost=boost)
+    return TokenTracker(engine, 100, SimpleNamespace(requires=frozenset(), recovery=recovery))
 
 
 def owing(owed, iterations):

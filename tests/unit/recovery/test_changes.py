@@ -3,7 +3,7 @@
 import pytest
 
 from moc.errors import code_of
-from moc.policy import Every, policy_named
+from moc.policy import Every, policy_named, recovers_exactly
 from moc.recovery.changes import in_storage_alone, is_of, refusal
 from moc.recovery.retention import Experts, experts_staying
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
@@ -31,7 +31,7 @@ def saved(name, tier, upto):
 @pytest.mark.parametrize("old", POLICIES)
 def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
-    way = next(recoveries(held, OPERATORS, policy.is_exact))
+    way = next(recoveries(held, OPERATORS, recovers_exactly(policy)))
     why = refusal(held, policy, way.iteration)
     if old == "pec" and new != "pec":
         assert code_of(why) == "policy-change-refused" and way.iteration == 1  # the first one of everything

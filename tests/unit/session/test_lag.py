@@ -175,7 +175,7 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     if tier == "disk":
         assert model.most <= SPARE + BEYOND
     else:
-        assert model.most <= policy.window_length + 1
+        assert model.most <= policy.schedule.window_length + 1
         assert not model.was_waited_for
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import POLICIES, Capability, Every, policy_named
+from moc.policy import POLICIES, Capability, Every, check_plan, policy_named
 from moc.policy.expert_selection import steady_risk
 from moc.policy.token_ledger import TokenLedger
 from moc.recovery.persisted import Persisted, Promise, overdue
@@ -90,7 +90,7 @@ class Run:
 
     def __post_init__(self):
         log = SimpleNamespace(message=self.said.append, events=SimpleNamespace(write=lambda *_, **__: None))
-        window = lambda: self.policy.window_length - 1 + VOTES  # noqa: E731
+        window = lambda: self.policy.schedule.window_length - 1 + VOTES  # noqa: E731
         self.health = StorageHealth("there", EVERY if self.beside else None, EVERY, None, log, publishes_in=window)
         self.stored = Stored(self.policy, self.health, ResumePoint(Position()), self.beside)
         self.ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
@@ -114,11 +114,11 @@ class Run:
         if plan is None:
             self.stored.passes(iteration, self.ledger.load)
         else:
-            self.policy.check(plan)
+            check_plan(self.policy, plan)
             self.stored.begins(plan, storage)
             self.policy.on_snapshot(plan, self.ledger.load)
             if storage is not None:
-                self.policy.on_stored(storage)
+                self.policy.storage.on_write_begun(storage)
                 self._writes.append((Taken(plan, storage, {}, SimpleNamespace(in_memory=self.beside)), self.ledger))
                 if plan.since == iteration:
                     self.begun.append(iteration)
@@ -190,7 +190,7 @@ def needed_rate(case: str, beside: bool) -> float:
              for held, _ in run.published}  # fmt: skip
     later = run.begun[len(run.begun) // 2 :]  # the first ones are full
     windows = (sum(sizes.get(i, 0.0) for i in range(a, b)) for a, b in itertools.pairwise(later))
-    return max(windows) / (EVERY if beside else run.policy.window_length)
+    return max(windows) / (EVERY if beside else run.policy.schedule.window_length)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["memory", "disk"])
@@ -242,7 +242,7 @@ def test_storage_that_hangs(case):
     run.hangs_at = at
     run.train(400)
     assert run.survives == before == run.stored.persisted
-    has_promise = [one for one in OPERATORS if one.place is None or run.policy.storage_cycle is not None]
+    has_promise = [one for one in OPERATORS if one.place is None or run.policy.storage.cycle is not None]
     assert run.lags[-1].overdue == len(has_promise) and run.lags[-1].age == at + 400 - before.iteration
     assert sum("lags behind" in text for text in run.said) == 1
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import SnapshotPlan
+from moc.policy import Capability, SnapshotPlan, StorageSchedule
 from moc.session.queues import Taken
 from moc.session.resume.point import ResumePoint
 from moc.session.storage_health import StorageHealth
@@ -17,36 +17,35 @@ from moc.state.shape import ModelShape, model_operators
 class Policy:
     """One whose snapshots may be partial; storage needs a full one first."""
 
-    is_exact, name, requires = False, "test", frozenset()
+    name, requires = "test", frozenset({Capability.OLDER_EXPERTS})
     operators = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 
     def __init__(self, based=True):
         self.based, self.asked, self.anew = based, 0, 0
         self.told, self.given = [], None
+        self.storage, self.schedule = Storage(self), SimpleNamespace(restart_window=self.restart_window)
 
     def plan(self, iteration, load=None):
         return self.given
 
-    def plan_for_storage(self, iteration, load=None, again=False):
-        return plan(iteration) if self.given or again else None
-
-    def on_persisted(self, plan, published):
-        self.told.append((plan.iteration, published))
-
-    def everything(self, iteration):
-        return plan(iteration)
-
-    def stores(self, plan):
-        return plan.complete and not self.based
-
-    def for_storage(self, plan):
-        return plan
-
-    def storage_lost(self):
-        self.asked += 1
-
-    def begin_anew(self):
+    def restart_window(self):
         self.anew += 1
+
+
+class Storage(StorageSchedule):
+    policy: Policy
+
+    def plan(self, iteration, load=None, again=False):
+        return plan(iteration) if self.policy.given or again else None
+
+    def needs(self, plan):
+        return plan.complete and not self.policy.based
+
+    def on_write_ended(self, plan, committed):
+        self.policy.told.append((plan.iteration, committed))
+
+    def on_full_snapshot_lost(self):
+        self.policy.asked += 1
 
 
 def plan(iteration, complete=True, since=None):
