@@ -83,7 +83,7 @@ class Carrying:
             self._carrier.delete()
         self.published(iteration)
 
-    def give_up_before(self, iteration: int) -> None:
+    def release_before(self, iteration: int) -> None:
         """Reduces snapshots before a durable one to their carried experts, and clears superseded memory.
 
         Raises:

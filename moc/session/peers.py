@@ -260,7 +260,7 @@ class Peers:
                 problems.append(_described(error))
         return problems
 
-    def give_up_older(self, iteration: int) -> None:
+    def release_before(self, iteration: int) -> None:
         """Reduces copies of snapshots before an iteration, which are superseded by copies on all nodes."""
         for copies in self._carriers.values():
             copies.retire(iteration)
