@@ -30,7 +30,7 @@ from moc.recovery.folds import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
-from moc.session.components import Components, build, close, holdings_of, may_replay
+from moc.session.components import Components, SnapshotSizes, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
@@ -40,7 +40,6 @@ from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
-from moc.session.sizes import SnapshotSizes
 from moc.session.tiers import memory_of, nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError

@@ -11,7 +11,7 @@ from typing import override
 from moc.faults import reach
 from moc.policy import Capability
 from moc.runtime.collectives import first_reported, gather
-from moc.session.carrying import Carrying
+from moc.session.carriers import Carrying
 from moc.session.components import Components
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
@@ -74,7 +74,7 @@ class MemoryTier:
             with self._failure.remembering():
                 part = snapshot.snapshot.sealed.result()
                 self._parts.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, part)
-            self.carrying.published(snapshot.iteration)
+            self.carrying.committed(snapshot.iteration)
         reach("snapshot_published")
 
     def is_durable(self, snapshot: SnapshotInProgress) -> None:

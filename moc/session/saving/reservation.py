@@ -19,7 +19,7 @@ import psutil
 from moc.errors import code_of
 from moc.policy import Capability, Load, SnapshotPlan
 from moc.runtime.collectives import gather, run_on_all
-from moc.session.carrying import experts_of
+from moc.session.carriers import experts_of
 from moc.session.components import Components
 from moc.session.memory import (
     Now,

@@ -121,10 +121,10 @@ def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
     remote = RemoteCarrier(carriers, store, ONES)
     take(store, remote, 1, PLANS[0])
     carriers._helper._process.send_signal(signal.SIGSTOP)
-    carriers._helper.patience_s = 0.1
+    carriers._helper.timeout_s = 0.1
     with raises("helper-lost", "0.1 s"):
         remote.drop(1)
-    carriers._helper.patience_s = 60
+    carriers._helper.timeout_s = 60
     take(store, remote, 2, PLANS[1])
 
 

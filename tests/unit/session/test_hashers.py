@@ -61,7 +61,7 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
 def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
     monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["sleep", "600"])
-    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.runs and not hasher.processes
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.is_running and not hasher.processes
 
 
 def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
@@ -89,7 +89,7 @@ def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
-    hasher._helper.patience_s = 0.1
+    hasher._helper.timeout_s = 0.1
     os.kill(process, signal.SIGSTOP)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     said = capfd.readouterr().err
