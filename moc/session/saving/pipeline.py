@@ -101,8 +101,9 @@ class Stages:
     def advance(self, totals: Mapping[str, float]) -> None:
         """Receives the totals: each snapshot whose work is done on all workers leaves its stage."""
         for place in range(POSITIONS):
+            of_place = totals_at(totals, place)
             for stage in self:
-                stage.advance(totals_at(totals, place))
+                stage.advance(of_place)
 
     def failure(self) -> str | None:
         """Returns the error on this worker that must end the run, if any."""
