@@ -27,7 +27,7 @@ from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
-from moc.session.snapshots import LAST_TRIES_S
+from moc.session.saving.pipeline import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.state.undo_log import UntrackedChangeError
 from moc.store.errors import CheckpointError

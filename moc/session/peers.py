@@ -31,8 +31,7 @@ from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.protocol import PeerGoneError, WireError
 from moc.runtime.replica_server import ReplicaClient
 from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
-from moc.session.carriers import Carriers, RemoteCarrier
-from moc.session.carrying import carry, experts_of
+from moc.session.carriers import Carriers, RemoteCarrier, carry, experts_of
 from moc.session.engine import Listener
 from moc.session.folds import Folds
 from moc.session.memory import RankMemory
@@ -260,7 +259,7 @@ class Peers:
                 problems.append(_described(error))
         return problems
 
-    def give_up_older(self, iteration: int) -> None:
+    def release_before(self, iteration: int) -> None:
         """Reduces copies of snapshots before an iteration, which are superseded by copies on all nodes."""
         for copies in self._carriers.values():
             copies.retire(iteration)

@@ -30,7 +30,7 @@ from moc.recovery.folds import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
-from moc.session.components import Components, build, close, holdings_of, may_replay
+from moc.session.components import Components, SnapshotSizes, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
@@ -38,10 +38,8 @@ from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.replay import check_freezing
 from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
+from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
-from moc.session.sizes import SnapshotSizes
-from moc.session.snapshots import Describer, Snapshots
-from moc.session.storage_health import storage_of
 from moc.session.tiers import memory_of, nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
@@ -77,7 +75,7 @@ class Session(VoteParticipant):
         self._elsewhere, self._chooser = elsewhere, chooser
         self.remains = LocalRemains() if remains is None else remains
         self.position, self.record = Position(), None
-        self._running: tuple[Components, Snapshots] | None = None  # None without a policy, and before resume()
+        self._running: tuple[Components, SavingPipeline] | None = None  # None without a policy, and before resume()
         self._memory: Path | None = None  # this node's memory, if the job uses and owns it
         self._whole = True  # False while the update changes the state
 
@@ -142,7 +140,7 @@ class Session(VoteParticipant):
             tidies=not beside,
             deterministic=settings.deterministic,
         )
-        storage = storage_of(settings, parts, start, log, beside)
+        health = storage_health(settings, parts, start, log, in_background=beside)
         sizes = SnapshotSizes(parts)
         try:
             policy.on_sizes(sizes)
@@ -156,18 +154,18 @@ class Session(VoteParticipant):
         self.position, self.record = start.position, start.record
         if parts.tokens is not None:
             parts.report.boost(start.position.iteration, parts.tokens.debt)
-        snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
-        undo.callback(snapshots.close)
-        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
-        snapshots.take_again()
-        self._running = parts, snapshots
+        saving = SavingPipeline(parts, settings, health, start, self._describer(parts))
+        undo.callback(saving.close)
+        saving.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
+        saving.begin_again()
+        self._running = parts, saving
 
     def ballot(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:
             return {}
-        parts, snapshots = self._running
-        mine = snapshots.ballot()
+        parts, saving = self._running
+        mine = saving.contribution()
         return mine if parts.tokens is None else parts.tokens.ballot() | mine
 
     def on_vote(self, tally: dict[str, float]) -> None:
@@ -177,11 +175,11 @@ class Session(VoteParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            parts, snapshots = self._running
-            snapshots.on_vote(tally)
+            parts, saving = self._running
+            saving.receive(tally)
             if parts.tokens is not None:
                 parts.tokens.on_vote(tally)
-            snapshots.wait_for_copies()
+            saving.wait_for_copies()
         self._whole = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
@@ -218,7 +216,7 @@ class Session(VoteParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            self._running[1].take(self.position, self.record)
+            self._running[1].begin_if_planned(self.position, self.record)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -232,8 +230,8 @@ class Session(VoteParticipant):
         if self._running is None:
             yield
             return
-        parts, snapshots = self._running
-        snapshots.wait_for_copies()
+        parts, saving = self._running
+        saving.wait_for_copies()
         with parts.digests.moving(self.position.iteration):
             yield
             parts.contents.renew(holdings_of(self._engine, parts.policy))
@@ -255,11 +253,11 @@ class Session(VoteParticipant):
     def interrupt(self) -> None:
         """Ends this generation after the loss of another worker, and keeps this worker's state for the next one."""
         if self._running is not None:
-            parts, snapshots = self._running
+            parts, saving = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
             parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
-            self.remains.begun, self.remains.workers = snapshots.begun, self._engine.world.size
+            self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
         self._end()
 
     def close(self) -> None:
@@ -272,8 +270,8 @@ class Session(VoteParticipant):
 
     def _end(self) -> None:
         if self._running is not None:
-            parts, snapshots = self._running
-            snapshots.close()
+            parts, saving = self._running
+            saving.close()
             close(parts, _patience_s(parts))
         self._running = None
 
@@ -287,9 +285,9 @@ class Session(VoteParticipant):
         """Values to report with every iteration."""
         if self._running is None:
             return {}
-        parts, snapshots = self._running
+        parts, saving = self._running
         lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | snapshots.gauges
+        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | saving.gauges
 
     @property
     def load(self) -> Load | None:
@@ -300,12 +298,12 @@ class Session(VoteParticipant):
     @property
     def memory_is_free(self) -> bool:
         """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
-        return self._running is not None and self._running[1].memory_is_free
+        return self._running is not None and self._running[1].storage.memory_is_free
 
     @property
     def storage_fails(self) -> bool:
         """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
-        return self._running is not None and self._running[1].storage_fails
+        return self._running is not None and bool(self._running[1].storage.problem)
 
     def _describer(self, parts: Components) -> Describer:
         """Returns a function for the non-tensor state at a position."""

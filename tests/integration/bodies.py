@@ -31,13 +31,13 @@ from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
-from moc.session import snapshots
+from moc.session.saving import pipeline
 from moc.store.errors import CheckpointError
 from tests.integration import plain
 from tests.integration.own_program import program_of
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
-loop.LAST_TRIES_S = snapshots.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
+loop.LAST_TRIES_S = pipeline.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
 
 
 def train(flags: dict) -> dict:

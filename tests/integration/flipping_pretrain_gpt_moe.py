@@ -42,7 +42,7 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
 
         def contribute(self) -> dict:
             if self._running is not None:
-                for taken in self._running[1]._queues.copying:
+                for taken in self._running[1]._stages.copying.queue:
                     taken.snapshot.capture.wait()
             flip(self)
             return ballot(self)

@@ -22,9 +22,9 @@ from megatron.pretraining.session import settings_of
 from moc.policy.selective import Selective
 from moc.policy.selective_choice import SelectiveTuner
 from moc.runtime import environment, job_token
-from moc.session.publishing import Publisher
+from moc.session.saving.committing import Committer
+from moc.session.saving.pipeline import SavingPipeline
 from moc.session.session import Session
-from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
 from moc.state.detail import Detail
 from moc.store.shard_file import ShardReader
@@ -64,9 +64,9 @@ def train_recorded(
             _stop() if snapshot.iteration >= hold_from else persist(saver, snapshot, *told)
         )
     if late is not None and rank == late[0]:
-        publish = Publisher.in_memory
-        Publisher.in_memory = lambda publisher, plan, *told: (
-            _stop() if plan.iteration >= late[1] else publish(publisher, plan, *told)
+        commit = Committer.commit_in_memory
+        Committer.commit_in_memory = lambda committer, plan, *told: (
+            _stop() if plan.iteration >= late[1] else commit(committer, plan, *told)
         )
     bodies.train(flags)
 
@@ -82,7 +82,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         For each ``start``, the iteration; ``steps``, updates that Adam reckons with; and ``hashes`` of what this
         worker holds first.
     """
-    Snapshots.reserve = lambda *_, **__: None  # buffers that nothing will be copied into
+    SavingPipeline.reserve = lambda *_, **__: None  # buffers that nothing will be copied into
 
     def use(run) -> list[dict]:
         step, told = run.stepper, []
@@ -132,7 +132,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
         ``own``: of the newest snapshot in memory, the hash of each box; ``copy``: the same
         of the copy that this node keeps.
     """
-    take, close, told = Session.take, Snapshots.flush, {}
+    take, close, told = Session.take, SavingPipeline.flush, {}
 
     def drift(session: Session) -> None:
         if session.position.iteration == at and int(os.environ["RANK"]) == 1:
@@ -140,9 +140,9 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
             next(state.fragments(["output"], Detail.MOMENTS)).view[-1] += 1
         take(session)
 
-    def look(snapshots: Snapshots) -> None:
-        snapshots.finish()
-        root = snapshots._memory.storage.root
+    def look(pipeline: SavingPipeline) -> None:
+        pipeline.finish()
+        root = pipeline._parts.tiers.memory.storage.root
         for name, path in (("own", root), ("copy", *root.glob("of_*"))):
             store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
             manifest = store.read_manifest(max(store.iterations()))
@@ -150,9 +150,9 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
             sources = list(ShardReader(files).sources())
             assert not [damage for source in sources if (damage := source.find_damage())]
             told[name] = {f"{s.box.name} {s.box.slot} {s.box.region}": s.digest for s in sources}
-        close(snapshots)
+        close(pipeline)
 
-    Session.take, Snapshots.flush = drift, look
+    Session.take, SavingPipeline.flush = drift, look
     with replica_server(Path(directory)):
         bodies.train(flags)
     return told

@@ -10,7 +10,6 @@ from concurrent.futures import Future, wait
 from megatron.pretraining import loop
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.state import MegatronState
-from moc.session.queues import started
 from moc.session.session import Session
 from moc.snapshot import capture
 from moc.state.detail import Detail
@@ -94,12 +93,9 @@ def die_after(flags: dict, iteration: int) -> None:
 def under_way(session: Session) -> list[Future]:
     """What this worker does beside training for snapshots that are not everywhere yet."""
     assert session._running is not None
-    _, snapshots = session._running
-    queues = snapshots._queues
-    futures = [taken.snapshot.sealed for taken in queues.copying]
-    futures += [started(taken.copied) for taken in queues.replicating]
-    futures += [started(taken.snapshot.persisted) for taken in queues.writing]
-    return futures + [started(taken.published) for taken in queues.publishing]
+    stages = session._running[1]._stages
+    moving = (stages.copying, stages.replicating, stages.writing, stages.committing)
+    return [stage.work(snapshot) for stage in moving for snapshot in stage.queue]
 
 
 def die_after_folding(flags: dict, iteration: int) -> None:

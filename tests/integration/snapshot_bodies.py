@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moc.files import safe_directory
-from moc.session import snapshots
+from moc.session.saving import pipeline
 from moc.snapshot import capture
 from moc.store import storage
 from moc.store.shard_file import FileLayout
@@ -43,7 +43,7 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
         The same, and ``unpublished``: by iteration, snapshots that this run has begun and storage has no manifest of,
         and how many directories of snapshots storage has.
     """
-    sync, take, seen = os.fsync, snapshots.Snapshots.take, []
+    sync, take, seen = os.fsync, pipeline.SavingPipeline.begin_if_planned, []
     begun, store = set(), Store(storage.LocalStorage(flags["ckpt_dir"]))
 
     def slowly(descriptor: int) -> None:
@@ -53,25 +53,25 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
 
     def watched(self, position, record) -> None:
         take(self, position, record)
-        begun.add(self._stored.begun)
+        begun.add(self.storage.begun)
         published = set(store.iterations())
         newest = max(published, default=0)
         seen.append((sum(one > newest for one in begun), len(list(Path(flags["ckpt_dir"]).glob("iter_*")))))
 
-    os.fsync, snapshots.Snapshots.take = slowly, watched
+    os.fsync, pipeline.SavingPipeline.begin_if_planned = slowly, watched
     return bodies.train(flags) | {"unpublished": seen}
 
 
 def train_beside_fast_storage(flags: dict) -> dict:
     """As ``bodies.train``; a snapshot is in storage, if it goes there, before the next iteration begins."""
-    take = snapshots.Snapshots.take
+    take = pipeline.SavingPipeline.begin_if_planned
 
     def patiently(self, position, record) -> None:
         take(self, position, record)
-        while self._queues.to_storage:
-            self._wait_and_vote(for_storage=True)
+        while self._stages.to_storage:
+            self._all_reduce(for_storage=True)
 
-    snapshots.Snapshots.take = patiently
+    pipeline.SavingPipeline.begin_if_planned = patiently
     return bodies.train(flags)
 
 
@@ -91,7 +91,7 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
     capture._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
     for kind in (capture._ThreadCapture, capture._HostCapture):
         kind.wait = waiting(kind.wait)
-    snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
+    pipeline.SavingPipeline._all_reduce = waiting(pipeline.SavingPipeline._all_reduce)
     return bodies.train(flags)
 
 

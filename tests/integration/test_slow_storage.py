@@ -10,7 +10,7 @@ import pytest
 from moc.policy import Every, policy_named
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.persisted import Persisted, Promise, overdue
-from moc.session.storage_health import VOTES
+from moc.session.saving.storage import ALL_REDUCES
 from moc.state.shape import ModelShape, model_operators
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -71,7 +71,7 @@ def test_what_is_left_without_memory(policy, storage, data, tmp_path):
         left = Persisted.of(held, model)
         published = [0, *(event["iteration"] for event in events(flags, "persist")), at]
         gap = max(b - a for a, b in itertools.pairwise(published))
-        promise = Promise.of(model, gap + model.schedule.window_length, outstanding=1, votes=VOTES)
+        promise = Promise.of(model, gap + model.schedule.window_length, outstanding=1, votes=ALL_REDUCES)
         assert left.iteration > 0 and not overdue(left, promise, model.operators, at, since=1)
 
         ended = train("1", flags | dict(exit_interval=left.iteration + 1))

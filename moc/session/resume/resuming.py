@@ -63,7 +63,7 @@ def resume(
             only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
-    publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+    publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
     if parts.peers is not None:
         parts.peers.restore(log)
     loader.adopted.adopt()
@@ -77,7 +77,7 @@ def resume(
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
-        publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+        publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
     if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
@@ -154,7 +154,7 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
 def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:
     run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
     if storage:
-        tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
+        tidy = lambda: parts.committer.in_background(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
         run_on_rank0(tidy, "cannot tidy up old snapshots")
 
 

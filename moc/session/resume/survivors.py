@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,12 +12,15 @@ from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
-from moc.session.publishing import Publisher
 from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
 from moc.snapshot.kept import KeptBuffers
 from moc.state.detail import Detail
 from moc.state.record import Position, Records
+from moc.store.store import Store
+
+CommitReported = Callable[[Store, int, dict, Iterable[int]], None]
+"""Commits the parts of a snapshot that ranks have reported; takes store, iteration, non-tensor state and ranks."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
     )
 
 
-def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
+def publish_what_is_whole(left: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
     """Commits snapshots that every worker, including lost ones, had saved before the loss; a collective call.
 
     A snapshot is committed once the all-reduce of the next iteration reports that all have copied it.  If that
@@ -160,7 +163,7 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
 
     def publish(iteration: int, state: dict) -> None:
         if publishes and iteration not in store.iterations():
-            publisher.reported(store, iteration, state, ranks)
+            commit(store, iteration, state, ranks)
 
     begun = {iteration: one.state for iteration, one in left.begun.items()}
     for iteration, state in sorted({**left.states, **begun}.items()):

@@ -13,7 +13,7 @@ from moc.recovery.redundancy import redundancy
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
-from moc.session import to_storage
+from moc.session.saving import writing
 from moc.session.tiers import Tiers
 from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_operators
@@ -169,14 +169,14 @@ def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monke
         action()
         barrier.wait()
 
-    monkeypatch.setattr(to_storage, "gather", gather)
-    monkeypatch.setattr(to_storage, "run_on_all", on_all)
-    monkeypatch.setattr(to_storage, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
+    monkeypatch.setattr(writing, "gather", gather)
+    monkeypatch.setattr(writing, "run_on_all", on_all)
+    monkeypatch.setattr(writing, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
     policy = type("Policy", (), {"operators": nodes.operators})
 
     def copy(rank):
         me.rank = rank
-        to_storage._copy_one(ITERATION, nodes.tiers(rank), policy)
+        writing._copy_one(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from moc.event_types import problems
 from moc.events import EventLog
-from moc.session.report import SnapshotReport
+from moc.session.saving.metrics import SnapshotReport
 
 
 def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):

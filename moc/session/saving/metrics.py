@@ -1,14 +1,20 @@
-"""Reports the cost of snapshots: events during training, and a summary at its end."""
+"""Measures and reports the cost of snapshots.
+
+:class:`Meter` averages the times of an iteration over workers by the commit all-reduce.  Policies adapt to them.
+:class:`SnapshotReport` writes events during training, and a summary at its end.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moc.errors import cause_of, warning
 from moc.output import counted
-from moc.policy import Policy
+from moc.policy import ObservedIteration, Policy, Transfer
 from moc.policy.token_ledger import TokenDebt
 from moc.session.engine import Listener
 from moc.session.memory import ReservedMemory
@@ -16,7 +22,104 @@ from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
 from moc.trouble import Harmless, Trouble
 
-_WORTH_TELLING_S = 1e-4  # shorter stalls are counted, but not reported
+_REPORTED_S = 1e-4  # shorter stalls are counted, but not reported
+
+
+class Meter:
+    """Measurement of consecutive iterations, in seconds.
+
+    Args:
+        size: number of workers.
+        waited: returns the time that this worker waited for other stages; called once per iteration.
+    """
+
+    def __init__(self, size: int, waited: Callable[[], float] = float):
+        self._size, self._waited = size, waited
+        # of this worker, until the next commit all-reduce
+        self._iteration_s = self._stall_s = self._compute_s = self._bubble_s = 0.0
+        self._started = self._busy = False
+        self._begun_at = self._reduced_at = time.perf_counter()
+        self._received = ObservedIteration(0.0)  # means over workers since the last iteration
+        self._seen: ObservedIteration | None = None  # complete measurements of an iteration
+
+    def completed(self, begun: float) -> ObservedIteration | None:
+        """Records the end of an iteration that began at ``begun`` (``time.perf_counter``).
+
+        Returns:
+            The measurements of the previous iteration, if known and not returned yet.
+        """
+        self._begun_at, self._compute_s = begun, max(0.0, self._reduced_at - begun)
+        self._bubble_s = self._waited()
+        seen, self._seen = self._seen, None
+        return seen
+
+    def ended(self, started: bool, busy: bool) -> None:
+        """Records the end of all work of the iteration, and whether a snapshot ``started`` or is pending (``busy``)."""
+        self._started, self._busy = started, busy
+        self._iteration_s = time.perf_counter() - self._begun_at
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Context of training's waits for snapshots."""
+        begun = time.perf_counter()
+        yield
+        self._stall_s += time.perf_counter() - begun
+
+    def contribution(self) -> dict[str, float]:
+        """Returns this worker's times; see :class:`moc.session.engine.VoteParticipant`."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return {
+            "snapshot_stall_s": stall_s,
+            "snapshot_iteration_s": self._iteration_s,
+            "snapshot_compute_s": self._compute_s,
+            "snapshot_bubble_s": self._bubble_s,
+        }
+
+    def reduced(self) -> None:
+        """Records that an iteration's gradients are reduced and its commit all-reduce is over."""
+        self._reduced_at = time.perf_counter()
+
+    def receive(self, totals: Mapping[str, float]) -> float:
+        """Receives the totals of any all-reduce, regular or extra; returns the mean stall since the last one."""
+        stall_s = totals["snapshot_stall_s"] / self._size
+        self._received = dataclasses.replace(self._received, stall_s=self._received.stall_s + stall_s)
+        return stall_s
+
+    def copied(self, totals: Mapping[str, float]) -> None:
+        """Records that all workers have copied a snapshot."""
+        self._received = dataclasses.replace(
+            self._received, copied=self._mean(totals, "snapshot_bytes", "snapshot_copy_s")
+        )
+
+    def replicated(self, amount: int, seconds: float, nodes: int) -> None:
+        """Records that all nodes have a snapshot's copies: ``amount`` bytes over all nodes, ``seconds`` per node."""
+        self._received = dataclasses.replace(self._received, replicated=Transfer(amount / nodes, seconds))
+
+    def written(self, totals: Mapping[str, float]) -> None:
+        """Records that all workers have written a snapshot to storage."""
+        written = self._mean(totals, "snapshot_written_bytes", "snapshot_write_s")
+        self._received = dataclasses.replace(self._received, written=written)
+
+    def trained(self, totals: Mapping[str, float]) -> float | None:
+        """Receives the totals after an iteration; returns its mean time in seconds.
+
+        None for the first iteration, which allocates memory and connects.
+        """
+        if not totals["snapshot_iteration_s"]:
+            return None
+        self._seen = dataclasses.replace(
+            self._received,
+            iteration_s=totals["snapshot_iteration_s"] / self._size,
+            snapshot_started=self._started,
+            snapshot_pending=self._busy,
+            forward_backward_s=totals["snapshot_compute_s"] / self._size,
+            bubble_s=totals["snapshot_bubble_s"] / self._size,
+        )
+        self._received = ObservedIteration(0.0)
+        return self._seen.iteration_s
+
+    def _mean(self, totals: Mapping[str, float], amount: str, seconds: str) -> Transfer:
+        return Transfer(totals[amount] / self._size, totals[seconds] / self._size)
 
 
 def _harmless(method: Callable[..., None]) -> Callable[..., None]:
@@ -39,8 +142,8 @@ class SnapshotReport:
         self._count = self._bytes = 0
         self._stall_s = self._training_s = 0.0
         self._chosen: Mapping[str, float] | None = None
-        self._told_not_alike = False
-        self._warned = False
+        self._has_warned_of_differences = False
+        self._has_warned = False
         self._bubble_bytes = 0
         self.gauges: dict[str, float] = {}
         """Gauges of copies in the pipeline's bubbles; empty without bubbles."""
@@ -58,7 +161,7 @@ class SnapshotReport:
     def stalled(self, newest: int | None, seconds: float) -> None:
         """Adds a stall of training, of 0 or more seconds; ``newest`` is the last started snapshot."""
         self._stall_s += seconds
-        if seconds > _WORTH_TELLING_S:
+        if seconds > _REPORTED_S:
             self._log.events.write("stall", iteration=newest, cause="snapshot", seconds=seconds)
 
     @_harmless
@@ -66,9 +169,9 @@ class SnapshotReport:
         """Reports once, before training, the expected cost of a fault under the given flags."""
         in_memory = settings.tier != "disk"
         persists = not in_memory or settings.persist_interval is not None
-        if (said := policy.report.fault_cost(settings.train_iters, in_memory, persists)) is None:
+        if (found := policy.report.fault_cost(settings.train_iters, in_memory, persists)) is None:
             return
-        text, fields = said
+        text, fields = found
         self._log.message(text)
         self._log.events.write("expected", **fields)
 
@@ -108,10 +211,10 @@ class SnapshotReport:
     @_harmless
     def at_risk(self, iteration: int, policy: Policy, tokens: TokenTracker, train_iters: int) -> None:
         """Warns once if the next fault would lose too many tokens."""
-        if self._warned or (said := policy.report.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
+        if self._has_warned or (found := policy.report.at_risk(tokens.plt_of_training, max(1, train_iters))) is None:
             return
-        self._warned = True
-        text, fields = said
+        self._has_warned = True
+        text, fields = found
         self._log.message(f"WARNING: {text}")
         self._log.events.write("at_risk", iteration=iteration, **fields)
 
@@ -129,9 +232,9 @@ class SnapshotReport:
         self._log.events.write("boost", iteration=iteration, **fields)
 
     @_harmless
-    def snapshot(self, iteration: int, tally: Mapping[str, float], workers: int) -> None:
+    def snapshot(self, iteration: int, totals: Mapping[str, float], workers: int) -> None:
         """Reports a copied snapshot from the totals over all workers."""
-        amount, in_bubbles = int(tally["snapshot_bytes"]), int(tally["snapshot_bubble_bytes"])
+        amount, in_bubbles = int(totals["snapshot_bytes"]), int(totals["snapshot_bubble_bytes"])
         self._count += 1
         self._bytes += amount
         self._bubble_bytes += in_bubbles
@@ -142,8 +245,8 @@ class SnapshotReport:
             iteration=iteration,
             tier=self._tier,
             bytes=amount,
-            copy_s=tally["snapshot_copy_s"] / workers,
-            hash_s=tally["snapshot_seal_s"] / workers,
+            copy_s=totals["snapshot_copy_s"] / workers,
+            hash_s=totals["snapshot_seal_s"] / workers,
             **({"bubble_bytes": in_bubbles} if in_bubbles else {}),
         )
 
@@ -194,15 +297,15 @@ class SnapshotReport:
         """Reports nodes whose replicas are not identical, so that the state was sent; warns the first time."""
         for reason in reasons:
             self._log.events.write("not_alike", iteration=iteration, reason=reason)
-            if not self._told_not_alike:
+            if not self._has_warned_of_differences:
                 self._log.message(f"WARNING: {reason}")
-        self._told_not_alike = True
+        self._has_warned_of_differences = True
 
     @_harmless
-    def folded(self, iteration: int, told: Mapping[str, float]) -> None:
+    def folded(self, iteration: int, totals: Mapping[str, float]) -> None:
         """Reports the results of all background optimizers since the last report."""
-        counts = {name: int(told[name]) for name in ("folded", "gradients", "equal", "differing")}
-        self._log.events.write("fold", iteration=iteration, **counts, seconds=told["seconds"])
+        counts = {name: int(totals[name]) for name in ("folded", "gradients", "equal", "differing")}
+        self._log.events.write("fold", iteration=iteration, **counts, seconds=totals["seconds"])
         if counts["differing"]:
             self._log.message(
                 warning(

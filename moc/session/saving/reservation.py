@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import psutil
 from moc.errors import code_of
 from moc.policy import Capability, Load, SnapshotPlan, full_plan
 from moc.runtime.collectives import gather, run_on_all
-from moc.session.carrying import experts_of
+from moc.session.carriers import experts_of
 from moc.session.components import Components
 from moc.session.memory import (
     Now,
@@ -52,28 +52,41 @@ class _Needed(NamedTuple):
 
 
 class Reservation:
-    """Memory for the snapshots of a generation; every worker calls every method except :meth:`fill_spare`.
+    """Buffers for the snapshots of a generation, and other memory that they take.
+
+    Every worker calls every method except :meth:`fill_spare`.
+
+    Args:
+        parts: components of the generation.
+        settings: settings of the session.
+        recovered: iterations of the snapshots that memory has from before.
 
     Attributes:
+        rotation: rotation of the buffers.
         window: the windows that memory is allocated for.
     """
 
-    def __init__(self, parts: Components, settings: Settings):
+    def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
         self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
         self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
         self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
         self._directory, self._tier = settings.memory_directory, "peers" if parts.peers is not None else settings.tier
+        self.rotation = Rotation.of(
+            spare_buffers(self._tier),
+            keep=parts.tiers.memory is not None,
+            recovered=recovered,
+            stores=parts.tiers.persist_interval is not None,
+        )
         self.window = Window()
         self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
         self._needed: Mapping[str, ReservedMemory] = {}  # by node, allocated memory
 
-    def make(self, rotation: Rotation, iteration: int, state: int, first: bool) -> None:
+    def make(self, iteration: int, state: int, first: bool) -> None:
         """Allocates the memory of this node's snapshots, and of its copies of other nodes' snapshots.
 
         Args:
-            rotation: rotation of the buffers.
             iteration: iterations completed.
             state: bytes of the training state in a manifest.
             first: this is the first generation of the job.  Later, insufficient memory does not end it.
@@ -81,13 +94,14 @@ class Reservation:
         Raises:
             CheckpointError: on all workers, in the first generation: a node has too little memory.
         """
+        self._saver.adopt(slot.iteration for slot in self.rotation.slots if slot.iteration is not None)
         self._state = state
         self.look_ahead(iteration)
         self._experts = self._files_of_experts(iteration)
-        needed = self._needs(rotation, self.window)
+        needed = self._needs(self.window)
         most = ReservedMemory.most(needed.nodes.values())
         try:
-            self._allocate(needed, rotation, tidies=True)
+            self._allocate(needed, tidies=True)
         except CheckpointError as error:
             if first:
                 raise CheckpointError(f"{error} ({most.describe()})", code=code_of(error)) from None
@@ -101,17 +115,22 @@ class Reservation:
         if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
 
-    def buffers(self, rotation: Rotation) -> int:
-        """Returns the maximum number of a rank's buffers."""
-        return rotation.most(self.window.length, self.window.kept)
+    @property
+    def most_buffers(self) -> int:
+        """Maximum number of a rank's buffers."""
+        return self.rotation.most(self.window.length, self.window.kept)
 
-    def limits(self, plan: SnapshotPlan, load: Load | None, rotation: Rotation) -> bool:
+    def trim(self) -> None:
+        """Frees buffers that the policy's windows no longer need."""
+        self.rotation = self.rotation.trimmed(self.most_buffers)
+        self._saver.trim(max(len(self.rotation.slots), self.most_buffers))
+
+    def limits(self, plan: SnapshotPlan, load: Load | None) -> bool:
         """Limits the windows of the policy to the longest that fits, and allocates memory for it.
 
         Args:
             plan: plan of the next snapshot.
             load: tokens of each expert, as for the plan.
-            rotation: rotation of the buffers.
 
         Returns:
             Whether the snapshot must be planned again.
@@ -134,15 +153,15 @@ class Reservation:
             return self._of_busiest(next_window(shorter, self._contents, plan.iteration - 1))
 
         def is_too_long(length: int) -> bool:
-            return not self._fits(self._needs(rotation, window_of(length)))
+            return not self._fits(self._needs(window_of(length)))
 
         longest = before + bisect.bisect_left(range(before + 1, wanted + 1), True, key=is_too_long)
         if longest > before:
             try:
-                self._allocate(self._needs(rotation, window_of(longest)), rotation)
+                self._allocate(self._needs(window_of(longest)))
             except CheckpointError:  # another process has taken the memory meanwhile
                 longest = before
-                self._saver.trim(max(len(rotation.slots), self.buffers(rotation)))
+                self._saver.trim(max(len(self.rotation.slots), self.most_buffers))
         self._policy.interval.limit_window_length(longest)
         if longest == wanted:
             return False
@@ -178,8 +197,9 @@ class Reservation:
         now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
         return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], spare - 1, now)
 
-    def _needs(self, rotation: Rotation, window: Window) -> _Needed:
+    def _needs(self, window: Window) -> _Needed:
         """Gathers the needs of all ranks for windows."""
+        rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
         own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
@@ -187,7 +207,7 @@ class Reservation:
         each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
         small = each * len(own) * rotation.keep
         logs = self._tap.bytes_for(_logged(window))
-        ranks = [RankMemory(*one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
+        ranks = [RankMemory._make(one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         return _Needed(window, ranks, nodes)
 
@@ -205,19 +225,19 @@ class Reservation:
                 missing[place] += needed.nodes[node].total - allocated
         return all(missing[place] <= free[place] for place in free)
 
-    def _allocate(self, needed: _Needed, rotation: Rotation, tidies: bool = False) -> None:
+    def _allocate(self, needed: _Needed, tidies: bool = False) -> None:
         """Allocates memory on all nodes; keeps sufficient files, and with ``tidies`` no other free ones.
 
         Raises:
             CheckpointError: on all workers: a node has too little memory.
         """
-        run_on_all(lambda: self._allocate_mine(needed, rotation, tidies), "cannot allocate memory for snapshots")
+        run_on_all(lambda: self._allocate_mine(needed, tidies), "cannot allocate memory for snapshots")
         self._needed = needed.nodes
 
-    def _allocate_mine(self, needed: _Needed, rotation: Rotation, tidies: bool) -> None:
+    def _allocate_mine(self, needed: _Needed, tidies: bool) -> None:
         ranks, rank, node = needed.ranks, self._world.rank, self._tiers.node
         self._small = sum(ranks[one].small for one in node)
-        recovered = len(rotation.slots)
+        recovered = len(self.rotation.slots)
         for number, nbytes in enumerate(ranks[rank].own[recovered:], recovered):
             self._saver.reserve(number, nbytes)
         self._tap.reserve(_logged(needed.window))
