@@ -14,7 +14,7 @@ from typing import Any
 
 from moc.errors import cause_of, code_of, warning
 from moc.output import print_lines
-from moc.policy import Policy, SnapshotPlan
+from moc.policy import Policy, SnapshotPlan, recovers_exactly
 from moc.recovery.carrying import Carrier
 from moc.recovery.chains import Chain
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
@@ -152,7 +152,7 @@ def _as_checkpoint_error():
 
 def experts_of(policy: Policy) -> list[Operator]:
     """Returns the operators that may be older than the rest: the experts, unless the policy is exact."""
-    return [one for one in policy.operators if one.expert is not None and not policy.is_exact]
+    return [one for one in policy.operators if one.expert is not None and not recovers_exactly(policy)]
 
 
 class Carrying:

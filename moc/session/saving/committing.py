@@ -13,7 +13,7 @@ from typing import override
 
 from moc.errors import warning, with_code
 from moc.faults import reach
-from moc.policy import Policy, SnapshotPlan
+from moc.policy import Policy, SnapshotPlan, recovers_exactly
 from moc.recovery.redundancy import Redundancy
 from moc.recovery.retention import retain
 from moc.runtime.collectives import first_reported
@@ -132,7 +132,7 @@ class Committer:
         storage = self._tiers.storage
         try:
             self._check_abandoned()
-            retain(storage, self._policy.operators, self._policy.is_exact, keep=self._tiers.keep, upto=upto)
+            retain(storage, self._policy.operators, recovers_exactly(self._policy), keep=self._tiers.keep, upto=upto)
             self._remove_all()
         except OSError as error:  # the snapshot is durable anyway; the next one retries
             self._log.message(

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moc.errors import code_of, with_code
-from moc.policy import Capability, Policy, SnapshotPlan
+from moc.policy import Capability, Policy, SnapshotPlan, check_plan, full_plan, recovers_exactly
 from moc.runtime.collectives import first_reported, run_on_rank0, sum_over_workers
 from moc.session.components import Components
 from moc.session.engine import Listener
@@ -213,7 +213,7 @@ class SavingPipeline:
             storage = self.storage.part_of(plan, self._stages.window_may_begin)
             self.storage.begins(plan, storage)
             if storage is not None:
-                self._parts.policy.on_stored(storage)
+                self._parts.policy.storage.on_write_begun(storage)
             self._stages.copying.begin(plan, storage)
             if self._settings.blocking:
                 self._wait_until_durable()
@@ -322,7 +322,7 @@ class SavingPipeline:
         """Gauges of storage, and of copies in bubbles."""
         parts = self._parts
         found = self.storage.health.gauges | parts.report.gauges
-        if "storage_age" in found and parts.tokens is not None and not parts.policy.is_exact:
+        if "storage_age" in found and parts.tokens is not None and not recovers_exactly(parts.policy):
             found["mlt_storage"] = parts.tokens.storage_lacks(self.storage.persisted.iteration)
         return found
 
@@ -418,7 +418,7 @@ class FinalSave:
     def _begin_everything(self, iteration: int) -> None:
         """Begins a full snapshot at the end of a run; no other is pending or follows."""
         parts = self._parts
-        everything = parts.policy.everything(iteration)
+        everything = full_plan(parts.policy, iteration)
         with self._trying():
             run_on_rank0(lambda: parts.tiers.storage.remove(iteration), "cannot replace a partial snapshot")
         if not self._reservation.rotation.holds(iteration):
@@ -461,7 +461,7 @@ def storage_health(
         late_after=settings.persist_interval or LATE_AFTER,
         newest=None if start.newest in start.in_memory else start.newest,
         log=log,
-        publishes_in=lambda: parts.policy.window_length - 1 + ALL_REDUCES,
+        publishes_in=lambda: parts.policy.schedule.window_length - 1 + ALL_REDUCES,
         prepare=(lambda: parts.committer.in_background(make_ready)) if prepares else None,
     )
 
@@ -526,7 +526,7 @@ def _record_start(
     stored.begins(plan, storage)
     parts.policy.on_snapshot(plan, parts.tokens and parts.tokens.load)
     if storage is not None:
-        parts.policy.on_stored(storage)
+        parts.policy.storage.on_write_begun(storage)
     if parts.tokens is not None:
         parts.tokens.begun(plan, storage)
         parts.report.at_risk(plan.iteration, parts.policy, parts.tokens, settings.train_iters)
@@ -534,6 +534,6 @@ def _record_start(
 
 def _check(policy: Policy, plan: SnapshotPlan) -> None:
     try:
-        policy.check(plan)
+        check_plan(policy, plan)
     except ValueError as error:
         raise CheckpointError(str(error), code=code_of(error)) from None

@@ -60,7 +60,7 @@ class MemoryTier:
         """Adds a snapshot to :attr:`begun`, and drops the oldest."""
         self.begun[snapshot.iteration] = StartedSnapshot(dict(snapshot.plan.operators), snapshot.state_in_memory)
         # two windows, and those still being copied
-        most = 2 * self._parts.policy.window_length + self._reservation.rotation.spare
+        most = 2 * self._parts.policy.schedule.window_length + self._reservation.rotation.spare
         for older in sorted(self.begun)[:-most]:
             del self.begun[older]
 
@@ -114,7 +114,7 @@ class MemoryTier:
         if iteration in self.dependent:
             self.dependent.remove(iteration)
         else:
-            parts.policy.begin_anew()
+            parts.policy.schedule.restart_window()
             if Capability.WINDOWS in parts.policy.requires:
                 ended = before.newest_end(iteration)
                 self.dependent = {other.iteration for other in later if other.iteration > ended}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, override
 
 from moc.errors import warning, with_code
-from moc.policy import Capability, Load, Policy, SnapshotPlan
+from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan, recovers_exactly
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.engine import Listener
@@ -248,7 +248,7 @@ class StorageHealth:
         """Records a snapshot in storage, and the iteration that a run could resume from there; None if none."""
         for trouble, text in (
             (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
-            (self._late, f"{self._name} had been slow for {{:.0f}} s; {self.skipped} snapshots did not go there"),
+            (self._late, f"{self._name} was slow for {{:.0f}} s; {self.skipped} snapshots were not written there"),
         ):
             warned, seconds = trouble.warned, trouble.over()
             if warned:
@@ -337,7 +337,7 @@ class StorageTier:
     def request_base(self, iteration: int) -> None:
         """Requests, once, the full snapshot that partial ones need, if storage lacks it and can have it."""
         if self._lacks_base(iteration) and not (self._base_requested or self.health.rests or self.health.closed):
-            self._policy.storage_lost()
+            self._policy.storage.on_full_snapshot_lost()
             self._base_requested = True
 
     def plan(self, iteration: int, load: Load | None, has_room: bool) -> Planned:
@@ -354,10 +354,10 @@ class StorageTier:
         if not self._has_memory_tier:
             if self.health.rests:
                 return Planned()
-            plan = self._policy.plan_for_storage(iteration, load, again=self._lacks_due)
+            plan = self._policy.storage.plan(iteration, load, again=self._lacks_due)
             return Planned(plan, plan)
         takes = self._takes(iteration, has_room)
-        plan = self._policy.plan_for_storage(iteration, load) if takes else self._policy.plan(iteration, load)
+        plan = self._policy.storage.plan(iteration, load) if takes else self._policy.plan(iteration, load)
         return Planned(plan, plan and self._part_of(plan, takes))
 
     def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
@@ -391,33 +391,33 @@ class StorageTier:
         """Returns the part of a snapshot that goes to storage, where a window goes from its start or not at all."""
         is_of_use = plan.complete or not self._lacks_base(plan.iteration)
         begins = takes and is_of_use and plan.since == plan.iteration
-        return self._policy.for_storage(plan) if begins or self._goes_since == plan.since else None
+        return self._policy.storage.part_of(plan) if begins or self._goes_since == plan.since else None
 
     def committed(self, snapshot: SnapshotInProgress) -> None:
         """Records that a snapshot is in storage."""
         self.problem, iteration = "", snapshot.iteration
         self._base_lost = self._base_lost and not snapshot.storage_plan.complete
-        self._policy.on_persisted(snapshot.storage_plan, published=True)
+        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=True)
         details = {name: detail.value for name, detail in snapshot.storage_plan.operators.items()}
         self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
         self.persisted = Persisted.of(self._held.values(), self._policy)
-        of_use = needed(self._held.values(), self._policy.operators, self._policy.is_exact, keep=1)
+        of_use = needed(self._held.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
         self._held = {one.iteration: one for one in self._held.values() if one.key in of_use}
         self.newest = self.persisted.iteration or None
         self.health.on_stored(self.newest)
 
     def failed(self, snapshot: SnapshotInProgress) -> None:
         """Records that a snapshot could not be saved to storage, because of :attr:`problem`."""
-        self._policy.on_persisted(snapshot.storage_plan, published=False)
+        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=False)
         self.health.failed(snapshot.iteration, self.problem)
         self._lacks_due = not self._has_memory_tier
         if snapshot.iteration == self.begun and not (self._has_memory_tier and snapshot.snapshot.in_memory):
             self.complete = False
         self._broken_since, self._goes_since = snapshot.plan.since, None
-        if not self._policy.is_exact and snapshot.storage_plan.complete:
+        if not recovers_exactly(self._policy) and snapshot.storage_plan.complete:
             self._base_lost, self._base_requested = True, False
         if not self._has_memory_tier:
-            self._policy.begin_anew()
+            self._policy.schedule.restart_window()
 
     def abandoned(self, plan: SnapshotPlan) -> None:
         """Records that some rank lacked memory for a snapshot, so that no tier has it."""
@@ -439,7 +439,7 @@ class StorageTier:
 
     def lag(self, iteration: int) -> Lag | None:
         """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
-        every = self.health.every if self._has_memory_tier else self._policy.iterations_apart
+        every = self.health.every if self._has_memory_tier else self._policy.schedule.iterations_apart
         if every is None:
             return None
         promise = Promise.of(self._policy, every, 1 if self._has_memory_tier else OUTSTANDING, ALL_REDUCES)
@@ -450,4 +450,6 @@ class StorageTier:
 
     def _lacks_base(self, iteration: int) -> bool:
         """Whether storage, in addition to a memory tier, lacks the full snapshot that partial ones need."""
-        return self._has_memory_tier and (self._base_lost or self._policy.stores(self._policy.everything(iteration)))
+        return self._has_memory_tier and (
+            self._base_lost or self._policy.storage.needs(full_plan(self._policy, iteration))
+        )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, override
 
-from moc.policy import Policy
+from moc.policy import Policy, recovers_exactly
 from moc.recovery.inventory import whole_in
 from moc.recovery.retention import retain
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
@@ -84,7 +84,7 @@ class Writing(StorageStage):
         """
         plan = snapshot.plan.without(Detail.GRAD)
         self._reservation.rotation = self._reservation.rotation.persist(plan.iteration)
-        self._policy.on_stored(plan)
+        self._policy.storage.on_write_begun(plan)
         if self._tokens is not None:
             self._tokens.brought_to_storage(plan)
         self.begin(dataclasses.replace(snapshot, storage=plan))
@@ -137,7 +137,9 @@ def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> 
     for iteration in iterations:
         _copy_one(iteration, tiers, policy)
     run_on_rank0(
-        lambda: retain(tiers.storage, policy.operators, policy.is_exact, keep=tiers.keep, upto=max(iterations)),
+        lambda: retain(
+            tiers.storage, policy.operators, recovers_exactly(policy), keep=tiers.keep, upto=max(iterations)
+        ),
         "cannot remove old snapshots from storage",
     )
 
