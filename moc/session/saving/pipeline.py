@@ -134,14 +134,14 @@ class Stages:
         return [*self.committing.queue, *self.writing.queue]
 
     @property
-    def in_memory_only(self) -> list[SnapshotInProgress]:
-        """Snapshots that may be lost although memory is durable."""
+    def not_in_memory(self) -> list[SnapshotInProgress]:
+        """Snapshots that are not durable in memory yet; without a memory tier, that are being copied."""
         return [*self.copying.queue, *self.replicating.queue]
 
     @property
     def not_durable(self) -> list[SnapshotInProgress]:
         """Snapshots that may still be lost."""
-        return self.in_memory_only + ([] if self.has_memory_tier else self.to_storage)
+        return self.not_in_memory + ([] if self.has_memory_tier else self.to_storage)
 
     def is_lagging(self, iteration: int, most: int | None) -> bool:
         """Whether a snapshot that is not durable lags at least ``most`` iterations behind; None for no limit."""
@@ -241,7 +241,7 @@ class SavingPipeline:
         health.passes(position.iteration, next((snapshot.iteration for snapshot in stages.to_storage), None))
         health.lags(self.storage.lag(position.iteration))
         # a hanging write does not disturb training, and must not prevent measurement of the interval
-        busy = stages.in_memory_only or (stages.to_storage and not health.late)
+        busy = stages.not_in_memory or (stages.to_storage and not health.late)
         parts.meter.ended(started=plan is not None, busy=bool(busy))
 
     def begin(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
