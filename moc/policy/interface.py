@@ -1,7 +1,7 @@
-"""Defines the policy interface: a pure function from an iteration to a plan, and what surrounds it.
+"""Defines the policy interface: a pure function from an iteration to a plan, and its four components.
 
-:class:`Policy` has the plan and the values that it depends on. Four components have the rest. A policy overrides a
-component only if it differs from the default, which suits a policy that saves the full model:
+:class:`Policy` has the plan and the values that it depends on. Its components have all other methods. A policy
+overrides a component only if it differs from the default, which suits a policy that saves the full model:
 
 * :class:`StorageSchedule`: the part of each snapshot that is also written to storage.
 * :class:`SnapshotSchedule`: the distance between snapshots, and windows of them.
