@@ -28,6 +28,7 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
     def flip(session: Session) -> None:
         engine = session._engine
         if engine.world.rank == worker and session.position.iteration == iteration and not flipped.exists():
+            session._running[0].digests.wait()
             chunks = list(engine.state.fragments(engine.state.operators(), Detail.FULL))
             chunk = random.Random(worker).choice(chunks)
             data = chunk.view.view(-1).view(torch.uint8)

@@ -14,6 +14,7 @@ from moc.session.saving.pipeline import Stages, totals_at
 from moc.session.saving.replicating import Replicating
 from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress
 from moc.session.saving.writing import Writing
+from moc.state.detail import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 
 
@@ -28,7 +29,7 @@ def in_progress(number: int, done: bool) -> SnapshotInProgress:
     layout, capture = SimpleNamespace(nbytes=number), SimpleNamespace(seconds=number, bubble_bytes=number)
     facts = dict(layout=layout, capture=capture, seal_s=number, persisted_bytes=number, persist_s=number, retries=0)
     snapshot = SimpleNamespace(sealed=future(done), persisted=future(done), **facts)
-    plan = SnapshotPlan(number, "test", {}, complete=True)
+    plan = SnapshotPlan(number, "test", {"output": Detail.FULL}, complete=True)
     return SnapshotInProgress(plan, plan, {}, snapshot, replicated=future(done, Copied(number, float(number))))
 
 
