@@ -31,9 +31,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, show, table, write_json
-from moc.snapshot import capture
-from moc.snapshot.capture import Capturer, FromDevice, FromHost, Gate, ThreadCapturer
-from moc.snapshot.copies import Copy, nbytes
+from moc.snapshot import device_copy
+from moc.snapshot.device_copy import Capturer, Copy, FromDevice, FromHost, Gate, ThreadCapturer, nbytes
 from moc.store.buffers import HostBuffer
 
 MB = 1 << 20
@@ -107,7 +106,7 @@ class Counted:
 
     def __init__(self):
         self.calls: list[tuple[int, int]] = []
-        self._copy = capture._copy_all
+        self._copy = device_copy._copy_all
 
     def __call__(self, copies: Sequence[Copy], non_blocking: bool) -> None:
         """Records and forwards a call."""
@@ -120,7 +119,7 @@ def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
     how = FromDevice(work.device, lambda: None) if work.device.type == "cuda" else FromHost()
     capturing: Capturer = ThreadCapturer(Gate(piece), how)
     told: dict[str, list[float]] = {name: [] for name in ("alone_s", "beside_s", "wait_s", "start_s", "copy_s")}
-    with mock.patch.object(capture, "_copy_all", counted := Counted()):
+    with mock.patch.object(device_copy, "_copy_all", counted := Counted()):
         capturing.start(copies).wait()  # creates the thread
         for _ in range(ROUNDS):
             told["alone_s"].append(work.iteration()[0])

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, write_json
 from moc.policy import Every, SnapshotPlan, policy_named
 from moc.policy.token_ledger import TokenLedger
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 
 LAYERS, EXPERTS, NODES, TOKENS = 12, 16, 2, 4096

@@ -63,7 +63,7 @@ from benchmarks.faults.run import (  # noqa: E402
     judge,
     nodes_of,
 )
-from moc.faults import STEP
+from moc.fault_points import STEP
 from moc.runtime.fault_injection import Fault
 
 SLOW_S = 1.0

@@ -38,7 +38,7 @@ from benchmarks.common import command_line, machine, say, show, table, write_jso
 from benchmarks.live.job import KIND, PP2_EP2, ROOT
 from benchmarks.live.nodes import bytes_in, job_of_nodes
 from benchmarks.overhead.methods import operators_of
-from moc.recovery import placement
+from moc.recovery import copy_placement
 
 UNEVEN = str(ROOT / "benchmarks/live/uneven.py")
 NODES = 4
@@ -115,7 +115,7 @@ def predicted_memory(flags: Sequence[str]) -> float:
 
 def steps() -> dict[str, list[str]]:
     """Returns the flags of each step by name, in Figure 10's order; without ZeRO from placement on, if available."""
-    placed, found, zero = hasattr(placement, "not_sent"), {}, ZERO
+    placed, found, zero = hasattr(copy_placement, "not_sent"), {}, ZERO
     for name, flags in STEPS.items():
         zero = [] if placed and name == PLACEMENT else zero
         if placed or name != PLACEMENT:

@@ -32,8 +32,8 @@ from moc import (
     join_job,
     sum_over_workers,
 )
+from moc.cli_output import print_lines, refused
 from moc.events import EventLog
-from moc.output import print_lines, refused
 from moc.runtime.progress import progress
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8

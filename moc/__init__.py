@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "moc.store.errors",
-    "Detail": "moc.state.detail",
+    "Detail": "moc.state.operators",
     "Engine": "moc.session.engine",
     "LocalRemains": "moc.session.resume.survivors",
     "NoRecoveryPoint": "moc.session.resume.point",

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moc
+from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
 from moc.errors import UserError, with_code
-from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import child_processes, import_hook, job_token, progress
+from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.addresses import interface_address
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
@@ -261,16 +261,16 @@ def launch(flags: LauncherFlags, reports: bool = True) -> int:
     except ProgramRefusedError as error:
         print_lines(*error.lines, error=True)
         return error.exit_code
-    except (LaunchError, DependencyLostError, WireError, job_token.TokenError, OSError) as error:
+    except (LaunchError, DependencyLostError, WireError, protocol.TokenError, OSError) as error:
         print_lines(f"mocrun: error: {with_code(error)}", error=True)
         return LOST
 
 
 def _token(flags: LauncherFlags) -> bytes:
-    given = job_token.TOKEN_FILE_VARIABLE in os.environ or job_token.TOKEN_VARIABLE in os.environ
+    given = protocol.TOKEN_FILE_VARIABLE in os.environ or protocol.TOKEN_VARIABLE in os.environ
     if (flags.is_single_machine or not flags.has_other_nodes) and not given:
-        os.environ[job_token.TOKEN_VARIABLE] = job_token.make_token().hex()  # not in a file, which might be cleaned up
-    return job_token.token_from_environment()
+        os.environ[protocol.TOKEN_VARIABLE] = protocol.make_token().hex()  # not in a file, which might be cleaned up
+    return protocol.token_from_environment()
 
 
 async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:

@@ -12,7 +12,7 @@ import sys
 
 from megatron.pretraining.entry import cpu
 from megatron.pretraining.process.core import CoreError
-from megatron.pretraining.process.rank0 import let_first_worker_speak
+from megatron.pretraining.process.topology import let_first_worker_speak
 from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 

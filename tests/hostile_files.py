@@ -40,6 +40,7 @@ from megatron.pretraining.convert.hugging_face.families import family_of  # noqa
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.planning.selective_choice import read_routing  # noqa: E402
+from moc.cli_output import ToolError  # noqa: E402
 from moc.elastic.plan import Plan, PlanSettings  # noqa: E402
 from moc.elastic.plan import make_plan as make_plan  # noqa: E402
 from moc.events import EventLog  # noqa: E402
@@ -48,7 +49,6 @@ from moc.files.event_log import read_events  # noqa: E402
 from moc.files.safe_directory import SafeDirectory  # noqa: E402
 from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_all_boxes, read_checkpoint  # noqa: E402
 from moc.inspect.coverage import coverage_problems, missing_operators  # noqa: E402
-from moc.output import ToolError  # noqa: E402
 from moc.recovery.inventory import summary  # noqa: E402
 from moc.report.figures import compute_report  # noqa: E402
 from moc.report.loss import read_loss_curve  # noqa: E402
@@ -58,8 +58,8 @@ from moc.state import module_bytes  # noqa: E402
 from moc.store import dense_files, host_memory, runs  # noqa: E402
 from moc.store import manifest as manifests  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
-from moc.store.fence import Holder  # noqa: E402
 from moc.store.header import INDEX_KEY  # noqa: E402
+from moc.store.ownership import Holder  # noqa: E402
 from moc.store.storage import LocalStorage  # noqa: E402
 from tests.mutations import changed, encoded, signed  # noqa: E402
 

@@ -69,9 +69,9 @@ def warm_up() -> None:
 
     all_flags()  # read from the classes once, not in each worker
     if importlib.util.find_spec("deepspeed"):
-        from megatron.pretraining.engine.zero import attach
+        from megatron.pretraining.engine.zero import build
 
-        attach.load()
+        build.load()
     gc.collect()
     gc.freeze()
 

@@ -18,8 +18,7 @@ from moc.sharding import (
     cut_large_items,
     list_save_items,
 )
-from moc.simulate.cluster import CLUSTERS, Cluster
-from moc.simulate.cost import Work, estimate
+from moc.simulate.cost import CLUSTERS, Cluster, Work, estimate
 from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
 

@@ -13,7 +13,7 @@ from benchmarks.papers import printed as papers
 from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.windows import OperatorBytes, find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
-from moc.simulate.cluster import CLUSTERS, Cluster
+from moc.simulate.cost import CLUSTERS, Cluster
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.policies import sparse_replay

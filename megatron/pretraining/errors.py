@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
-from megatron.pretraining.process.rank0 import let_first_worker_speak
+from megatron.pretraining.process.topology import let_first_worker_speak
+from moc.cli_output import print_lines
 from moc.errors import UserError, with_code
-from moc.output import print_lines
 from moc.runtime.collectives import first_line
 from moc.runtime.groups import Aborted, PeerFailure
 from moc.session.settings import SettingsError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.process.stopping import StopRequests
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.progress import progress
 

@@ -20,9 +20,9 @@ from megatron.pretraining.process.paths import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import start
+from moc.cli_output import print_lines
 from moc.errors import cause_of, codes_in, warning, with_code
-from moc.faults import reach
-from moc.output import print_lines
+from moc.fault_points import reach
 from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched

@@ -17,13 +17,12 @@ from megatron.pretraining.duties import Duties
 from megatron.pretraining.elastic.membership import Guests
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.shards import Shards
-from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.reset import drop_unfinished_iteration
-from megatron.pretraining.engine.schedule import Schedule
+from megatron.pretraining.engine.routing import AuxiliaryLosses
+from megatron.pretraining.engine.schedule import Schedule, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
 from megatron.pretraining.logging.records import Records

@@ -14,8 +14,8 @@ from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
-from moc.event_types import EVENTS, EVERY
-from moc.output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
+from moc.cli_output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
+from moc.events import EVENTS, EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m megatron.pretraining.reference"
@@ -59,7 +59,7 @@ def events_page() -> str:
     parts = [
         f"# Events\n\n{_NOTE}\n",
         "`--log-dir` receives `events.jsonl`: one JSON object a line, written by rank 0 (`inject`: the worker hit).\n"
-        "Numbers that JSON cannot hold (nan, inf) are null. The schema is `moc/event_types.py`. Every event has\n"
+        "Numbers that JSON cannot hold (nan, inf) are null. The schema is `moc/events.py`. Every event has\n"
         + " and ".join(f"`{name}` ({text})" for name, text in EVERY.items())
         + ".\n",
     ]

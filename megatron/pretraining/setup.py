@@ -17,7 +17,7 @@ from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.shards import Shards
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.owned import sharded_part
@@ -31,7 +31,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from megatron.pretraining.session import settings_of
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
 from moc.runtime.environment import min_nodes
 from moc.session.session import Session

@@ -88,7 +88,7 @@ def _missing_slots_of_details(
 
 
 def required_slots_at(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
-    """Returns the slots that a tensor must have at a detail of ``moc.state.detail``."""
+    """Returns the slots that a tensor must have at a detail of ``moc.state.operators``."""
     if is_module_state(name):
         return () if detail in ("moments", "grad") else (PARAM,)
     full = required_slots(optimizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moc.output import Parser, escapes_output, print_lines, refused
+from moc.cli_output import Parser, escapes_output, print_lines, refused
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import Leftover, leftovers, leftovers_of, remove_leftover
 

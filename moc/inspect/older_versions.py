@@ -12,7 +12,7 @@ from moc.inspect.coverage import operators_of
 from moc.policy import is_partial_policy
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import MASTER, MOMENTS, PARTS, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.dense_files import checkpoint_path
 from moc.store.errors import CheckpointError
 from moc.store.storage import LocalStorage

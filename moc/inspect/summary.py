@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from moc.cli_output import Parser, console, escapes_output, human, print_json, print_lines, refused
 from moc.inspect.checkpoint import (
     SNAPSHOT,
     Checkpoint,
@@ -20,7 +21,6 @@ from moc.inspect.checkpoint import (
 )
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, is_by_operator, operator_or_other
 from moc.inspect.older_versions import Age, chain_problems, describe_older_experts, expert_ages, gradient_bases
-from moc.output import Parser, console, escapes_output, human, print_json, print_lines, refused
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
 

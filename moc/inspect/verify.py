@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.cli_output import Parser, escapes_output, human, print_json, print_lines, progress
 from moc.errors import cause_of, with_code
 from moc.files.safe_directory import SafeDirectory
 from moc.inspect.checkpoint import (
@@ -27,7 +28,6 @@ from moc.inspect.checkpoint import (
 )
 from moc.inspect.coverage import coverage_problems
 from moc.inspect.older_versions import chain_problems
-from moc.output import Parser, escapes_output, human, print_json, print_lines, progress
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.manifest import compute_file_digest

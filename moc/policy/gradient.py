@@ -28,8 +28,7 @@ from moc.policy.interval import Every
 from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import WindowTuner, pipeline_stage
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 MAX_WINDOW = 8
 """Longest window that is chosen: twice the length would save a tenth of the bytes."""

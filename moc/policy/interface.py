@@ -22,8 +22,7 @@ from moc.policy.errors import PolicyError
 from moc.policy.interval import Interval
 from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.token_ledger import CapacityBoost
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 
 @dataclass(frozen=True)

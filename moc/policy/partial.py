@@ -22,8 +22,7 @@ from moc.policy.interface import (
     full_plan,
 )
 from moc.policy.plan import Capability, Load, SnapshotPlan
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 
 def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:

@@ -32,7 +32,7 @@ from moc.policy.pec_selection import (
 from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_expert_counts
 from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import AUTO, policy
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
 """Detail of the other experts by target: moments with ``weights``, master weights with ``optimizer``."""

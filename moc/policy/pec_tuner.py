@@ -21,8 +21,7 @@ from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, Observe
 from moc.policy.partial import experts_by_layer
 from moc.policy.pec_selection import expert_ages, sequential_experts
 from moc.policy.plan import SnapshotSizer
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 _MANY = 16  # experts
 _RATE, _RESTART = "faults_per_iteration", "restart_s"

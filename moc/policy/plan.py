@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from moc.policy.errors import PolicyError
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 Load = Mapping[int, Sequence[int]]
 """Tokens given to each expert since training began, by global layer number."""
@@ -115,7 +115,7 @@ class SnapshotPlan:
 
     @property
     def details(self) -> tuple[Detail, ...]:
-        """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
+        """The details in this plan, in the order of :class:`~moc.state.operators.Detail`."""
         return tuple(detail for detail in Detail if detail in self.operators.values())
 
 

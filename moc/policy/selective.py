@@ -28,7 +28,7 @@ from moc.policy.selective_choice import (
 )
 from moc.policy.selective_flags import FOLDS, HIDES, MLT_LIMIT, SURVIVORS, SelectiveCosts, SelectiveFlags
 from moc.policy.token_ledger import CapacityBoost
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 
 @policy("selective", flags=SelectiveFlags(), costs=SelectiveCosts())

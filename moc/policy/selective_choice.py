@@ -34,7 +34,7 @@ from moc.policy.expert_selection import (
 from moc.policy.interval import Interval, Measurements, ObservedIteration
 from moc.policy.partial import ExpertTable, PartialState, SavedVersions
 from moc.policy.plan import Load
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 
 @dataclass

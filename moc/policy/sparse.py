@@ -38,9 +38,8 @@ from moc.policy.windows import (
     skew_gauges,
     snapshot_bytes,
 )
-from moc.state.detail import Detail
 from moc.state.host_memory import kept_of_windows
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 ORDERS = ("popularity", "soft", "decayed", "capacity", "index")
 

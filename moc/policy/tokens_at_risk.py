@@ -24,7 +24,7 @@ from moc.policy.expert_selection import (
 from moc.policy.partial import SavedVersions
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.selective_choice import ExpertChoice, ExpertSizes, subtract_counts
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 SelectionRule = Callable[[CountsByLayer, CountsByLayer, int], ExpertsByLayer]
 """Selects a snapshot's experts by tokens and iterations since each one's last save, and the snapshot's index from 0."""

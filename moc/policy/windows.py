@@ -18,8 +18,7 @@ from moc.files import decode
 from moc.policy.errors import PolicyError
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
 from moc.policy.plan import SnapshotSizer
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 Scores = Mapping[int, Sequence[float]]
 """Popularity of each expert by layer: tokens, or any quantity that orders like tokens."""

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests
 from moc.store.store import Store, checkpoint_name, is_shard_file

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from moc.policy import Policy, recovers_exactly
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, recoveries
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.cli_output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
 from moc.files.event_log import events_file, read_events
-from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
 from moc.simulate.profile import ByIteration
 
 EXTRA_FIELDS = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}

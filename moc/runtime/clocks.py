@@ -14,7 +14,7 @@ import os
 import signal
 import time
 
-from moc.output import print_lines
+from moc.cli_output import print_lines
 from moc.runtime import environment
 
 _BYTES = 8

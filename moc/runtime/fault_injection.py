@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.errors import UserError
-from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, STEP
+from moc.fault_points import AFTER, ELASTIC, POINTS, RECOVERY, STEP
 from moc.files.safe_directory import open_without_links
 
 ACTIONS = {
@@ -50,7 +50,7 @@ class Fault:
         iteration: first iteration in which it may strike, counted from 1; 0 includes the start of the job.
         ranks: ranks of the workers; empty for all workers of the node.
         node: number of the node; None for any.
-        point: one of :data:`moc.faults.POINTS`.
+        point: one of :data:`moc.fault_points.POINTS`.
         seconds: duration of ``slow``.
         times: number of strikes per worker.
     """
@@ -225,7 +225,7 @@ class Injector:
         self._iteration = int.from_bytes(os.pread(self._iteration_file, 8, 0), "little")
 
     def reached(self, point: str, iteration: int | None = None) -> None:
-        """See :func:`moc.faults.reach`."""
+        """See :func:`moc.fault_points.reach`."""
         if point == "start" and iteration is not None:
             self._iteration = iteration
             os.pwrite(self._iteration_file, iteration.to_bytes(8, "little"), 0)

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from moc import private_interfaces
+from moc.cli_output import print_lines, print_traceback
 from moc.errors import UserError, codes_in, with_code
 from moc.files.decode import parse
 from moc.files.safe_directory import open_without_links
-from moc.output import print_lines, print_traceback
 from moc.runtime import environment, import_hook
 from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor
 from moc.runtime.program import REFUSED_EXIT_CODE, import_directory, is_guarded, load_program

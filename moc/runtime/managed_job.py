@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from moc import private_interfaces
+from moc.cli_output import print_lines, print_traceback
 from moc.errors import cause_of, code_of, with_code
-from moc.faults import reach
-from moc.output import print_lines, print_traceback
+from moc.fault_points import reach
 from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
@@ -28,9 +28,8 @@ from moc.runtime.clocks import Lease
 from moc.runtime.connections import Connection, connect, retry_connect
 from moc.runtime.groups import Groups, PeerFailure
 from moc.runtime.job import Interruption, Job
-from moc.runtime.job_token import token_from_environment
 from moc.runtime.progress import PROGRESS
-from moc.runtime.protocol import Message, PeerGoneError, WireError
+from moc.runtime.protocol import Message, PeerGoneError, WireError, token_from_environment
 from moc.runtime.rendezvous_client import RendezvousClient
 from moc.runtime.termination import START_OVER
 

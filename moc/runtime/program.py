@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from moc.runtime.child_processes import die_with_parent
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.import_hook import DISABLE_VARIABLE, ENTRY_MODULE, WATCHED_PACKAGES
-from moc.store.fence import refuse_owned
+from moc.store.ownership import refuse_owned
 
 _FLAG_CHECK_MODULE = "megatron.pretraining.entry.words"
 """Module that checks words, values and paths of a command line without importing the entry point."""

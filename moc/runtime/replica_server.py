@@ -18,13 +18,12 @@ import sys
 import time
 from pathlib import Path
 
+from moc.cli_output import Parser, log_to_stderr
 from moc.errors import UserError, cause_of, with_code
-from moc.output import Parser, log_to_stderr
 from moc.runtime import async_connections, child_processes, environment
 from moc.runtime.addresses import interface_address, local_address_towards
 from moc.runtime.connections import Connection, connect, retry_connect
-from moc.runtime.job_token import token_from_environment
-from moc.runtime.protocol import Message, WireError
+from moc.runtime.protocol import Message, WireError, token_from_environment
 from moc.runtime.replica_transfer import (
     REQUEST_BYTES,
     AbsentError,

@@ -3,7 +3,7 @@
 A copy of only some operators has its own files.  Their headers have the tensor chunks and hashes of the original
 headers; each byte of data is read once.
 
-With replicated optimizer state, several nodes save the same tensor chunks (:mod:`moc.recovery.redundancy`).  A copy
+With replicated optimizer state, several nodes save the same tensor chunks (:mod:`moc.recovery.copy_placement`).  A copy
 reads a chunk from this node's own snapshot if its hash equals the hash in the original's header, and its bytes match
 that hash.
 
@@ -36,8 +36,7 @@ from moc.errors import UserError
 from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import async_connections
 from moc.runtime.protocol import Message, PeerGoneError
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
 from moc.state.region import Region
 from moc.store import manifest as manifests
 from moc.store import reserved_memory

@@ -2,8 +2,8 @@
 
 For each snapshot, it reads and writes about ten headers and manifests.  A thread of the worker would hold the GIL
 meanwhile, and training would wait.  The node's leading worker starts this process, and sends it calls of
-:class:`~moc.recovery.carrying.Carrier` (:mod:`moc.runtime.helper_process`).  The process imports no torch, runs at low
-priority and dies with the worker.  It then leaves the same files as a worker killed while carrying.
+:class:`~moc.recovery.expert_versions.Carrier` (:mod:`moc.runtime.helper_process`).  The process imports no torch, runs
+at low priority and dies with the worker.  It then leaves the same files as a worker killed while carrying.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from moc.errors import with_code
-from moc.recovery.carrying import Carrier
+from moc.recovery.expert_versions import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime import child_processes
 from moc.runtime.helper_process import serve
 from moc.state.operators import Operator
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 

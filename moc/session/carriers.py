@@ -1,4 +1,4 @@
-"""Carries experts from older snapshots in memory, in the background: see :mod:`moc.recovery.carrying`.
+"""Carries experts from older snapshots in memory, in the background: see :mod:`moc.recovery.expert_versions`.
 
 A separate process (:mod:`moc.session.carrier`) does the work.
 """
@@ -12,17 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from moc.cli_output import print_lines
 from moc.errors import cause_of, code_of, warning
-from moc.output import print_lines
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.carrying import Carrier
-from moc.recovery.chains import Chain
+from moc.recovery.expert_versions import Carrier
+from moc.recovery.gradient_chains import Chain
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.session.folds import Folds
 from moc.session.tiers import Tiers
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
 
@@ -90,7 +89,7 @@ class Carriers:
 class RemoteCarrier(Carrier):
     """Carrier that delegates background work to another process, and executes fast operations itself.
 
-    Methods raise CheckpointError like :class:`~moc.recovery.carrying.Carrier`, and also if the process has died.
+    Methods raise CheckpointError like :class:`~moc.recovery.expert_versions.Carrier`, and also if the process has died.
     """
 
     def __init__(self, carriers: Carriers, store: Store, experts: Iterable[Operator]):
@@ -106,35 +105,35 @@ class RemoteCarrier(Carrier):
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         plain = (0, {}) if coming is None else (coming.iteration, dict(coming.operators))
         names = None if copied is None else sorted(copied)
         return self._carriers.call(self, "carry", coming=plain, copied=names, compared=sorted(compared))
 
     def drop(self, upto: int) -> None:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "drop", upto=upto)
 
     def to_compare(self) -> list[Chain]:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_compare")]
 
     def to_fold(self, least: int) -> list[Chain]:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_fold", least=least)]
 
     def is_compared(self, experts: Collection[str]) -> None:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "is_compared", experts=sorted(experts))
 
     def compares_no_more(self) -> None:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         if self.compares:
             self.compares = False
             self._carriers.call(self, "compares_no_more")
 
     def adopt(self) -> list[str]:
-        """See :class:`~moc.recovery.carrying.Carrier`."""
+        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return self._carriers.call(self, "adopt")
 
 

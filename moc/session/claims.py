@@ -13,10 +13,10 @@ from moc.session.engine import Listener
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import DEFAULT_LEASE_S, Leftover, leftover, memory_paths_of_other_runs, record_lease
 from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage, Storage
 

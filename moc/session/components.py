@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moc.policy import Capability, Policy, full_plan
-from moc.recovery.redundancy import Redundancy, redundancy
+from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import check_generation
 from moc.runtime.job import World
@@ -31,11 +31,11 @@ from moc.sharding.save_plan import (
     replicated_operators,
     unpack_descriptors,
 )
-from moc.snapshot.bubbles import bubbles_on
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Contents
-from moc.snapshot.kept import KeptBuffers
+from moc.snapshot.device_copy import bubbles_on
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 
 

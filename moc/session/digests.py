@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import xxhash
 from torch import Tensor
 
-from moc.recovery.replicas import pieces
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import Engine, VoteParticipant
+from moc.session.resume.rank_transfers import pieces
 from moc.snapshot.background import background
 from moc.state.digests import MASK, Key, StateDigest, differing, from_limbs, keys_of, to_limbs, to_text, total_of
 from moc.store.errors import CheckpointError

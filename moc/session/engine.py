@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
 from moc.runtime.job import World
-from moc.snapshot.bubbles import Bubbles
+from moc.snapshot.device_copy import Bubbles
 from moc.state.adam import Rules
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -42,7 +42,7 @@ class Listener(Protocol):
     def message(self, text: str) -> None:
         """Prints a line for users, once for all workers.
 
-        The text may contain file names: :func:`moc.output.print_lines` escapes control characters.
+        The text may contain file names: :func:`moc.cli_output.print_lines` escapes control characters.
         """
 
 

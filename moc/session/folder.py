@@ -22,8 +22,8 @@ def main() -> None:
     os.nice(_LOWEST)
     import torch  # takes seconds, and the worker may end meanwhile
 
-    from moc.recovery.chains import Chain
-    from moc.recovery.folds import carry_out
+    from moc.recovery.gradient_chains import Chain
+    from moc.recovery.gradient_folding import carry_out
     from moc.store.storage import LocalStorage
     from moc.store.store import Store
 

@@ -16,11 +16,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.cli_output import print_lines
 from moc.errors import with_code
-from moc.output import print_lines
-from moc.recovery.carrying import Carrier
-from moc.recovery.chains import Chain
-from moc.recovery.folds import Outcome
+from moc.recovery.expert_versions import Carrier
+from moc.recovery.gradient_chains import Chain
+from moc.recovery.gradient_folding import Outcome
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.store.errors import CheckpointError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moc.cli_output import print_lines
 from moc.errors import warning
-from moc.output import print_lines
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.snapshot.saver import hashed
 from moc.store.buffers import HostBuffer

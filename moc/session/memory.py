@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan
 from moc.policy.partial import experts_by_layer
-from moc.recovery.carrying import most_carried, slot_of
+from moc.recovery.expert_versions import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
 from moc.store.header import FileLayout
 
 _SETTLED = 3  # earlier windows: the current one, and the first one of its kind
@@ -125,7 +124,7 @@ def carried_files(
     Args:
         policy: policy of the run.
         parts: :func:`bytes_of_experts` of each rank of the node.
-        behind: as in :func:`~moc.recovery.carrying.most_carried`.
+        behind: as in :func:`~moc.recovery.expert_versions.most_carried`.
         now: as in :func:`plans_ahead`.
     """
     sizes: dict[str, Counter[str]] = defaultdict(Counter)

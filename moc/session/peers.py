@@ -1,6 +1,6 @@
 """Copies snapshots to the memory of other nodes, and restores them after the loss of a node (Gemini).
 
-:mod:`moc.recovery.placement` assigns the copies to nodes.  Each node's replica server
+:mod:`moc.recovery.copy_placement` assigns the copies to nodes.  Each node's replica server
 (:mod:`moc.runtime.replica_server`), a separate process, transfers the bytes when the node's leading worker requests it.
 """
 
@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
-from moc.recovery.adoption import Fetch
-from moc.recovery.carrying import Carrier
-from moc.recovery.copies import copies_of_use, partly_copied, to_copy
+from moc.recovery.copy_placement import Placement, Redundancy, describe, not_sent, place, survival
+from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
-from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
-from moc.recovery.placement import Placement, describe, not_sent, place, survival
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.restore_nodes import Fetch, NodeInventory, Restore, to_restore
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.collectives import gather, run_on_all
@@ -37,7 +34,7 @@ from moc.session.folds import Folds
 from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError, MissingTensorError
 from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
 from moc.store.shard_file import ShardReader

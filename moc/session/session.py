@@ -26,7 +26,7 @@ from typing import Any
 
 from moc.policy import AUTO, Capability, Load, Policy, parse_interval, policy_named
 from moc.policy.errors import policy_refusal
-from moc.recovery.folds import RULES
+from moc.recovery.gradient_folding import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places

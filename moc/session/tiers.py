@@ -12,10 +12,10 @@ from moc.runtime import environment
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.session.settings import Settings, SettingsError, node_names
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import memory_storage, renew_lease
 from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 

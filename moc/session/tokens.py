@@ -11,7 +11,7 @@ from moc.policy.expert_selection import lost_tokens_by_layer
 from moc.policy.token_ledger import TokenDebt, TokenLedger
 from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 Experts = dict[int, list[int]]
 

@@ -18,12 +18,11 @@ from moc.policy.pec_selection import PLT_LIMIT, DynamicK
 from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes
-from moc.recovery.placement import place
+from moc.recovery.copy_placement import place
 from moc.sharding import ParallelLayout
 from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
-from moc.simulate.cluster import Cluster
-from moc.simulate.cost import Timing, Work
+from moc.simulate.cost import Cluster, Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
 from moc.simulate.policy_costs import (
     NEVER,

@@ -15,13 +15,12 @@ from moc.policy.costs import Price
 from moc.policy.pec_selection import DynamicK
 from moc.policy.pec_tuner import uniform_plt
 from moc.policy.windows import generate_schedule
-from moc.recovery.placement import Placement, survival
+from moc.recovery.copy_placement import Placement, survival
 from moc.recovery.plan import JobInventory, plans
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.simulate import SimulationError
 from moc.simulate.cost import Work
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 NEVER = 10**12
 """Interval of a policy without checkpoints."""
@@ -161,7 +160,7 @@ class PolicyCosts:
 
 @lru_cache(maxsize=64)
 def _survival(copies: Placement, nodes: int) -> float:
-    """Caches :func:`moc.recovery.placement.survival`, which is slow for thousands of nodes."""
+    """Caches :func:`moc.recovery.copy_placement.survival`, which is slow for thousands of nodes."""
     return survival(copies, nodes) if nodes <= sum(map(len, copies.groups)) else 0.0
 
 

@@ -21,8 +21,7 @@ from moc.sharding import (
     list_save_items,
 )
 from moc.simulate.cost import split_stages
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""

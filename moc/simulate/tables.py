@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moc.output import print_json, print_lines, pyplot, replacing
+from moc.cli_output import print_json, print_lines, pyplot, replacing
 from moc.simulate.engine import Result, SimulatedJob
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PolicyChoice

@@ -17,15 +17,13 @@ from typing import NoReturn
 
 import torch
 
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.files.safe_directory import SafeDirectory, remove_owned
 from moc.snapshot.background import GivenUpError, background, with_retries
-from moc.snapshot.capture import Capture, Captures, Gate, capturer
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Share
-from moc.snapshot.copies import Copy, coalesced
-from moc.snapshot.kept import KeptBuffers
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.snapshot.device_copy import Capture, Captures, Copy, Gate, capturer, coalesced
+from moc.state.operators import Detail, operator_of
 from moc.store.buffers import HostBuffer
 from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, InsufficientMemoryError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, StateDigests
@@ -97,9 +95,9 @@ class Saver:
         device: of the live memory.
         memory: tier in this node's memory, if there is one.
         storage: tier beyond it; needed by :meth:`persist`.
-        gate: delays copies; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+        gate: delays copies; see :class:`~moc.snapshot.device_copy.ThreadCapturer`.
         kept: provides an earlier generation's buffers, and receives this one's; None to free them.
-        check: as in :func:`~moc.snapshot.capture.capturer`.
+        check: as in :func:`~moc.snapshot.device_copy.capturer`.
         hashes: hashes entries, on the thread that finalizes.
     """
 

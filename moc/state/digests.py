@@ -22,10 +22,9 @@ from functools import cached_property
 import torch
 import xxhash
 
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""

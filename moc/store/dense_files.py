@@ -26,9 +26,9 @@ from moc.files.safe_directory import (
 from moc.files.text import short_repr
 from moc.store import store
 from moc.store.errors import CheckpointError, TakenError
-from moc.store.fence import Fence
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import compute_file_digest
+from moc.store.ownership import Fence
 
 STATE_FILE = "training_state.json"
 DATA_FILE = "data.json"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import xxhash
 
+from moc.cli_output import print_once
 from moc.files import decode
 from moc.files.safe_directory import (
     MAX_SMALL_FILE_BYTES,
@@ -27,11 +28,9 @@ from moc.files.safe_directory import (
     open_without_links,
     remove_owned,
 )
-from moc.output import print_once
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import lives
 from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim, lives
 from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
 from moc.store.runs import find_run
 from moc.store.storage import LocalStorage, Storage

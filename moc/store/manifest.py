@@ -18,8 +18,7 @@ import xxhash
 from moc.files import decode
 from moc.files.decode import Count, Digest, FileName, Name, StateSum
 from moc.files.text import short_repr
-from moc.state.detail import Detail, DetailName
-from moc.state.operators import Operator
+from moc.state.operators import Detail, DetailName, Operator
 from moc.state.record import StepRecord
 from moc.store.errors import CheckpointError
 
@@ -118,7 +117,7 @@ class OperatorEntry:
     """The saved state of an operator.
 
     Attributes:
-        detail: value of the :class:`~moc.state.detail.Detail`.
+        detail: value of the :class:`~moc.state.operators.Detail`.
         step: number of updates of its moments; None if not counted.
         elements: number of elements by slot.
     """

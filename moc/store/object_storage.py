@@ -18,9 +18,8 @@ import fsspec
 import fsspec.asyn
 
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, RefusedFileError
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError, TakenError
-from moc.store.fence import Holder, refuse_superseded, successors
+from moc.store.ownership import Claim, Holder, refuse_superseded, successors
 from moc.store.storage import Blob, LocalStorage, Storage
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}

@@ -4,9 +4,9 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from moc.cli_output import print_once
 from moc.files import decode
 from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError
-from moc.output import print_once
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 from moc.store.store import Store

@@ -13,9 +13,8 @@ from typing import Protocol
 
 from moc.files import safe_directory
 from moc.files.safe_directory import SafeDirectory, open_without_links
-from moc.store.claims import Claim
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
-from moc.store.fence import Fence
+from moc.store.ownership import Claim, Fence
 from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpaceReserve, find_free_file
 
 
@@ -196,7 +195,7 @@ class LocalStorage(Storage):
         self._fence = claim and Fence(self.root, claim, lock_timeout_s)
 
     def write(self, path: str, parts: Iterable, is_durable: bool = True) -> None:
-        """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
+        """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.ownership`)."""
         with self._checking_owner_on_loss():
             if self._in_memory:
                 self._write_in_memory(path, list(parts), is_durable)

@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 from moc.errors import cause_of
 from moc.store import manifest as manifests
-from moc.store.claims import term_in
 from moc.store.errors import CheckpointError, DamagedTensorError
 from moc.store.manifest import FileEntry, Manifest, RankReport, compute_digest
+from moc.store.ownership import term_in
 from moc.store.storage import Blob, Storage
 
 SUFFIX = ".safetensors"

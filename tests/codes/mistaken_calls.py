@@ -18,8 +18,8 @@ from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
 from moc.simulate.policy_costs import PolicyCosts
 from moc.state.shape import ModelShape, model_operators
-from moc.store.claims import Claim
 from moc.store.manifest import merge_reports
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.elastic.test_transfers import TENSORS

@@ -15,9 +15,9 @@ import pure_torch
 from moc import LocalRemains, ReplicatedState, Session, Settings, join_job
 from moc.policy import Policy, SnapshotPlan, policy
 from moc.runtime.groups import PeerFailure
-from moc.runtime.job_token import make_token_file
+from moc.runtime.protocol import make_token_file
 from moc.sharding.rules import rule
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 
 def session(engine_of=pure_torch.Engine, **settings):

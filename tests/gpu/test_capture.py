@@ -2,8 +2,7 @@
 
 import torch
 
-from moc.snapshot.capture import capturer
-from moc.snapshot.copies import Copy, coalesced
+from moc.snapshot.device_copy import Copy, capturer, coalesced
 from moc.store.buffers import HostBuffer
 
 MIB = 1 << 20

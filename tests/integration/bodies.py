@@ -29,8 +29,8 @@ from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
-from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
+from megatron.pretraining.process import topology as first_worker
 from moc.session.saving import pipeline
 from moc.store.errors import CheckpointError
 from tests.integration import plain

@@ -19,7 +19,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
 from moc.elastic.placement import EMPTY
 from moc.errors import codes_in
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.integration import bodies
 
 

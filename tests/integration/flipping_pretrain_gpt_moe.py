@@ -21,7 +21,7 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
     import torch
 
     from moc.session.session import Session
-    from moc.state.detail import Detail
+    from moc.state.operators import Detail
 
     flipped = Path(os.environ["TEST_MAY_END"]).parent / "flipped"
 

@@ -42,7 +42,7 @@ def tell_state(directory: Path) -> None:
 
     from megatron.pretraining import loop
     from megatron.pretraining.engine.state import MegatronState
-    from moc.state.detail import Detail
+    from moc.state.operators import Detail
 
     train = loop.train
 

@@ -20,7 +20,7 @@ from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process import initialize
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from moc.elastic.optimizer_shards import ShardAssignment
+from moc.elastic.transfers import ShardAssignment
 from moc.runtime.job import Job
 from moc.state.fragments import OwnedSlice
 from tests.integration.group_operations import outcome, store_at

@@ -21,12 +21,12 @@ from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session import settings_of
 from moc.policy.selective import Selective
 from moc.policy.selective_choice import SelectiveTuner
-from moc.runtime import environment, job_token
+from moc.runtime import environment, protocol
 from moc.session.saving.committing import Committer
 from moc.session.saving.pipeline import SavingPipeline
 from moc.session.session import Session
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -161,7 +161,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 @contextlib.contextmanager
 def replica_server(directory: Path) -> Iterator[None]:
     """Keeps copies for this worker's node."""
-    os.environ[job_token.TOKEN_VARIABLE] = "ab" * 32
+    os.environ[protocol.TOKEN_VARIABLE] = "ab" * 32
     os.environ[environment.REPLICA_SERVER] = orders = f"unix:{directory}/{os.environ['RANK']}"
     command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", "127.0.0.1:0", "--orders", orders]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:

@@ -11,8 +11,8 @@ from megatron.pretraining import loop
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.state import MegatronState
 from moc.session.session import Session
-from moc.snapshot import capture
-from moc.state.detail import Detail
+from moc.snapshot import device_copy
+from moc.state.operators import Detail
 from moc.store.shard_file import compute_digest, tensor_bytes
 from tests.integration import bodies
 from tests.integration.bodies import with_run
@@ -61,13 +61,13 @@ def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> No
 
 def slow_down_copies(bytes_per_s: float) -> None:
     """Gives the copies of this process's snapshots no more than this bandwidth."""
-    copy = capture._copy_all
+    copy = device_copy._copy_all
 
     def slow(copies, **how) -> None:
         time.sleep(sum(one.source.nbytes for one in copies) / bytes_per_s)
         copy(copies, **how)
 
-    capture._copy_all = slow
+    device_copy._copy_all = slow
 
 
 def die_after(flags: dict, iteration: int) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from moc.policy import Every
 from moc.policy.full import Full
-from moc.recovery.placement import place
-from moc.runtime import environment, job_token
+from moc.recovery.copy_placement import place
+from moc.runtime import environment, protocol
 from moc.runtime.collectives import gather
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers
@@ -34,7 +34,7 @@ class Node:
     def __init__(self, memory: Path, directory: Path):
         dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        os.environ[job_token.TOKEN_VARIABLE] = "ab" * 32
+        os.environ[protocol.TOKEN_VARIABLE] = "ab" * 32
         os.environ[environment.REPLICA_SERVER] = f"unix:{directory}/{self.rank}"
         self.address = "127.0.0.1:0"
         self.start_replica_server()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moc.files import safe_directory
 from moc.session.saving import pipeline
-from moc.snapshot import capture
+from moc.snapshot import device_copy
 from moc.store import storage
 from moc.store.shard_file import FileLayout
 from moc.store.store import Store
@@ -77,7 +77,7 @@ def train_beside_fast_storage(flags: dict) -> dict:
 
 def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
     """As ``bodies.train``; copies begin only when training waits for them, or after 100 seconds, and take so long."""
-    copy, begin, waited = capture._copy_all, capture.ThreadCapturer.start, threading.Event()
+    copy, begin, waited = device_copy._copy_all, device_copy.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:
         def call(*args, **how):
@@ -87,9 +87,9 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
 
         return call
 
-    capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
-    capture._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
-    for kind in (capture._ThreadCapture, capture._HostCapture):
+    device_copy.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
+    device_copy._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
+    for kind in (device_copy._ThreadCapture, device_copy._HostCapture):
         kind.wait = waiting(kind.wait)
     pipeline.SavingPipeline._all_reduce = waiting(pipeline.SavingPipeline._all_reduce)
     return bodies.train(flags)
@@ -182,7 +182,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
 
 
 def _watch_memory(calls: _Calls) -> None:
-    copy, header = capture._copy_all, FileLayout.header
+    copy, header = device_copy._copy_all, FileLayout.header
 
     def watched_copy(copies, **how) -> None:
         middle = len(copies) // 2
@@ -196,7 +196,7 @@ def _watch_memory(calls: _Calls) -> None:
             calls.note("header")
         return header(layout, digests)
 
-    capture._copy_all, FileLayout.header = watched_copy, watched_header
+    device_copy._copy_all, FileLayout.header = watched_copy, watched_header
 
 
 def train_in_bucket(flags: dict, bucket: str, environment: dict) -> dict:

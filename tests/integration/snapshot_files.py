@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.live.job import Events
-from moc.event_types import problems
+from moc.events import problems
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import find_memory_storage
 from moc.store.shard_file import MissingTensorError, ShardReader

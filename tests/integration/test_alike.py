@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.live.job import Events
 from moc.errors import codes_in
-from moc.event_types import problems
+from moc.events import problems
 from moc.state.region import Region
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage

@@ -24,7 +24,7 @@ from megatron.pretraining.reference import documented
 from moc import launch
 from moc.errors import codes_in
 from moc.inspect import memory, summary, verify
-from moc.report import loss, program
+from moc.report import loss, report
 from moc.runtime import controller
 from moc.runtime.protocol import Channel, Message
 from tests import warm
@@ -39,7 +39,7 @@ MAINS = {
     "inspect_checkpoint": summary,
     "verify_checkpoint": verify,
     "clean_memory": memory,
-    "report": program,
+    "report": report,
     "plot_loss": loss,
     "plan_checkpoint": sizes,
     "simulate": simulate,

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.recovery.carrying import file_of_operator
+from moc.recovery.expert_versions import file_of_operator
 from moc.session.folds import Folds
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name

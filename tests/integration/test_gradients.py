@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.live.job import Events
-from moc.recovery.carrying import file_of_operator
+from moc.recovery.expert_versions import file_of_operator
 from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name

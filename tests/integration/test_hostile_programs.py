@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from moc.store.claims import Claim
 from moc.store.host_memory import SOCKETS_DIRECTORY, memory_path_of_run, memory_storage, user_directory
+from moc.store.ownership import Claim
 from moc.store.runs import Run, find_run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store

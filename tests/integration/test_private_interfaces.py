@@ -38,7 +38,7 @@ def launched(overlay, *command, launcher="moc.launch"):
             "megatron.core.distributed.param_and_grad_buffer",
             ("per_param_grad_ready_counts", "ready_counts"),
             TRAIN,
-            "has no attribute per_param_grad_ready_counts, and megatron/pretraining/engine/reset.py",
+            "has no attribute per_param_grad_ready_counts, and megatron/pretraining/engine/schedule.py",
         ),
         (*COMMUNICATE, [*TRAIN, *SNAPSHOTS, "--ckpt-dir", "/nowhere"], "P2PCommunicator._communicate is missing"),
         *ALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron.pretraining.engine.step import sum_losses
-from moc.logs.crossings import Direction
+from moc.logs.log import Direction
 from moc.store.shard_file import tensor_bytes
 from tests.integration import bodies
 

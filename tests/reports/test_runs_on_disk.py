@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from moc.errors import codes_in
-from moc.store import dense_files, fence
-from moc.store.claims import Claim
+from moc.store import dense_files, ownership
 from moc.store.dense_files import Lineage
 from moc.store.errors import TakenError
-from moc.store.fence import Fence
+from moc.store.ownership import Claim, Fence
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.entry_jobs import USER_SCRIPT, run
@@ -127,7 +126,7 @@ def test_save_in_progress_of_a_live_launch_stays(tmp_path):
         with pytest.raises((TakenError, OSError)):
             dense_files.begin_save(disk, 6, Fence(disk, Claim("new"), patience=0.1))
         assert staging.is_dir() and (staging / "__0_0.distcp").stat().st_size
-        assert fence.lives(disk) is not None
+        assert ownership.lives(disk) is not None
         del other  # its lock file is on the disk
 
 
@@ -143,7 +142,7 @@ def test_snapshots_start_on_a_full_disk(leftover, tmp_path):
         store.take()
         assert part.exists() is not leftover and (disk / "C/iter_0000002").is_dir()
         del store
-        fence._newest.clear()  # lock files on the disk
+        ownership._newest.clear()  # lock files on the disk
 
 
 def test_another_run_saves_an_iteration_meanwhile(tmp_path):

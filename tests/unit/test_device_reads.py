@@ -11,7 +11,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "megatron/pretraining/elastic/moe_layer.py": "arriving.sum(axis=1), copy_to_host(everybody), "
     "flow.sends.sum(axis=0), numpy.flatnonzero(row)",
     "megatron/pretraining/elastic/replicas.py": "steps",  # synchronize_group() precedes it
-    "megatron/pretraining/elastic/shards.py": "steps",  # as in replicas.py
+    "megatron/pretraining/elastic/state_transfer.py": "steps",  # as in replicas.py
     "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
     "megatron/pretraining/process/cpu.py": "tensor",  # on the CPU
     "moc/runtime/collectives.py": "contribution",  # the sum, in host memory
@@ -22,7 +22,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
     "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
-    "moc/snapshot/capture.py": "done, mark",  # a snapshot is of a committed iteration, and is sealed by a later vote
+    "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }

@@ -23,7 +23,7 @@ from moc.files.safe_directory import SafeDirectory, write_durably
 from moc.runtime.child_processes import attach_without_gpus
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
+from moc.store.ownership import Fence
 from moc.store.shard_file import BoxTensor, write_shard_file
 
 

@@ -8,8 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of
+from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, convert, flags_of
 from megatron.pretraining.config.groups import FlagGroups, group_classes
 
 

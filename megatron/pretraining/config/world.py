@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
+from moc.cli_output import counted
 from moc.elastic.allocation import PlanSettings
-from moc.output import counted
 from moc.runtime.fault_injection import Fault
 
 

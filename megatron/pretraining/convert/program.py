@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
+from moc.cli_output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.errors import code_of
 from moc.inspect.checkpoint import SNAPSHOT, format_of, is_checkpoint, read_checkpoint, select_checkpoint
-from moc.output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.policy import is_window_policy
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
@@ -236,8 +236,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
     from megatron.pretraining.convert.dense import DenseContents, write_dense
-    from megatron.pretraining.convert.snapshot import write_snapshot
-    from megatron.pretraining.convert.source import contents_of
+    from megatron.pretraining.convert.snapshot import contents_of, write_snapshot
 
     with progress(_size(directory), "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, target == TORCH_DIST, advance)

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints of Format v1."""
+"""Reads and writes checkpoints of Format v1, and selects the source of a conversion."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from megatron.pretraining.convert.contents import (
     FULL,
+    MASTER,
     Advance,
     ConvertedState,
     Facts,
+    Weights,
     count_elements,
     cut,
     in_model_order,
@@ -21,7 +23,9 @@ from megatron.pretraining.convert.contents import (
     whole_tensors,
     write_regions,
 )
+from megatron.pretraining.convert.dense import DenseContents
 from moc.files.safe_directory import sync_directory
+from moc.inspect.checkpoint import SNAPSHOT, format_of
 from moc.inspect.coverage import operators_of
 from moc.inspect.older_versions import (
     count_chained_experts,
@@ -31,8 +35,7 @@ from moc.inspect.older_versions import (
 )
 from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
@@ -182,3 +185,33 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
         Manifest(facts.iteration, facts.policy, writers, written, operators, dict(facts.layout), dict(facts.state))
     )
     return directory
+
+
+def contents_of(
+    directory: Path, allow_stale: bool, trust: bool, whole: bool = True, advance: Advance = lambda count: None
+) -> ConvertedState:
+    """Returns the contents of an ``iter_*`` directory of either format.
+
+    Args:
+        directory: the checkpoint.
+        allow_stale: take experts that a partial checkpoint lacks from older checkpoints.
+        trust: read a dense checkpoint even without a manifest of this program.
+        whole: refuse a partial checkpoint, unless ``allow_stale``.
+        advance: called with the number of bytes verified.
+
+    Raises:
+        CheckpointError: it is damaged, not trusted, or partial.
+    """
+    if format_of(directory) != SNAPSHOT:
+        return DenseContents(directory, trust, advance)
+    if whole and not allow_stale:
+        refuse_stale(directory)
+    return snapshot_contents(directory, allow_stale)
+
+
+def weights_of(contents: ConvertedState, dtype: torch.dtype | None) -> ConvertedState:
+    """Returns only the compute weights: as stored in a dense checkpoint of this dtype, or rounded masters."""
+    if isinstance(contents, DenseContents):
+        masters = any(tensor.slot == MASTER for tensor in contents.tensors)
+        return Weights(contents, dtype) if masters and contents.compute_dtype != dtype else contents.weights(dtype)
+    return contents.weights(dtype)

@@ -20,10 +20,10 @@ from megatron.pretraining.config import ConfigError, layout_sizes
 from megatron.pretraining.config.flag import flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.offline import config_of_words, given_options
+from moc.cli_output import print_lines
 from moc.errors import code_of
 from moc.files.event_log import read_events
 from moc.inspect.coverage import operators_of
-from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
 from moc.runtime import child_processes

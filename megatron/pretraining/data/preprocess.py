@@ -25,6 +25,7 @@ from megatron.pretraining.data.documents import (
     CORRECT,
     BadText,
     DocumentPiece,
+    PairWriter,
     Reader,
     add_input_arguments,
     cut,
@@ -34,8 +35,7 @@ from megatron.pretraining.data.documents import (
     on_regex,
 )
 from megatron.pretraining.data.identity import vocabulary_of
-from megatron.pretraining.data.pairs import PairWriter
-from moc.output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
+from moc.cli_output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024

@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
-from moc.output import Parser, ToolError, check_output, counted, escapes_output, number, print_lines, refused, replacing
+from moc.cli_output import (
+    Parser,
+    ToolError,
+    check_output,
+    counted,
+    escapes_output,
+    number,
+    print_lines,
+    refused,
+    replacing,
+)
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000

@@ -30,12 +30,12 @@ from megatron.pretraining.elastic.placement import (
     plans_for,
 )
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.shards import Shards
-from megatron.pretraining.elastic.shards import settle as settle_shards
+from megatron.pretraining.elastic.state_transfer import Shards
+from megatron.pretraining.elastic.state_transfer import settle as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import count_new_replicas
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
 from moc.runtime.environment import min_nodes

@@ -16,9 +16,9 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placement import Plans, PlansDiffer, fit, plans_for
 from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
-from megatron.pretraining.elastic.shards import Shards
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.logging.flops import expert_share
+from megatron.pretraining.logging.records import expert_share
 from moc.elastic.plan import Loads
 from moc.elastic.transfers import count_new_replicas
 from moc.events import EventLog

@@ -29,7 +29,7 @@ from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import Transfer, expert_holders, expert_operator, plan_expert_transfers
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.runtime.collectives import synchronize_group
 
 

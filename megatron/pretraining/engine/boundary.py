@@ -1,7 +1,7 @@
 """Replaces megatron-core's pipeline communicator to time, log or replay the traffic between stages.
 
 The schedules send all traffic between stages through the method ``_communicate`` of one object.  They fix the order of
-its calls (:mod:`moc.logs.crossings`), so a counter identifies each tensor.  This holds for the 1F1B and the
+its calls (:mod:`moc.logs.log`), so a counter identifies each tensor.  This holds for the 1F1B and the
 interleaved schedule, with batched and unbatched messages.
 """
 
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from moc.logs.crossings import Crossing, Direction, Pipeline
+from moc.logs.log import Crossing, Direction, Pipeline
 
 Sink = Callable[[Crossing, torch.Tensor], None]
 """Receives a tensor that a stage sends, on its device; the tensor may be freed after the call."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.checkpoint import contents, repeats
+from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.identity import DataIdentity
@@ -25,8 +25,7 @@ from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from moc.session.engine import Gradients, Outcome
 from moc.state.adam import Rules
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.state.record import Position, StepRecord
 
 
@@ -65,7 +64,7 @@ class MegatronEngine:
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
         self._model, self._data = model, data
-        self._repeated = repeats.repeated(config)
+        self._repeated = contents.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
@@ -101,7 +100,7 @@ class MegatronEngine:
         state = contents.training_state(self._config, self.world, position, *parts)
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
-        state[repeats.KEY] = self._repeated
+        state[contents.KEY] = self._repeated
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
@@ -125,7 +124,7 @@ class MegatronEngine:
         if window:
             contents.check_window(self._config, saved, where)
             contents.check_package(self._config, self._stepper.optimizer, saved, where)
-            repeats.check_replay(self._config, self._stepper.scheduler, self._data, saved, where)
+            contents.check_replay(self._config, self._stepper.scheduler, self._data, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
         """Warns if the saved run reads samples in another order, or uses another optimizer implementation."""

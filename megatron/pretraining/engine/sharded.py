@@ -2,7 +2,7 @@
 
 megatron-core's ``DistributedOptimizer`` divides its buffers by the number of data-parallel ranks at construction, and
 stores each part once.  Here gradients are all-reduced.  A rank has master weights and moments only of the blocks that
-it holds (:mod:`moc.elastic.optimizer_shards`), and updates only these; all holders of a block compute the same bits.
+it holds (:mod:`moc.elastic.transfers`), and updates only these; all holders of a block compute the same bits.
 The owner of a block then sends its weights to the others.
 """
 
@@ -16,9 +16,28 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from megatron.pretraining.engine.fragmented import FragmentedOptimizer
-from moc.elastic.optimizer_shards import Block, Holders, cut_into_blocks
+from moc.elastic.transfers import Block, Holders, cut_into_blocks
+
+
+class FragmentedOptimizer(MixedPrecisionOptimizer):
+    """Optimizer of megatron-core that is saved only as tensor chunks.
+
+    megatron-core requires these methods; :mod:`megatron.pretraining.engine.state` replaces them.
+    """
+
+    def state_dict(self):
+        """Not implemented: see the class."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

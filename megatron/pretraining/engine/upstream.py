@@ -23,8 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, TimedCommunicator, pipeline_of
 from megatron.pretraining.process.topology import Topology
-from moc.logs.crossings import Crossing, Direction
-from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
+from moc.logs.log import Crossing, Direction, LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import SnapshotPlan
 from moc.runtime.collectives import first_reported
 from moc.session.engine import PipelineTap

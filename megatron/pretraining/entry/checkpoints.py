@@ -21,9 +21,9 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
-from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.engine.sharded import FragmentedOptimizer
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import described
@@ -31,7 +31,7 @@ from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.files.safe_directory import write_durably
 from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.snapshot.background import within

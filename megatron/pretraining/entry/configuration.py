@@ -16,13 +16,12 @@ import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron.pretraining.config import Config, composed
-from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import ConfigError, refuse
+from megatron.pretraining.config.flag import ConfigError, convert, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
-from megatron.pretraining.model.initial import EXACT
+from megatron.pretraining.model.parameters import EXACT
 from moc.runtime.collectives import first_line
 
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}

@@ -39,9 +39,9 @@ from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.process.nodes import per_node, workers_of_job
 from megatron.pretraining.process.paths import check_paths
-from megatron.pretraining.process.rank0 import is_first_worker
+from megatron.pretraining.process.topology import is_first_worker
+from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.output import print_lines
 from moc.runtime.environment import min_nodes
 from moc.runtime.program import end_if_checking, only_checks_flags
 

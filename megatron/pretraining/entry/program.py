@@ -25,21 +25,20 @@ from megatron.pretraining.elastic.placement import Plans, first_plans, nodes_of
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.rates import RateSchedule
+from megatron.pretraining.engine.schedule import RateSchedule
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.formats import multiply_in_format, store_in_formats
-from megatron.pretraining.entry.log import StockLog
+from megatron.pretraining.entry.log import Profiling, StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
-from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_datasets, data_identity, streams_of
 from megatron.pretraining.model.corrections import Vocabulary, defects_of
-from megatron.pretraining.model.initial import EXACT, initialize_weights
+from megatron.pretraining.model.parameters import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.cpu import device
@@ -51,7 +50,7 @@ from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.errors import warning
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Job, World
 from moc.runtime.progress import progress

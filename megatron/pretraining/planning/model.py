@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron.pretraining.presets import PRESETS
-from moc.output import ToolError, refused
+from moc.cli_output import ToolError, refused
 from moc.state.operators import Operator
 
 _RUN = "--micro-batch-size 1 --sequence-parallel --tokenizer-type NullTokenizer --vocab-size 1".split()

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.together import may_save_gradients
-from moc.output import ToolError
+from moc.cli_output import ToolError
 from moc.policy import AUTO, POLICIES
 from moc.session.settings import TIERS
 from moc.sharding import ParallelLayout
-from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
-from moc.simulate.cost import Work, estimate
+from moc.simulate.cost import EXPLAINED, Cluster, Work, cluster_named, estimate
 from moc.simulate.live_costs import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of
 from moc.simulate.sizes import StateBytes

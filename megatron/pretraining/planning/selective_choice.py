@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
+from moc.cli_output import ToolError, counted
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
-from moc.output import ToolError, counted
 from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit
 from moc.policy.flags import bubble_share

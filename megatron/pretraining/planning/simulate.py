@@ -10,13 +10,12 @@ from typing import Any
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
+from moc.cli_output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.elastic.allocation import MAX_DOMAIN_RANKS
-from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
 from moc.policy.pec_selection import PLT_LIMIT
 from moc.sharding import ParallelLayout
 from moc.simulate import tables
-from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
-from moc.simulate.cost import Timing, Work, estimate, measured_timing
+from moc.simulate.cost import EXPLAINED, Cluster, Timing, Work, cluster_named, estimate, measured_timing
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
 from moc.simulate.engine import Result, SimulatedJob, mean_of, simulate
 from moc.simulate.failures import Faults, read_trace

@@ -11,7 +11,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, operators_of, refused_all
 from megatron.pretraining.presets import PRESETS
-from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
+from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.pec_tuner import PecChoice, PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings
 from moc.sharding import (

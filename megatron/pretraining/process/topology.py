@@ -1,7 +1,9 @@
-"""Computes one worker's part of each iteration, in one generation of its job."""
+"""Computes one worker's part of each iteration, in one generation of its job, and runs functions on rank 0."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config, global_batch_size
@@ -56,3 +58,17 @@ class Topology:
 def topology_of(config: Config, world: World) -> Topology:
     """Returns the topology of a worker with these flags and coordinates."""
     return Topology(world, config.training.micro_batch_size, global_batch_size(config, world.size))
+
+
+PATIENCE = 15.0  # seconds for rank 0 to report and exit; the launcher then ends the other workers
+
+
+def is_first_worker() -> bool:
+    """Returns whether this process is rank 0, or belongs to no job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def let_first_worker_speak() -> None:
+    """Waits, except on rank 0, until rank 0 can have reported; others then report errors that only they have."""
+    if not is_first_worker():
+        time.sleep(PATIENCE)

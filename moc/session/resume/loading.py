@@ -10,27 +10,23 @@ from typing import NoReturn
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.policy import Capability, recovers_exactly
-from moc.recovery.changes import refusal
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.live import live_states
-from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
-from moc.recovery.replicas import exchange
+from moc.recovery.plan import JobInventory, RecoveryPlan, live_states, plans, reason, refusal
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
-from moc.session.resume.reading import Damage, Key, SnapshotReader
-from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
-from moc.session.resume.repair import Repair
+from moc.session.resume.rank_transfers import exchange
+from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
+from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
-from moc.session.resume.valid import check_state
 from moc.session.tiers import LOOKING_S
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, StateDigests

@@ -1,16 +1,23 @@
-"""Reads manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
+"""Reads valid manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from moc.errors import with_code
-from moc.faults import reach
+from moc.fault_points import reach
+from moc.files import decode
+from moc.files.text import short_repr
+from moc.policy import Policy
+from moc.policy.interval import Interval
+from moc.policy.partial import experts_by_layer
+from moc.policy.token_ledger import TokenLedger
+from moc.recovery.gradient_folding import RULES
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
@@ -22,14 +29,16 @@ from moc.recovery.sources import (
     ReplayPoint,
     part_of_slot,
 )
+from moc.session.auto import AutoState
 from moc.session.engine import Engine
 from moc.session.resume.adoption import AdoptedParts
+from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.resume.tied_weights import saved_elsewhere
 from moc.session.tiers import Tiers
-from moc.state.detail import Detail
+from moc.state.adam import Rules
 from moc.state.fragments import Fragment
-from moc.state.operators import UnsupportedStateError, operator_of
+from moc.state.operators import Detail, UnsupportedStateError, operator_of
+from moc.state.record import Position
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests
 from moc.store.shard_file import MissingTensorError, ShardReader, read_ahead, read_stored_boxes, read_values
@@ -193,3 +202,61 @@ class SnapshotReader:
             CheckpointError: model, optimizer or precision differs.
         """
         self._engine.check(manifest.state, self.where(held), window)
+
+
+_Updates: Any = decode.Count | None
+
+
+def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
+    """Validates the state in a manifest whose own fields are valid; changes nothing.
+
+    Args:
+        manifest: manifest of a snapshot, or of the part that a node has of it.
+        where: name of the snapshot, for messages.
+        engine: engine that would load the snapshot.
+        policy: policy of the run, which loads only the state of a policy of the same name.
+
+    Raises:
+        ValueError: a value is missing, has another type or is impossible.
+        CheckpointError: the snapshot belongs to another model or optimizer.
+    """
+    state = manifest.state
+    decode.convert_state(state, Position, "a run", requires_every_field=True)
+    _check_updates(manifest)
+    if state.get("ledger"):
+        _check_ledger(TokenLedger.from_state(state["ledger"]), manifest.iteration, policy)
+    if state.get("auto"):
+        AutoState.read(state["auto"])
+    if RULES in state:
+        Rules.from_plain(state[RULES])
+    if manifest.policy == policy.name:
+        for owner, stored in _policy_states(policy, state):
+            owner.loading(stored)
+    engine.check(state, where)
+
+
+def _check_updates(manifest: Manifest) -> None:
+    """Validates update counts of operators: at most the iterations, and the engine's count if it has one for all."""
+    counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
+    if max(counted, default=0) > manifest.iteration:
+        raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
+    if "optimizer_step" in manifest.state:
+        known = decode.convert_state(manifest.state["optimizer_step"], _Updates, "an optimizer")
+        if known:  # 0 may be of a rank that owns no parameters
+            counted.add(known)
+        if len(counted) > 1:
+            raise ValueError(
+                f"operators and optimizer have different numbers of updates: {short_repr(sorted(counted))}"
+            )
+
+
+def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
+    """Returns the interval and the policy with their saved states, omitting those without a saved state."""
+    both = ((policy.interval, state.get("interval")), (policy, state.get("policy_state")))
+    return [(owner, stored) for owner, stored in both if stored]
+
+
+def _check_ledger(ledger: TokenLedger, iteration: int, policy: Policy) -> None:
+    experts = {layer: len(row) for layer, row in ledger.load.items()}
+    if ledger.iteration != iteration or experts != experts_by_layer(policy.operators):
+        raise ValueError("its token ledger is of another iteration or model")

@@ -28,9 +28,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moc.errors import code_of
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.files import decode
-from moc.recovery.scope import Replayed
+from moc.recovery.stage_replay import Replayed
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import synchronize_and_check
 from moc.session.engine import Engine

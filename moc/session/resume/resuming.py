@@ -7,10 +7,9 @@ import dataclasses
 import functools
 
 from moc.policy import recovers_exactly
-from moc.recovery.carrying import Carrier
-from moc.recovery.changes import in_storage_alone, is_of
-from moc.recovery.live import still_needed
+from moc.recovery.expert_versions import Carrier
 from moc.recovery.persisted import newest_full
+from moc.recovery.plan import in_storage_alone, is_of, still_needed
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0

@@ -6,16 +6,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from moc.recovery.replicas import pieces
-from moc.recovery.scope import Logs
+from moc.recovery.stage_replay import Logs
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
+from moc.session.resume.rank_transfers import pieces
 from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
-from moc.snapshot.kept import KeptBuffers
-from moc.state.detail import Detail
+from moc.snapshot.buffer_pool import KeptBuffers
+from moc.state.operators import Detail
 from moc.state.record import Position, Records
 from moc.store.store import Store
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import override
 
 from moc.errors import warning, with_code
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.copy_placement import Redundancy
 from moc.recovery.retention import retain
 from moc.runtime.collectives import first_reported
 from moc.runtime.job import World

@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from typing import override
 
 from moc.errors import with_code
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.policy import SnapshotPlan
 from moc.session.components import Components
 from moc.session.saving.replicating import MemoryTier, Replicating
 from moc.session.saving.reservation import Reservation
 from moc.session.saving.stage import Failure, SnapshotInProgress, Stage
 from moc.session.saving.writing import Writing
-from moc.snapshot.aside import Aside, share_interpreter
+from moc.snapshot.cpu_affinity import Aside, share_interpreter
 from moc.store.errors import CheckpointError
 
 

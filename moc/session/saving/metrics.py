@@ -12,15 +12,15 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from moc.backoff import Harmless, Trouble
+from moc.cli_output import counted
 from moc.errors import cause_of, warning
-from moc.output import counted
 from moc.policy import ObservedIteration, Policy, Transfer
 from moc.policy.token_ledger import TokenDebt
 from moc.session.engine import Listener
 from moc.session.memory import ReservedMemory
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
-from moc.trouble import Harmless, Trouble
 
 _REPORTED_S = 1e-4  # shorter stalls are counted, but not reported
 

@@ -15,7 +15,7 @@ A pipeline of stages saves a snapshot.  Each worker has all stages, with the sam
     flush           begin a snapshot of unsaved state, and write it to storage
 
 Waits count as stalls.  The commit all-reduce of each iteration carries the progress of every worker, so no collective
-is added.  Buffers rotate identically on all workers (:mod:`moc.snapshot.rotation`).
+is added.  Buffers rotate identically on all workers (:mod:`moc.snapshot.buffer_pool`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import override
 
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.policy import Capability
 from moc.runtime.collectives import first_reported, gather
 from moc.session.carriers import Carrying

@@ -32,7 +32,7 @@ from moc.session.memory import (
     trial_of,
 )
 from moc.session.settings import Settings
-from moc.snapshot.rotation import Rotation
+from moc.snapshot.buffer_pool import Rotation
 from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME

@@ -12,6 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple, override
 
+from moc.backoff import Trouble
 from moc.errors import warning, with_code
 from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan, recovers_exactly
 from moc.recovery.persisted import Persisted, Promise, overdue
@@ -20,7 +21,6 @@ from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress, Stage
 from moc.store.errors import CheckpointError, TakenError
-from moc.trouble import Trouble
 
 LATE_AFTER = 100
 """Iterations that a snapshot may take to reach storage, if no ``--persist-interval`` is given."""

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.optimizer_shards import ShardAssignment, assign_blocks, cut_into_blocks
-from moc.elastic.transfers import NoSourceError, StateTensor, plan_transfers
+from moc.elastic.transfers import (
+    NoSourceError,
+    ShardAssignment,
+    StateTensor,
+    assign_blocks,
+    cut_into_blocks,
+    plan_transfers,
+)
 from moc.state.region import Region
 from tests.errors import raises
 

@@ -37,7 +37,7 @@ ALLOWED = {
     "moc/runtime/program.py": "the script that the user starts, and the pipe of a child",
     "moc/runtime/forkserver.py": "the script that the user starts",
     "moc/simulate/failures.py": "a trace in CSV, which the user names",
-    "moc/store/fence.py": "a file to lock, opened without following links",
+    "moc/store/ownership.py": "a file to lock, opened without following links",
     "moc/store/host_memory.py": "/proc",
     "megatron/pretraining/checkpoint/unpickling.py": "unpickles .metadata, with an allow-list of types",
     "megatron/pretraining/convert/hugging_face/logits.py": "arrays that its own child has written",

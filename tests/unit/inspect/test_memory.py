@@ -12,8 +12,8 @@ import time
 import pytest
 
 from moc.inspect import memory
-from moc.store.claims import Claim
 from moc.store.host_memory import lease_remaining_s, leftovers, memory_storage, record_lease, renew_lease
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -24,7 +24,7 @@ from tests.unit.store.test_store import files, saved
 USES = {
     "has the place": """
 import sys, time
-from moc.store.claims import Claim
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 place = LocalStorage(sys.argv[1], claim=Claim("job", (0, 0), "run"))
 place.lock()

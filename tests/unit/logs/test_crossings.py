@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.logs.crossings import Crossing, Direction, Pipeline
+from moc.logs.log import Crossing, Direction, Pipeline
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 PLAIN = Pipeline(3, ((0, 0), (1, 0)))

@@ -6,7 +6,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, full_plan, policy_named
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 
 

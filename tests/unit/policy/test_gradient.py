@@ -12,7 +12,7 @@ from moc.policy.flags import JobShape
 from moc.policy.gradient import MAX_WINDOW, Gradient, shortest_window
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moc.policy import Every, IntervalTuner, full_plan, policy_named
 from moc.policy.pec import NOT_CHOSEN, Pec
 from moc.policy.pec_selection import load_aware_experts, persist_selection
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.clock import Clock

@@ -10,7 +10,7 @@ from moc.policy import Every, IntervalTuner, ObservedIteration, Transfer
 from moc.policy.interval import PROFILE_BLOCKS, WARM_UP
 from moc.policy.pec import Pec
 from moc.policy.pec_tuner import PecLimits, PecMeasurements, choose_pec_settings
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, full_plan, policy, policy_named
 from moc.policy.full import Full
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.clock import Clock

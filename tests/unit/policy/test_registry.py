@@ -7,7 +7,7 @@ import pytest
 from moc.policy import POLICIES, Every, Policy, SnapshotPlan, SnapshotSchedule, check_plan, policy
 from moc.policy.flags import FlagConflict, PolicyFlag, PolicyFlags
 from moc.policy.registry import guard_methods
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 

@@ -25,7 +25,7 @@ from moc.policy.selective import Selective
 from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
 from moc.policy.selective_flags import FLAGS
 from moc.policy.token_ledger import CapacityBoost
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.errors import raises
 from tests.unit.policy.test_pec import operators, persist, saved, take
 

@@ -23,7 +23,7 @@ from moc.policy.selective_choice import (
 )
 from moc.policy.selective_flags import FLAGS
 from moc.policy.tokens_at_risk import equal_sizes, replay_chains
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.errors import raises
 from tests.unit.policy.test_expert_selection import at_risk
 from tests.unit.policy.test_pec import operators, take

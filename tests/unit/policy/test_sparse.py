@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from moc.policy import ObservedIteration, Transfer, full_plan
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 

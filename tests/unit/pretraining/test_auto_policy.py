@@ -23,7 +23,7 @@ from moc.session.settings import SettingsError  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
 from moc.simulate.live_costs import every_candidate, flags_of_candidate  # noqa: E402
 from moc.simulate.planner import PlanLimits  # noqa: E402
-from moc.state.detail import Detail  # noqa: E402
+from moc.state.operators import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import ModelShape, model_operators  # noqa: E402
 from moc.store.storage import LocalStorage  # noqa: E402

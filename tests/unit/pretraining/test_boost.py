@@ -11,8 +11,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.pretraining.engine.boost import slots_beyond
-from megatron.pretraining.engine.routing import RouterCounts
+from megatron.pretraining.engine.routing import RouterCounts, slots_beyond
 from moc.policy.token_ledger import CapacityBoost, TokenDebt, TokenLedger
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Operator

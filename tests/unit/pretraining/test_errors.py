@@ -13,7 +13,7 @@ cpu.install()
 
 from megatron.pretraining.config import ConfigError  # noqa: E402
 from megatron.pretraining.errors import reported  # noqa: E402
-from megatron.pretraining.process import rank0 as first_worker  # noqa: E402
+from megatron.pretraining.process import topology as first_worker  # noqa: E402
 from moc.runtime.groups import Aborted, PeerFailure  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.recovery.carrying import CARRIED, Carrier, most_carried, slot_of
-from moc.recovery.chains import file_of_operator
+from moc.recovery.expert_versions import CARRIED, Carrier, most_carried, slot_of
+from moc.recovery.gradient_chains import file_of_operator
 from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
-from moc.state.detail import Detail
-from moc.state.operators import Operator, operator_of
+from moc.state.operators import Detail, Operator, operator_of
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.reserved_memory import SLOTS_DIRECTORY

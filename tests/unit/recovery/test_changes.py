@@ -4,7 +4,7 @@ import pytest
 
 from moc.errors import code_of
 from moc.policy import Every, policy_named, recovers_exactly
-from moc.recovery.changes import in_storage_alone, is_of, refusal
+from moc.recovery.plan import in_storage_alone, is_of, refusal
 from moc.recovery.retention import Experts, experts_staying
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
 from moc.state.shape import ModelShape, model_operators

@@ -6,15 +6,14 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from moc.recovery import folds
-from moc.recovery.carrying import Carrier
-from moc.recovery.chains import Chain, file_of_folded, foldable, place_of_folded
-from moc.recovery.folds import RULES, carry_out
+from moc.recovery import gradient_folding
+from moc.recovery.expert_versions import Carrier
+from moc.recovery.gradient_chains import Chain, file_of_folded, foldable, place_of_folded
+from moc.recovery.gradient_folding import RULES, carry_out
 from moc.recovery.inventory import in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.adam import Rule, Rules, kind_of
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.state.record import StepRecord
 from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
@@ -144,7 +143,7 @@ def test_what_a_killed_folder_leaves_changes_nothing(run):
     for _ in range(6):
         run.train(**ALL_GRAD)
     chains = run.carrier.to_fold(least=1)
-    into, steps = place_of_folded(run.store), folds._Steps(run.store)
+    into, steps = place_of_folded(run.store), gradient_folding._Steps(run.store)
     steps.fold(chains[0], into)  # killed before it is published
     assert run.carrier.adopt() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
     steps.fold(chains[0], into)
@@ -179,8 +178,10 @@ def test_other_bits_are_noticed(run, monkeypatch):
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
     run.train(**ALL_GRAD)
     run.train(**ALL_GRAD)
-    update = folds.update
-    monkeypatch.setattr(folds, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f))
+    update = gradient_folding.update
+    monkeypatch.setattr(
+        gradient_folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f)
+    )
     assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
 
 

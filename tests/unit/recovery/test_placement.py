@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.placement import Placement, describe, not_sent, place, survival
+from moc.recovery.copy_placement import Placement, describe, not_sent, place, survival
 
 sizes = st.integers(1, 40).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(0, nodes - 1)))
 

@@ -1,7 +1,7 @@
 """What nodes hold alike, and what a manifest says of it."""
 
+from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.recovery.inventory import summary
-from moc.recovery.redundancy import Redundancy, redundancy
 from moc.store.manifest import Manifest, OperatorEntry
 
 

@@ -5,8 +5,7 @@ import pytest
 from moc.policy.plan import SnapshotPlan
 from moc.recovery.retention import Staying, retain, staying
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
 from tests.unit.recovery import test_carrying

@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.logs.crossings import Pipeline
+from moc.logs.log import Pipeline
 from moc.recovery.plan import JobInventory, plans
-from moc.recovery.scope import Logs, Replayed, scope
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
+from moc.recovery.stage_replay import Logs, Replayed, scope
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]

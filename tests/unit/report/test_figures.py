@@ -1,7 +1,7 @@
 """On how many workers a run has trained, from events that a run could have written."""
 
 from moc.report.figures import Moves, Period, seconds_by_workers
-from moc.report.presentation import draw_report, table_sections
+from moc.report.report import draw_report, table_sections
 from tests.unit.report.test_program import Story
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from moc.report import program as tool
+from moc.report import report as tool
 from moc.report.figures import compute_report
-from moc.report.presentation import table_sections
+from moc.report.report import table_sections
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
@@ -333,5 +333,5 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
 
 
 def test_it_starts_without_torch():
-    code = "import sys, moc.report.program; sys.exit('torch' in sys.modules)"
+    code = "import sys, moc.report.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

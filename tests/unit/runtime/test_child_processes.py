@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.runtime import child_processes, job_token
+from moc.runtime import child_processes, protocol
 from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.termination import STOP_SIGNALS
 
@@ -54,7 +54,7 @@ def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
 def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    monkeypatch.setenv(job_token.TOKEN_VARIABLE, "0" * 64)
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, "0" * 64)
 
     async def main():
         child = await child_processes.start_reporting("moc.runtime.replica_server", "--listen", "127.0.0.1:0", *orders)
@@ -81,7 +81,8 @@ def test_what_a_terminal_sends_does_not_reach_it():
 def test_it_dies_with_its_parent():
     code = f"""
 import asyncio
-from moc.runtime import child_processes, job_token
+from moc.runtime import child_processes
+from moc.runtime import protocol
 async def main():
     print((await child_processes.start({CHILD!r}, stdout=-1)).pid, flush=True)
     await asyncio.Event().wait()

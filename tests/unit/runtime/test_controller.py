@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from moc.errors import codes_in
-from moc.runtime import async_connections, job_token
+from moc.runtime import async_connections, protocol
 from moc.runtime.controller import Controller, missing_nodes_message
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
@@ -294,7 +294,7 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
     async def main():
         job = Job(silence_s=6.0)  # longer than a busy machine leaves this process without a processor
         flags = ["--listen", job.address, "--nnodes", "2", "--nproc-per-node", "1", "--silence-timeout", "6"]
-        environment = os.environ | {job_token.TOKEN_VARIABLE: TOKEN.hex()}
+        environment = os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
         with subprocess.Popen([sys.executable, "-m", "moc.runtime.controller", *flags], env=environment) as controller:
             try:
                 (first, second), _ = await begun(job)

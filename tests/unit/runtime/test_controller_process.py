@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.runtime import async_connections, job_token
+from moc.runtime import async_connections, protocol
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.protocol import Message, WireError
 from tests.unit.runtime.peers import TOKEN
@@ -43,7 +43,7 @@ async def answers(address):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
-    monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():
         async with ControllerProcess(SimpleNamespace(**FLAGS), TOKEN) as controller:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc import faults
-from moc.faults import AFTER, ELASTIC, POINTS, RECOVERY, reach
+from moc import fault_points
+from moc.fault_points import AFTER, ELASTIC, POINTS, RECOVERY, reach
 from moc.runtime.fault_injection import ACTIONS, Fault, InjectedError, Injector, parse_faults, random_faults
 from tests.errors import raises
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def told():
     """What was told, while nobody else listens."""
     yield []
-    faults.on_reach(None)
+    fault_points.on_reach(None)
 
 
 def injector(text, directory, told, rank=0, node=0):
@@ -153,7 +153,7 @@ def test_it_happens_as_often_as_it_says(tmp_path, told):
 DIES = """
 import sys
 from pathlib import Path
-from moc.faults import on_reach, reach
+from moc.fault_points import on_reach, reach
 from moc.runtime.fault_injection import Injector, parse_faults
 
 on_reach(Injector(parse_faults("kill rank=0 iteration=2"), 0, 0, Path(sys.argv[1]), lambda what: print(what)).reached)
@@ -184,6 +184,6 @@ def test_every_point_is_somewhere_and_has_a_name():
 
 
 def test_every_point_is_explained():
-    page = (ROOT / "docs" / "how-to" / "inject-faults.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "inject-fault_points.md").read_text()
     for point, what in POINTS.items():
         assert f"| `{point}` | {what} |" in page

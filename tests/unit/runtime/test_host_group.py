@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from moc.runtime.groups import Groups, ObjectAuthenticationError, authenticated_object_functions
 from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
 from moc.runtime.orders import End, StartWorker
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
 
 VALUES = [
@@ -58,7 +58,7 @@ def test_others_are_refused_where_they_are_sent(value):
         {"record": ["moc.runtime.membership:End", 1]},
         {"record": ["moc.runtime.membership:os.system", 1]},
         {"enum": ["moc.runtime.membership:End", "code"]},
-        {"enum": ["moc.state.detail:Detail", "NONE"]},
+        {"enum": ["moc.state.operators:Detail", "NONE"]},
         {"record": [["os"], 1]},
         {"dict": [[[], 1]]},
         {"tuple": 1},

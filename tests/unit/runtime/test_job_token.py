@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moc.runtime.job_token import TOKEN_FILE_VARIABLE, make_token, make_token_file, token_from_environment
+from moc.runtime.protocol import TOKEN_FILE_VARIABLE, make_token, make_token_file, token_from_environment
 from tests.errors import raises
 
 

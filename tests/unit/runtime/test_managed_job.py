@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from moc.runtime import environment, job_token
+from moc.runtime import environment, protocol
 from moc.runtime.addresses import listening_socket
 from tests.unit.conftest import REPOSITORY
 from tests.unit.runtime.peers import TOKEN, fill, serving
@@ -32,7 +32,7 @@ def joining(tmp_path):
         environment.WORKER: "0.1",
         environment.GENERATION: "0",
         environment.STARTS_TOGETHER: "1",
-        job_token.TOKEN_VARIABLE: TOKEN.hex(),
+        protocol.TOKEN_VARIABLE: TOKEN.hex(),
     }
 
     def start(seconds):

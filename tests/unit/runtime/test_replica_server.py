@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from moc.recovery.inventory import summary
-from moc.runtime import environment, job_token, replica_transfer
+from moc.runtime import environment, protocol, replica_transfer
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
 from moc.runtime.protocol import Message, WireError
@@ -52,7 +52,7 @@ class Keeping:
 
 
 def with_token():
-    return os.environ | {job_token.TOKEN_VARIABLE: TOKEN.hex()}
+    return os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def replica_servers(tmp_path_factory):
 @pytest.fixture
 def lead(monkeypatch, tmp_path):
     """Offers the memory of a node as its leading worker does, in a directory of its name."""
-    monkeypatch.setenv(job_token.TOKEN_VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
     clients = []
 
     def offer(replica_server: Keeping, node: str) -> ReplicaClient:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moc.recovery.carrying import Carrier
+from moc.recovery.expert_versions import Carrier
 from moc.session.carriers import Carriers, RemoteCarrier
-from moc.store.claims import Claim
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
 from tests.errors import raises

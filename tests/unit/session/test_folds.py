@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from moc.recovery import folds as folding
-from moc.recovery.folds import carry_out
+from moc.recovery import gradient_folding as folding
+from moc.recovery.gradient_folding import carry_out
 from moc.session import folds as module
 from moc.session.folds import Folds
 from moc.store.errors import CheckpointError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.copy_placement import Redundancy
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint

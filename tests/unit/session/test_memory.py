@@ -8,12 +8,12 @@ import pytest
 
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.selective_choice import ExpertSizes
-from moc.recovery.carrying import most_carried
+from moc.recovery.expert_versions import most_carried
 from moc.session.memory import Now, RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
-from moc.snapshot.rotation import Rotation
-from moc.state.detail import Detail
+from moc.snapshot.buffer_pool import Rotation
 from moc.state.host_memory import most_copies, reserved_bytes, spare_buffers
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.worlds import REPOSITORY
 

@@ -7,9 +7,8 @@ import threading
 import pytest
 import torch
 
+from moc.recovery.copy_placement import not_sent, place, redundancy
 from moc.recovery.inventory import in_memory, look
-from moc.recovery.placement import not_sent, place
-from moc.recovery.redundancy import redundancy
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
@@ -19,8 +18,7 @@ from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_operators
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.store.manifest import assemble
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage

@@ -5,8 +5,7 @@ import pytest
 from moc.errors import codes_in
 from moc.policy import Every
 from moc.policy.full import Full
-from moc.recovery.placement import place
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.copy_placement import Redundancy, place
 from moc.runtime import environment
 from moc.runtime.replica_transfer import CopyResult
 from moc.session.carriers import Carriers

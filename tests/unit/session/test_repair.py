@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moc.session.resume.repair import Repair
+from moc.session.resume.rebuilding import Repair
 from moc.snapshot.contents import share
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry

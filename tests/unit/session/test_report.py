@@ -3,8 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from moc.event_types import problems
-from moc.events import EventLog
+from moc.events import EventLog, problems
 from moc.session.saving.metrics import SnapshotReport
 
 

@@ -14,7 +14,7 @@ from moc.session.saving.pipeline import Stages, totals_at
 from moc.session.saving.replicating import Replicating
 from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress
 from moc.session.saving.writing import Writing
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 
 

@@ -21,7 +21,7 @@ from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress
 from moc.session.saving.storage import ALL_REDUCES, OUTSTANDING, StorageHealth, StorageTier
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from tests.unit.policy.test_selective_choice import Told

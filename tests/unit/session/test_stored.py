@@ -8,7 +8,7 @@ from moc.policy import Capability, SnapshotPlan, StorageSchedule
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress
 from moc.session.saving.storage import StorageHealth, StorageTier
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 

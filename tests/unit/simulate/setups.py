@@ -3,8 +3,7 @@
 import dataclasses
 
 from moc.sharding import ParallelLayout
-from moc.simulate.cluster import CLUSTERS, Cluster
-from moc.simulate.cost import Work, measured_timing
+from moc.simulate.cost import CLUSTERS, Cluster, Work, measured_timing
 from moc.simulate.policies import Setup
 from moc.state.shape import ModelShape, model_operators
 

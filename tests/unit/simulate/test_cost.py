@@ -5,8 +5,17 @@ import dataclasses
 import pytest
 
 from moc.sharding import ParallelLayout
-from moc.simulate.cluster import CLUSTERS, EXPLAINED, FITTED, cluster_named
-from moc.simulate.cost import Work, estimate, measured_timing, message_s, split_stages
+from moc.simulate.cost import (
+    CLUSTERS,
+    EXPLAINED,
+    FITTED,
+    Work,
+    cluster_named,
+    estimate,
+    measured_timing,
+    message_s,
+    split_stages,
+)
 from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS, small_cluster
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.placement import place, survival
+from moc.recovery.copy_placement import place, survival
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Event, Faults
 from moc.simulate.policies import POLICIES, Options

@@ -21,7 +21,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from moc.session.saving.stage import POSITIONS
-from moc.snapshot.rotation import Rotation, Slot
+from moc.snapshot.buffer_pool import Rotation, Slot
 from moc.state.host_memory import kept_of_windows, most_copies
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is

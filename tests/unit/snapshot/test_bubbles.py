@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from moc.snapshot import bubbles as module
-from moc.snapshot.bubbles import Bubbles, StreamBubbles, split_of
-from moc.snapshot.capture import PIECE, Split, ThreadCapturer
-from moc.snapshot.copies import Copy
+from moc.snapshot import device_copy as module
+from moc.snapshot.device_copy import PIECE, Bubbles, Copy, Split, StreamBubbles, ThreadCapturer, split_of
 from tests.unit.snapshot.test_capture import until
 from tests.unit.streams import Stream
 

@@ -13,8 +13,8 @@ from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, planned_bytes_by_rank
 from moc.snapshot import contents as of_ranks
 from moc.snapshot.contents import Contents, share
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, merge_reports
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
@@ -30,7 +30,7 @@ from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.snapshot.copies import Copy, coalesced, pieces
+from moc.snapshot.device_copy import Copy, coalesced, pieces
 
 
 @st.composite

@@ -10,8 +10,8 @@ import pytest
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
 from moc.snapshot import saver as module
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import share
-from moc.snapshot.kept import KeptBuffers
 from moc.snapshot.saver import Saver
 from moc.store.buffers import HostBuffer
 from tests.unit.snapshot.test_saver import CPU, OPERATORS, assert_holds, memory, state_of, storage, values

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moc.snapshot import capture
+from moc.snapshot import device_copy
 from moc.snapshot.background import GivenUpError
-from moc.snapshot.capture import Gate
 from moc.snapshot.contents import share
+from moc.snapshot.device_copy import Gate
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry
 from moc.store.shard_file import LocalBlob, ShardReader, compute_digest, read_stored_boxes, tensor_bytes
@@ -460,9 +460,9 @@ def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
     expected = values(fragments)
     saver = Saver(0, CPU, memory, None, gate)
     try:
-        copy, copied = capture._copy_all, []
+        copy, copied = device_copy._copy_all, []
         with mock.patch.object(
-            capture, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
+            device_copy, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
         ):
             gate.close()
             snapshot = saver.take(0, 3, share(fragments), OPERATORS)

@@ -53,7 +53,7 @@ def test_what_means_no_place_is_refused(address, remedy):
 def test_a_missing_library_is_named(address, library):
     without = (
         f"import sys; sys.modules[{library!r}] = None; from moc.store.object_storage import storage_at\n"
-        f"from moc.output import refused\ntry:\n    storage_at({address!r})\nexcept Exception as error:\n"
+        f"from moc.cli_output import refused\ntry:\n    storage_at({address!r})\nexcept Exception as error:\n"
         "    refused('it', error)"
     )
     result = subprocess.run([sys.executable, "-c", without], cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -8,11 +8,10 @@ import pytest
 
 from moc.inspect.checkpoint import read_all_boxes, read_checkpoint
 from moc.store import dense_files, header
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence, Holder
 from moc.store.header import INDEX_KEY, read_boxes
 from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport
+from moc.store.ownership import Claim, Fence, Holder
 from moc.store.runs import find_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moc import output
-from moc.store.claims import Claim
+from moc import cli_output
 from moc.store.errors import TakenError
-from moc.store.fence import NAME as FENCE
-from moc.store.fence import Fence, Holder, lives
+from moc.store.ownership import NAME as FENCE
+from moc.store.ownership import Claim, Fence, Holder, lives
 from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import Run, begin_run, find_run, record_run
 from moc.store.storage import LocalStorage
@@ -91,7 +90,7 @@ def owned(root, claim):
 def test_a_run_is_named_by_its_newest_checkpoint_instead(root, damage, capfd):
     with_checkpoints(root, 10, 20)
     damage(root / RUN)
-    output.print_once.cache_clear()
+    cli_output.print_once.cache_clear()
     assert begin_run(LocalStorage(root), "/data").run == OLD
     assert str(root / RUN) in capfd.readouterr().err
     owned(root, Claim("next", run=OLD))
@@ -127,7 +126,7 @@ def test_every_flipped_bit_of_a_run(root):
 
 OWNS = """
 import sys
-from moc.store.claims import Claim
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 place = LocalStorage(sys.argv[1], claim=Claim("first", (0, 3)), lock_timeout_s=0.0)
 for line in sys.stdin:
@@ -179,7 +178,7 @@ def replace(path, damage):
 @damaged
 def test_a_damaged_fence_admits_no_second_live_job(root, first, damage, capfd):
     replace(root / FENCE, damage)
-    output.print_once.cache_clear()
+    cli_output.print_once.cache_clear()
     with pytest.raises(TakenError, match=str(first.process.pid)):
         takes(root)
     assert str(root / FENCE) in capfd.readouterr().err
@@ -342,8 +341,8 @@ def test_a_job_whose_directory_was_taken_does_not_take_it_back_after_damage(root
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from moc.store.claims import Claim
-from moc.store.fence import Fence
+from moc.store.ownership import Claim
+from moc.store.ownership import Fence
 os.setgid(65534), os.setuid(65534)
 try:
     Fence(Path(sys.argv[1]), Claim("nobody"), 0.0).take()

@@ -9,9 +9,8 @@ import shutil
 import pytest
 
 from moc.store import dense_files as files
-from moc.store.claims import Claim
 from moc.store.errors import SupersededError
-from moc.store.fence import Fence
+from moc.store.ownership import Claim, Fence
 from tests.errors import raises
 from tests.unit.store.turns import Actor
 

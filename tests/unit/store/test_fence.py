@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moc.store import fence as fences
-from moc.store.claims import Claim
+from moc.store import ownership as fences
 from moc.store.errors import CheckpointError, SupersededError
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
 from tests.errors import raises
@@ -175,7 +175,7 @@ def test_a_file_that_was_written_over_before_the_term_began_is_not_published(pri
 
 STALLS = """
 import os, signal, sys
-from moc.store.claims import Claim
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.store.test_store import publish
@@ -214,7 +214,7 @@ def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pri
 
 LIVES = """
 import sys, time
-from moc.store.claims import Claim
+from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 place = LocalStorage(sys.argv[1], claim=Claim(sys.argv[2], (0, int(sys.argv[3]))))
 place.lock()

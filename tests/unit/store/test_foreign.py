@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
+from moc.cli_output import refused
 from moc.files.safe_directory import SafeDirectory
-from moc.output import refused
 from moc.recovery.inventory import look
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import NAME as FENCE
+from moc.store.ownership import NAME as FENCE
+from moc.store.ownership import Claim
 from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import begin_run, find_run
 from moc.store.storage import LocalStorage

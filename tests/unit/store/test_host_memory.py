@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from moc.store.buffers import HostBuffer
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import (
     SOCKETS_DIRECTORY,
@@ -24,6 +23,7 @@ from moc.store.host_memory import (
     user_directories,
     user_directory,
 )
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, find_run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store

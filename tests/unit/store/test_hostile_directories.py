@@ -17,9 +17,7 @@ from moc.files.event_log import read_events
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
 from moc.store.host_memory import (
     find_memory_storage,
     leftovers,
@@ -29,6 +27,7 @@ from moc.store.host_memory import (
     renew_lease,
     user_directory,
 )
+from moc.store.ownership import Claim, Fence
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store

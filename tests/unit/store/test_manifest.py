@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge_reports
 from tests.errors import raises

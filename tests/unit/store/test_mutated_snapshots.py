@@ -13,9 +13,9 @@ import torch
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.state.region import Region
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import lease_remaining_s, leftover, record_lease
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
 from moc.store.shard_file import MissingTensorError, ShardReader
 from moc.store.storage import LocalStorage

@@ -20,10 +20,10 @@ import torch
 from moc.files.safe_directory import RefusedFileError
 from moc.state.region import Region
 from moc.store import object_storage
-from moc.store.claims import Claim
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.object_storage import ObjectStorage
+from moc.store.ownership import Claim
 from moc.store.shard_file import BoxTensor, DamagedTensorError, FileLayout, ShardReader, compute_digest, tensor_bytes
 from moc.store.store import Store, shard_file_name
 from tests.errors import raises

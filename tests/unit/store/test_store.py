@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moc.state.region import Region
-from moc.store.claims import Claim
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
+from moc.store.ownership import Claim
 from moc.store.shard_file import BoxTensor, FileLayout, ShardReader, compute_digest, tensor_bytes
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name, shard_file_name

@@ -31,11 +31,11 @@ from megatron.pretraining.convert.hugging_face.files import Advance, read_direct
 from megatron.pretraining.convert.hugging_face.logits import Asked, compare_logits
 from megatron.pretraining.convert.hugging_face.model_record import configured, first_state, recipe, recorded
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported, name_map
-from megatron.pretraining.convert.source import contents_of, weights_of
+from megatron.pretraining.convert.snapshot import contents_of, weights_of
+from moc.cli_output import print_lines, progress
 from moc.files import decode, safe_directory
 from moc.files.safe_directory import SafeDirectory, write_durably
 from moc.inspect.coverage import PARAM
-from moc.output import print_lines, progress
 from moc.store.dense_files import MANIFEST
 from moc.store.errors import CheckpointError
 from moc.store.manifest import compute_digest

@@ -25,7 +25,7 @@ from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportP
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.model_record import configured  # noqa: E402
-from megatron.pretraining.convert.source import contents_of, weights_of  # noqa: E402
+from megatron.pretraining.convert.snapshot import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.entry.offline import kept_environment  # noqa: E402
 from megatron.pretraining.entry.stock import bare_chunks  # noqa: E402
 from megatron.pretraining.model.parameters import (  # noqa: E402

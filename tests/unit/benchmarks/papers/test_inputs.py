@@ -12,7 +12,7 @@ from benchmarks.papers import moc_system as moc
 from benchmarks.papers import printed as papers
 from benchmarks.papers.program import REPRODUCTIONS
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.simulate.cluster import CLUSTERS
+from moc.simulate.cost import CLUSTERS
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.policy_costs import PolicyCosts
 from tests.unit.policy.routing import RECORDED

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.pretraining.planning import sizes
 from megatron.pretraining.planning.selective_choice import read_routing
-from moc.output import ToolError
+from moc.cli_output import ToolError
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.policy.routing import RECORDED

@@ -13,10 +13,12 @@ nodes, and one worker can keep more copies than another. Here every node keeps `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, permutations
 from math import comb
+
+from moc.store.manifest import REPLICAS_KEY
 
 Alike = Mapping[frozenset[int], int]
 """Bytes of data that is identical on all nodes of a set, counted once."""
@@ -215,3 +217,39 @@ def describe(placement: Placement, names: list[str], unsent: int = 0) -> str:
             else ""
         )
     )
+
+
+Told = Mapping[tuple[str, ...], Mapping[str, int]]
+"""By nodes with identical state: operators, and bytes of each node's copy."""
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Identical state on the nodes of a job.
+
+    Attributes:
+        copies: by operator, how many nodes save each element, if several do.
+        nbytes: by nodes, the bytes that are identical on all of them, counted once.
+    """
+
+    copies: Mapping[str, int] = field(default_factory=dict)
+    nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+    def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`)."""
+        found: dict[str, list[str]] = {}
+        for name in operators:
+            if name in self.copies:
+                found.setdefault(str(self.copies[name]), []).append(name)
+        return {REPLICAS_KEY: found} if found else {}
+
+
+def redundancy(stages: Iterable[Told]) -> Redundancy:
+    """Combines the reports of the pipeline stages."""
+    copies: dict[str, int] = {}
+    nbytes: dict[tuple[str, ...], int] = {}
+    for told in stages:
+        for nodes, operators in told.items():
+            nbytes[nodes] = nbytes.get(nodes, 0) + sum(operators.values())
+            copies |= dict.fromkeys(operators, len(nodes))
+    return Redundancy(copies, nbytes)

@@ -10,12 +10,12 @@ own file in the older snapshot's directory, with its existing hashes.
 So memory has the newest snapshot and one version of each expert that it lacks: together at most one full state. Every
 version is copied once. A version can be a full save and the gradients of all later iterations (MoEtion, section 5.2).
 
-A background process can apply a chain's gradients to its base (:mod:`moc.recovery.folds`). The new base is *adopted*:
-it replaces these gradients. A snapshot with both an expert's state and the gradients that led to it is used to
-*compare* the two. Until then the chain is retained, as if the newer state did not exist.
+A background process can apply a chain's gradients to its base (:mod:`moc.recovery.gradient_folding`). The new
+base is *adopted*: it replaces these gradients. A snapshot with both an expert's state and the gradients that led to it
+is used to *compare* the two. Until then the chain is retained, as if the newer state did not exist.
 
-Other nodes may receive copies of fewer experts (:mod:`moc.recovery.copies`). If several nodes save parts of an expert,
-all parts are needed. So a node's memory also retains its part of the version that was copied.
+Other nodes may receive copies of fewer experts (:func:`to_copy`). If several nodes save parts of an expert, all parts
+are needed. So a node's memory also retains its part of the version that was copied.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from moc.errors import cause_of
-from moc.recovery.chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
-from moc.recovery.inventory import summary
+from moc.recovery.gradient_chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
+from moc.recovery.inventory import Summary, summary
+from moc.recovery.restore_nodes import NodeInventory
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
-from moc.state.detail import Detail
-from moc.state.operators import Operator, operator_of
+from moc.state.operators import Detail, Operator, operator_of
 from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.header import FileLayout, StoredBox, read_boxes
 from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, compute_digest
@@ -416,3 +416,66 @@ def _write(place: LocalStorage, path: str, parts: Iterable[tuple[Blob, StoredBox
     header = layout.header([*digests])
     place.write_into_reserved_file(path, [header, *data], slot)
     return FileEntry(layout.nbytes, len(header), compute_digest(header))
+
+
+def partly_copied(nodes: Mapping[str, NodeInventory]) -> bool:
+    """Returns whether other nodes received only some operators of any snapshot in memory."""
+    return any(part.copied is not None for node in nodes.values() for part in _all(node))
+
+
+def copies_of_use(nodes: Mapping[str, NodeInventory], experts: Collection[str], upto: int) -> set[int]:
+    """Returns the iterations, up to ``upto``, whose copies have the newest copied version of an expert."""
+    kept = (
+        of_use([_held(part) for part in parts if part.iteration <= upto], experts)
+        for node in nodes.values()
+        for parts in node.copies.values()
+    )
+    return {iteration for found in kept for iteration, wanted in found.items() if wanted}
+
+
+def to_copy(
+    own: Iterable[Summary],
+    copies: Iterable[Summary],
+    experts: Collection[str],
+    resumed: Collection[int],
+    loaded: Mapping[str, Collection[int]],
+) -> dict[int, dict[str, str]]:
+    """Returns, by iteration, the operators of a node's snapshots that a holder still lacks, with their details.
+
+    These are:
+
+    * dense operators of the snapshots that the run resumes from,
+    * experts that were being copied,
+    * operators without any version at the holder, in the version that the run resumes with.
+
+    Args:
+        own: parts in the node's own memory, none newer than the resumed iteration.
+        copies: the holder's copies of the node's parts, none newer than the resumed iteration.
+        experts: operators that may be older than the rest.
+        resumed: iterations of the snapshots that the run resumes from.
+        loaded: by operator, the iterations of the state that the run resumes with, and of later gradients.
+    """
+    newest: dict[str, int] = {}
+    for part in copies:
+        newest |= {name: max(part.iteration, newest.get(name, 0)) for name in part.operators}
+    found: dict[int, dict[str, str]] = {}
+    for part in own:
+        i, coming = part.iteration, part.operators.keys() if part.copied is None else part.copied
+        wanted = {
+            name: detail
+            for name, detail in part.details.items()
+            if (name in experts and name in coming and newest.get(name, -1) < i)
+            or (name not in newest and i in loaded.get(name, ()))
+            or (name not in experts and i in resumed)
+        }
+        if wanted:
+            found[i] = wanted
+    return found
+
+
+def _all(node: NodeInventory) -> Iterable[Summary]:
+    return (part for parts in (node.own, *node.copies.values()) for part in parts)
+
+
+def _held(part: Summary) -> AvailableCheckpoint:
+    return AvailableCheckpoint(part.iteration, MEMORY, part.details)

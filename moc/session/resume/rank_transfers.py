@@ -1,6 +1,9 @@
-"""Transfers boxes of tensors between workers, from any holder to any receiver.
+"""Plans and executes transfers of state between ranks after a recovery.
 
-All workers know which worker has and needs each box. So all compute the same transfers without communication.
+Survivors send state to replacements of the same part (replicas). Several pipeline stages can hold the same weights:
+embeddings tied to the output layer. Only the first of these stages saves them, so no other node has them in its memory.
+After loading, that stage sends them to the others, in any layout: ZeRO shards the same weights differently in each
+stage.
 """
 
 from __future__ import annotations
@@ -11,7 +14,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import xxhash
 
+from moc.recovery.plan import RankCopy
+from moc.runtime.collectives import gather
+from moc.state.fragments import Fragment
+from moc.state.interface import TrainingState
+from moc.state.operators import Detail
 from moc.state.region import Region
 
 MOST = 64 << 20
@@ -116,3 +125,80 @@ def perform(
 
 def _part(region: Region, values: torch.Tensor, part: Region) -> torch.Tensor:
     return values.view(region.shape)[part.slices(region.offset)]
+
+
+def saved_elsewhere(fragment: Fragment) -> bool:
+    """Whether an earlier pipeline stage, not this worker's, saves the tensor chunk."""
+    return fragment.replica[0] != 0
+
+
+def give_to_other_stages(state: TrainingState, fragments: Iterable[Fragment], takes: bool) -> None:
+    """Fills the part of this worker's state that other stages save, from their loaded state; a collective call.
+
+    All workers have loaded the tensor chunks that are not :func:`saved_elsewhere`.  With ``takes``, this worker
+    receives the others; otherwise it keeps its state.
+
+    Raises:
+        ValueError: no stage saves a tensor chunk.
+    """
+    loaded = list(fragments)
+    tied = set().union(*gather({one.name for one in loaded if takes and saved_elsewhere(one)}))
+    if not tied:
+        return
+    held = [one for one in loaded if one.name in tied and not saved_elsewhere(one)]
+    wanted = [one for one in loaded if takes and saved_elsewhere(one)]
+    told = gather((_boxes(held), _boxes(wanted)))
+    found, missing = transfers([its for its, _ in told], [its for _, its in told])
+    if missing:
+        raise ValueError(f"no pipeline stage saves all of {missing[0].slot} of {missing[0].name}")
+    filled = [torch.empty_like(one.view) for one in wanted]
+    perform(
+        found,
+        [(one.region, one.view) for one in held],
+        [(one.region, values) for one, values in zip(wanted, filled, strict=True)],
+    )
+    for fragment, values in zip(wanted, filled, strict=True):
+        state.load(fragment, values)
+
+
+def _boxes(fragments: Iterable[Fragment]) -> list[Box]:
+    return [Box(one.name, one.slot, one.region, one.view.itemsize) for one in fragments]
+
+
+def pieces(state: TrainingState) -> dict[str, str]:
+    """Returns, by operator, an ID of this rank's part: see :class:`moc.recovery.plan.JobInventory`."""
+    return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
+
+
+def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
+    """Sends and receives a plan's copies, one operator at a time; returns the bytes that this rank received.
+
+    All ranks call it with the same copies.
+    """
+    held, taken = _by_operator(state), 0
+    for copy in copies:
+        if rank not in (copy.source, copy.target):
+            continue
+        fragments = held[copy.operator]
+        packed = torch.cat([fragment.view.view(torch.uint8) for fragment in fragments])  # one message per operator
+        if rank == copy.source:
+            dist.send(packed, copy.target)
+        else:
+            dist.recv(packed, copy.source)
+            values = packed.split([fragment.view.nbytes for fragment in fragments])
+            for fragment, value in zip(fragments, values, strict=True):
+                state.load(fragment, value.view(fragment.view.dtype))
+            taken += packed.nbytes
+    return taken
+
+
+def _by_operator(state: TrainingState) -> dict[str, list[Fragment]]:
+    held = defaultdict(list)
+    for fragment in state.fragments(state.operators(), Detail.FULL):
+        held[fragment.operator].append(fragment)
+    return held
+
+
+def _name(fragments: Sequence[Fragment]) -> str:
+    parts = sorted((f.name, f.slot, f.region.offset, f.region.shape) for f in fragments)
+    return xxhash.xxh3_64_hexdigest(repr(parts).encode())

@@ -2,7 +2,7 @@
 
 MoEtion (section 5.2, Algorithm 3) updates experts in the background from the gradients saved instead of their state.
 Here a process of each node, the folder, applies them (:mod:`moc.session.folder`). It reads files of carried experts
-(:mod:`moc.recovery.carrying`). It commits new bases as checkpoints of Format v1 in a separate store; the carrier adopts
+(:mod:`moc.recovery.expert_versions`). It commits new bases as checkpoints of Format v1 in a separate store; the carrier adopts
 them from there. So a snapshot in memory has a single writer, and chains stay complete if the folder is killed.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moc.recovery.chains import Chain, file_of_folded, is_of_operator, place_of_folded
+from moc.recovery.gradient_chains import Chain, file_of_folded, is_of_operator, place_of_folded
 from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest

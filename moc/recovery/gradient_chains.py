@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from moc.recovery.sources import AvailableCheckpoint
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.storage import LocalStorage
 from moc.store.store import SUFFIX, Store
 
