@@ -8,7 +8,7 @@ import numpy
 
 from benchmarks.papers.moetion import Loads
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.elastic.allocation import allocate, experts_by_load
+from moc.elastic.allocation import allocate_replicas, experts_by_load
 from moc.elastic.placement import place_compact, place_overlapping, place_replicas, place_spread, replicas_by_node
 from moc.elastic.plan import PlanSettings, make_plan
 from moc.elastic.survival import survival_probability
@@ -97,7 +97,7 @@ def _placed(layers: Sequence[Sequence[int]], placement: Placement) -> numpy.ndar
 
 
 def _table(loads: Sequence[int], placement: Placement) -> numpy.ndarray:
-    return placement(allocate(loads, _NODES * _SLOTS, _LEAST), _NODES, _SLOTS)
+    return placement(allocate_replicas(loads, _NODES * _SLOTS, _LEAST), _NODES, _SLOTS)
 
 
 def aligned(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:

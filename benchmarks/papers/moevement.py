@@ -17,7 +17,7 @@ from moc.simulate.cost import CLUSTERS, Cluster
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.policies import sparse_replay
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 
 RUNS = 100
 _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
@@ -163,7 +163,7 @@ def _order(ettr: Mapping[str, float]) -> list[str]:
     return sorted(ettr, key=ettr.__getitem__)
 
 
-def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> dict[str, PolicyCosts]:
+def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> dict[str, SimulatedCosts]:
     checkfreq = model.checkfreq_overhead_s * model.checkfreq_interval
     return {
         "checkfreq": _everybody("checkfreq", model, where, checkfreq, model.checkfreq_interval),
@@ -172,29 +172,29 @@ def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: in
     }
 
 
-def _everybody(name: str, model: papers.Trained, where: Conditions, stall_s: float, interval: int) -> PolicyCosts:
+def _everybody(name: str, model: papers.Trained, where: Conditions, stall_s: float, interval: int) -> SimulatedCosts:
     cluster = where.cluster
     slowdown = where.slowdown.get(name, cluster.replay_slowdown)
     replay_s = slowdown * (model.iteration_s + stall_s / interval)
     restart_s = cluster.detect_s + cluster.restart_s
-    return PolicyCosts(name, interval=interval, stall_s=stall_s, restart_s=restart_s, replay_s=replay_s)
+    return SimulatedCosts(name, interval=interval, stall_s=stall_s, restart_s=restart_s, replay_s=replay_s)
 
 
-def _oracle(saving: PolicyCosts, model: papers.Trained, where: Conditions, mtbf_s: float) -> PolicyCosts:
+def _oracle(saving: SimulatedCosts, model: papers.Trained, where: Conditions, mtbf_s: float) -> SimulatedCosts:
     """Returns Gemini's costs with the best interval for the actual failures (section 5.2)."""
     mtbf_s = where.mtbf_s.get(mtbf_s, mtbf_s)
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / model.iteration_s
     candidates = (at_interval(saving, interval, model.iteration_s) for interval in range(1, math.ceil(4 * young) + 1))
 
-    def ettr(one: PolicyCosts) -> float:
+    def ettr(one: SimulatedCosts) -> float:
         return where.law.left(recovery_s(one) / mtbf_s) / (1 + one.per_iteration_s() / model.iteration_s)
 
     return max(candidates, key=ettr)
 
 
-def _localized(cluster: Cluster, model: papers.Trained, window: int) -> PolicyCosts:
+def _localized(cluster: Cluster, model: papers.Trained, window: int) -> SimulatedCosts:
     alone = model.micro_batches / (model.micro_batches + model.stages - 1)
-    saving = PolicyCosts("sparse", stall_s=model.sparse_overhead_s * window, restart_s=cluster.detect_s)
+    saving = SimulatedCosts("sparse", stall_s=model.sparse_overhead_s * window, restart_s=cluster.detect_s)
     return sparse_replay(saving, window, model.iteration_s * alone)
 
 
@@ -206,7 +206,7 @@ def _window(model: papers.Trained, cluster: Cluster) -> int:
     return find_window_size(sizes, model.iteration_s, cluster.host_bandwidth).length
 
 
-def _ettr(model: papers.Trained, saving: PolicyCosts, faults: Faults, runs: int = RUNS) -> float:
+def _ettr(model: papers.Trained, saving: SimulatedCosts, faults: Faults, runs: int = RUNS) -> float:
     jobs = (SimulatedJob(model.iteration_s, stages=model.stages, seed=seed, parts=1) for seed in range(runs))
     return fmean(simulate(job, faults, saving).ettr for job in jobs)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
-from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.model import config_of, meta_operators
 from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
 from moc.policy.pec_tuner import uniform_plt
 from moc.sharding import (
@@ -28,7 +28,7 @@ _ABOVE = 4 / 3  # PLT after these faults with a constant K = 1, relative to the 
 
 def figure_10() -> Reproduction:
     """Reproduces the numbers of section 6.2.1 for MoC-System's Figure 10."""
-    operators = operators_of(config_of("gpt-350m-16e", []), "gpt-350m-16e")
+    operators = meta_operators(config_of("gpt-350m-16e", []), "gpt-350m-16e")
     everything, one = (_busiest(operators, _CASES[1], k, keep_master=True)["total"] for k in (None, 1))
     rows = [Row("total size with K = 1, of the full one", 42.3, 100 * one / everything, "percent")]
     for label, k, before, after, paper in (

@@ -25,7 +25,7 @@ from megatron.pretraining.engine.routing import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import Schedule, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -129,7 +129,7 @@ class WorkerParts:
     streams: dict[str, BatchStream | None]
     train_iters: int
     vocabulary_rows: int
-    log: Records
+    log: EventRecorder
     auto: AutoPolicy | None
     data: DataIdentity | None = None
     session: Session | None = None
@@ -188,7 +188,7 @@ class TrainingRun:
     checkpoints: Saves
     session: Session
     auto: AutoPolicy | None
-    log: Records
+    log: EventRecorder
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int

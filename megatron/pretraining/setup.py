@@ -24,7 +24,7 @@ from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
@@ -56,7 +56,7 @@ def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -
         parts.shards = Shards(parts.config, sharded, nodes[parts.world.pipeline_rank])
 
 
-def announce_restarts(config: Config, log: Records) -> None:
+def announce_restarts(config: Config, log: EventRecorder) -> None:
     """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
     why = why_anew(config, per_node())
     if config.elastic.elastic and why and min_nodes() is not None:

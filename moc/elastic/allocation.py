@@ -102,7 +102,7 @@ def max_experts_everywhere(min_replicas: int, experts: int, nodes: int, slots: i
     return max(hot for hot in range(min(slots, experts) + 1) if is_feasible(hot))
 
 
-def allocate(loads: Sequence[int], slots: int, min_replicas: int) -> list[int]:
+def allocate_replicas(loads: Sequence[int], slots: int, min_replicas: int) -> list[int]:
     """Returns the replicas of each expert in proportion to its tokens, at least ``min_replicas`` (equation 1).
 
     The computation is exact, in integers. Replicas ascend with the loads; equal loads are ordered by expert number.
@@ -138,7 +138,7 @@ def allocate(loads: Sequence[int], slots: int, min_replicas: int) -> list[int]:
 def allocate_distinct(
     loads: Sequence[int], nodes: int, slots: int, min_replicas: int, everywhere: int = 0
 ) -> list[int]:
-    """Returns the replicas of each expert as :func:`allocate`, but at most one per node.
+    """Returns the replicas of each expert as :func:`allocate_replicas`, but at most one per node.
 
     A second replica of an expert on a node would duplicate its weights. Instead, the dispatcher gives more tokens to
     the first replica, and another expert gets the slot.
@@ -159,7 +159,7 @@ def allocate_distinct(
     order = experts_by_load(loads)
     while everywhere < len(loads):
         others = order[: len(loads) - everywhere]
-        counts = allocate([loads[expert] for expert in others], nodes * (slots - everywhere), min_replicas)
+        counts = allocate_replicas([loads[expert] for expert in others], nodes * (slots - everywhere), min_replicas)
         excess = sum(count > nodes for count in counts)
         if not excess:
             replicas = dict(zip(others, counts, strict=True))

@@ -53,7 +53,7 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ChunkTransfer:
     """A chunk that one rank sends to another; ranks are numbered in the new world.
 
     Attributes:
@@ -81,7 +81,7 @@ def plan_transfers(
     before: Mapping[str, Collection[int]],
     after: Mapping[str, Collection[int]],
     max_bytes: int = MAX_CHUNK_BYTES,
-) -> list[Transfer]:
+) -> list[ChunkTransfer]:
     """Returns the transfers that bring each operator to its new holders.
 
     If an operator has several new holders, its chunks are distributed among them in round 0. They forward the chunks to
@@ -120,7 +120,7 @@ def plan_transfers(
         ]
         groups += _delivery_groups(sorted(before[operator_name]), receivers[operator_name], chunks)
     planned = [
-        Transfer(group.round, source, target, piece)
+        ChunkTransfer(group.round, source, target, piece)
         for group, sources in zip(groups, _assign_sources(groups, _bytes_by_source(groups)), strict=True)
         for (target, piece), source in zip(group.deliveries, sources, strict=True)
     ]
@@ -227,7 +227,7 @@ def count_new_replicas(before: Plan, after: Plan) -> int:
 
 def plan_expert_transfers(
     before: Mapping[str, Collection[int]], after: Plan, nbytes: Mapping[int, int]
-) -> dict[int, list[Transfer]]:
+) -> dict[int, list[ChunkTransfer]]:
     """Returns the transfers that bring experts to their holders by a plan, balanced over all layers.
 
     Args:
@@ -244,7 +244,7 @@ def plan_expert_transfers(
     layer_of = {expert_operator(layer, expert): layer for layer in nbytes for expert in range(after.experts)}
     tensors = [StateTensor(name, "", "", Region((0,), (nbytes[layer],)), 1) for name, layer in layer_of.items()]
     max_bytes = min(MAX_CHUNK_BYTES, max(1, -(-max(nbytes.values(), default=1) // MIN_CHUNKS)))
-    transfers_of_layer: dict[int, list[Transfer]] = {layer: [] for layer in nbytes}
+    transfers_of_layer: dict[int, list[ChunkTransfer]] = {layer: [] for layer in nbytes}
     for transfer in plan_transfers(tensors, before, expert_holders(after), max_bytes):
         transfers_of_layer[layer_of[transfer.chunk.operator]].append(transfer)
     return transfers_of_layer

@@ -40,7 +40,7 @@ class Age:
         return f"{self.base}" + (f", gradients to {self.until}" if self.until > self.base else "")
 
 
-def expert_ages(checkpoint: Checkpoint) -> dict[str, Age]:
+def stored_expert_ages(checkpoint: Checkpoint) -> dict[str, Age]:
     """Returns the age of each expert with a state in the checkpoint or in older ones of its directory.
 
     Empty if its policy leaves no experts to older checkpoints.
@@ -162,7 +162,7 @@ def older_sources(path: RecoveryPath) -> dict[str, int]:
 
 def count_chained_experts(directory: Path) -> int:
     """Returns the number of experts whose gradients follow the state that a run would load at a checkpoint."""
-    return sum(age.until > age.base for age in expert_ages(read_checkpoint(directory)).values())
+    return sum(age.until > age.base for age in stored_expert_ages(read_checkpoint(directory)).values())
 
 
 def describe_older_experts(older: Mapping[str, int]) -> str:

@@ -20,7 +20,7 @@ from moc.inspect.checkpoint import (
     select_checkpoint,
 )
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, is_by_operator, operator_or_other
-from moc.inspect.older_versions import Age, chain_problems, describe_older_experts, expert_ages, gradient_bases
+from moc.inspect.older_versions import Age, chain_problems, describe_older_experts, gradient_bases, stored_expert_ages
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
 
@@ -108,7 +108,7 @@ class View:
     @classmethod
     def create(cls, checkpoint: Checkpoint, boxes: list[StoredBox], by: str) -> View:
         """Groups boxes; by operator, experts missing in the checkpoint have empty rows."""
-        rows, ages_by_expert = group_boxes(boxes, by), expert_ages(checkpoint)
+        rows, ages_by_expert = group_boxes(boxes, by), stored_expert_ages(checkpoint)
         if by == "operator":
             rows |= {name: Total({name}) for name in ages_by_expert.keys() - rows.keys()}
             rows = {name: rows[name] for name in sorted(rows, key=_operator_position)}

@@ -163,7 +163,7 @@ class _RemainingCapacity:
         self._remaining = [left + rest * room for left, room in zip(self._remaining, self._capacity, strict=True)]
 
 
-def allocate(unsaved: CountsByLayer, expert_count: int) -> dict[int, int]:
+def allocate_experts(unsaved: CountsByLayer, expert_count: int) -> dict[int, int]:
     """Returns S[l] of Algorithm 1: S_total experts, over layers in proportion to their tokens at risk.
 
     The paper "adjusts" the rounded-down shares to sum to S_total, without details. Here the largest remainders are
@@ -208,7 +208,7 @@ def proportional(
         given: constraints set before.
     """
     rooms, chosen = _RemainingCapacity(limits, given), {}
-    for layer, number in allocate(unsaved, min(limit.expert_count(given) for limit in limits)).items():
+    for layer, number in allocate_experts(unsaved, min(limit.expert_count(given) for limit in limits)).items():
         taken = {expert for at, expert in given.chosen if at == layer}
         others = (expert for expert in _indices_descending(unsaved[layer]) if expert not in taken)
         fitting = (expert for expert in others if rooms.take_if_fits(rooms.rows[layer][expert]))

@@ -40,14 +40,14 @@ NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": Non
 SELECTIONS = ("sequential", "load_aware")
 
 
-def experts_of(flags: FlagValues) -> tuple[int, int]:
+def initial_experts(flags: FlagValues) -> tuple[int, int]:
     """Returns K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
     k = 1 if flags.pec_k == "auto" else int(flags.pec_k)
     return flags.pec_k_snapshot or k, flags.pec_k_persist or k
 
 
 def _exceeds_message(flags: FlagValues) -> str:
-    in_snapshot, to_storage = experts_of(flags)
+    in_snapshot, to_storage = initial_experts(flags)
     return (
         f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts of a layer in a snapshot. Fix: set it to "
         f"at most {in_snapshot}, or raise --pec-k-snapshot to {to_storage}"
@@ -55,7 +55,7 @@ def _exceeds_message(flags: FlagValues) -> str:
 
 
 def _disk_message(flags: FlagValues) -> str:
-    in_snapshot, to_storage = experts_of(flags)
+    in_snapshot, to_storage = initial_experts(flags)
     return (
         f"{to_storage} of the {in_snapshot} experts in a snapshot would be written to --ckpt-dir, but --ckpt-tier disk "
         "writes all of them. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose --ckpt-tier memory or peers"
@@ -131,12 +131,12 @@ class PecFlags(PolicyFlags):
             code="flag-chosen-by-auto",
         ),
         FlagConflict(
-            lambda flags: experts_of(flags)[0] < experts_of(flags)[1],
+            lambda flags: initial_experts(flags)[0] < initial_experts(flags)[1],
             _exceeds_message,
             code="flag-exceeds-another",
         ),
         FlagConflict(
-            lambda flags: flags.ckpt_tier == "disk" and experts_of(flags)[0] != experts_of(flags)[1],
+            lambda flags: flags.ckpt_tier == "disk" and initial_experts(flags)[0] != initial_experts(flags)[1],
             _disk_message,
             code="tier-lacks-flag",
         ),
@@ -161,7 +161,7 @@ class PecFlags(PolicyFlags):
 
     def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:
         """As :meth:`PolicyFlags.experts_per_layer`."""
-        return experts_of(flags)
+        return initial_experts(flags)
 
     def max_lost_tokens(self, flags: FlagValues) -> float:
         """As :meth:`PolicyFlags.max_lost_tokens`."""
@@ -169,7 +169,7 @@ class PecFlags(PolicyFlags):
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
         """As :meth:`PolicyFlags.settings`."""
-        k, k_persist = experts_of(flags)
+        k, k_persist = initial_experts(flags)
         return {
             "k": k,
             "k_persist": k_persist,

@@ -195,7 +195,7 @@ def _product(one: list[int], other: list[int]) -> list[int]:
     return product
 
 
-def describe(placement: Placement, names: list[str], unsent: int = 0) -> str:
+def describe_placement(placement: Placement, names: list[str], unsent: int = 0) -> str:
     """Describes the groups and the losses that they survive, in one sentence.
 
     Names are by number of the node; ``unsent`` is :func:`not_sent` for a full snapshot.

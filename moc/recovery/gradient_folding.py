@@ -29,7 +29,7 @@ RULES = "adam"
 """Key in a snapshot's state for the :class:`~moc.state.adam.Rules` of the next update."""
 
 
-class Outcome(NamedTuple):
+class FoldOutcome(NamedTuple):
     """Result of an order.
 
     Attributes:
@@ -49,12 +49,12 @@ class Outcome(NamedTuple):
     why: str
 
 
-def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain]) -> Outcome:
+def carry_out(store: Store, to_compare: Iterable[Chain], to_fold: Iterable[Chain]) -> FoldOutcome:
     """Compares the state at the end of some chains with the chain's result, and folds others.
 
     Removes earlier results in :func:`place_of_folded`, then commits the new bases there, one manifest per iteration.
     """
-    into, done = place_of_folded(store), Outcome([], 0, [], [], [], "")
+    into, done = place_of_folded(store), FoldOutcome([], 0, [], [], [], "")
     into.remove_all()
     steps = _Steps(store)
     for chain in to_compare:

@@ -285,7 +285,9 @@ def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
     return f"the snapshot of iteration {newest} lacks {lacking}"
 
 
-def refusal(held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1) -> CheckpointError | None:
+def exact_resume_error(
+    held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1
+) -> CheckpointError | None:
     """Returns the error of an exact policy that cannot resume because newer snapshots are inexact; None if it can.
 
     ``iteration`` is the one that it would resume from; -1 if there is none.

@@ -11,7 +11,7 @@ from moc.state.operators import Operator
 
 
 @dataclass(frozen=True)
-class Replayed:
+class InterruptedReplay:
     """Progress of a worker's interrupted replay.
 
     Attributes:
@@ -43,7 +43,7 @@ class Logs:
     kept: Mapping[int, Collection[int]]
     reduced: Mapping[int, int] = field(default_factory=dict)
     records: Collection[int] = frozenset()
-    replayed: Mapping[int, Replayed] = field(default_factory=dict)
+    replayed: Mapping[int, InterruptedReplay] = field(default_factory=dict)
 
     def of(self, stage: int) -> list[int]:
         """Returns the ranks of a stage."""
@@ -153,9 +153,9 @@ def goes_on(
     return course if recorded <= set(logs.records) else None
 
 
-def _state(rank: int, live: Mapping[int, int], logs: Logs) -> Replayed | None:
+def _state(rank: int, live: Mapping[int, int], logs: Logs) -> InterruptedReplay | None:
     if rank in live:
-        return Replayed(live[rank], reduced=logs.reduced.get(rank) == live[rank] + 1)
+        return InterruptedReplay(live[rank], reduced=logs.reduced.get(rank) == live[rank] + 1)
     return logs.replayed.get(rank)
 
 

@@ -196,7 +196,7 @@ class Recoveries:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunerChoice:
     """Tuner's choice after an iteration, with the cause of the review (None if it always reviews) and the reason."""
 
     iteration: int
@@ -258,7 +258,7 @@ class Report:
     plt_by_layer: Mapping[str, float]
     violation_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
-    choices: tuple[Choice, ...]
+    choices: tuple[TunerChoice, ...]
     not_written: Mapping[str, int]
     periods: tuple[Period, ...] = ()
     moves: Moves | None = None
@@ -387,10 +387,10 @@ def _count_unwritten(events: Sequence[Event]) -> dict[str, int]:
     return dict(Counter(kinds))
 
 
-def _choices(events: Sequence[Event]) -> Iterable[Choice]:
+def _choices(events: Sequence[Event]) -> Iterable[TunerChoice]:
     for event in events_of_type("choice", events):
         chosen = {name: value for name, value in event.items() if name not in _CHOICE_METADATA}
-        yield Choice(event["iteration"], chosen, event.get("cause"), event["reason"])
+        yield TunerChoice(event["iteration"], chosen, event.get("cause"), event["reason"])
 
 
 def _trend(iterations: Sequence[Event], name: str) -> Trend | None:

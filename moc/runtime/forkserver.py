@@ -36,7 +36,7 @@ from moc.files.decode import parse
 from moc.files.safe_directory import open_without_links
 from moc.runtime import environment, import_hook
 from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor
-from moc.runtime.program import REFUSED_EXIT_CODE, import_directory, is_guarded, load_program
+from moc.runtime.program import REFUSED_EXIT_CODE, is_guarded, load_program, program_directory
 from moc.runtime.program import flag_errors as errors_of_flags
 from moc.runtime.termination import FAILED, STOP_SIGNALS
 
@@ -101,7 +101,7 @@ def warm_up(script: str) -> str | None:
             code="program-not-python",
         )
         return f"mocrun: error: {with_code(refusal)}"
-    sys.path.insert(0, import_directory(script))
+    sys.path.insert(0, program_directory(script))
     import_hook.install()
     try:
         program = load_program(script, "__warm_up__")
@@ -237,7 +237,7 @@ def run_program(script: str, arguments: list[str]) -> int:
     """Runs a program as ``python SCRIPT ARGUMENTS`` would; returns its exit code."""
     sys.argv = [script, *arguments]
     import_hook.install()
-    directory = import_directory(script)
+    directory = program_directory(script)
     if sys.path[:1] != [directory]:
         sys.path.insert(0, directory)
     try:

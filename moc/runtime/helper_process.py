@@ -35,7 +35,7 @@ class HelperProcess:
 
     Args:
         module: module to run; it calls :func:`~moc.runtime.child_processes.attach_in_background`, and then
-            :func:`serve`.
+            :func:`answer_calls`.
         env: environment variables in addition to this process's.
         timeout_s: seconds without an answer after which the process is killed.
     """
@@ -161,7 +161,7 @@ class HelperProcess:
             process.wait()
 
 
-def serve(handler: Callable[[Any], Any]) -> None:
+def answer_calls(handler: Callable[[Any], Any]) -> None:
     """Answers calls, in the process, until the worker ends, possibly before an answer."""
     with contextlib.suppress(BrokenPipeError), open(child_processes.report_descriptor(), "w") as worker:
         print("null", file=worker, flush=True)  # reports the start

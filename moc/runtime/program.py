@@ -179,7 +179,7 @@ def _module_file(module: str) -> str | None:
     return spec.origin if spec is not None and spec.has_location else None
 
 
-def import_directory(script: str) -> str:
+def program_directory(script: str) -> str:
     """Returns the first entry of a program's module search path."""
     return os.getcwd() if MODULE_VARIABLE in os.environ else str(Path(script).resolve().parent)
 
@@ -249,7 +249,7 @@ def _as_main(script: str, arguments: list[str]) -> Iterator[None]:
     """Makes imports and messages the same as with ``python SCRIPT ARGUMENTS``."""
     argv, search_path = sys.argv, sys.path[:]
     sys.argv = [script, *arguments]
-    sys.path.insert(0, import_directory(script))
+    sys.path.insert(0, program_directory(script))
     try:
         yield
     finally:

@@ -163,7 +163,7 @@ class RankBlocks:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NodeCandidate:
     """A node that could train.
 
     Attributes:
@@ -190,13 +190,13 @@ def model_part_of(seat: int, seats: int, nodes_per_model: int, partial_model_par
     return partial_model_parts[index] if partial_model_parts and index >= 0 else seat % nodes_per_model
 
 
-def ready_copies(candidates: Iterable[Candidate], nodes_per_model: int) -> int:
+def ready_copies(candidates: Iterable[NodeCandidate], nodes_per_model: int) -> int:
     """Returns the number of model copies that nodes form without initializing workers."""
     model_parts = [candidate.model_part for candidate in candidates]
     return min(model_parts.count(part) for part in range(nodes_per_model))
 
 
-def assign_seats(candidates: Iterable[Candidate], nodes_per_model: int, copies: int) -> tuple[int, ...]:
+def assign_seats(candidates: Iterable[NodeCandidate], nodes_per_model: int, copies: int) -> tuple[int, ...]:
     """Assigns seats: each node keeps its part, unless the part has more nodes than there are copies.
 
     Among surplus nodes of a part, those with its state have priority.  Remaining seats go to nodes without workers,
@@ -224,8 +224,8 @@ def assign_seats(candidates: Iterable[Candidate], nodes_per_model: int, copies: 
 
 
 def partial_model_nodes(
-    candidates: Iterable[Candidate], nodes_per_model: int, assigned: Sequence[int], later: Sequence[int]
-) -> tuple[Candidate, ...]:
+    candidates: Iterable[NodeCandidate], nodes_per_model: int, assigned: Sequence[int], later: Sequence[int]
+) -> tuple[NodeCandidate, ...]:
     """Returns the partial-model nodes: they have state of a part, no seat in a copy, and no other part later.
 
     If two parts differ by two nodes or more, a node that changes its part forms another copy.  It does not help, and is
@@ -246,7 +246,7 @@ def partial_model_nodes(
     return tuple(sorted(unmoved, key=lambda one: (one.model_part, one.block)))
 
 
-def _preference(candidate: Candidate) -> tuple[bool, bool, int]:
+def _preference(candidate: NodeCandidate) -> tuple[bool, bool, int]:
     return candidate.model_part is not None, candidate.has_state, candidate.block
 
 
@@ -301,7 +301,7 @@ class Seating:
         candidates = self._candidates(blocks)
         return self._seats_of_copies(candidates, ready_copies(candidates, self.nodes_per_model))
 
-    def _seats_of_copies(self, candidates: Sequence[Candidate], copies: int) -> tuple[int, ...]:
+    def _seats_of_copies(self, candidates: Sequence[NodeCandidate], copies: int) -> tuple[int, ...]:
         copy_counts = range(copies, max(1, self.blocks.min_members // self.nodes_per_model) - 1, -1)
         copies = next((number for number in copy_counts if number * self.nodes_per_model not in self.refused_sizes), 0)
         return assign_seats(candidates, self.nodes_per_model, copies)
@@ -336,21 +336,21 @@ class Seating:
             for seat, place in enumerate(later)
         )
 
-    def _candidates(self, blocks: Iterable[int]) -> list[Candidate]:
+    def _candidates(self, blocks: Iterable[int]) -> list[NodeCandidate]:
         """Returns places as candidates for seats, with the model parts of their nodes' workers."""
         return [self._candidate(place) for place in blocks]
 
-    def _candidate(self, block: int) -> Candidate:
+    def _candidate(self, block: int) -> NodeCandidate:
         if block in self.blocks.members:
             ready = sum(
                 worker.is_ready for worker in self.live.workers.values() if self.blocks.block_of(worker.node) == block
             )
-            return Candidate(
+            return NodeCandidate(
                 block, self._model_part_of_seat(self.blocks.members.index(block)), ready == self.workers_per_node
             )
         node = self.blocks.node_in(block)
         joining = next((guest for guest in self.live.joining.values() if guest.node == node), None)
-        return Candidate(block, joining and self.model_part(joining))
+        return NodeCandidate(block, joining and self.model_part(joining))
 
     def model_part(self, worker: WorkerRecord) -> int:
         """Returns a worker's part of the model, by its rank."""

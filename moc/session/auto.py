@@ -35,7 +35,7 @@ from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.simulate.elastic import Lasting
-from moc.simulate.live_costs import NAMES, Running, Saved, flags_of_candidate, host_bytes, options_of
+from moc.simulate.live_costs import NAMES, Running, SavedBytes, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within
 from moc.state.operators import Detail
@@ -164,7 +164,7 @@ class AutoPolicy:
         ep = self._asked.parallel[2]
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
-        def saved() -> Saved:
+        def saved() -> SavedBytes:
             by_k = bytes_by_expert_count(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
             gradient = None
@@ -174,7 +174,7 @@ class AutoPolicy:
                     for detail in (Detail.MASTER, Detail.FULL)
                 )
                 gradient = masters / states
-            return Saved(busiest(whole), by_k, by_stage, gradient)
+            return SavedBytes(busiest(whole), by_k, by_stage, gradient)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.host_memory_gb) is not None:

@@ -16,7 +16,7 @@ from moc.errors import with_code
 from moc.recovery.expert_versions import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime import child_processes
-from moc.runtime.helper_process import serve
+from moc.runtime.helper_process import answer_calls
 from moc.state.operators import Operator
 from moc.store.errors import CheckpointError
 from moc.store.ownership import Claim
@@ -32,7 +32,7 @@ def main() -> None:
     child_processes.attach_in_background()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
-    serve(lambda call: _answer(carriers, call))
+    answer_calls(lambda call: _answer(carriers, call))
 
 
 def _answer(carriers: dict[str, Carrier], call: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Components:
     digests: Digests
 
 
-class SnapshotSizes:
+class SizesByPlan:
     """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
 
     Args:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from moc.runtime import child_processes
-from moc.runtime.helper_process import serve
+from moc.runtime.helper_process import answer_calls
 
 _LOWEST = 19
 
@@ -33,7 +33,7 @@ def main() -> None:
         return carry_out(store, *chains)._asdict()
 
     torch.set_num_threads(1)
-    serve(answer)
+    answer_calls(answer)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from moc.cli_output import print_lines
 from moc.errors import with_code
 from moc.recovery.expert_versions import Carrier
 from moc.recovery.gradient_chains import Chain
-from moc.recovery.gradient_folding import Outcome
+from moc.recovery.gradient_folding import FoldOutcome
 from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.store.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Folds:
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
         self._helper = HelperProcess("moc.session.folder", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        self._under_way: dict[str, Future[Outcome]] = {}
+        self._under_way: dict[str, Future[FoldOutcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
         self._trusted = self._over = False
@@ -113,7 +113,7 @@ class Folds:
         self._helper.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> Outcome:
+    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> FoldOutcome:
         begun = time.perf_counter()
         try:
             self._helper.start()  # on this thread, since the process dies with the thread that starts it
@@ -126,7 +126,7 @@ class Folds:
             ) from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
-        return Outcome(**answer)
+        return FoldOutcome(**answer)
 
     def _has_failed(self, error: Exception) -> None:
         self._died += 1

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from moc.files.safe_directory import SafeDirectory
 from moc.runtime import child_processes
-from moc.runtime.helper_process import serve
+from moc.runtime.helper_process import answer_calls
 from moc.store.manifest import compute_digest
 
 
 def main() -> None:
     """Hashes until the worker ends."""
     child_processes.attach_in_background()
-    serve(_answer)
+    answer_calls(_answer)
 
 
 def _answer(call: list) -> list[str] | str:

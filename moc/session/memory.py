@@ -28,7 +28,7 @@ _POPULARITIES: tuple[Callable[[int], float], ...] = (
 """Uniform popularity of experts, and Zipf's law: the fewer experts are busy, the longer chains of gradients become."""
 
 
-class Window(NamedTuple):
+class SnapshotWindow(NamedTuple):
     """Snapshots of a policy that a run resumes from together.
 
     Attributes:
@@ -42,7 +42,7 @@ class Window(NamedTuple):
     snapshot: int | None = None
 
 
-def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
+def next_window(policy: Policy, contents: Contents, iteration: int) -> SnapshotWindow:
     """Returns the window that a policy would plan after the current ones; changes nothing.
 
     Args:
@@ -64,7 +64,7 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
             plans.append(plan)
             kept = max(kept, len(held))
     shares = (contents.with_gradients(plan.operators, plan.compared) for plan in plans if not plan.complete)
-    return Window(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
+    return SnapshotWindow(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
 
 
 class Now(NamedTuple):

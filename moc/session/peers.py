@@ -18,7 +18,7 @@ from typing import NamedTuple
 from moc.errors import cause_of, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
-from moc.recovery.copy_placement import Placement, Redundancy, describe, not_sent, place, survival
+from moc.recovery.copy_placement import Placement, Redundancy, describe_placement, not_sent, place, survival
 from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
 from moc.recovery.restore_nodes import Fetch, NodeInventory, Restore, to_restore
@@ -155,7 +155,7 @@ def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> 
 
 
 def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:
-    log.message(describe(placement, nodes, unsent))
+    log.message(describe_placement(placement, nodes, unsent))
     log.events.write(
         "placement",
         replicas=placement.replicas,

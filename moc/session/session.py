@@ -30,7 +30,7 @@ from moc.recovery.gradient_folding import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
-from moc.session.components import Components, SnapshotSizes, build, close, holdings_of, may_replay
+from moc.session.components import Components, SizesByPlan, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
@@ -141,7 +141,7 @@ class Session(VoteParticipant):
             deterministic=settings.deterministic,
         )
         health = storage_health(settings, parts, start, log, in_background=beside)
-        sizes = SnapshotSizes(parts)
+        sizes = SizesByPlan(parts)
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers

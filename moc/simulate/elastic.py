@@ -23,7 +23,7 @@ from moc.policy.expert_selection import CountsByLayer
 from moc.sharding import ParallelLayout
 from moc.simulate import SimulationError
 from moc.simulate.cost import active, split_stages
-from moc.simulate.policy_costs import Loss, Members, PolicyCosts, steps
+from moc.simulate.policy_costs import Loss, SimulatedCosts, VaryingNodes, steps
 from moc.state.operators import Operator
 
 REGROUP_S = 30.0
@@ -55,7 +55,7 @@ class ElasticSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class ElasticMembers(Members):
+class ElasticMembers(VaryingNodes):
     """Nodes of an elastic job.
 
     Stages get equally many nodes, or one more.  With fewer nodes than stages, a node has several stages.  Every rank of
@@ -190,7 +190,7 @@ def elastic_members(
     topk: int,
     loads: Sequence[CountsByLayer],
     settings: ElasticSettings,
-    members: Members,
+    members: VaryingNodes,
     ranks: int,
 ) -> ElasticMembers:
     """Returns the members of an elastic job of a model.
@@ -242,10 +242,10 @@ def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ElasticCosts(PolicyCosts):
+class ElasticCosts(SimulatedCosts):
     """Costs of a job that continues without a checkpoint while every expert is left."""
 
-    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns :meth:`PolicyCosts.way_back` by the members' survival."""
         assert isinstance(self.members, ElasticMembers) and self.beyond is not None
         return self if chance < self.members.survival(loss.of, loss.total) else self.beyond
@@ -300,7 +300,7 @@ class Lasting:
         """
         sizes = range(self.least, min(self.most, self.least + MEMBERSHIPS - 1) + 1)
         parts = [self._survival(layers, loads) for layers in self.parts]
-        return tuple(min(survival(parts, n, lost, self.least) for n in sizes) for lost in range(1, AT_ONCE + 1))
+        return tuple(min(loss_survival(parts, n, lost, self.least) for n in sizes) for lost in range(1, AT_ONCE + 1))
 
     def _survival(self, layers: Sequence[int], loads: Tokens | None) -> Survival:
         known, alike, parts = loads or {}, (1,) * self.experts, len(self.parts)
@@ -326,7 +326,7 @@ class Lasting:
         return 1 / max(fatal, 1e-12)
 
 
-def survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
+def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
     """Returns the probability that a loss of ``lost`` random nodes leaves all of every part of the model.
 
     Nodes beyond complete copies count as nodes without state, although partial-model nodes have some.

@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from moc.simulate import SimulationError
-from moc.simulate.failures import Event, Faults
-from moc.simulate.policy_costs import Loss, Members, PolicyCosts, Strategy, Traffic
+from moc.simulate.failures import ClusterEvent, Faults
+from moc.simulate.policy_costs import Loss, SimulatedCosts, Strategy, Traffic, VaryingNodes
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class SimulatedJob:
             )
 
 
-def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | PolicyCosts) -> Result:
+def simulate(job: SimulatedJob, faults: Faults, strategy: Strategy | SimulatedCosts) -> Result:
     """Simulates a job with failures.
 
     Time and memory depend only on the number of failures, not on ranks or iterations.  The same arguments give the same
     result; a strategy has state, so pass a new one for each run.
     """
-    if isinstance(strategy, PolicyCosts):
+    if isinstance(strategy, SimulatedCosts):
         strategy = Strategy(strategy)
     run = _Run(job, faults, strategy)
     while run.now < job.wall_s:
@@ -83,14 +83,14 @@ class _Run:
     def __init__(self, job: SimulatedJob, faults: Faults, strategy: Strategy):
         self.job, self.faults, self.strategy = job, faults, strategy
         self.rng = random.Random(job.seed)
-        self.events: Iterator[Event] = faults.events(random.Random(self.rng.random()))
+        self.events: Iterator[ClusterEvent] = faults.events(random.Random(self.rng.random()))
         self.event = next(self.events, None)
         self.returns: list[tuple[float, int]] = []  # times and numbers of returning nodes
         self.now = self.exposed = self.event_at = 0.0
         self.up = job.available  # nodes; None for unlimited
         if self.up is None and job.spares is not None:
             self.up = job.nodes + job.spares
-        self.members = strategy.saving.members or Members(job.nodes, job.nodes)
+        self.members = strategy.saving.members or VaryingNodes(job.nodes, job.nodes)
         self._train_on(self.members.usable(self.up))
         self.grows_at = math.inf  # when newly arrived nodes join
         if 0 < self.used < self.members.most and self.members.grow_wait_s:

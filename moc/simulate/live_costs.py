@@ -29,7 +29,7 @@ from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
-from moc.simulate.policy_costs import PolicyCosts, Traffic, at_risk
+from moc.simulate.policy_costs import SimulatedCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.state.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Operator
@@ -47,7 +47,7 @@ NAMES = tuple(POLICIES)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedBytes:
     """Bytes that the busiest rank saves.
 
     Attributes:
@@ -92,7 +92,7 @@ class Running:
     tier: str
     nodes: int
     ranks: int
-    saved: Saved
+    saved: SavedBytes
     iteration_s: float
     forward_backward_s: float
     copy_rate: float
@@ -183,7 +183,7 @@ class Running:
 
 def saved_by_rules(
     operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED, gradients: bool = False
-) -> Saved:
+) -> SavedBytes:
     """Returns sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
     alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
@@ -195,7 +195,7 @@ def saved_by_rules(
     experts = len({operator.expert for operator in operators if operator.expert is not None})
     by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidate_expert_counts(experts)}
     gradient = state.gradient if gradients else None
-    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
+    return SavedBytes(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price | None = None) -> float:
@@ -245,7 +245,7 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     return basic.with_settings(settings)
 
 
-def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
+def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCosts, float]:
     """Returns costs of snapshots, full or with some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
     nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
@@ -253,7 +253,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     waits_s, update_s = price.blocking_bytes / run.copy_rate, run.iteration_s - run.forward_backward_s
     stall_s = max(0.0, copy_s - waits_s - run.forward_backward_s) + waits_s
-    saving = PolicyCosts(
+    saving = SimulatedCosts(
         name=name,
         interval=1,
         stall_s=stall_s,
@@ -287,7 +287,7 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
     return run.iterations(safe_s if price.k is None or price.interval else max(safe_s, write_s))
 
 
-def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
+def _windows(run: Running, name: str, options: Options) -> SimulatedCosts:
     """Returns costs of saving each operator once per window; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
     window, snapshots, nbytes = price.window_length, price.snapshots, price.size.busiest
@@ -296,7 +296,7 @@ def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
     traffic = _traffic(run, price, options.replicas)
-    saving = PolicyCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
+    saving = SimulatedCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
     saving = sparse_replay(saving, window, run.iteration_s)
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
 
@@ -319,12 +319,12 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 
-def _of_rank(run: Running, saving: PolicyCosts) -> float:
+def _of_rank(run: Running, saving: SimulatedCosts) -> float:
     """Returns the bytes of a rank's checkpoint; for a window, of all its snapshots."""
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
-def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | None:
+def _persist_interval(run: Running, saving: SimulatedCosts, price: Price) -> int | None:
     """Returns the shortest persist interval that storage sustains, for a tier in memory; None for disk.
 
     With fewer experts every snapshot is persisted.  If a snapshot would have gradients, storage takes half of the
@@ -338,7 +338,7 @@ def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | 
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
 
 
-def _from_storage(run: Running, saving: PolicyCosts, every: int | None) -> PolicyCosts | None:
+def _from_storage(run: Running, saving: SimulatedCosts, every: int | None) -> SimulatedCosts | None:
     """Returns the costs of recovery from storage if memory is lost; None if recovery is always from storage."""
     if every is None:
         return None

@@ -12,7 +12,7 @@ from moc.policy.pec_selection import PLT_LIMIT
 from moc.simulate import SimulationError
 from moc.simulate.closed_form import expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 
 NEAR = 1e-3
 """ETTR difference up to which candidates count as equal."""
@@ -58,7 +58,7 @@ class Candidate:
     """Priced policy (:class:`~moc.simulate.policies.Weighed`) with its expected ETTR."""
 
     options: Options
-    saving: PolicyCosts
+    saving: SimulatedCosts
     ettr: float
     plt: float
     host_bytes: float

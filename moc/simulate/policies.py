@@ -26,17 +26,17 @@ from moc.simulate.cost import Cluster, Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
 from moc.simulate.policy_costs import (
     NEVER,
-    Members,
     PecStrategy,
-    PolicyCosts,
     RecoveryCosts,
+    SimulatedCosts,
     Strategy,
     Traffic,
+    VaryingNodes,
     WholePipelines,
     at_risk,
     program_way,
 )
-from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
+from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, busiest_operator_bytes, full_sizes, pec_sizes
 from moc.state.operators import Operator
 
 _NAMED = ("k", "window")  # settings of policies that are fields of Options
@@ -119,7 +119,7 @@ class Setup:
     overhead: float = SNAPSHOT_OVERHEAD
     program: RecoveryCosts | None = None
     loads: Sequence[CountsByLayer] = ()
-    members: Members | None = None
+    members: VaryingNodes | None = None
     shrinks: bool = False
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
 
@@ -136,10 +136,10 @@ class Setup:
         return 1 + max((o.expert for o in self.operators if o.expert is not None), default=-1)
 
     @cached_property
-    def varying(self) -> Members:
+    def varying(self) -> VaryingNodes:
         """Nodes of a job that continues with fewer."""
         nodes = self.cluster.nodes
-        return self.members or Members(-(-nodes // 2), nodes)
+        return self.members or VaryingNodes(-(-nodes // 2), nodes)
 
     @cached_property
     def full(self) -> SnapshotSizes:
@@ -149,7 +149,7 @@ class Setup:
     @cached_property
     def by_operator(self) -> list[OperatorSize]:
         """Operator sizes of the busiest rank."""
-        return operator_sizes(self.operators, self.layout, self.state)
+        return busiest_operator_bytes(self.operators, self.layout, self.state)
 
     def stall_s(self, nbytes: float, waits: float = 0.0) -> float:
         """Returns the seconds that a snapshot adds to an iteration.
@@ -245,7 +245,7 @@ class Weighed:
     """Policy with settings, costs, expected proportion of lost tokens, and bytes in a node's memory."""
 
     options: Options
-    saving: PolicyCosts
+    saving: SimulatedCosts
     plt: float
     host_bytes: float
 
@@ -271,7 +271,7 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
     return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
-def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
+def sparse_replay(saving: SimulatedCosts, window: int, replay_s: float) -> SimulatedCosts:
     """Returns costs with a window: a lost stage replays its W iterations and all later ones (MoEvement, 3.6).
 
     ``saving`` has the other costs; ``replay_s`` is for one iteration of only this stage, without frozen operators.
@@ -351,10 +351,10 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
 
 def _global(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
-) -> PolicyCosts:
+) -> SimulatedCosts:
     """Returns costs with a global rollback."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
-    saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
+    saving = SimulatedCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
         saving = program_way(saving, setup.program, iteration_s, lag)
     else:
@@ -366,7 +366,7 @@ def _global(
     return dataclasses.replace(saving, members=_whole_pipelines(setup, saving)) if setup.shrinks else saving
 
 
-def _whole_pipelines(setup: Setup, saving: PolicyCosts) -> Members:
+def _whole_pipelines(setup: Setup, saving: SimulatedCosts) -> VaryingNodes:
     """Returns the members of a job whose workers save, and restart from storage, when nodes arrive."""
     members, layout, work = setup.varying, setup.layout, setup.work
     return WholePipelines(
@@ -394,7 +394,7 @@ def _micro_batches(setup: Setup) -> int:
     return setup.work.global_batch * setup.layout.dp // (setup.work.micro_batch * pipelines)
 
 
-def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
+def _to_storage(setup: Setup, name: str, interval: int) -> SimulatedCosts:
     """Returns costs of full snapshots in the background that are then written to storage."""
     sizes, write_s = setup.full, _write_s(setup)
     lag = setup.iterations(_copy_s(setup, sizes) + write_s)
@@ -403,7 +403,7 @@ def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
     return dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total)
 
 
-def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
+def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> SimulatedCosts:
     """Returns costs with checkpoints in own and peers' memory, as in Gemini, with buffers for the full state."""
     sizes = price.size
     held = _VERSIONS * setup.full.total + price.chained_bytes
@@ -434,12 +434,12 @@ def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> 
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
 
 
-def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> PolicyCosts:
+def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> SimulatedCosts:
     """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
     window, largest, held = price.window_length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
-    saving = PolicyCosts(
+    saving = SimulatedCosts(
         name=kind.name,
         stall_s=window * setup.stall_s(largest),
         restart_s=cluster.detect_s + price.size.busiest / setup.network_rate,
@@ -453,7 +453,7 @@ def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> PolicyCo
     return _with_storage(setup, options, saving)
 
 
-def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
+def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> SimulatedCosts:
     """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive.
 
     A snapshot in memory is complete only with the nodes that wrote it, so other numbers of nodes use the one in
@@ -470,7 +470,7 @@ def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> Policy
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
-def _at_best_interval(setup: Setup, options: Options, saving: PolicyCosts, least: int) -> PolicyCosts:
+def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, least: int) -> SimulatedCosts:
     iteration_s = setup.timing.iteration_s
     interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
     return at_interval(saving, interval, iteration_s)

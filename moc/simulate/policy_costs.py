@@ -64,7 +64,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class PolicyCosts:
+class SimulatedCosts:
     """Costs of a policy.
 
     A checkpoint starts every ``interval`` iterations and is usable ``lag`` iterations later, which may be fractional.
@@ -103,9 +103,9 @@ class PolicyCosts:
     local: bool = False
     survives: int = 0
     copies: Placement | None = None
-    beyond: PolicyCosts | None = None
-    changed: PolicyCosts | None = None
-    members: Members | None = None
+    beyond: SimulatedCosts | None = None
+    changed: SimulatedCosts | None = None
+    members: VaryingNodes | None = None
     why: str = ""
     traffic: Traffic = field(default_factory=Traffic)
     host_bytes: float = 0.0
@@ -130,7 +130,7 @@ class PolicyCosts:
         """Returns the iteration restored after a failure; ``iterations`` includes the fraction of the current one."""
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
-    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns the costs of recovery from a loss.
 
         ``chance`` is a random number from 0 to 1, which decides whether copies remain; the same for losses that add up.
@@ -181,7 +181,7 @@ class Strategy:
     plt = 0.0
     k: int | None = None
 
-    def __init__(self, saving: PolicyCosts):
+    def __init__(self, saving: SimulatedCosts):
         self.saving = saving
 
     def failed(self, iterations: int) -> None:
@@ -200,7 +200,7 @@ class PecStrategy(Strategy):
         fixed: never raise K.
     """
 
-    def __init__(self, by_k: Mapping[int, PolicyCosts], dynamic: DynamicK, total: int, *, fixed: bool):
+    def __init__(self, by_k: Mapping[int, SimulatedCosts], dynamic: DynamicK, total: int, *, fixed: bool):
         super().__init__(by_k[dynamic.k])
         self._by_k, self._dynamic, self._total, self._fixed = by_k, dynamic, total, fixed
 
@@ -265,7 +265,7 @@ class RecoveryCosts:
 
 
 @dataclass(frozen=True)
-class ProgramSaving(PolicyCosts):
+class ProgramSaving(SimulatedCosts):
     """Policy whose restored iteration the program's recovery planner chooses (:func:`moc.recovery.plan.plans`).
 
     One worker represents the survivors and one the lost.  Each of the W snapshots of a window starts with its own
@@ -296,7 +296,7 @@ class ProgramSaving(PolicyCosts):
             return 0
         return plan.way.moments[0].iteration if plan.way else plan.iteration
 
-    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns :meth:`PolicyCosts.way_back`, with ``more_s`` for each further lost worker."""
         way = super().way_back(loss, chance)
         return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * max(0, loss.total - 1))
@@ -313,7 +313,7 @@ class ProgramSaving(PolicyCosts):
 
 
 def program_way(
-    saving: PolicyCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
+    saving: SimulatedCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
 ) -> ProgramSaving:
     """Returns the same policy with this program's recovery.
 
@@ -326,14 +326,14 @@ def program_way(
     window = saving.interval if sparse else 1
     local = parts.alone_s is not None
     replay_s = parts.alone_s if local else iteration_s + saving.per_iteration_s()
-    own = {field.name: getattr(saving, field.name) for field in dataclasses.fields(PolicyCosts)}
+    own = {field.name: getattr(saving, field.name) for field in dataclasses.fields(SimulatedCosts)}
     own |= dict(lag=window - 1 + lag, restart_s=parts.restart_s, replay_s=replay_s)
     own |= dict(conversion=window - 1, conversion_s=replay_s if parts.frozen_s is None else parts.frozen_s, local=local)
     return ProgramSaving(**own, more_s=parts.more_s)
 
 
 @dataclass(frozen=True)
-class Members:
+class VaryingNodes:
     """Job that trains on any number of nodes between two limits; here n of N nodes take N / n times as long.
 
     Attributes:
@@ -378,7 +378,7 @@ def steps(micro_batches: float, stages: int, vpp: int) -> float:
 
 
 @dataclass(frozen=True)
-class WholePipelines(Members):
+class WholePipelines(VaryingNodes):
     """Job whose pipelines get equally many micro batches of the same global batch.
 
     Attributes:

@@ -63,7 +63,7 @@ def pec_sizes(
     return _sizes(operators, layout, state, chosen)
 
 
-def operator_sizes(
+def busiest_operator_bytes(
     operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED
 ) -> list[OperatorSize]:
     """Returns the operators of the busiest rank, with its share of each, in the order of a sparse window."""

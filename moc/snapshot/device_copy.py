@@ -68,7 +68,7 @@ def _extended(first: torch.Tensor, nbytes: int) -> torch.Tensor:
     return first if first.nbytes == nbytes else first.as_strided((nbytes // first.itemsize,), (1,))
 
 
-def pieces(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
+def cut_copies(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
     """Cuts copies, in order, into pieces of at most ``most`` bytes, at least the size of an element."""
     piece, room = [], most
     for copy in copies:
@@ -100,7 +100,7 @@ HOST_PIECE = 4 << 20
 
 
 @dataclass(frozen=True)
-class Split:
+class GateSplit:
     """Division of copies at a gate.
 
     Attributes:
@@ -151,9 +151,9 @@ class Gate:
         """Returns once the gate is open."""
         self._is_open.wait()
 
-    def split(self, amount: int) -> Split:
+    def split(self, amount: int) -> GateSplit:
         """Returns the division of ``amount`` bytes of a snapshot; by default, none pass while the gate is closed."""
-        return Split(piece=self._piece or PIECE)
+        return GateSplit(piece=self._piece or PIECE)
 
     def copied(self, amount: int, seconds: float) -> None:
         """Receives bytes and time of a snapshot that has passed."""
@@ -162,7 +162,7 @@ class Gate:
         """Yields copies piece by piece, each when it may pass."""
         split = self.split(nbytes(copies))
         beside = split.beside
-        for piece in pieces(copies, split.piece):
+        for piece in cut_copies(copies, split.piece):
             amount = nbytes(piece)
             if beside > 0 and not self.is_open:
                 beside -= amount
@@ -385,7 +385,7 @@ class _HostCapture(Capture):
     """
 
     def __init__(self, copies: Sequence[Copy], thread: ThreadPoolExecutor, last: Future | None):
-        self._pieces, self._taking = pieces(copies, HOST_PIECE), threading.Lock()
+        self._pieces, self._taking = cut_copies(copies, HOST_PIECE), threading.Lock()
         self._under_way, self._seconds, self._failure = 0, 0.0, None
         self._over, self._last = threading.Event(), last
         self.done = thread.submit(self._make)
@@ -469,7 +469,7 @@ _LOOKS_S = 2e-4
 """Seconds between two checks of a device's stream."""
 
 
-def split_of(amount: int, fitting: float | None) -> Split:
+def split_of(amount: int, fitting: float | None) -> GateSplit:
     """Divides a snapshot by Algorithm 4: copies that do not fit into bubbles run during computation.
 
     Args:
@@ -477,17 +477,17 @@ def split_of(amount: int, fitting: float | None) -> Split:
         fitting: bytes that fit into an iteration's bubbles; None if unknown, and all may pass.
     """
     if fitting is None:
-        return Split(beside=amount)
-    return Split(beside=max(0, amount - int(fitting)), piece=int(min(PIECE, max(_LEAST_PIECE, fitting / _PIECES))))
+        return GateSplit(beside=amount)
+    return GateSplit(beside=max(0, amount - int(fitting)), piece=int(min(PIECE, max(_LEAST_PIECE, fitting / _PIECES))))
 
 
-def bubbles_on(device: torch.device) -> Bubbles:
+def bubbles_on(device: torch.device) -> BubbleGate:
     """Returns the bubbles of a worker with this device."""
     mark = stream.marker_of(device)
-    return Bubbles() if mark is None else StreamBubbles(mark)
+    return BubbleGate() if mark is None else StreamBubbles(mark)
 
 
-class Bubbles(Gate):
+class BubbleGate(Gate):
     """Gate that measures an iteration's waits for other workers, and lets copies pass in them first."""
 
     def __init__(self):
@@ -531,13 +531,13 @@ class Bubbles(Gate):
         if amount and seconds:
             self._rates.append(amount / seconds)
 
-    def split(self, amount: int) -> Split:
+    def split(self, amount: int) -> GateSplit:
         """As :meth:`Gate.split`, with medians of the last iterations and snapshots."""
         known = self._seconds and self._rates
         return split_of(amount, median_low(self._seconds) * median_low(self._rates) if known else None)
 
 
-class StreamBubbles(Bubbles):
+class StreamBubbles(BubbleGate):
     """Bubbles measured on a device's stream, because the host enqueues an iteration before the device computes it.
 
     Copies pass unless the stream is in a forward or backward without a wait.
@@ -564,7 +564,7 @@ class StreamBubbles(Bubbles):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """See :class:`Bubbles`; when it returns, the stream may not have started."""
+        """See :class:`BubbleGate`; when it returns, the stream may not have started."""
         self._computed.take()
         self._waited.take()
         self.close()
@@ -579,11 +579,11 @@ class StreamBubbles(Bubbles):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """See :class:`Bubbles`."""
+        """See :class:`BubbleGate`."""
         with self._waited.span():
             yield
 
     def take(self) -> float:
-        """See :class:`Bubbles`; to be called after the commit all-reduce, when the host has waited for the stream."""
+        """See :class:`BubbleGate`; called after the commit all-reduce, when the host has waited for the stream."""
         self._waited_s = self._waited.take()
         return super().take()

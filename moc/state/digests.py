@@ -225,7 +225,7 @@ def total_of(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[Key, int]
     return total
 
 
-def differing(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
+def differing_operators(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
     """Returns the operators whose digests differ; a digest that is absent is 0.
 
     Args:

@@ -16,7 +16,7 @@ from moc.policy.pec_tuner import PecLimits, choose_pec_settings
 from moc.policy.token_ledger import TokenLedger
 from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 from moc.state.shape import ModelShape, model_operators
 from moc.store.manifest import merge_reports
 from moc.store.ownership import Claim
@@ -102,7 +102,7 @@ MISTAKES = {
     "expert-plan-invalid": lambda: Plan.from_json({"members": [0]}),
     "experts-not-divisible": lambda: items(ParallelLayout(6, ep=3)),
     "holdings-misfit": lambda: StageReplicas({0: told(world(tp=2))[0]}),
-    "interval-unlimited": lambda: best_interval(PolicyCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
+    "interval-unlimited": lambda: best_interval(SimulatedCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
     "ledger-incomplete": lambda: TokenLedger.empty({0: 1}).after_recovery({0: {0: 3}}),
     "log-missing": lambda: LogReader(log_directory(Path.cwd(), 0)).read(1, "activation"),
     "logging-unsupported": unannounced_log,

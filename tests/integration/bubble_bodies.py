@@ -8,7 +8,7 @@ from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.step import Stepper
 from moc.session import components
 from moc.snapshot import device_copy
-from moc.snapshot.device_copy import Bubbles
+from moc.snapshot.device_copy import BubbleGate
 from tests.integration import bodies
 
 
@@ -42,14 +42,14 @@ def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
 
         setattr(kind, name, noted)
 
-    class Watched(Bubbles):
+    class Watched(BubbleGate):
         """Notes waits while it is closed."""
 
         def waiting(self):
             waits.extend([self] if not self.is_open else [])
             return super().waiting()
 
-    def watched() -> Bubbles:
+    def watched() -> BubbleGate:
         gates.append(Watched())
         return gates[-1]
 

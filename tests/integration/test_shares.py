@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from megatron.pretraining.planning.model import operators_of
+from megatron.pretraining.planning.model import meta_operators
 from moc.sharding import (
     SCHEMES,
     ParallelLayout,
@@ -144,7 +144,7 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     compute = StateBytes(0, weights, 0) if zero else StateBytes(weights, 0, 0)  # it is saved as the masters are
     state = StateBytes(0, 4, 8) if plan == "full" else compute
     items = cut_large_items(
-        list_save_items(operators_of(config, None, FLAGS["vocab_size"]), ranks, state, uses_zero=zero)
+        list_save_items(meta_operators(config, None, FLAGS["vocab_size"]), ranks, state, uses_zero=zero)
     )
     return bytes_by_rank(items, assign_items(items, SCHEMES[scheme]), size)
 

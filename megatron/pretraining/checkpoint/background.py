@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import writer
 from megatron.pretraining.config import Config
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from moc.backoff import Trouble
 from moc.errors import cause_of, code_of, warning, with_code
 from moc.runtime.collectives import first_line, first_reported, run_on_rank0
@@ -36,7 +36,7 @@ class Attempts:
         problem: the error of the last failed attempt; empty after a success.
     """
 
-    def __init__(self, config: Config, log: Records):
+    def __init__(self, config: Config, log: EventRecorder):
         self._save, self._stops, self._log = config.checkpoint.save, config.checkpoint.save_failure == "stop", log
         self._trouble, self.problem = Trouble(), ""
 
@@ -117,7 +117,7 @@ class Saves(ABC):
 
     format = dense_files.FORMAT
 
-    def __init__(self, config: Config, world: World, log: Records):
+    def __init__(self, config: Config, world: World, log: EventRecorder):
         self._config, self._world, self._log = config, world, log
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)

@@ -18,7 +18,7 @@ from megatron.pretraining.config import Config, global_batch_size, train_iterati
 from megatron.pretraining.config.deterministic import is_exact, promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
-from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, listed, same_words
+from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, join_phrases, same_words
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
@@ -165,8 +165,8 @@ def check_data(config: Config, data: DataIdentity | None, saved: Mapping, where:
     """
     if not config.data.allow_changed_data and (changed := changes_since(saved, data)):
         raise CheckpointError(
-            f"{where} was saved with other training data: {listed(changed)}. Fix: restore the data and the tokenizer, "
-            "or pass --allow-changed-data",
+            f"{where} was saved with other training data: {join_phrases(changed)}. Fix: restore the data and the "
+            "tokenizer, or pass --allow-changed-data",
             code="data-changed",
         )
 
@@ -189,7 +189,7 @@ def warn_of_other_data(data: DataIdentity | None, saved: Mapping, say: Callable[
     """Warns of each split that reads other data than the saved run."""
     for split in {one.split: None for one in data.sources} if data is not None else ():
         if changed := changes_since(saved, data, split):
-            say(f"WARNING: the {split} data changed: {listed(changed)}")
+            say(f"WARNING: the {split} data changed: {join_phrases(changed)}")
 
 
 def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:

@@ -121,7 +121,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointChoice:
     """The checkpoint that a start loads.
 
     Attributes:
@@ -142,7 +142,7 @@ class Choice:
         return (0, True) if self.iteration is None else (self.iteration, False)
 
 
-def choose(command: Command) -> Choice:
+def choose(command: Command) -> CheckpointChoice:
     """Returns the checkpoint that a start loads.
 
     Raises:
@@ -152,13 +152,13 @@ def choose(command: Command) -> Choice:
     if save is not None:
         newest = next((one for one in save.complete if one.iteration == save.current), None)
         if newest is not None and command.owns(newest):
-            return Choice(save.path, newest.iteration, is_own=True)
+            return CheckpointChoice(save.path, newest.iteration, is_own=True)
     _refuse_unknown(load, command)
     if command.pretrained is not None and not (load is not None and load.holds_checkpoint):
         load, begins = command.pretrained, True
         _refuse_unknown(load, command)
     if load is None:
-        return Choice()
+        return CheckpointChoice()
     if not load.holds_checkpoint and (command.exit_on_missing or load is command.pretrained):
         raise CheckpointError(
             f"{load.path} holds no checkpoint, and --exit-on-missing-checkpoint or --pretrained-checkpoint needs one. "
@@ -172,7 +172,7 @@ def choose(command: Command) -> Choice:
             f"{TRACKER_FILE}",
             code="checkpoint-missing",
         )
-    return Choice(load.path, iteration, begins)
+    return CheckpointChoice(load.path, iteration, begins)
 
 
 def newest(command: Command) -> int | None:

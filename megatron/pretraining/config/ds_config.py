@@ -216,7 +216,7 @@ def settings_in(path: str) -> tuple[Setting, ...]:
     """
     problems = Problems()
     try:
-        settings = tuple(settings_of(_read(path), path, problems))
+        settings = tuple(flags_of_section(_read(path), path, problems))
     except RecursionError:
         raise ConfigError(
             f"--deepspeed-config {path} is nested too deeply. Fix: correct it", code="ds-config-unreadable"
@@ -260,12 +260,12 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def settings_of(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
+def flags_of_section(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
     """Yields the flags that a ds_config or its section sets; adds a problem for each refused key."""
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
-            yield from settings_of(_in_force(value), path, problems, f"{key}.")
+            yield from flags_of_section(_in_force(value), path, problems, f"{key}.")
         elif value == AUTO and (key in _HONOURED or key in _PAIRS):
             continue
         elif key in _HONOURED:

@@ -274,7 +274,7 @@ def _kind(hint: Any) -> type:
     return typing.get_origin(hint) or hint
 
 
-def convert(flag: Flag, value: object) -> object:
+def convert_value(flag: Flag, value: object) -> object:
     """Returns the value in the type of this flag's field.
 
     Raises:

@@ -220,7 +220,7 @@ def read_region(reader: ShardReader, name: str, slot: str, region: Region) -> to
         ) from None
 
 
-def cut(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox]]:
+def cut_tensors(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox]]:
     """Cuts tensors, laid end to end, into parts of equal size; each part is a list of chunks."""
     tensors = list(tensors)
     total, position = sum(tensor.nbytes for tensor in tensors), 0

@@ -27,7 +27,7 @@ from megatron.pretraining.convert.contents import (
     ConvertedState,
     Facts,
     check_whole,
-    cut,
+    cut_tensors,
     in_model_order,
     iteration_of,
     read_region,
@@ -93,7 +93,7 @@ def read_common(directory: Path) -> Mapping[str, Any]:
         ) from None
 
 
-def training_state(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
+def training_state_contents(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
     """Returns the contents of a ``training_state.json``, as this program's loop would have saved it.
 
     Args:
@@ -260,7 +260,7 @@ class DenseContents(ConvertedState):
 
     def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
         if manifest and dense_files.STATE_FILE not in manifest["files"]:
-            state = training_state(read_common(directory), self._places)
+            state = training_state_contents(read_common(directory), self._places)
         elif manifest:
             state = read_state(directory)
         else:
@@ -340,7 +340,7 @@ def write_dense(
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
     if owned:
         (staging / OPTIMIZER).mkdir()
-    for rank, part in enumerate(cut(owned, writers) if owned else ()):
+    for rank, part in enumerate(cut_tensors(owned, writers) if owned else ()):
         write_regions(staging / OPTIMIZER / shard_file_name(rank), part, contents, advance)
     write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
     written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]

@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
             code="flag-needs-another",
         )
     try:
-        written = convert(args)
+        written = convert_checkpoint(args)
     except CheckpointError as error:
         return refused("convert_checkpoint", error)
     except OSError as error:
@@ -180,7 +180,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, argv[len(own) + 1 :]
 
 
-def convert(args: argparse.Namespace) -> Path:
+def convert_checkpoint(args: argparse.Namespace) -> Path:
     """Converts the checkpoint that the command line names, and returns its directory; ``flags`` are the run's.
 
     Raises:

@@ -15,7 +15,7 @@ from megatron.pretraining.convert.contents import (
     Facts,
     Weights,
     count_elements,
-    cut,
+    cut_tensors,
     in_model_order,
     iteration_of,
     read_region,
@@ -171,7 +171,7 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
     refuse_to_replace(directory)
     store.remove(facts.iteration)  # files of a killed conversion
     directory.mkdir(parents=True)
-    written, entries = {}, cut(contents.tensors, writers)
+    written, entries = {}, cut_tensors(contents.tensors, writers)
     for rank, part in enumerate(entries):
         written[shard_file_name(rank)] = write_regions(directory / shard_file_name(rank), part, contents, advance)
     sync_directory(directory)

@@ -311,7 +311,7 @@ def _good_cut(data: bytes) -> int:
     return len(data)
 
 
-def cut(text: str) -> Iterator[str]:
+def cut_text(text: str) -> Iterator[str]:
     """Cuts a long text into parts at line ends, as `Reader` cuts plain files."""
     if len(text) < PIECE_BYTES:
         yield text
@@ -380,7 +380,12 @@ class PairWriter:
     """
 
     def __init__(
-        self, prefix: str, dtype, eod: int | None, overwrite: bool, vocabulary: identity.Vocabulary | None = None
+        self,
+        prefix: str,
+        dtype,
+        eod: int | None,
+        overwrite: bool,
+        vocabulary: identity.VocabularyIdentity | None = None,
     ):
         self.prefix, self.dtype, self.tokens = prefix, dtype, 0
         self._eod, self._overwrite, self._vocabulary, self._parts = eod, overwrite, vocabulary, []
@@ -453,5 +458,5 @@ class PairWriter:
             remove_owned(Path(self.prefix, "cache"))
         os.replace(self._bin, f"{self.prefix}.bin")
         os.replace(self._idx, f"{self.prefix}.idx")
-        identity.record(self.prefix, self._vocabulary)
+        identity.write_fingerprint(self.prefix, self._vocabulary)
         sync(os.path.dirname(os.path.abspath(self.prefix)))

@@ -54,7 +54,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyIdentity:
     """Identity of a tokenizer's vocabulary: number of tokens, and hash of the tokens in the order of their ids."""
 
     tokens: Count
@@ -83,7 +83,7 @@ class DataIdentity:
     """Identity of the data that a run reads; without paths, it is equal on all nodes."""
 
     sources: tuple[Source, ...]
-    vocabulary: Vocabulary | None
+    vocabulary: VocabularyIdentity | None
 
     @property
     def digest(self) -> str:
@@ -101,7 +101,7 @@ class DataIdentity:
 class _Recorded(Fingerprint):
     """Fields of a fingerprint file."""
 
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyIdentity | None = None
 
 
 def identity_of(saved: Mapping) -> DataIdentity | None:
@@ -150,13 +150,13 @@ def _fingerprint(prefix: str, bin_stat: tuple[int, ...], idx_stat: tuple[int, ..
     return Fingerprint(bin_stat[2], idx_stat[2], *digests)
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
+def vocabulary_of(tokenizer: Any) -> VocabularyIdentity | None:
     """Returns the identity of the vocabulary of megatron-core's tokenizer; None if it has none (NullTokenizer)."""
     tokens = _tokens_of(tokenizer)
     return None if tokens is None else _vocabulary(tokens)
 
 
-def record(prefix: str, vocabulary: Vocabulary | None) -> None:
+def write_fingerprint(prefix: str, vocabulary: VocabularyIdentity | None) -> None:
     """Writes the fingerprint file of a complete pair."""
     known = asdict(fingerprint(prefix)) | {"vocabulary": None if vocabulary is None else asdict(vocabulary)}
     path = Path(f"{prefix}{SUFFIX}")
@@ -231,7 +231,7 @@ def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list
     return found
 
 
-def listed(phrases: Sequence[str]) -> str:
+def join_phrases(phrases: Sequence[str]) -> str:
     """Joins the first phrases, and counts the others."""
     more = len(phrases) - _SHOWN
     return "; ".join(phrases[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
@@ -347,10 +347,10 @@ def _tokens_of(tokenizer: Any) -> list[str] | None:
         return None
 
 
-def _vocabulary(tokens: Sequence[str]) -> Vocabulary:
+def _vocabulary(tokens: Sequence[str]) -> VocabularyIdentity:
     hasher = xxhash.xxh3_128()
     for token in tokens:
         data = token.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(4, "little"))
         hasher.update(data)
-    return Vocabulary(len(tokens), hasher.hexdigest())
+    return VocabularyIdentity(len(tokens), hasher.hexdigest())

@@ -28,7 +28,7 @@ from megatron.pretraining.data.documents import (
     PairWriter,
     Reader,
     add_input_arguments,
-    cut,
+    cut_text,
     find_files,
     is_json,
     on_blank_lines,
@@ -216,7 +216,7 @@ class Encoder:
     def _parts(self, piece: DocumentPiece, text: str) -> Iterable[str]:
         if self._numbers:
             return [" ".join(text.split())]
-        return cut(text) if piece.is_json else [text]
+        return cut_text(text) if piece.is_json else [text]
 
     def _encode(self, piece: DocumentPiece, text: str):
         import numpy

@@ -31,7 +31,7 @@ from megatron.pretraining.elastic.placement import (
 )
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
-from megatron.pretraining.elastic.state_transfer import settle as settle_shards
+from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import count_new_replicas
@@ -45,7 +45,7 @@ from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
 
 
-class Told(NamedTuple):
+class ReportedState(NamedTuple):
     """State that a worker reports when workers connect.
 
     Attributes:
@@ -100,8 +100,8 @@ def settle(
     stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
     plan = replicas.plans.get(stage)  # None if layers are dense
     moves = replicas.wanted is not None
-    mine = Told(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
-    told = [Told(*one) for one in gather(tuple(mine))]
+    mine = ReportedState(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
+    told = [ReportedState(*one) for one in gather(tuple(mine))]
     nodes = nodes_there(config, [(one.place, one.stage) for one in told], helpers)
     if not any(one.trained for one in told):
         _begin(config, replicas, shards, nodes)
@@ -133,12 +133,12 @@ def settle(
     return Settled(True, lost)
 
 
-def _without_state(told: Sequence[Told]) -> list[int]:
+def _without_state(told: Sequence[ReportedState]) -> list[int]:
     """Returns the pipeline stages without a trained worker."""
     return sorted({one.stage for one in told} - {one.stage for one in told if one.trained})
 
 
-def _members_differ(known: Mapping[str, Plan], one: Told, nodes: NodesOfStages) -> bool:
+def _members_differ(known: Mapping[str, Plan], one: ReportedState, nodes: NodesOfStages) -> bool:
     """Returns whether the plan in force on a worker has other members than the connected nodes."""
     return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
 
@@ -227,7 +227,7 @@ def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], 
     return lambda plan: plan.restricted_to(members, trained)
 
 
-def _shared(told: Sequence[Told], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
+def _shared(told: Sequence[ReportedState], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
     """Returns all plans by digest, each from the first worker that has it, and the loads; a collective call.
 
     The loads are from the first worker that has trained: others may have missed a commit.

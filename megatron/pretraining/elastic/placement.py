@@ -76,7 +76,7 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     return {stage: make_plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
 
 
-def nodes_of(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
+def nodes_of_stages(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
     """Returns the nodes of each stage, numbered from 0.
 
     If one node has all workers of the job, each worker counts as a node.
@@ -101,9 +101,9 @@ def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequen
     Args:
         config: the flags.
         told: by rank, the rank block of its node (:func:`place`), and its pipeline stage.
-        helpers: as in :func:`nodes_of`.
+        helpers: as in :func:`nodes_of_stages`.
     """
-    nodes = nodes_of(config, len(told), helpers)
+    nodes = nodes_of_stages(config, len(told), helpers)
     if not nodes_have_places(config, workers_of_job()):
         return nodes
     members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}
@@ -187,6 +187,6 @@ def build_domains(config: Config, most: int) -> None:
 
 def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
     """Returns the ranks of each domain of a stage of ``size`` workers, as in its plan; ``workers`` are all."""
-    ranks = nodes_of(config, workers)[0].ranks
+    ranks = nodes_of_stages(config, workers)[0].ranks
     domains = plan_settings(config, ranks).domain_sizes(size // ranks, config.moe.num_experts or 0)
     return [of * ranks for of in domains]

@@ -28,7 +28,7 @@ from megatron.pretraining.elastic.placement import NodesOfStages, Plans, adopt
 from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.plan import Loads, Plan
-from moc.elastic.transfers import Transfer, expert_holders, expert_operator, plan_expert_transfers
+from moc.elastic.transfers import ChunkTransfer, expert_holders, expert_operator, plan_expert_transfers
 from moc.fault_points import reach
 from moc.runtime.collectives import synchronize_group
 
@@ -42,7 +42,7 @@ class Landing:
     arrived: Mapping[int, torch.Tensor]
 
 
-Flow = Mapping[int, Sequence[Transfer]]
+Flow = Mapping[int, Sequence[ChunkTransfer]]
 """Transfers of a move, by layer."""
 
 
@@ -153,7 +153,7 @@ class Replicas:
                 self._unpack(mlp, landing.arrived[expert])
         self.plans[self._stage], self._landing = landing.plan, None
 
-    def _exchanged(self, number: int, flow: Sequence[Transfer]) -> dict[int, torch.Tensor]:
+    def _exchanged(self, number: int, flow: Sequence[ChunkTransfer]) -> dict[int, torch.Tensor]:
         """Exchanges the state that a layer needs; returns arrived state by expert."""
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)

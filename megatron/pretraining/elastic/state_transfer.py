@@ -19,7 +19,14 @@ from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placement import Nodes, PlansDiffer
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from megatron.pretraining.engine.sharded import ShardedOptimizer
-from moc.elastic.transfers import MAX_CHUNK_BYTES, ShardAssignment, StateTensor, Transfer, assign_blocks, plan_transfers
+from moc.elastic.transfers import (
+    MAX_CHUNK_BYTES,
+    ChunkTransfer,
+    ShardAssignment,
+    StateTensor,
+    assign_blocks,
+    plan_transfers,
+)
 from moc.fault_points import reach
 from moc.runtime.collectives import gather, synchronize_group
 from moc.state.fragments import OwnedSlice
@@ -35,7 +42,7 @@ def as_bytes(tensors: Iterable[torch.Tensor]) -> Parts:
 
 
 def send(
-    found: Iterable[Transfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
+    found: Iterable[ChunkTransfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Executes transfers of byte chunks; a collective of the group, which numbers the ranks of the transfers.
 
@@ -54,7 +61,7 @@ def send(
 
 
 def _exchange(
-    batch: Sequence[Transfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
+    batch: Sequence[ChunkTransfer], state: Callable[[str], Parts], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     out = sorted((one for one in batch if one.source == rank), key=lambda one: one.target)
@@ -73,7 +80,7 @@ def _exchange(
         view.copy_(values)
 
 
-def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tensor]:
+def _views(state: Callable[[str], Parts], one: ChunkTransfer) -> Iterator[torch.Tensor]:
     """Yields the memory of a chunk."""
     (start,), (count,) = one.chunk.region.offset, one.chunk.region.shape
     stop, begin = start + count, 0
@@ -84,9 +91,9 @@ def _views(state: Callable[[str], Parts], one: Transfer) -> Iterator[torch.Tenso
         begin += len(part)
 
 
-def _batches(found: Iterable[Transfer], most: int) -> Iterator[list[Transfer]]:
+def _batches(found: Iterable[ChunkTransfer], most: int) -> Iterator[list[ChunkTransfer]]:
     """Yields the transfers in order, in batches of one round and at most ``most`` bytes (or one transfer)."""
-    batch: list[Transfer] = []
+    batch: list[ChunkTransfer] = []
     size = 0
     for one in found:
         if batch and (size + one.chunk.nbytes > most or batch[0].round != one.round):
@@ -224,7 +231,7 @@ class Shards:
         return self._optimizer.device
 
 
-def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
+def settle_shards(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     """Agrees on the holders of each block if some workers have trained; a collective call of all workers.
 
     State that has landed on one worker lands on all. Workers that have not ``trained`` hold nothing. If another
@@ -238,7 +245,7 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     """
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
     mine = [cut.digest if cut is not None and trained else None for cut in (shards.cut, shards.awaited)]
-    told = [Told(tuple(where), *rest) for where, *rest in gather((place, trained, *mine))]
+    told = [ReportedShards(tuple(where), *rest) for where, *rest in gather((place, trained, *mine))]
     known, beside = _shared(told, shards), [one for one in told if one.place == place]
     as_now = partial(
         ShardAssignment.restricted_to, members=shards.spread(nodes)[0], has_state=[one.trained for one in beside]
@@ -260,7 +267,7 @@ def settle(shards: Shards, nodes: Nodes, trained: bool) -> bool:
     return not any(gather(bool(now.lost_blocks)))
 
 
-class Told(NamedTuple):
+class ReportedShards(NamedTuple):
     """State that a worker reports when workers connect.
 
     Attributes:
@@ -276,7 +283,7 @@ class Told(NamedTuple):
     awaited: str | None
 
 
-def _shared(told: Sequence[Told], shards: Shards) -> dict[str, ShardAssignment]:
+def _shared(told: Sequence[ReportedShards], shards: Shards) -> dict[str, ShardAssignment]:
     """Returns all assignments by digest, each from the first worker that has it; a collective call."""
     first: dict[str | None, int] = {}
     for rank, one in enumerate(told):

@@ -23,7 +23,7 @@ from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
-from moc.session.engine import Gradients, Outcome
+from moc.session.engine import Gradients, ReplayOutcome
 from moc.state.adam import Rules
 from moc.state.operators import Detail, Operator
 from moc.state.record import Position, StepRecord
@@ -132,14 +132,14 @@ class MegatronEngine:
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
-    ) -> Outcome:
+    ) -> ReplayOutcome:
         """Replays an iteration."""
         rate = self._stepper.optimizer.learning_rate
         samples = (
             None if self._stream is None else self._stream.iteration(self._stepper.topology, position.consumed_samples)
         )
         sums = self._stepper.repeat(record, samples, completing)
-        return Outcome({name: float(value) for name, value in sums.items()}, rate)
+        return ReplayOutcome({name: float(value) for name, value in sums.items()}, rate)
 
     def apply(
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None

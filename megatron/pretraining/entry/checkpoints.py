@@ -109,7 +109,7 @@ class StockCheckpoints(Saves):
         args = get_args()
         args.iteration = args.num_floating_point_operations_so_far = 0
         choose = lambda: dataclasses.asdict(lineage.choose(self._command()))  # noqa: E731
-        choice = lineage.Choice(**run_on_rank0(choose, "cannot look for a checkpoint"))
+        choice = lineage.CheckpointChoice(**run_on_rank0(choose, "cannot look for a checkpoint"))
         if choice.root is None:
             return None
         if choice.is_own and self._origin:
@@ -124,7 +124,7 @@ class StockCheckpoints(Saves):
             self.last_saved = position.iteration
         return position
 
-    def _load(self, choice: lineage.Choice) -> Position | None:
+    def _load(self, choice: lineage.CheckpointChoice) -> Position | None:
         """Loads a checkpoint, which Megatron-LM's arguments name."""
         args, parts, root = get_args(), self._parts, choice.root
         assert root is not None  # or there is nothing to load

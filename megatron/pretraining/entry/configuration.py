@@ -16,7 +16,7 @@ import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron.pretraining.config import Config, composed
-from megatron.pretraining.config.flag import ConfigError, convert, refuse
+from megatron.pretraining.config.flag import ConfigError, convert_value, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
@@ -81,7 +81,7 @@ class MegatronConfig(Config):
         old, flags = getattr(self, group), composed.all_flags()
         for name, value in changes.items():
             getattr(old, name)
-            changes[name] = convert(flags[name], value) if name in flags else value
+            changes[name] = convert_value(flags[name], value) if name in flags else value
         return _checked(dataclasses.replace(self, **{group: dataclasses.replace(old, **changes)}))
 
 

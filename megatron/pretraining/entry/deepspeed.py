@@ -14,7 +14,7 @@ from megatron.training import training
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.deepspeed import BEFORE, OLDEST, WANTED
-from megatron.pretraining.config.flag import Problems, convert, refuse
+from megatron.pretraining.config.flag import Problems, convert_value, refuse
 from megatron.pretraining.config.groups import FlagGroups
 from megatron.pretraining.engine.zero.build import build_zero_optimizer, load
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
@@ -158,7 +158,7 @@ def complete(args: Any, given: Mapping[str, Any]) -> None:
     if not given.get("deepspeed") or args.micro_batch_size is None:
         return
     flag = all_flags()["gradient_accumulation_steps"]
-    steps: Any = convert(flag, given.get(flag.name))
+    steps: Any = convert_value(flag, given.get(flag.name))
     if steps is None or args.step_batch_size_schedule:
         return
     flag.check(steps)

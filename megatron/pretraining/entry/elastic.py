@@ -324,7 +324,7 @@ def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> 
     args, topology = get_args(), run.stepper.topology
     size = topology.global_batch_size
     batches = (run.batches(split, (earlier * args.eval_iters + number) * size) for number in range(args.eval_iters))
-    loss = evaluation.evaluate(run.stepper, batches, stop)
+    loss = evaluation.mean_loss(run.stepper, batches, stop)
     run.stepper.auxiliary.drop()
     if loss is not None:
         run.log.evaluation(run.position.iteration, split, loss)

@@ -95,7 +95,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         if read.prints:
             if is_first_worker():
                 with contextlib.redirect_stdout(sys.__stdout__):
-                    print_lines(*(f"# {line}" for line in read.notices), *described())
+                    print_lines(*(f"# {line}" for line in read.notices), *changed_values())
             sys.exit(0)
         end_if_checking()
         return args
@@ -257,10 +257,10 @@ def print_args(title: str, args: argparse.Namespace) -> None:
     """Prints the options that differ from the defaults, in the place of Megatron-LM's list of all arguments."""
     if is_first_worker():
         print_lines(*command_line.read().notices)
-        print_lines("options that differ from Megatron-LM's defaults:", *(f"  {line}" for line in described()))
+        print_lines("options that differ from Megatron-LM's defaults:", *(f"  {line}" for line in changed_values()))
 
 
-def described() -> list[str]:
+def changed_values() -> list[str]:
     """Returns the values that differ from the defaults, as lines of a file for ``--config``."""
     return yaml.safe_dump(plain_options(), sort_keys=False).rstrip("\n").split("\n")
 

@@ -19,7 +19,7 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.engine.routing import ExpertLoad
 from megatron.pretraining.entry.schedule import Reports
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.job import World
 from moc.state.record import StepRecord
@@ -32,7 +32,7 @@ class _Mean(float):
         return round(other * float(self))
 
 
-class StockLog(Records):
+class StockLog(EventRecorder):
     """Reports step records by Megatron-LM's ``training_log``, a collective call, and to ``events.jsonl``.
 
     Attributes:

@@ -306,7 +306,7 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
     return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
 
 
-def build_datasets(
+def build_split_datasets(
     provider: Callable[..., Any], chunks: int, accepts_changes: bool, say: Callable[[str], None]
 ) -> dict[str, tuple[Any, ...]]:
     """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.

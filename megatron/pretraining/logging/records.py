@@ -23,7 +23,7 @@ def print_rank_0(world: World, *lines: str) -> None:
             print_lines(*lines, flush=True)
 
 
-class Records(ABC):
+class EventRecorder(ABC):
     """Writes ``events.jsonl`` on rank 0; all workers call every method except :meth:`was_evaluated` and :meth:`has`.
 
     Attributes:

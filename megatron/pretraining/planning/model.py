@@ -54,7 +54,7 @@ def config_of(
     return import_module("megatron.pretraining.entry.offline").config_of_words([*options, *words], workers=None)
 
 
-def operators_of(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
+def meta_operators(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
     """Returns every operator of the model, which is built without memory.
 
     Args:

@@ -59,7 +59,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedLoads:
     """Replay of recorded loads.
 
     Attributes:
@@ -80,7 +80,7 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Bubbles:
+class BubbleEstimate:
     """Work hidden in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
 
     Attributes:
@@ -138,8 +138,8 @@ class SelectiveChoice:
     equally_busy: float
     gradient: float | None
     no_gradients: str | None
-    bubbles: Bubbles | None
-    routing: Replayed | None
+    bubbles: BubbleEstimate | None
+    routing: ReplayedLoads | None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -291,12 +291,12 @@ def _choice(
         equally_busy=steady_risk_per_layer([equal], number * layers, apart),
         gradient=gradient,
         no_gradients=policy.no_gradients or every,
-        bubbles=Bubbles(share, bubble_s, of_copy) if share else None,
+        bubbles=BubbleEstimate(share, bubble_s, of_copy) if share else None,
         routing=None if loads is None else _replayed(policy, loads, number / num_experts, gradient),
     )
 
 
-def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradient: float | None) -> Replayed:
+def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradient: float | None) -> ReplayedLoads:
     """Replays a recording within the policy's limits or, if shapes differ, with the same share of experts."""
     layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
     scaled = [num_experts] * layers != list(numbers.values())
@@ -316,7 +316,7 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         name: replay_loads(loads, choose, apart, _SKIPPED)
         for name, choose in selection_rules(limits, policy.max_expert_age).items()
     }
-    return Replayed(
+    return ReplayedLoads(
         shape=(len(loads), layers, num_experts),
         experts=total / layers,
         scaled=scaled,
@@ -425,7 +425,7 @@ def explained(choice: SelectiveChoice) -> list[str]:
     return [*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])]
 
 
-def _routing_lines(routing: Replayed) -> Iterator[str]:
+def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
     iterations, layers, experts = routing.shape
     yield f"Recorded loads of {iterations} iterations, {layers} layers and {experts} experts, S {routing.experts:.3g}:"
     if routing.scaled:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Any
 
-from megatron.pretraining.planning.model import config_of, operators_of, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, check_output, escapes_output, number, print_lines
@@ -21,7 +21,7 @@ from moc.simulate.engine import Result, SimulatedJob, mean_of, simulate
 from moc.simulate.failures import Faults, read_trace
 from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
-from moc.simulate.policy_costs import Members, RecoveryCosts
+from moc.simulate.policy_costs import RecoveryCosts, VaryingNodes
 from moc.simulate.profile import fitted, read_profile
 
 EPILOG = """\
@@ -315,7 +315,7 @@ def _policies(text: str) -> list[str]:
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     whole = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
     config = config_of(args.model, [*whole, *model_flags], tp=args.tp, ep=args.ep)
-    operators = operators_of(config, args.model, args.vocab_size)
+    operators = meta_operators(config, args.model, args.vocab_size)
     cluster = _cluster(args)
     layout = _layout(args, config, cluster.gpus)
     of_pipeline = layout.tp * layout.pp * layout.ep
@@ -335,7 +335,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     if args.routing is not None:
         own["loads"] = read_routing(args.routing)
     nodes = cluster.nodes
-    own["members"] = Members(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
+    own["members"] = VaryingNodes(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
     return Setup(operators, layout, cluster, timing, work, **own)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
-from megatron.pretraining.planning.model import config_of, operators_of, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import sequential_experts
@@ -144,7 +144,7 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     return SizePlan(
         config=config,
         name=args.model or "model",
-        operators=operators_of(config, args.model, args.vocab_size),
+        operators=meta_operators(config, args.model, args.vocab_size),
         layout=layout,
         state=state,
         zero=not args.no_zero,

@@ -11,7 +11,7 @@ from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.policy import Capability, recovers_exactly
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.plan import JobInventory, RecoveryPlan, live_states, plans, reason, refusal
+from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, live_states, plans, reason
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
 from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
 from moc.session.components import Components
@@ -238,7 +238,7 @@ class SnapshotLoader:
             mine.live = None
 
     def _check_change(self, held: list[AvailableCheckpoint], iteration: int = -1) -> None:
-        if self._only is None and (refused := refusal(held, self._policy, iteration)):
+        if self._only is None and (refused := exact_resume_error(held, self._policy, iteration)):
             raise refused
 
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:

@@ -43,7 +43,7 @@ class Box(NamedTuple):
     itemsize: int
 
 
-class Transfer(NamedTuple):
+class RegionTransfer(NamedTuple):
     """A region sent from the ``held``-th box that the source has to the ``wanted``-th box that the target needs."""
 
     source: int
@@ -55,7 +55,7 @@ class Transfer(NamedTuple):
 
 def transfers(
     held: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]], most: int = MOST
-) -> tuple[list[Transfer], list[Box]]:
+) -> tuple[list[RegionTransfer], list[Box]]:
     """Computes the transfers from the boxes that each rank has and needs.
 
     A worker uses its own data first. Otherwise, among the workers with the largest part of a region, the worker that
@@ -84,12 +84,12 @@ def transfers(
                     continue
                 away, _, _, source, its, common = min(offers, key=lambda offer: offer[:5])
                 given[source] += away * common.numel * box.itemsize
-                found.append(Transfer(source, its, target, number, common))
+                found.append(RegionTransfer(source, its, target, number, common))
                 left.extend(region.without(common))
     return _in_turns(found), missing
 
 
-def _in_turns(found: Iterable[Transfer]) -> list[Transfer]:
+def _in_turns(found: Iterable[RegionTransfer]) -> list[RegionTransfer]:
     """Orders transfers so that those between different workers run at the same time."""
     free, turns = Counter(), defaultdict(list)
     for one in found:
@@ -100,7 +100,7 @@ def _in_turns(found: Iterable[Transfer]) -> list[Transfer]:
 
 
 def perform(
-    found: Iterable[Transfer],
+    found: Iterable[RegionTransfer],
     held: Sequence[tuple[Region, torch.Tensor]],
     wanted: Sequence[tuple[Region, torch.Tensor]],
 ) -> None:
@@ -165,7 +165,7 @@ def _boxes(fragments: Iterable[Fragment]) -> list[Box]:
     return [Box(one.name, one.slot, one.region, one.view.itemsize) for one in fragments]
 
 
-def pieces(state: TrainingState) -> dict[str, str]:
+def part_ids(state: TrainingState) -> dict[str, str]:
     """Returns, by operator, an ID of this rank's part: see :class:`moc.recovery.plan.JobInventory`."""
     return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
 

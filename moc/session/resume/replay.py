@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from moc.errors import code_of
 from moc.fault_points import reach
 from moc.files import decode
-from moc.recovery.stage_replay import Replayed
+from moc.recovery.stage_replay import InterruptedReplay
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import synchronize_and_check
 from moc.session.engine import Engine
@@ -65,9 +65,9 @@ class ReplayProgress:
         self.at, self.reduced = at, False
 
     @property
-    def told(self) -> Replayed | None:
+    def told(self) -> InterruptedReplay | None:
         """Returns the part of the progress that other workers need."""
-        return self.at and Replayed(self.at.position.iteration, self.at.frozen, self.reduced)
+        return self.at and InterruptedReplay(self.at.position.iteration, self.at.frozen, self.reduced)
 
 
 class ReplayedStep(NamedTuple):

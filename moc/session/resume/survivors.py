@@ -11,7 +11,7 @@ from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
-from moc.session.resume.rank_transfers import pieces
+from moc.session.resume.rank_transfers import part_ids
 from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
 from moc.snapshot.buffer_pool import KeptBuffers
@@ -123,7 +123,7 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
         if rank in live:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
-    held = dict(enumerate(gather(pieces(engine.state))))
+    held = dict(enumerate(gather(part_ids(engine.state))))
     reduced = {rank: iteration for rank, (_, _, iteration, _) in enumerate(told) if iteration is not None}
     return Survivors(again, live, states, begun, held, steps, logs, reduced, resized)
 

@@ -25,7 +25,7 @@ from moc.session.memory import (
     Now,
     RankMemory,
     ReservedMemory,
-    Window,
+    SnapshotWindow,
     bytes_of_experts,
     carried_files,
     next_window,
@@ -46,7 +46,7 @@ state in the manifest, and bytes for pages that these small files do not fill.""
 class _Needed(NamedTuple):
     """Memory for windows, by rank and by node."""
 
-    window: Window
+    window: SnapshotWindow
     ranks: Sequence[RankMemory]
     nodes: Mapping[str, ReservedMemory]
 
@@ -77,7 +77,7 @@ class Reservation:
             recovered=recovered,
             stores=parts.tiers.persist_interval is not None,
         )
-        self.window = Window()
+        self.window = SnapshotWindow()
         self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
@@ -147,7 +147,7 @@ class Reservation:
         if wanted <= before:
             return False
 
-        def window_of(length: int) -> Window:
+        def window_of(length: int) -> SnapshotWindow:
             shorter = trial_of(self._policy)
             shorter.interval.limit_window_length(length)
             return self._of_busiest(next_window(shorter, self._contents, plan.iteration - 1))
@@ -182,7 +182,7 @@ class Reservation:
         assert self._tiers.memory is not None  # callers have a memory tier
         return Path(self._tiers.memory.storage.name)
 
-    def _of_busiest(self, window: Window) -> Window:
+    def _of_busiest(self, window: SnapshotWindow) -> SnapshotWindow:
         """Returns the window with the size of the busiest rank: operators may be saved in another order later."""
         return window._replace(snapshot=max(filter(None, gather(window.snapshot)), default=None))
 
@@ -197,7 +197,7 @@ class Reservation:
         now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
         return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], spare - 1, now)
 
-    def _needs(self, window: Window) -> _Needed:
+    def _needs(self, window: SnapshotWindow) -> _Needed:
         """Gathers the needs of all ranks for windows."""
         rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
@@ -254,6 +254,6 @@ class Reservation:
             ) from None
 
 
-def _logged(window: Window) -> int:
+def _logged(window: SnapshotWindow) -> int:
     """Returns the number of iterations with upstream logs: a complete window, and the current one."""
     return 2 * window.length

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy.expert_selection import Limit, allocate, count_limit, per_byte, proportional, scores, steady_risk
+from moc.policy.expert_selection import (
+    Limit,
+    allocate_experts,
+    count_limit,
+    per_byte,
+    proportional,
+    scores,
+    steady_risk,
+)
 
 MANY = 10**9
 
@@ -29,28 +37,28 @@ def chosen_of(experts):
 
 
 def test_layers_get_experts_in_proportion_to_their_tokens_at_risk():
-    assert allocate({0: [30, 0, 0], 1: [5, 5, 0], 2: [10, 10, 0]}, 6) == {0: 3, 1: 1, 2: 2}
-    assert allocate({0: [7, 0], 1: [3, 0]}, 1) == {0: 1, 1: 0}
+    assert allocate_experts({0: [30, 0, 0], 1: [5, 5, 0], 2: [10, 10, 0]}, 6) == {0: 3, 1: 1, 2: 2}
+    assert allocate_experts({0: [7, 0], 1: [3, 0]}, 1) == {0: 1, 1: 0}
 
 
 def test_shares_are_rounded_by_their_remainders_and_ties_go_to_the_lower_layer():
-    assert allocate({0: [1, 1], 1: [2, 2], 2: [2, 2]}, 3) == {0: 1, 1: 1, 2: 1}  # 0.6, 1.2 and 1.2
-    assert allocate({0: [5, 5], 1: [5, 5], 2: [5, 5]}, 4) == {0: 2, 1: 1, 2: 1}
+    assert allocate_experts({0: [1, 1], 1: [2, 2], 2: [2, 2]}, 3) == {0: 1, 1: 1, 2: 1}  # 0.6, 1.2 and 1.2
+    assert allocate_experts({0: [5, 5], 1: [5, 5], 2: [5, 5]}, 4) == {0: 2, 1: 1, 2: 1}
 
 
 def test_a_layer_saves_no_more_than_all_its_experts_and_the_others_get_what_it_leaves():
-    assert allocate({0: [98, 0], 1: [1, 0, 0], 2: [1, 0, 0]}, 5) == {0: 2, 1: 2, 2: 1}
-    assert allocate({0: [5], 1: [5, 5]}, 9) == {0: 1, 1: 2}
+    assert allocate_experts({0: [98, 0], 1: [1, 0, 0], 2: [1, 0, 0]}, 5) == {0: 2, 1: 2, 2: 1}
+    assert allocate_experts({0: [5], 1: [5, 5]}, 9) == {0: 1, 1: 2}
 
 
 def test_without_tokens_at_risk_layers_share_equally():
-    assert allocate({0: [0, 0], 1: [0, 0]}, 3) == {0: 2, 1: 1}
-    assert allocate({0: [4, 4], 1: [0, 0], 2: [0, 0]}, 4) == {0: 2, 1: 1, 2: 1}
+    assert allocate_experts({0: [0, 0], 1: [0, 0]}, 3) == {0: 2, 1: 1}
+    assert allocate_experts({0: [4, 4], 1: [0, 0], 2: [0, 0]}, 4) == {0: 2, 1: 1, 2: 1}
 
 
 @given(tables(), st.integers(0, 40))
 def test_the_experts_of_all_layers_are_as_many_as_the_budget_has(table, total):
-    given_ = allocate(table, total)
+    given_ = allocate_experts(table, total)
     assert sum(given_.values()) == min(total, len(places(table)))
     assert all(0 <= given_[layer] <= len(table[layer]) for layer in table)
 
@@ -124,7 +132,7 @@ def plain_per_byte(table, ages, max_age, limits):
 
 def plain_proportional(table, limits):
     rooms, chosen = PlainRooms(limits, 1.0), {}
-    for layer, number in allocate(table, min(limit.expert_count() for limit in limits)).items():
+    for layer, number in allocate_experts(table, min(limit.expert_count() for limit in limits)).items():
         ordered = sorted(range(len(table[layer])), key=lambda expert: (-table[layer][expert], expert))
         fitting = (expert for expert in ordered if rooms.take((layer, expert)))
         chosen[layer] = sorted(itertools.islice(fitting, number))

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pretraining.config import check_world, num_microbatches
 from megatron.pretraining.config.composed import all_flags
-from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
+from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry import deepspeed
 from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write
@@ -80,7 +80,7 @@ def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
 def test_what_is_off_is_never_refused(given):
     assert parse(given(OFF)).zero.zero_stage == 1
     problems = Problems()
-    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
+    assert not list(flags_of_section(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
     assert not problems.found
 
 
@@ -94,7 +94,7 @@ def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
             inner = inner.setdefault(section, {"enabled": True} if section in ("fp16", "bf16") else {})
         inner[name] = value
         problems = Problems()
-        list(settings_of(content, "ds.json", problems))
+        list(flags_of_section(content, "ds.json", problems))
         (problem,) = problems.found
         assert problem.code == "ds-config-key-unsupported"
         assert str(problem).startswith(f"{key} ") and "ds.json" in str(problem) and " Fix: " in str(problem)

@@ -12,10 +12,10 @@ from tests.unit.pretraining.flags import parse
 
 cpu.install()
 
-from megatron.pretraining.logging.records import Records  # noqa: E402
+from megatron.pretraining.logging.records import EventRecorder  # noqa: E402
 
 
-class Log(Records):
+class Log(EventRecorder):
     """Shows nothing."""
 
     def _show(self, *_):

@@ -5,7 +5,7 @@ import sys
 import time
 
 from moc.runtime import child_processes
-from moc.runtime.helper_process import serve
+from moc.runtime.helper_process import answer_calls
 
 
 def answer(call: dict) -> str | int:
@@ -20,4 +20,4 @@ if __name__ == "__main__":
     child_processes.attach_in_background()
     if "HELPING_DIES" in os.environ:
         sys.exit(1)
-    serve(answer)
+    answer_calls(answer)

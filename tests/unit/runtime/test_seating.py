@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.runtime.seating import Candidate, RankBlocks, assign_seats, model_part_of, partial_model_nodes, ready_copies
+from moc.runtime.seating import (
+    NodeCandidate,
+    RankBlocks,
+    assign_seats,
+    model_part_of,
+    partial_model_nodes,
+    ready_copies,
+)
 
 PARTS = st.integers(1, 4)
 
@@ -15,7 +22,7 @@ def candidates(draw, parts):
     found = []
     for place in places:
         part = draw(stands)
-        found.append(Candidate(place, part, part is not None and draw(st.booleans())))
+        found.append(NodeCandidate(place, part, part is not None and draw(st.booleans())))
     return found
 
 
@@ -53,7 +60,7 @@ def test_nobody_moves_among_those_that_are_seated(data, parts):
     there = data.draw(candidates(parts))
     copies = len(there) // parts
     found = assign_seats(there, parts, copies)
-    again = [Candidate(place, seat % parts, True) for seat, place in enumerate(found)]
+    again = [NodeCandidate(place, seat % parts, True) for seat, place in enumerate(found)]
     assert assign_seats(again, parts, copies) == found and ready_copies(again, parts) == copies
 
 
@@ -69,12 +76,12 @@ def test_without_building_nobody_moves(data, parts):
 @given(st.lists(st.integers(0, 30), unique=True), PARTS)
 def test_at_first_seats_go_by_place(places, parts):
     copies = len(places) // parts
-    found = assign_seats(map(Candidate, places), parts, copies)
+    found = assign_seats(map(NodeCandidate, places), parts, copies)
     assert found == tuple(sorted(places)[: copies * parts])
 
 
 def test_a_surplus_node_moves_to_the_part_that_has_lost_more():
-    left = [Candidate(1, 1, True), Candidate(3, 1, True), Candidate(4, 0, True), Candidate(5, 1, True)]
+    left = [NodeCandidate(1, 1, True), NodeCandidate(3, 1, True), NodeCandidate(4, 0, True), NodeCandidate(5, 1, True)]
     assert assign_seats(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
 
 
@@ -101,7 +108,7 @@ def test_whoever_has_state_of_a_part_trains_or_helps_unless_it_is_to_move(data, 
 def test_two_parts_do_not_differ_by_two_nodes_without_one_that_moves(data, parts):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
     places = iter(range(sum(counts)))
-    there = [Candidate(next(places), part, True) for part, count in enumerate(counts) for _ in range(count)]
+    there = [NodeCandidate(next(places), part, True) for part, count in enumerate(counts) for _ in range(count)]
     now, found, _ = helping(there, parts)
     seated = [*enumerate(now), *((part, place) for place, part in found)]
     left = [sum(seat % parts == part for seat, _ in seated) for part in range(parts)]
@@ -112,12 +119,15 @@ def test_two_parts_do_not_differ_by_two_nodes_without_one_that_moves(data, parts
 
 
 def test_which_nodes_help():
-    two, three = [Candidate(0, 0, True), Candidate(2, 0, True)], Candidate(3, 1, True)
+    two, three = [NodeCandidate(0, 0, True), NodeCandidate(2, 0, True)], NodeCandidate(3, 1, True)
     assert helping([*two, three], 2) == ((0, 3), [(2, 0)], (0, 3))
-    assert helping([*two, three, Candidate(4)], 2) == ((0, 3), [(2, 0)], (0, 3, 2, 4))
-    assert helping([*two, three, Candidate(4, 0, True)], 2)[1] == [(2, 0)]  # and 4 moves
-    assert helping([*two, three, Candidate(4, 0, True), Candidate(1)], 2)[1] == [(2, 0), (4, 0)]  # and 1 is built
-    assert helping([*two, Candidate(3, 1)], 2)[1] == [(2, 0)]  # though 3 is yet to get the state of its part
+    assert helping([*two, three, NodeCandidate(4)], 2) == ((0, 3), [(2, 0)], (0, 3, 2, 4))
+    assert helping([*two, three, NodeCandidate(4, 0, True)], 2)[1] == [(2, 0)]  # and 4 moves
+    assert helping([*two, three, NodeCandidate(4, 0, True), NodeCandidate(1)], 2)[1] == [
+        (2, 0),
+        (4, 0),
+    ]  # and 1 is built
+    assert helping([*two, NodeCandidate(3, 1)], 2)[1] == [(2, 0)]  # though 3 is yet to get the state of its part
 
 
 def test_seats_behind_the_whole_copies_have_the_parts_of_those_that_help():

@@ -9,7 +9,7 @@ import pytest
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.selective_choice import ExpertSizes
 from moc.recovery.expert_versions import most_carried
-from moc.session.memory import Now, RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
+from moc.session.memory import Now, RankMemory, ReservedMemory, SnapshotWindow, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.buffer_pool import Rotation
 from moc.state.host_memory import most_copies, reserved_bytes, spare_buffers
@@ -37,8 +37,8 @@ def value(cell: str, window: int) -> float:
     return eval(formula, {"S": S, "P": P, "E": E, "K": K, "W": window})
 
 
-def snapshots_of(policy: str, window: int) -> Window:
-    return Window(window, KEPT[policy](window), int(P)) if policy in KEPT else Window()
+def snapshots_of(policy: str, window: int) -> SnapshotWindow:
+    return SnapshotWindow(window, KEPT[policy](window), int(P)) if policy in KEPT else SnapshotWindow()
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])

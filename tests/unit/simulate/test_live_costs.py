@@ -15,7 +15,7 @@ from moc.simulate.failures import Faults
 from moc.simulate.live_costs import (
     NAMES,
     Running,
-    Saved,
+    SavedBytes,
     every_candidate,
     flags_of_candidate,
     host_bytes,
@@ -32,7 +32,7 @@ from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS
 
 EXPERTS, EXPERT, REST = 8, 10.0, 20.0
-SAVED = Saved(
+SAVED = SavedBytes(
     REST + EXPERTS * EXPERT,
     {k: REST + k * EXPERT for k in range(1, EXPERTS + 1)},
     [[OperatorBytes(EXPERT, EXPERT / 6)] * EXPERTS + [OperatorBytes(REST / 4, REST / 24)] * 4],
@@ -278,7 +278,7 @@ def test_any_number_of_experts_can_be_priced(tier, experts):
     rng, layers = random.Random(experts), range(2)
     by_k = {k: REST + k * EXPERT for k in candidate_expert_counts(experts)}
     stage = [OperatorBytes(EXPERT, EXPERT / 6)] * experts + [OperatorBytes(REST / 4, REST / 24)] * 4
-    saved = Saved(by_k[experts], by_k, [stage], 1 / 3)
+    saved = SavedBytes(by_k[experts], by_k, [stage], 1 / 3)
     for loads in (None, {layer: [rng.randrange(1000) for _ in range(experts)] for layer in layers}):
         for write_s, replicate in ((1.0, 200.0), (80.0, 2.0)):
             run = running(tier, 0.5, write_s, saved=saved, loads=loads, replicate_rate=replicate * saved.full)

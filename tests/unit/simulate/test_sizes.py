@@ -12,7 +12,7 @@ from moc.sharding import (
     cut_large_items,
     list_save_items,
 )
-from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
+from moc.simulate.sizes import OperatorSize, busiest_operator_bytes, full_sizes, pec_sizes
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS
 
 
@@ -57,13 +57,13 @@ def test_fp32_training_saves_the_weights_themselves():
 
 def test_the_busiest_rank_holds_as_much_by_operator():
     layout = ParallelLayout(16, pp=4, ep=4)
-    sizes = operator_sizes(OPERATORS, layout)
+    sizes = busiest_operator_bytes(OPERATORS, layout)
     assert sum(size.full for size in sizes) == full_sizes(OPERATORS, layout).busiest
     assert sum(size.compute for size in sizes) == pytest.approx(2 / 12 * sum(size.full for size in sizes), rel=0.1)
 
 
 def test_operators_of_a_window_come_in_its_order():
-    names = [size.name for size in operator_sizes(OPERATORS, ParallelLayout(16, pp=4, ep=4))]
+    names = [size.name for size in busiest_operator_bytes(OPERATORS, ParallelLayout(16, pp=4, ep=4))]
     experts = [".expert." in name for name in names]
     assert any(experts) and experts == sorted(experts, reverse=True)
 

@@ -54,7 +54,7 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
     return value
 
 
-def number(config: Config, key: str, default: float | None = None) -> float:
+def required_number(config: Config, key: str, default: float | None = None) -> float:
     """Returns a number that is required unless it has a default."""
     value = default if config.get(key) is None else config[key]
     if value is None:
@@ -78,7 +78,7 @@ def only(config: Config, key: str, wanted: object, why: str) -> None:
         raise unsupported(key, config[key], why)
 
 
-def read(
+def read_common_options(
     config: Config, experts: str, fixed: dict[str, Any], theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
     """Returns the fields of Megatron-LM's options that all families express identically.
@@ -106,15 +106,15 @@ def read(
         group_query_attention=groups != heads,
         num_query_groups=groups,
         num_experts=_experts(config, experts, values["num_layers"]),
-        norm_epsilon=number(config, "rms_norm_eps"),
+        norm_epsilon=required_number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
         untie_embeddings_and_output_weights=not yes(config, "tie_word_embeddings", False),
-        attention_dropout=number(config, "attention_dropout", 0.0),
+        attention_dropout=required_number(config, "attention_dropout", 0.0),
         hidden_dropout=0.0,
     )
     if config.get("router_aux_loss_coef") is not None:
-        values["moe_aux_loss_coeff"] = number(config, "router_aux_loss_coef")
+        values["moe_aux_loss_coeff"] = required_number(config, "router_aux_loss_coef")
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -245,7 +245,7 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
     places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
     values = []
     for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        said = {number(of, key) for of in places if of.get(key) is not None}
+        said = {required_number(of, key) for of in places if of.get(key) is not None}
         if len(said) > 1:
             raise CheckpointError(
                 f"config.json has {key} twice, with different values. Fix: drop one of them",

@@ -21,15 +21,15 @@ from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.hugging_face import CONFIG
 from megatron.pretraining.convert.hugging_face.directory import (
     Description,
-    check_hashes,
+    check_conversion_hashes,
     has_tokenizer,
-    refuse_to_replace,
+    refuse_existing,
     write_directory,
 )
 from megatron.pretraining.convert.hugging_face.families import family_for, family_named, family_of
 from megatron.pretraining.convert.hugging_face.files import Advance, read_directory, read_json
 from megatron.pretraining.convert.hugging_face.logits import Asked, compare_logits
-from megatron.pretraining.convert.hugging_face.model_record import configured, first_state, recipe, recorded
+from megatron.pretraining.convert.hugging_face.model_record import first_state, recipe, recorded, run_configuration
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported, name_map
 from megatron.pretraining.convert.snapshot import contents_of, weights_of
 from moc.cli_output import print_lines, progress
@@ -49,7 +49,7 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     Raises:
         CheckpointError: the checkpoint cannot be converted, or transformers computes different results.
     """
-    refuse_to_replace(args.output)
+    refuse_existing(args.output)
     with progress(0, "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, advance=advance)
     state = contents.facts.state
@@ -116,7 +116,7 @@ def import_directory(args: argparse.Namespace) -> Path:
             code="output-exists",
         )
     with progress(0, "verifying") as advance:
-        check_hashes(source, advance)
+        check_conversion_hashes(source, advance)
     config = read_json(source / CONFIG, safe_directory.MAX_SMALL_FILE_BYTES)
     family = family_of(config)
     model = family.flags_of(config)
@@ -128,7 +128,7 @@ def import_directory(args: argparse.Namespace) -> Path:
             code="dtype-missing",
         )
     tokenizer = _tokenizer(source, model["vocab_size"])
-    configured(model, model["max_position_embeddings"])  # raises if it cannot be trained
+    run_configuration(model, model["max_position_embeddings"])  # raises if it cannot be trained
     contents = imported.with_state(first_state(model, dtype, tokenizer, imported.tensors))
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
     with progress(nbytes * (2 if args.verify else 1), "converting") as advance:

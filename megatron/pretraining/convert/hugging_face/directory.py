@@ -158,7 +158,7 @@ def write_directory(
     Raises:
         CheckpointError: ``output`` exists and is not empty, or the source cannot be read.
     """
-    refuse_to_replace(output)
+    refuse_existing(output)
     with _staged(output) as staging:
         files, tensors = {}, {}
         planned = shards(model.tensors, file_bytes)
@@ -173,7 +173,7 @@ def write_directory(
         dtype = _DTYPES[model.dtype]
         _write(staging / CONFIG, {**about.config, **special, "dtype": dtype, "torch_dtype": dtype})
         if verify:
-            compare(model, staging, advance)
+            compare_directory(model, staging, advance)
         for path in sorted(staging.iterdir()):
             files.setdefault(path.name, dense_files.describe_file(path))
         said = {"format": FORMAT, "source": dict(about.source), "files": files, "tensors": tensors}
@@ -184,7 +184,7 @@ def write_directory(
     return notes
 
 
-def refuse_to_replace(output: Path) -> None:
+def refuse_existing(output: Path) -> None:
     """Raises CheckpointError unless a path does not exist or is an empty directory."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(
@@ -193,7 +193,7 @@ def refuse_to_replace(output: Path) -> None:
         )
 
 
-def compare(model: Exported, directory: Path, advance: Advance) -> None:
+def compare_directory(model: Exported, directory: Path, advance: Advance) -> None:
     """Reads a directory again; raises CheckpointError unless all of its tensors have the source's bits."""
     stored = read_directory(directory)
     model.names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
@@ -215,7 +215,7 @@ def compare(model: Exported, directory: Path, advance: Advance) -> None:
             advance(values.nbytes)
 
 
-def check_hashes(directory: Path, advance: Advance) -> None:
+def check_conversion_hashes(directory: Path, advance: Advance) -> None:
     """Compares the files with their hashes in ``conversion.json``, if it exists.
 
     Raises:

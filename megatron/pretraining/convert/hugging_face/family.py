@@ -163,7 +163,7 @@ class Described:
         return weights if isinstance(weights, (int, float)) else next(iter(weights), 0.0)
 
 
-def described(model: Model) -> Described:
+def described_model(model: Model) -> Described:
     """Reads a model, also from values as JSON represents them.
 
     Raises:
@@ -190,7 +190,7 @@ def described(model: Model) -> Described:
     return made
 
 
-def check(name: str, model: Described, fixed: dict[str, Any]) -> None:
+def check_options(name: str, model: Described, fixed: dict[str, Any]) -> None:
     """Raises CheckpointError unless the model's options have the values that all models of a family share."""
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for option, wanted in ({"spec": None} | LLAMA_LIKE | fixed).items():

@@ -32,7 +32,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """Tensor of an existing or future file."""
 
     name: str
@@ -51,10 +51,10 @@ class Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class TensorLocation:
     """Tensor of a file, whose data begin at byte ``start``."""
 
-    tensor: Tensor
+    tensor: TensorSpec
     blob: LocalBlob
     start: int
 
@@ -82,13 +82,13 @@ def read_json(path: Path, most: int = safe_directory.MAX_MANIFEST_BYTES) -> Mapp
         ) from None
 
 
-def read_directory(directory: Path) -> dict[str, StoredTensor]:
+def read_directory(directory: Path) -> dict[str, TensorLocation]:
     """Returns the tensors of a directory by name.
 
     Raises:
         CheckpointError: it has no tensors, has pickles, or its files are damaged or contradict the index.
     """
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, TensorLocation] = {}
     index = _index(directory)
     for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
         for name, stored in _read_file(directory / file).items():
@@ -143,7 +143,7 @@ def _index(directory: Path) -> dict[str, str] | None:
     )
 
 
-def _read_file(path: Path) -> dict[str, StoredTensor]:
+def _read_file(path: Path) -> dict[str, TensorLocation]:
     try:
         blob = LocalBlob(path)
         tensors, _, begin = header.read_header(blob.size, blob.read)
@@ -163,18 +163,18 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> StoredTensor:
+def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> TensorLocation:
     if about.dtype not in _DTYPES:
         raise ValueError(f"{name} is of dtype {short_repr(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
-    tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
+    tensor, (start, stop) = TensorSpec(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
     if stop - start != tensor.nbytes:
         raise ValueError(f"{name} must have {shorten(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
-    return StoredTensor(tensor, blob, begin + start)
+    return TensorLocation(tensor, blob, begin + start)
 
 
-def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]]:
+def shards(tensors: Iterable[TensorSpec], file_bytes: int) -> dict[str, list[TensorSpec]]:
     """Assigns tensors to files in order; a file starts where the previous one would exceed its size."""
-    files: list[list[Tensor]] = []
+    files: list[list[TensorSpec]] = []
     room = 0
     for tensor in tensors:
         if not files or tensor.nbytes > room:
@@ -188,7 +188,7 @@ def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]
 
 
 def write_file(
-    path: Path, tensors: Iterable[Tensor], blocks: Callable[[Tensor], Iterator[torch.Tensor]]
+    path: Path, tensors: Iterable[TensorSpec], blocks: Callable[[TensorSpec], Iterator[torch.Tensor]]
 ) -> tuple[dict, dict[str, str]]:
     """Writes a file durably.
 
@@ -218,7 +218,7 @@ def write_file(
         return {"bytes": file.tell(), "xxh3_128": whole.hexdigest()}, digests
 
 
-def _header(tensors: Iterable[Tensor]) -> bytes:
+def _header(tensors: Iterable[TensorSpec]) -> bytes:
     described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

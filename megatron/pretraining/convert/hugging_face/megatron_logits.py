@@ -24,7 +24,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  # not in __all__
 
 from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
-from megatron.pretraining.convert.hugging_face.model_record import configured  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import run_configuration  # noqa: E402
 from megatron.pretraining.convert.snapshot import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.entry.offline import kept_environment  # noqa: E402
 from megatron.pretraining.entry.stock import bare_chunks  # noqa: E402
@@ -56,7 +56,7 @@ def _logits(
     values: Mapping[str, Any], weights: ConvertedState, tokens: torch.Tensor, rounded: torch.dtype | None
 ) -> numpy.ndarray:
     length = tokens.shape[1]
-    model = built(configured(values, length), values["vocab_size"]).eval()
+    model = built(run_configuration(values, length), values["vocab_size"]).eval()
     pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
     there = {entry.name: entry for entry in weights.tensors}
     with torch.no_grad():

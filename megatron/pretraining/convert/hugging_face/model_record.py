@@ -14,7 +14,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # no
 from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.contents import shape_by_operator  # noqa: E402
-from megatron.pretraining.convert.hugging_face.family import Described, described  # noqa: E402
+from megatron.pretraining.convert.hugging_face.family import Described, described_model  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
@@ -54,13 +54,13 @@ def recorded(state: Mapping[str, Any], argv: Sequence[str], where: object) -> tu
 
 def as_options(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that describe a model by name, without default values."""
-    values = dataclasses.asdict(described(model))
+    values = dataclasses.asdict(described_model(model))
     if not values["group_query_attention"]:
         del values["num_query_groups"]
     return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
 
-def configured(model: Mapping[str, Any], length: int) -> Config:
+def run_configuration(model: Mapping[str, Any], length: int) -> Config:
     """Returns the configuration of a run with a model on one worker; raises CheckpointError if it is invalid."""
     words = [f"--seq-length={length}", *_OF_NO_RUN]
     for name, value in as_options(model).items():

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of
-from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH, Described, Family, described
-from megatron.pretraining.convert.hugging_face.files import StoredTensor, Tensor
+from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH, Described, Family, described_model
+from megatron.pretraining.convert.hugging_face.files import TensorLocation, TensorSpec
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.operators import is_module_state
 from moc.state.region import Region
@@ -121,7 +121,7 @@ class NameMap:
 
 def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
     """Returns the tensors of a model, here and in a family; raises CheckpointError if the model is invalid."""
-    ours = described(model)
+    ours = described_model(model)
     pairs, zeros = _pairs(ours, family), {}
     for layer in (layer for layer, experts in enumerate(ours.expert_layers) if experts):
         zeros |= _zeros(ours, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
@@ -275,16 +275,16 @@ class Exported:
         self._dtypes = {pair.theirs: _dtype(pair.ours, ours[pair.ours].dtype, dtype) for pair in self.names.pairs}
         most = dtype or most_common(self._dtypes.values())
         self._dtypes |= {name: _dtype(name, most, None) for name in self.names.zeros}
-        self.tensors = [Tensor(name, shape, self._dtypes[name]) for name, shape in _in_order(self.names).items()]
+        self.tensors = [TensorSpec(name, shape, self._dtypes[name]) for name, shape in _in_order(self.names).items()]
         self.dtype = most
 
-    def blocks(self, tensor: Tensor) -> Iterator[torch.Tensor]:
+    def blocks(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
         """Yields the values of one of transformers' tensors, in parts, by rows."""
         step, rows = max(1, _BLOCK // max(1, tensor.row_bytes)), tensor.shape[0]
         for first in range(0, rows, step):
             yield self.rows(tensor, first, min(step, rows - first))
 
-    def rows(self, tensor: Tensor, first: int, count: int) -> torch.Tensor:
+    def rows(self, tensor: TensorSpec, first: int, count: int) -> torch.Tensor:
         """Returns some rows of one of transformers' tensors.
 
         Raises:
@@ -320,7 +320,7 @@ class Imported(ConvertedState):
         CheckpointError: one of transformers' tensors is missing, superfluous, or has another shape or dtype.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor], names: NameMap, dtype: torch.dtype | None, state: dict):
+    def __init__(self, stored: Mapping[str, TensorLocation], names: NameMap, dtype: torch.dtype | None, state: dict):
         names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
         self._stored, self._pairs = stored, names.of_ours()
         self.tensors = [self._entry(name, pairs, dtype) for name, pairs in self._pairs.items()]

@@ -13,7 +13,7 @@ from megatron.pretraining.convert.hugging_face.families import (
     family_of,
 )
 from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH as FULL_WIDTH_SPEC
-from megatron.pretraining.convert.hugging_face.family import described
+from megatron.pretraining.convert.hugging_face.family import described_model
 from megatron.pretraining.convert.hugging_face.model_record import as_options, recipe, recorded
 from megatron.pretraining.entry.configuration import described as arguments_of
 from megatron.pretraining.entry.offline import config_of_words
@@ -115,7 +115,7 @@ def test_what_no_family_computes_is_refused_by_name(option, value):
 )
 def test_a_description_that_makes_no_sense(changes):
     with raises("model-description-invalid"):
-        described(model_of(**changes))
+        described_model(model_of(**changes))
 
 
 def test_shared_experts_without_a_gate_are_said_with_one():

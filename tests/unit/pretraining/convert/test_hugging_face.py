@@ -28,7 +28,7 @@ from megatron.pretraining.convert.hugging_face.families import family_named  # n
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
-from megatron.pretraining.convert.hugging_face.model_record import as_options, configured, first_state  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import as_options, first_state, run_configuration  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
     Exported,
     Imported,
@@ -108,7 +108,7 @@ def real():
     """Shape of every tensor of the real model, as its only worker holds it."""
 
     def shapes(flags):
-        config = configured(model_of(**flags), 32)
+        config = run_configuration(model_of(**flags), 32)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.convert import program
-from megatron.pretraining.convert.contents import cut, whole_of
+from megatron.pretraining.convert.contents import cut_tensors, whole_of
 from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
@@ -77,7 +77,7 @@ def tensors(draw):
 
 @given(tensors(), st.integers(1, 7))
 def test_parts_hold_everything_once_and_are_of_one_size(whole, parts):
-    found = cut(whole, parts)
+    found = cut_tensors(whole, parts)
     assert len(found) == parts
     counts = {tensor.name: torch.zeros(tensor.global_shape) for tensor in whole}
     for entry in (entry for part in found for entry in part):
