@@ -2,8 +2,8 @@
 
 MoEtion (section 5.2, Algorithm 3) updates experts in the background from the gradients saved instead of their state.
 Here a process of each node, the folder, applies them (:mod:`moc.session.folder`). It reads files of carried experts
-(:mod:`moc.recovery.expert_versions`). It commits new bases as checkpoints of Format v1 in a separate store; the carrier adopts
-them from there. So a snapshot in memory has a single writer, and chains stay complete if the folder is killed.
+(:mod:`moc.recovery.expert_versions`). It commits new bases as checkpoints of Format v1 in a separate store; the carrier
+adopts them from there. So a snapshot in memory has a single writer, and chains stay complete if the folder is killed.
 """
 
 from __future__ import annotations
