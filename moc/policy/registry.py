@@ -208,6 +208,26 @@ def policy(
     return register
 
 
+_MOVED = {  # methods of policies in earlier releases, which would be ignored silently
+    "at_risk": "report.at_risk",
+    "begin_anew": "schedule.restart_window",
+    "fault_cost": "report.fault_cost",
+    "for_storage": "storage.part_of",
+    "gauges": "report.gauges",
+    "makes_up": "recovery.capacity_boost",
+    "on_inventory": "storage.on_inventory",
+    "on_persisted": "storage.on_write_ended",
+    "on_recovery": "recovery.on_recovery",
+    "on_resume": "recovery.on_resume",
+    "on_stored": "storage.on_write_begun",
+    "plan_for_storage": "storage.plan",
+    "remarks": "report.remarks",
+    "storage_lost": "storage.on_full_snapshot_lost",
+    "stores": "storage.needs",
+    "under_way": "schedule.current_window",
+}
+
+
 def _check(entry: RegisteredPolicy) -> None:
     name, kind = entry.name, entry.policy_class
     if problem := _problem_of_name(name) or _problem_of_class(name, kind):
@@ -250,6 +270,11 @@ def _problem_of_class(name: str, kind: type[Policy]) -> PolicyError | None:
         )
     if lacking := sorted(kind.__abstractmethods__):
         return PolicyError(f"policy {name} lacks {', '.join(lacking)}. Fix: define it", code="policy-class-invalid")
+    if moved := sorted(_MOVED.keys() & vars(kind).keys()):
+        return PolicyError(
+            f"policy {name} defines {moved[0]}, which no run calls. Fix: define {_MOVED[moved[0]]}, a method of a component",
+            code="policy-class-invalid",
+        )
     return None
 
 

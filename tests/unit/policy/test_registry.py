@@ -123,6 +123,19 @@ def test_requirements_are_given_to_the_decorator():
                 return None
 
 
+def test_methods_that_have_moved_to_a_component_are_refused():
+    with raises("policy-class-invalid", "odd", "for_storage", "storage.part_of"):
+
+        @policy("odd")
+        @dataclasses.dataclass(frozen=True)
+        class Odd(Policy):
+            def plan(self, iteration, load=None):
+                return None
+
+            def for_storage(self, plan):
+                return plan
+
+
 def test_a_flag_of_another_type_is_refused():
     with raises("policy-class-invalid", "odd_list", "list"):
 
