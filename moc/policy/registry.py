@@ -272,7 +272,7 @@ def _problem_of_class(name: str, kind: type[Policy]) -> PolicyError | None:
         return PolicyError(f"policy {name} lacks {', '.join(lacking)}. Fix: define it", code="policy-class-invalid")
     if moved := sorted(_MOVED.keys() & vars(kind).keys()):
         return PolicyError(
-            f"policy {name} defines {moved[0]}, which no run calls. Fix: define {_MOVED[moved[0]]}, a method of a component",
+            f"policy {name} defines {moved[0]}, which no run calls. Fix: define {_MOVED[moved[0]]} of a component",
             code="policy-class-invalid",
         )
     return None
