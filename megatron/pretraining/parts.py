@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron.core.distributed import DistributedDataParallel
@@ -146,7 +146,9 @@ class WorkerParts:
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
-            self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
+            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason}
+            seconds = {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s}
+            self.log.events.write("generation", **what, **seconds, job=self.world.job.id, term=self.world.job.term)
             self.log.message(
                 f"generation {loss.generation}: {loss.reason}; all met again after {loss.reconnection_s:.2f} s"
             )

@@ -45,7 +45,7 @@ def items(layout):
 def unannounced_log():
     """A tensor of another shape than was announced."""
     entry = LogEntry("activation", (4, 8), torch.float32)
-    words = {"name": "log", "more": "raise the limit", "otherwise": "log nothing"}
+    words = {"name": "log", "limit_remedy": "raise the limit", "alternative": "log nothing"}
     writer = LogWriter(log_directory(Path.cwd(), 0), [entry], limit=1e6, device=torch.device("cpu"), **words)
     writer.begin(1)
     writer.write("activation", torch.zeros(3))

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron.pretraining.process import cpu
+
+cpu.install()  # must precede megatron.core
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
-from megatron.pretraining.checkpoint.state import read_state
+from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
-from megatron.pretraining.convert.contents import (
+from megatron.pretraining.convert.contents import (  # noqa: E402
     COMPUTE,
     DTYPE_NAMES,
     FULL,
@@ -32,12 +36,12 @@ from megatron.pretraining.convert.contents import (
     iteration_of,
     read_region,
     refuse_to_replace,
-    shape_by_operator,  # noqa: E402
+    shape_by_operator,
     whole_of,
     whole_tensors,
     write_regions,
 )
-from megatron.pretraining.convert.torch_dist import (
+from megatron.pretraining.convert.torch_dist import (  # noqa: E402
     StockPlace,
     Weight,
     WeightsReader,
@@ -49,19 +53,15 @@ from megatron.pretraining.convert.torch_dist import (
 )
 from megatron.pretraining.entry.configuration import described  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
-from megatron.pretraining.process import cpu
-from moc.files.safe_directory import write_durably
-from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file
-from moc.inspect.coverage import PARAM, operator_or_other
+from moc.files.safe_directory import write_durably  # noqa: E402
+from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
+from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402
-from moc.state.region import Region
-from moc.store import dense_files
-from moc.store.errors import CheckpointError
-from moc.store.shard_file import ShardReader, TensorBox
-from moc.store.store import shard_file_name
-
-cpu.install()  # must precede megatron.core
-
+from moc.state.region import Region  # noqa: E402
+from moc.store import dense_files  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
+from moc.store.shard_file import ShardReader, TensorBox  # noqa: E402
+from moc.store.store import shard_file_name  # noqa: E402
 
 OPTIMIZER_KEYS = ("optimizer.", "chained_")
 """Prefixes of the keys of optimizer state."""
