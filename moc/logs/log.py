@@ -133,8 +133,8 @@ class LogWriter:
         limit: bytes that logs may take.
         device: device of the tensors.
         name: name of these logs, in messages.
-        more: how to allow more bytes, in messages.
-        otherwise: how to do without these logs, in messages.
+        limit_remedy: how to allow more bytes, in messages.
+        alternative: how to do without these logs, in messages.
 
     Raises:
         CheckpointError: limit or memory is too small for two iterations.

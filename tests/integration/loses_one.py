@@ -26,7 +26,7 @@ def main() -> None:
             break
         except RuntimeError as error:
             job.rejoin_after(error)
-    assert job.id and job._groups._where(None)[0] == job.id  # seals of objects name the job
+    assert job.id and job._groups._object_scope(None)[0] == job.id  # seals of objects name the job
     print(f"sum {number.item():g}", flush=True)
     job.leave()
 

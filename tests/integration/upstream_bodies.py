@@ -35,7 +35,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
             else:
                 upstream._log.wait()  # it may be writing what it has logged again
                 upstream.serve(iteration, [stage])
-        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.slot_bytes}
+        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.log_bytes}
 
     return bodies.with_run(flags, use)
 
