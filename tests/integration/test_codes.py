@@ -203,7 +203,7 @@ def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tm
     with launched("", tmp_path) as launcher:
         until_begun(launcher, tmp_path)
         for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-            if b"zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"moc.runtime.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
         assert launcher.wait() == 70
     assert codes_in((tmp_path / "output").read_text()) == ["zygote-lost"]
