@@ -50,7 +50,7 @@ def _logged(run, iteration: int) -> list[bytes]:
     upstream = run.stepper.boundaries
     upstream._log.wait()
     reader, stage = upstream._reader(), run.world.pipeline_rank
-    sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
+    sent = (one for direction in Direction for one in upstream._pipeline.sent_by(stage, direction))
     return [bytes(tensor_bytes(reader.read(iteration, one.key))) for one in sent]
 
 
