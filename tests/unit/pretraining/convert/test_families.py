@@ -245,7 +245,7 @@ KEYS = [  # family (or any), keys that we cannot compute, what the sentence name
     (None, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.*full_attention"),
     (None, {"rope_parameters": []}, "rope_parameters"),
     (None, {"rope_theta": 5.0}, "rope_theta twice"),
-    (None, {"rope_theta": 0.5, "rope_parameters": None}, "rope_theta 0.5: only whole"),
+    (None, {"rope_theta": 0.5, "rope_parameters": None}, "rope_theta 0.5: only integers"),
     (None, {"rope_theta": math.inf, "rope_parameters": None}, "rope_theta Infinity: it must be a number"),
     (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
     (None, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),

@@ -19,7 +19,7 @@ def elastic():
 
 def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
     config = parse(flags, workers=4)
-    nodes = elastic[0].nodes_of(config, workers)
+    nodes = elastic[0].nodes_of_stages(config, workers)
     return elastic[0].plans_for(config, nodes, dict.fromkeys(range(4), load), previous)
 
 

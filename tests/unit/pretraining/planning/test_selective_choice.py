@@ -132,7 +132,7 @@ def test_gradients_take_the_place_of_states_where_flags_and_job_allow_it(capsys,
     slow = [*memory, "--snapshot-gbs", (dense + expert) / 2e9]
     assert plan(capsys, *slow)["explain_selective"]["gradient"] is None  # a snapshot every 17 iterations
     assert sizes.main(list(map(str, slow))) == 0
-    assert "States alone: --selective-gradients on needs a snapshot in each iteration." in capsys.readouterr().out
+    assert "States only: --selective-gradients on needs a snapshot in each iteration." in capsys.readouterr().out
 
 
 def test_the_share_of_a_copy_that_bubbles_hide(capsys, nbytes):
