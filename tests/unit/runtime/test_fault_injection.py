@@ -184,6 +184,6 @@ def test_every_point_is_somewhere_and_has_a_name():
 
 
 def test_every_point_is_explained():
-    page = (ROOT / "docs" / "how-to" / "inject-fault_points.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "inject-faults.md").read_text()
     for point, what in POINTS.items():
         assert f"| `{point}` | {what} |" in page
