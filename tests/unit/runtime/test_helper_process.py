@@ -49,7 +49,8 @@ def test_it_ends_quietly_if_the_worker_is_gone(calls):
     reads, writes = os.pipe()
     os.close(reads)
     environment = os.environ | {"PYTHONPATH": str(ROOT), child_processes.REPORT_DESCRIPTOR: str(writes)}
-    serving = "from moc.runtime.helper_process import answer_calls; from tests.unit.runtime.helping import answer; answer_calls(answer)"
+    imports = "from moc.runtime.helper_process import answer_calls", "from tests.unit.runtime.helping import answer"
+    serving = "; ".join((*imports, "answer_calls(answer)"))
     done = subprocess.run(
         [sys.executable, "-c", serving], input=calls, env=environment, pass_fds=[writes], capture_output=True, text=True
     )

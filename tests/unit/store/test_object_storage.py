@@ -270,7 +270,7 @@ def test_a_truncated_object_is_named(place, bucket):
     path = f"{bucket}/run/iter_0000007/rank_00000.safetensors"
     blob = place.open_blob("iter_0000007/rank_00000.safetensors")
     other_client().pipe_file(path, other_client().cat_file(path)[:-1])
-    with pytest.raises(OSError, match=rf"s3://{path}: 9 .*\b10\b"):
+    with pytest.raises(OSError, match=rf"s3://{path}: .*\b9 .*\b10\b"):
         blob.read(blob.size - 10, blob.size)
     entry = store.read_manifest(7).files["rank_00000.safetensors"]
     assert "truncated" in store.find_header_damage(7, "rank_00000.safetensors", entry)
