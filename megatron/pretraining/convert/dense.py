@@ -1,4 +1,10 @@
-"""Reads and writes dense checkpoints: weights as ``torch_dist``, with or without optimizer state."""
+"""Reads and writes dense checkpoints: weights as ``torch_dist``, with or without optimizer state.
+
+Optimizer state of Megatron-LM's checkpoints is read without building the model.  Arguments, position and schedule are
+in the common state.  Optimizer state is in ``optimizer/``, or in one tensor per weight.  Scripts of Megatron-LM write
+the latter without a distributed optimizer, or with ``--dist-ckpt-optim-fully-reshardable``.  Flat buffers of a
+distributed optimizer (``dp_reshardable``) can only be read in the layout of the run.
+"""
 
 from __future__ import annotations
 
