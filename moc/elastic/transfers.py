@@ -1,6 +1,12 @@
 """Plans transfers of operators and optimizer shards between ranks when their holders change.
 
 All holders of an operator have the same bits, so each part may have a different source.
+
+Assigns sharded dense optimizer state to ranks so that it survives lost nodes. Parameters are cut into *blocks*. Each
+has an *owner*, and *shadows* on other nodes that repeat the owner's updates with the same reduced gradients, and so
+have the same bits. Section 5 covers only experts; with ZeRO-1, one lost node would end every run. With f holders of
+each block, fewer than f simultaneous losses lose none. Blocks are the same for any number of ranks, so all holders
+compute identical updates, and state moves block by block.
 """
 
 from __future__ import annotations

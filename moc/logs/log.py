@@ -7,6 +7,9 @@ collect     frees the buffers of iterations that a newer checkpoint supersedes
 
 A log is a region file, like snapshot files (``docs/reference/format.md``). The name of an entry is its iteration, its
 slot the key, and its region the full tensor.
+
+Lists the tensors that cross pipeline stage boundaries in an iteration, in order. They follow from the schedule, so
+sender and receiver number them identically without communication.
 """
 
 from __future__ import annotations

@@ -8,6 +8,10 @@ are fatal, and 4 is possible.
 The choice of nodes for a group does not affect survival. So nodes with the most identical data are grouped, because
 copies within the group need not send it (MoEtion, section 5.1). Algorithm 2 there places copies by worker, without
 nodes, and one worker can keep more copies than another. Here every node keeps ``replicas``.
+
+Describes state that is identical on several nodes: data-parallel replicas without ZeRO (MoEtion, section 5.1). Each
+node saves the state of its ranks, so that all of them can restart from their node's memory. A node that keeps a copy
+of another node's snapshot already has the identical data in its own. So it receives only the rest.
 """
 
 from __future__ import annotations

@@ -16,6 +16,11 @@ is used to *compare* the two. Until then the chain is retained, as if the newer 
 
 Other nodes may receive copies of fewer experts (:func:`to_copy`). If several nodes save parts of an expert, all parts
 are needed. So a node's memory also retains its part of the version that was copied.
+
+Selects copies of some operators: those still needed when a run resumes, and missing ones. Other nodes may receive
+fewer experts of a snapshot than a node's own memory has. So an expert's newest copy may be older than its newest
+state. If several nodes save parts of an expert, its copies are complete only with all parts. So each node's memory,
+and each holder, retains the copied version until a newer one has copies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Chooses the snapshots to restore to nodes that lost their memory, and the parts that other nodes take over."""
+"""Chooses the snapshots to restore to nodes that lost their memory, and the parts that other nodes take over.
+
+Chooses the nodes that provide absent nodes' parts of snapshots, when a job resumes with other nodes. A snapshot in
+memory is complete only with the parts of all nodes that wrote it. For each absent node, one node with copies *adopts*
+its parts. Each node then fetches the operators that its ranks load.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Selects the pipeline stages that replay, and resumes an interrupted replay (MoEvement, Appendix A)."""
+"""Selects the pipeline stages that replay, and resumes an interrupted replay (MoEvement, Appendix A).
+
+Chooses the fewest pipeline stages, and the shortest replay, that upstream logs allow after a loss. MoEvement, section
+3.4 and Appendix A: the stages of lost workers replay, and logs provide the data that other stages sent them. Adjacent
+stages that replay an iteration together recompute the data between them, so they need no log of it. Separate stages
+are independent. A stage whose replay was interrupted by another loss continues from its progress.
+"""
 
 from __future__ import annotations
 

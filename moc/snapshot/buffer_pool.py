@@ -15,6 +15,10 @@ it ends the window: all that precede the window. So the newest complete window a
 
 A buffer that is being written to storage is not free in any state. If memory keeps the state for recovery, the caller
 writes one snapshot or window at a time to storage. So there is always another buffer, even if storage is slow.
+
+Retains buffers across generations, because allocating gigabytes and pinning them for CUDA takes seconds. A buffer in
+a memory file system may contain a snapshot, which a second hard link commits. After the run has resumed, this buffer
+belongs to the snapshot's slot again. It is free only when no other name exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Describes the contents of a checkpoint: weights, ``training_state.json``, and the flags that a replay must share."""
+"""Describes the contents of a checkpoint: weights, ``training_state.json``, and the flags that a replay must share.
+
+Flags that determine gradients and updates: stored with each snapshot, and compared before a replay. A replay under
+other flags computes other gradients or updates, so that its state differs from the lost state.  The schedule of
+learning rates and weight decay is compared by its state, since a run may continue the stored schedule.
+"""
 
 from __future__ import annotations
 

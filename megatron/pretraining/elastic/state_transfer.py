@@ -2,6 +2,11 @@
 
 Arriving state is separate from state in use. Chunks in transit take additional memory: on average over the workers, at
 most :data:`moc.elastic.transfers.MAX_CHUNK_BYTES` bytes in each direction.
+
+Manages one worker's shards of dense optimizer state, and their move to another assignment (ZeRO-1 with shadows).
+After a membership change, survivors hold the same blocks, and a shadow replaces a lost owner. From there, state moves
+to the assignment of the new members. All of it arrives in staging memory, and all workers confirm this. Only then it
+is taken over and the rest dropped: a loss before that leaves everything unchanged.
 """
 
 from __future__ import annotations

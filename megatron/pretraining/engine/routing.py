@@ -1,6 +1,10 @@
 """Counts the tokens of each expert, and changes expert capacity.
 
 The commit all-reduce sums the counts of all workers.
+
+Adds capacity for experts that lost tokens to a recovery (MoEtion, section 6). Tokens that such an expert would drop
+are processed while other experts of its expert-parallel rank leave capacity unused. No rank processes more than its
+capacity, and the routing of other experts stays bit-identical.
 """
 
 from __future__ import annotations

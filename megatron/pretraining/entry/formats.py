@@ -3,6 +3,12 @@
 megatron-core implements them with Transformer Engine only. With ``--transformer-impl local``, this module computes
 matrix products in 8 bits. Without ``--use-precision-aware-optimizer``, its Adam stores moments in small formats
 (:mod:`megatron.pretraining.engine.small_moments`).
+
+Computes 8-bit matrix products with torch's own kernel, in megatron-core's local linear layers. A tensor is scaled by
+its largest value just before the product, as in Transformer Engine's *tensorwise* recipe, which MoEvement uses
+(section 5.7).  Products share no state, so checkpoints contain nothing more, and a replayed iteration is
+bit-identical.  Weights and everything else stay in 16 bits.  A frozen operator computes the same product forward;
+backward, it computes only the input gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Writes Megatron-LM's log of training, with our events and scalars, and runs the profiler."""
+"""Writes Megatron-LM's log of training, with our events and scalars, and runs the profiler.
+
+Starts and stops Megatron-LM's profilers (``--profile``) at the iterations that its options name. An iteration that a
+recovery repeats appears in the profile each time that it is computed.
+"""
 
 from __future__ import annotations
 

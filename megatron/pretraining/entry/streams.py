@@ -1,4 +1,9 @@
-"""Provides micro batches of Megatron-LM's data loaders, at any position of a run, with safe index caches."""
+"""Provides micro batches of Megatron-LM's data loaders, at any position of a run, with safe index caches.
+
+Reads and builds megatron-core's cache of sample indices: keyed by the data's contents, on each node. megatron-core
+reads it with ``allow_pickle=True``, by default from ``cache/`` next to the data, where others may write. Its keys
+have the path of the data only, and only the first worker of a job builds indices.
+"""
 
 from __future__ import annotations
 

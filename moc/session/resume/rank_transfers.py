@@ -4,6 +4,9 @@ Survivors send state to replacements of the same part (replicas). Several pipeli
 embeddings tied to the output layer. Only the first of these stages saves them, so no other node has them in its memory.
 After loading, that stage sends them to the others, in any layout: ZeRO shards the same weights differently in each
 stage.
+
+Transfers boxes of tensors between workers, from any holder to any receiver. All workers know which worker has and
+needs each box. So all compute the same transfers without communication.
 """
 
 from __future__ import annotations

@@ -5,6 +5,19 @@ for each iteration, from the earliest start of a stage to the iteration of the s
     update operators by the gradients in later snapshots                                       # recovery of experts
     stages that have started:   replay the next iteration
     the others:                 serve their logs of it
+
+Updates operators by saved gradients: MoEtion's recomputation of the optimizer (section 5.2, Algorithm 3).
+
+    for each iteration whose gradients a checkpoint has, ascending:
+        restore learning rate, weight decay, loss scale and update counts from the checkpoint before it
+        update the operators with only these gradients, clipped by the recorded norm; nothing, if it was skipped
+
+Updates are elementwise, and run through the optimizer of the engine.  In the same layout, with the same kernels, the
+result is bit-identical to the original update.
+
+Repairs the current window: during the replay, saves snapshots again that lost workers had not saved. Without repair,
+each loss of a worker during a save would end the window.  Under repeated losses, no window would ever complete, and
+recovery would use older and older snapshots.
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
 DeepSpeed flattens each parameter group, and this rank's part of it is one fp32 tensor.  Here the inner Adam receives
 one view per model parameter instead of that tensor.  So each parameter has its own moments and update count, skips
 updates while it is frozen, and is saved separately.
+
+Reduces the gradients of an iteration into this rank's partitions of DeepSpeed's ZeRO optimizer. DeepSpeed's hooks
+take the gradient of each parameter as backward produces it.  At stage 1 they accumulate it, and the end of the
+iteration reduces the sum.  At stage 2 each micro batch is reduced, and only this rank's partition accumulates.
+DeepSpeed is called as for an unknown number of micro batches, and never divides.  Gradients are averaged here, in
+fp32, after their sum, since at stage 2 DeepSpeed would divide in the format of the weights.
 """
 
 from __future__ import annotations
