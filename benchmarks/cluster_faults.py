@@ -120,7 +120,7 @@ class Trial:
                 wrong.append(f"host {number} ended with {code}")
         for number, before in self._said.items():
             if number in aside and "mocrun: " not in self.job.said(number)[before:]:
-                wrong.append(f"host {number} says nothing of what became of it")
+                wrong.append(f"host {number} did not report how it ended")
         return wrong
 
     def _start_again(self) -> None:
@@ -259,11 +259,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = command_line(__doc__)
     parser.add_argument("--list", action="store_true", help="print the rows, and stop")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rows alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these rows")
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=["peers"], metavar="TIER")
     parser.add_argument("--layout", choices=HERE, default="EP2")
     parser.add_argument("--nnodes", type=int, help="hosts that train; by default 2, and 5 of an elastic job")
-    parser.add_argument("--least", type=int, default=elastic.LEAST, help="hosts that an elastic job goes on with")
+    parser.add_argument("--least", type=int, default=elastic.LEAST, help="minimum number of hosts of an elastic job")
     parser.add_argument("--spares", type=int, help="hosts that wait; by default 3, and none for an elastic job")
     parser.add_argument("--grow-wait", type=float, default=1.0, help="--grow-wait of the launcher")
     parser.add_argument("--candidates", type=int, default=3, help="hosts that the controller may be on, the first ones")

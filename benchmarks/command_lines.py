@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from moc.output import print_lines
+from moc.cli_output import print_lines
 
 _WORDS_OF_LAYOUT = {
     "--tensor-model-parallel-size": "tensor",

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moc.output import replacing
+from moc.cli_output import replacing
 
 
 def command_line(description: str | None, output: str = "JSON file") -> argparse.ArgumentParser:

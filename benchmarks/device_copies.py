@@ -31,10 +31,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, show, table, write_json
-from moc.snapshot import capture
-from moc.snapshot.capture import Capturer, FromDevice, FromHost, Gate, ThreadCapturer
-from moc.snapshot.copies import Copy, nbytes
-from moc.store.buffers import Buffer
+from moc.snapshot import device_copy
+from moc.snapshot.device_copy import Capturer, Copy, FromDevice, FromHost, Gate, ThreadCapturer, nbytes
+from moc.store.buffers import HostBuffer
 
 MB = 1 << 20
 LAYERS = 24
@@ -93,7 +92,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def state(device: torch.device, amount: int, tensors: int, buffer: Buffer) -> list[Copy]:
+def state(device: torch.device, amount: int, tensors: int, buffer: HostBuffer) -> list[Copy]:
     """Returns copies into a buffer, from a state with this many bytes and tensors."""
     elements, copies = amount // 4 // tensors, []
     for number in range(tensors):
@@ -107,7 +106,7 @@ class Counted:
 
     def __init__(self):
         self.calls: list[tuple[int, int]] = []
-        self._copy = capture._copy_all
+        self._copy = device_copy._copy_all
 
     def __call__(self, copies: Sequence[Copy], non_blocking: bool) -> None:
         """Records and forwards a call."""
@@ -120,7 +119,7 @@ def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
     how = FromDevice(work.device, lambda: None) if work.device.type == "cuda" else FromHost()
     capturing: Capturer = ThreadCapturer(Gate(piece), how)
     told: dict[str, list[float]] = {name: [] for name in ("alone_s", "beside_s", "wait_s", "start_s", "copy_s")}
-    with mock.patch.object(capture, "_copy_all", counted := Counted()):
+    with mock.patch.object(device_copy, "_copy_all", counted := Counted()):
         capturing.start(copies).wait()  # creates the thread
         for _ in range(ROUNDS):
             told["alone_s"].append(work.iteration()[0])
@@ -142,7 +141,7 @@ def case(work: Work, copies: Sequence[Copy], piece: int) -> dict:
 def limits(device: torch.device, side: int, amount: int) -> dict[str, float]:
     """Returns bytes per second of one copy into pinned and pageable memory, and into pinned memory during products."""
     source = torch.zeros(amount, dtype=torch.uint8, device=device)
-    locked = Buffer(amount, pin=device.type == "cuda")
+    locked = HostBuffer(amount, pin=device.type == "cuda")
     found = {
         "locked": _rate(device, source, locked.values),
         "not locked": _rate(device, source, torch.empty(amount, dtype=torch.uint8)),
@@ -176,7 +175,7 @@ def measure(device: torch.device, size: Size) -> dict:
     """Measures the limits and all cases."""
     told: dict = {"limits": limits(device, size.side, size.amounts[0]), "cases": []}
     for amount in size.amounts:
-        buffer = Buffer(amount, pin=device.type == "cuda")
+        buffer = HostBuffer(amount, pin=device.type == "cuda")
         for iteration_ms in size.iterations_ms:
             work = Work(device, size.side, iteration_ms)
             for tensors in (1, TENSORS):
@@ -193,7 +192,7 @@ def main() -> None:
     own = command_line(__doc__).parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     size = ON_GPU if device.type == "cuda" else ON_CPU
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu: calls and bytes alone mean something"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu: only calls and bytes are meaningful"
     told = measure(device, size)
     rows = [
         (

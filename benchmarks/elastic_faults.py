@@ -185,7 +185,9 @@ class Run:
         row.wrong += [] if len(told) <= len(expected.losses) else [f"raise --iterations above {len(told)}"]
         self._compare(losses, expected)
         row.wrong += [f"a checkpoint was read: {event['reason']}" for event in events.of("fallback")]
-        row.wrong += [f"state came from {e['tier']}" for e in events.of("resume") if e["tier"] not in ("live", None)]
+        row.wrong += [
+            f"state was loaded from {e['tier']}" for e in events.of("resume") if e["tier"] not in ("live", None)
+        ]
         codes = self.nodes.ended()
         row.wrong += [] if set(codes.values()) == {SAVED} else [f"exit codes {codes}"]
         row.wrong += damages(self._directory / "snapshots") + self._replaced()
@@ -198,7 +200,9 @@ class Run:
         try:
             choices = parting(read(self.routes), expected.routes, both)
         except KeyError as missing:
-            row.wrong.append(f"nobody tells where the tokens of iteration, micro batch and layer {missing} went")
+            row.wrong.append(
+                f"no worker recorded the routes of the tokens of iteration, micro batch and layer {missing}"
+            )
             return
         alike = choices[0].iteration - 1 if choices else both
         row.ties = [asdict(choice) for choice in choices]

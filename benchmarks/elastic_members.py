@@ -144,8 +144,10 @@ def main() -> None:
     anew, restarted = (ratios[f"{ours} by {other}"] for other in others)
     say(
         {
-            "after a loss, a job in process stands still at most half as long as one anew": anew["still_s"] <= 0.5,
-            "it has its first new iteration in at most half the time of one restarted": restarted["lost_s"] <= 0.5,
+            "after a loss, a job that continues in process pauses at most half the time of a new job": anew["still_s"]
+            <= 0.5,
+            "it reaches its first new iteration in at most half the time of a restarted job": restarted["lost_s"]
+            <= 0.5,
         }
     )
     write_json(given.output, {"machine": machine(load=True), "median": medians} | ratios | {"rounds": rounds})

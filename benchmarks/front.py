@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.live.job import free_ports
-from moc.output import print_lines
+from moc.cli_output import print_lines
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _WARM_UP = 10

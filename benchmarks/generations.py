@@ -97,7 +97,7 @@ def draw(samples: dict[str, list[dict]], output: Path) -> None:
 
 def main() -> int:
     """Measures, prints the verdict, writes JSON and a plot; returns 1 on growth or leftovers."""
-    parser = command_line(__doc__, "JSON file; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot is written to the same directory")
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--deepspeed", action="store_true", help="the DeepSpeed engine, ZeRO-2")
     own = parser.parse_args()

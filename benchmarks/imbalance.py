@@ -171,7 +171,7 @@ def speed_of(seconds: dict[str, dict[int, list[float]]]) -> dict[str, dict[int, 
 def shown(clock: str, speed: dict[str, dict[int, float]]):
     """Returns a table of speeds."""
     rows = [[f"{k}:1", *(f"{speed[c][k]:.3f}" if k in speed[c] else "" for c in CASES)] for k in speed["ep"]]
-    return table(f"Speed by that of expert parallelism at 1:1, {clock} time", ["tokens", *CASES], rows)
+    return table(f"Speed relative to expert parallelism at 1:1, {clock} time", ["tokens", *CASES], rows)
 
 
 def main() -> None:
@@ -179,7 +179,9 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="turns of each case (default: 4)")
     parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn (default: 3)")
-    parser.add_argument("--ratios", type=int, nargs="*", default=[2, 3], help=f"beside 1 and {MOST} (default: 2 3)")
+    parser.add_argument(
+        "--ratios", type=int, nargs="*", default=[2, 3], help=f"in addition to 1 and {MOST} (default: 2 3)"
+    )
     parser.add_argument("--worker", choices=sorted(CASES), help="for the workers that it starts")
     own = parser.parse_args()
     if own.worker:

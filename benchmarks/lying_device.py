@@ -35,7 +35,7 @@ from benchmarks.live.job import ROOT, WORKER
 PROGRAM = ROOT / "tests/integration/lying_pure_torch.py"
 END = re.compile(r"^(iteration \d+: loss .*, weights [0-9a-f]{16})$", re.MULTILINE)
 GENERATION = re.compile(r"^mocrun: generation (\d+): (.*)$", re.MULTILINE)
-DEAF = re.compile(r"it had said nothing|it had been in its|has been in its")
+DEAF = re.compile(r"it sent no heartbeat|it was in its|has been in its")
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def main() -> int:
             write_json(own.output, result)
     print(json.dumps(summary(told), indent=1))
     if any(row.wrong or row.deaf for row in told[len(earlier) :]):
-        print(f"files of what went wrong: {directory}")
+        print(f"files of the failed runs: {directory}")
         return 1
     shutil.rmtree(directory)
     return 0

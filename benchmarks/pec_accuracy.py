@@ -46,7 +46,7 @@ from benchmarks.common import show
 
 def main() -> int:
     """Runs all cells, prints the table, writes JSON and a plot; returns 1 if a run failed."""
-    own = parse(__doc__, "JSON file; the plot goes beside it")
+    own = parse(__doc__, "JSON file; the plot is written to the same directory")
     plan = QUICK if own.quick else Plan()
 
     def figures(samples: list[dict]) -> dict[str, object]:

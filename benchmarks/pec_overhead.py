@@ -138,7 +138,7 @@ def _attempt(what: str, name: str, failed: dict[str, str], run) -> None:
 
 def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
     from benchmarks.papers.equations import pec_size
-    from moc.sharding.contents import StateBytes
+    from moc.sharding.save_items import StateBytes
 
     counts, state, told = parameters(model), StateBytes(weights=0), {}
     for name, s in summaries.items():
@@ -150,7 +150,7 @@ def _sizes(summaries: dict[str, dict], model: list[str]) -> dict[str, dict]:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parses the benchmark's flags."""
-    parser = command_line(__doc__, "JSON file; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot is written to the same directory")
     names = f"{', '.join(METHODS)}; or a set of them: {', '.join(SETS)}"
     choices = [*METHODS, *SETS]
     parser.add_argument("--methods", nargs="+", choices=choices, default=list(DEFAULT), metavar="METHOD", help=names)

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, write_json
 from moc.policy import Every, SnapshotPlan, policy_named
-from moc.policy.ledger import Ledger
-from moc.state.detail import Detail
+from moc.policy.token_ledger import TokenLedger
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 
 LAYERS, EXPERTS, NODES, TOKENS = 12, 16, 2, 4096
@@ -56,24 +56,24 @@ def plt(case: Case, seed: int) -> dict[str, float]:
     chance = random.Random(seed)
     faults = sorted(chance.sample(range(2 * case.interval, case.iterations), case.faults))
     traffic = list(_routed(case.iterations, random.Random(seed)))
-    ledgers = {part: Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS)) for part in PARTS}
+    ledgers = {part: TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS)) for part in PARTS}
     stored, position = dict(ledgers), 0
     while position < case.iterations:
         position += 1
-        ledgers = {part: ledger.after(traffic[position - 1]) for part, ledger in ledgers.items()}
-        if (plan := policy.plan_for_storage(position)) is not None:
+        ledgers = {part: ledger.after_iteration(traffic[position - 1]) for part, ledger in ledgers.items()}
+        if (plan := policy.storage.plan(position)) is not None:
             policy.on_snapshot(plan)
-            policy.on_stored(to_storage := policy.for_storage(plan))
-            policy.on_persisted(to_storage, published=True)
+            policy.storage.on_write_begun(to_storage := policy.storage.part_of(plan))
+            policy.storage.on_write_ended(to_storage, committed=True)
             for part, slot in PARTS.items():
-                begun = ledgers[part].begun(_has(plan, slot), _has(to_storage, slot))
-                ledgers[part] = stored[part] = begun.snapshotted(position).persisted(position)
+                begun = ledgers[part].with_snapshot(_has(plan, slot), _has(to_storage, slot))
+                ledgers[part] = stored[part] = begun.with_snapshot_completed(position).with_persist_completed(position)
         if faults and position == faults[0]:
             faults.pop(0)
             lost = chance.randrange(NODES)
             ledgers = {part: _recovered(ledger, lost, two_levels) for part, ledger in stored.items()}
             position = next(iter(ledgers.values())).iteration
-            policy.on_resume(in_memory=not two_levels, in_storage=True)
+            policy.recovery.on_resume(in_memory=not two_levels, in_storage=True)
             stored = dict(ledgers)
     return {part: ledger.plt() for part, ledger in ledgers.items()}
 
@@ -97,7 +97,7 @@ def _has(plan: SnapshotPlan, slot: str) -> dict[int, list[int]]:
     return found
 
 
-def _recovered(ledger: Ledger, lost: int, two_levels: bool) -> Ledger:
+def _recovered(ledger: TokenLedger, lost: int, two_levels: bool) -> TokenLedger:
     """Returns the recovered ledger after the loss of a node with its memory, from the newest checkpoint's ledger."""
     restored: dict[int, dict[int, int]] = {}
     for place, layer in enumerate(ledger.layers):
@@ -106,13 +106,13 @@ def _recovered(ledger: Ledger, lost: int, two_levels: bool) -> Ledger:
             gone = not two_levels or expert // (EXPERTS // NODES) == lost
             version = ledger.storage[place][expert]
             restored[layer][expert] = (version if gone else max(version, ledger.memory[place][expert])).iteration
-    return ledger.recovered(restored)
+    return ledger.after_recovery(restored)
 
 
 def main() -> None:
     """Prints a table and writes JSON."""
     parser = command_line(__doc__)
-    parser.add_argument("--iterations", type=int, default=2000, help="of the whole training (default: 2000)")
+    parser.add_argument("--iterations", type=int, default=2000, help="iterations of the training (default: 2000)")
     parser.add_argument("--interval", type=int, default=10, help="iterations between snapshots (default: 10)")
     parser.add_argument("--faults", type=int, default=4, help="of a run (default: 4)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each (default: 5)")

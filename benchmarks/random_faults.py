@@ -63,8 +63,8 @@ from benchmarks.faults.run import (  # noqa: E402
     judge,
     nodes_of,
 )
-from moc.faults import STEP
-from moc.runtime.inject import Fault
+from moc.fault_points import STEP
+from moc.runtime.fault_injection import Fault
 
 SLOW_S = 1.0
 
@@ -235,7 +235,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     several = "for the controller, of runs on several nodes, in recoveries"
     parser.add_argument("--candidates", type=int, choices=[1, 3], default=1, help=several)
     parser.add_argument("--program", default="pretrain_gpt_moe.py", help="of the workers (default: %(default)s)")
-    parser.add_argument("--append", type=Path, help="JSON file, to whose runs those of this campaign are added")
+    parser.add_argument("--append", type=Path, help="JSON file that the runs of this campaign are added to")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts
     return own

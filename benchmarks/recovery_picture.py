@@ -82,7 +82,7 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
         trains = after[0][0] - after[0][2] - killed
         title = f"Training continues {trains:.2f} s after the kill"
         if same:
-            title += f", and all {ITERATIONS} losses and gradient norms equal those of a run without it"
+            title += f", and all {ITERATIONS} losses and gradient norms equal the values of a run without it"
         panel.set_title(title, fontsize=10)
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
 

@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import machine, write_json
+from moc.cli_output import print_lines
 from moc.errors import codes_in
-from moc.output import print_lines
 from tests.codes import flags, launcher
 from tests.codes.case import Case
 from tests.worlds import REPOSITORY

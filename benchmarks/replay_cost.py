@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import KIND
 from benchmarks.save_peers.trainer import begin
-from moc.policy.window import generate_schedule, order_operators
+from moc.policy.windows import generate_schedule, order_operators
 
 SIZES = """--hidden-size 256 --ffn-hidden-size 512 --num-experts 8 --seq-length 128 --max-position-embeddings 128
     --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2 --global-batch-size 8 --lr 1e-3""".split()

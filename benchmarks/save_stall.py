@@ -144,7 +144,7 @@ def deepspeed_version(python: str) -> str | None:
 
 def parse() -> argparse.Namespace:
     """Parses the benchmark's flags."""
-    parser = command_line(__doc__, "JSON file; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot is written to the same directory")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: all")
     parser.add_argument("--saves", type=int, default=3, help="saves after the first one (default: 3)")

@@ -38,7 +38,7 @@ from benchmarks.common import command_line, machine, say, show, table, write_jso
 from benchmarks.live.job import KIND, PP2_EP2, ROOT
 from benchmarks.live.nodes import bytes_in, job_of_nodes
 from benchmarks.overhead.methods import operators_of
-from moc.recovery import placement
+from moc.recovery import copy_placement
 
 UNEVEN = str(ROOT / "benchmarks/live/uneven.py")
 NODES = 4
@@ -98,13 +98,13 @@ def measure(flags: Sequence[str], iterations: int) -> dict:
 
 def predicted_memory(flags: Sequence[str]) -> float:
     """Returns the planner's prediction of a node's memory for a step, in bytes: the maximum over nodes."""
-    from moc.sharding import Layout, StateBytes
+    from moc.sharding import ParallelLayout, StateBytes
     from moc.simulate.live_costs import Running, options_of, priced, saved_by_rules
 
     flags = [flag for flag in flags if flag not in ZERO]
     words = dict(zip(flags[::2], flags[1::2], strict=True))
     state = StateBytes(weights=0)  # Format v1 has masters and moments
-    saved = saved_by_rules(operators_of(MODEL), Layout(NODES, pp=2, ep=2), state, gradients=True)
+    saved = saved_by_rules(operators_of(MODEL), ParallelLayout(NODES, pp=2, ep=2), state, gradients=True)
     copy_rate = write_rate = replicate_rate = 1e12  # irrelevant for memory
     run = Running("peers", NODES, 1, saved, 1.0, 0.9, copy_rate, write_rate, replicate_rate)
     known = {"--selective-experts": "selective_experts", "--selective-gradients": "selective_gradients"}
@@ -115,7 +115,7 @@ def predicted_memory(flags: Sequence[str]) -> float:
 
 def steps() -> dict[str, list[str]]:
     """Returns the flags of each step by name, in Figure 10's order; without ZeRO from placement on, if available."""
-    placed, found, zero = hasattr(placement, "not_sent"), {}, ZERO
+    placed, found, zero = hasattr(copy_placement, "not_sent"), {}, ZERO
     for name, flags in STEPS.items():
         zero = [] if placed and name == PLACEMENT else zero
         if placed or name != PLACEMENT:
@@ -134,7 +134,7 @@ def verdicts(told: Mapping[str, Mapping]) -> dict[str, bool]:
     if SELECTIVE in told and GRADIENTS in told:
         fewer = network[SELECTIVE] / network[GRADIENTS]
         if PLACEMENT in told:
-            held[f"all together: {fewer:.2f} times fewer than selective alone (>= {FEWER:g})"] = fewer >= FEWER
+            held[f"all together: {fewer:.2f} times fewer than plain selective (>= {FEWER:g})"] = fewer >= FEWER
         copies = [fmean(told[name]["copies"]) for name in (SELECTIVE, GRADIENTS)]
         held["as many experts in each copy: {:.2f} before, {:.2f} now".format(*copies)] = copies[1] >= copies[0]
     for name, of in told.items():

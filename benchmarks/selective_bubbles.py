@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import KIND, ROOT, SHARED
 from benchmarks.save_peers.trainer import begin
-from moc.snapshot.capture import Gate
+from moc.snapshot.device_copy import Gate
 
 STAGES, MICRO_BATCHES = 4, 8
 SCHEDULES = {"1F1B": 1, "interleaved": 2}  # chunks per stage
@@ -62,15 +62,15 @@ class Slow:
     def __init__(self, gate: Gate, forward_s: float, backward_s: float, chunks: int):
         from megatron.core.pipeline_parallel import schedules
 
-        from moc.snapshot import capture
+        from moc.snapshot import device_copy
 
         self.rate = float("inf")  # bytes per second of copies
         self.told: dict[str, list[float]] = defaultdict(list)
         self._gate, self._open, self._computed_s = gate, 0, 0.0
         schedules.forward_step = self._slow(schedules.forward_step, forward_s / chunks)
         schedules.backward_step = self._slow(schedules.backward_step, backward_s / chunks)
-        self._copy, self._passed = capture._copy_all, capture._passed
-        capture._copy_all, capture._passed = self._slow_copy, self._note_snapshot
+        self._copy, self._passed = device_copy._copy_all, device_copy._passed
+        device_copy._copy_all, device_copy._passed = self._slow_copy, self._note_snapshot
 
     def _slow(self, step, seconds: float):
         def slow(*args, **options):
@@ -173,7 +173,7 @@ def verdicts(cases: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
         <= LENGTH
         for name, found in cases.items()
     } | {
-        f"{name}: {found['open']:.0%} copied with an open gate, {found['of_fitting']:.2f} of what fits (>= {SHARE})": (
+        f"{name}: {found['open']:.0%} copied with an open gate, {found['of_fitting']:.2f} of the limit (>= {SHARE})": (
             found["of_fitting"] >= SHARE
         )
         for name, found in cases.items()

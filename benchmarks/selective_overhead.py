@@ -51,9 +51,10 @@ from benchmarks.papers.equations import pec_size
 from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
 from benchmarks.sparse_overhead import PRECISIONS
 from benchmarks.sparse_overhead import model as model_of
+from moc.policy import full_plan
 from moc.policy.interval import Every
 from moc.policy.selective import Selective
-from moc.sharding.contents import StateBytes
+from moc.sharding.save_items import StateBytes
 
 MORE = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8".split()
 MODEL = [*SMALL_BATCH, *MORE]
@@ -145,7 +146,7 @@ def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> floa
     model = [*MODEL, "--num-layers", str(layers), "--num-experts", str(experts)]
     policy, chance, took = Selective(operators_of(model), Every(1), experts=experts // 4), random.Random(0), []
     load = {layer: [0] * experts for layer in range(layers)}
-    policy.on_snapshot(policy.everything(1), load)
+    policy.on_snapshot(full_plan(policy, 1), load)
     for iteration in range(2, snapshots + 2):
         load = {layer: [tokens + int(100 * chance.paretovariate(1)) for tokens in row] for layer, row in load.items()}
         begun = time.perf_counter()
@@ -206,7 +207,10 @@ def main() -> int:
     show(140, [(table("Selective checkpoints", columns, (row(*one) for one in ways.items())), ())])
     described = {"machine": here, "flags": [*model, *flags], "parameters": counts, "blocks": vars(blocks)}
     described |= {"planning_s": planning_s(), "slowed": slowed(SNAPSHOT)}
-    print("a product beside " + ", ".join(f"{what}: {share:+.1%}" for what, share in described["slowed"].items()))
+    print(
+        "slowdown of a matrix product by "
+        + ", ".join(f"{what}: {share:+.1%}" for what, share in described["slowed"].items())
+    )
     print(f"choosing the experts of a snapshot: {1e3 * described['planning_s']:.1f} ms")
     write_json(own.output, described | {"saving": {name: WAYS[name] for name in ways}, "ways": ways})
     return int(not held)

@@ -32,9 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, drawing, machine, write_json
 from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
 from benchmarks.live.job import MODEL, PP2_EP2, PROGRAM, Events, Job, launcher
-from moc.simulate.profile import Profile, profile_of
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import fitted
+from moc.simulate.policy_costs import RecoveryCosts
+from moc.simulate.profile import Profile, fitted, profile_of
 
 WORKERS = 4
 MOST = 3  # maximum number of workers killed together
@@ -199,7 +198,7 @@ def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path)
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Parses the command line; returns the benchmark's flags, and the program's."""
-    parser = command_line(__doc__, "JSON file; the plot goes beside it")
+    parser = command_line(__doc__, "JSON file; the plot is written to the same directory")
     parser.add_argument("--mtbf", type=float, nargs="+", default=[25, 50, 100], metavar="N", help="from fault to fault")
     parser.add_argument("--iterations", type=int, nargs="+", default=[240, 200, 200], metavar="N", help="of such runs")
     parser.add_argument("--plain", type=int, default=50, help="of each run without saving and faults (default: 50)")
@@ -240,7 +239,7 @@ def main() -> int:
     worst = max(abs(error(by)) for by in found.values())
     print(f"worst error {100 * worst:.1f} points: {'holds' if worst <= GOAL else 'DOES NOT HOLD'}: {100 * GOAL:g}")
     single = max(abs(one["predicted"] - one["measured"]) for by in found.values() for one in by.values())
-    print(f"of one run alone: {100 * single:.1f} points")
+    print(f"worst error of a single run: {100 * single:.1f} points")
     if own.output is not None:
         told = {"machine": here, "flags": [*MODEL, *PP2_EP2, *STEADY, *flags]}
         told |= {"iterations": own.iterations, "seed": own.seed}

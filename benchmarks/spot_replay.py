@@ -53,7 +53,7 @@ from benchmarks.ettr.changes import Pauses, pauses
 from benchmarks.live.job import KIND, ROOT
 from benchmarks.live.members import Nodes
 from megatron.pretraining.planning import simulate
-from moc.report.members import periods, seconds_by_workers
+from moc.report.figures import list_periods, seconds_by_workers
 from moc.simulate.failures import Trace, read_trace
 
 NODES, LEAST, BATCH, GPUS = 6, 2, 24, 8  # GPUS: of a simulated node
@@ -202,7 +202,7 @@ class Replay:
         resumed = [event for event in nodes.events.of("resume") if event["time"] > began]
         told.survived = max(0, told.losses - sum(event["tier"] != "live" for event in resumed))
         told.seconds = self._seconds
-        of_workers = seconds_by_workers(periods(events, events[0]["time"]))
+        of_workers = seconds_by_workers(list_periods(events, events[0]["time"]))
         told.workers_s = {workers: round(spent, 1) for workers, spent in of_workers.items()}
         told.pauses = pauses(events, self._came, self._own.grow_wait, NODES)
         return told
@@ -295,19 +295,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, required=True, help="with the traces' files")
     parser.add_argument("--only", nargs="+", choices=TRACES, metavar="TRACE", help=", ".join(TRACES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--seconds", type=float, help="of each replay; by default as long as the slice takes")
+    parser.add_argument("--seconds", type=float, help="of each replay; by default the length of the slice")
     parser.add_argument("--scale", type=float, help="how many times as fast; by default 20 and 60")
     parser.add_argument("--fixed", type=int, default=4, help="nodes of the job of fixed size (default: %(default)s)")
     parser.add_argument("--sleep", type=float, default=0.5, help="seconds of a micro batch (default: %(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the traces and ways in --output, but those run now")
-    parser.add_argument("--keep", type=Path, help="directory for what the jobs have told")
+    parser.add_argument("--keep", type=Path, help="directory for the jobs' events")
     parser.add_argument("--interval", type=int, default=5, help="iterations between snapshots (default: %(default)s)")
     parser.add_argument(
         "--grow-wait", type=float, default=2.0, help="seconds, as the launcher's (default: %(default)s)"
     )
     parser.add_argument("--silence", type=float, default=20.0, help="seconds, as the launcher's (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=20, help="of the simulator (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of which nodes are lost")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of lost nodes")
     return parser.parse_args(arguments)
 
 

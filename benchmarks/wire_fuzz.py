@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
-from moc.runtime.addresses import candidates
-from moc.runtime.exit_codes import SAVED
-from moc.store.tiers import SOCKETS
+from moc.runtime.addresses import resolve
+from moc.runtime.termination import SAVED
+from moc.store.host_memory import SOCKETS_DIRECTORY
 from tests.integration.strangers import Stranger
-from tests.unit.runtime.fuzz_wire import attack, between, stranger
+from tests.unit.runtime.fuzz_protocol import attack, between, stranger
 
 WORKERS, VICTIM = 2, 1
 TRAINED = [PROGRAM, *MODEL, *EP2, *IN_MEMORY]
@@ -71,7 +71,7 @@ class Target:
         """Addresses of its services: the controller, and a node's agent and replica server."""
         found = {"controller": f"127.0.0.1:{self._port}"}
         for name, process in self.processes.items():
-            unix = {str(c.laddr) for c in process.net_connections("unix") if f"/{SOCKETS}/" in str(c.laddr)}
+            unix = {str(c.laddr) for c in process.net_connections("unix") if f"/{SOCKETS_DIRECTORY}/" in str(c.laddr)}
             found |= {f"{name}, socket {i}": f"unix:{address}" for i, address in enumerate(sorted(unix))}
         for process in running(self.job.process.pid, "moc.runtime.replica_server"):
             listening = [c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -111,7 +111,7 @@ class Target:
             self._loitering.popleft().close()
 
     def _loiter(self, address: str) -> None:
-        family, where = candidates(address)[0]
+        family, where = resolve(address)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.connect(where)
         self._loitering.append(sock)

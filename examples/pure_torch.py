@@ -32,8 +32,8 @@ from moc import (
     join_job,
     sum_over_workers,
 )
+from moc.cli_output import print_lines, refused
 from moc.events import EventLog
-from moc.output import print_lines, refused
 from moc.runtime.progress import progress
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
@@ -176,7 +176,7 @@ def main():
             if engine is None:
                 job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
                 engine = Engine(job)
-            if lost := job.built() or lost:  # a new worker has it from there, a survivor from below
+            if lost := job.report_ready() or lost:  # a new worker has it from there, a survivor from below
                 log.message(f"generation {lost.generation}: {lost.reason}")
             session = Session(engine, settings, log, remains)
             position, loss = train(engine, session, asked.iterations)
@@ -187,7 +187,7 @@ def main():
         except NoRecoveryPoint:
             job.start_over()
         except Exception as error:
-            lost = job.go_on_after(error)  # raises it again, unless a worker was lost and another has taken its place
+            lost = job.rejoin_after(error)  # raises it again, unless a worker was lost and another has taken its place
         if session is not None:
             session.interrupt()
 

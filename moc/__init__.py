@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "moc.store.errors",
-    "Detail": "moc.state.detail",
+    "Detail": "moc.state.operators",
     "Engine": "moc.session.engine",
     "LocalRemains": "moc.session.resume.survivors",
     "NoRecoveryPoint": "moc.session.resume.point",
@@ -22,9 +22,9 @@ _HOMES = {
     "SnapshotPlan": "moc.policy",
     "StepRecord": "moc.state.record",
     "TrainingState": "moc.state.interface",
-    "World": "moc.runtime.world",
-    "join_job": "moc.runtime.member",
-    "sum_over_workers": "moc.runtime.agreement",
+    "World": "moc.runtime.job",
+    "join_job": "moc.runtime.managed_job",
+    "sum_over_workers": "moc.runtime.collectives",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]  # they are imported late

@@ -1,4 +1,4 @@
-"""Writes ``events.jsonl``, the source of all figures and reports; :mod:`moc.event_types` defines its events."""
+"""Writes ``events.jsonl``, the source of all figures and reports, and defines its events."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moc.backoff import Trouble
 from moc.errors import warning
 from moc.files import decode
-from moc.files.events import NAME
-from moc.files.tree import Tree, open_single
-from moc.runtime.lease import Lease
+from moc.files.event_log import EVENTS_FILE
+from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
-from moc.trouble import Trouble
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
@@ -42,11 +43,11 @@ class EventLog:
     """
 
     def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
-        self._path = Path(directory or "") / NAME  # not opened without a directory
+        self._path = Path(directory or "") / EVENTS_FILE  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
         self._descriptor: int | None = None
-        self._lease = Lease.of_this_worker()
+        self._lease = Lease.from_environment()
         self._written = self._lost = 0  # bytes written of the first line; lines lost
         self._late: Future | None = None
         self._thread = None if directory is None else Background("event-log")
@@ -126,7 +127,7 @@ class EventLog:
 
     def _write_first(self) -> None:
         if self._lease is not None:  # a stopped worker must not write the same lines as its successor
-            self._lease.enforce()
+            self._lease.kill_if_expired()
         line = self._lines[0]
         assert self._descriptor is not None  # _open() was called
         while self._written < len(line):
@@ -139,7 +140,7 @@ class EventLog:
             return
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = open_single(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._descriptor = open_without_links(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
@@ -156,7 +157,7 @@ class EventLog:
 
     def _newest(self, event: str) -> dict:
         try:
-            descriptor = Tree(self._path.parent).open(self._path.name)
+            descriptor = SafeDirectory(self._path.parent).open(self._path.name)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         with open(descriptor, "rb", buffering=0) as file:
@@ -178,3 +179,367 @@ class EventLog:
 
 def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class EventType:
+    """Type of event.
+
+    Attributes:
+        when: when the event is written.
+        fields: meaning of each mandatory field, by name.
+        optional: meaning of each optional field, by name.
+        open: further fields under their own names, such as a policy's gauges; empty if there are none.
+    """
+
+    when: str
+    fields: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    open: str = ""
+
+
+EVERY = {"type": "name of the type", "time": "Unix seconds"}
+"""Fields of every event."""
+
+_WRITER = {"job": "id of the launch", "term": "controller epoch and generation"}
+
+EVENTS = {
+    "start": EventType(
+        "Training begins, resumes, or continues after a lost worker.",
+        {
+            "iteration": "iterations completed",
+            "run": "name of the run in --ckpt-dir; null without snapshots",
+            **_WRITER,
+            "world_size": "workers",
+            "parameters": "of rank 0's part of the model",
+            "startup_s": "seconds of each phase of rank 0's set-up, by name; load begins with the first collective",
+        },
+        {"exact": "whether recovery restores the same bits; null without snapshots"},
+    ),
+    "iteration": EventType(
+        "An iteration is committed.",
+        {
+            "iteration": "iterations completed",
+            "consumed_samples": "samples that the run has consumed",
+            "loss": "mean of the iteration, as Megatron-LM averages it",
+            "learning_rate": "of the update",
+            "grad_norm": "L2 norm of all gradients before clipping",
+            "loss_scale": "of fp16; 1 otherwise",
+            "skipped": "whether the update was skipped, since the norm is not finite",
+            "tokens": "of the iteration",
+            "elapsed_s": "seconds since the previous iteration, without evaluations and saves",
+        },
+        {
+            "plt": "proportion of the experts' tokens that recoveries have lost so far",
+            "k_snapshot": "experts of each layer in a snapshot in memory",
+            "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
+            "selective_gradients": "of these, experts that are saved as gradients instead of their state",
+            "selective_copies": "with peers: of these, experts that are copied to other nodes",
+            "mlt": "momentary lost tokens: iterations of tokens that a fault right after the newest snapshot loses",
+            "mlt_peers": "the same if a node is lost with its memory, and its experts are loaded from copies",
+            "mlt_storage": "the same if all memory is lost; repeated iterations do not count",
+            "storage_age": "iterations that would be repeated if all memory were lost, where snapshots go to storage",
+            "storage_overdue": "operators whose newest state in storage is older than interval and policy promise",
+            "tokens_owed": "lost tokens that experts still have to compensate by more capacity",
+            "k_persist": "experts of each layer in a snapshot in storage",
+            "snapshot_interval": "iterations from one snapshot to the next, as the tuner has chosen it",
+            "sparse_window": "iterations of a window",
+            "gradient_window": "iterations of a cycle that saves each operator in full once",
+            "bubble_s": "seconds that a worker waited for other pipeline stages in the previous iteration, mean",
+            "bubble_share": "share of the newest copied snapshot's bytes that was copied in the pipeline's bubbles",
+            "hhi": "Herfindahl-Hirschman index of the tokens of experts, mean over layers",
+            "skewness": "hhi, scaled to 0 (all experts are equally busy) to 1 (one has all tokens)",
+            "max_violation": "largest load of an expert divided by the mean load of its layer, minus 1: highest layer, "
+            "over the iterations since the last report; every --log-interval",
+            "max_violation_by_layer": "the same of each layer with experts, by its number",
+            "dropped_share": "of routed tokens that no expert received because of its capacity: mean over layers",
+            "dropped_share_by_layer": "the same of each layer with experts, by its number",
+            "upstream_log_bytes": "in upstream logs, over all workers",
+            "upstream_log_iterations": "in upstream logs, mean over workers",
+            "saves_failed": "snapshots that could not be written to storage so far, once there is one",
+            "saves_skipped": "snapshots not written because an earlier one was being written, once there is one",
+        },
+        "the router's auxiliary losses under megatron-core's names, and gauges of other policies",
+    ),
+    "evaluation": EventType(
+        "A split was evaluated.",
+        {
+            "iteration": "iterations completed",
+            "split": "valid or test",
+            "loss": "mean over its tokens",
+            "perplexity": "exp(loss), with the loss capped at 20",
+        },
+    ),
+    "save": EventType(
+        "A dense checkpoint (--save) was written or begun.",
+        {"iteration": "of the checkpoint", "elapsed_s": "seconds that training waited"},
+    ),
+    "snapshot": EventType(
+        "A snapshot is complete on every rank: in memory, or with the disk tier in buffers.",
+        {
+            "iteration": "of the snapshot",
+            "tier": "disk, memory or peers",
+            "bytes": "over all ranks",
+            "copy_s": "device to host, mean over ranks",
+            "hash_s": "hashing and sealing, mean over ranks",
+        },
+        {"bubble_bytes": "of the bytes, those copied in the pipeline's bubbles, if any"},
+    ),
+    "stall": EventType(
+        "Training waited for snapshots.",
+        {
+            "iteration": "of the newest snapshot that was begun",
+            "cause": "snapshot",
+            "seconds": "to begin a snapshot, for a buffer or for a copy; with --ckpt-blocking for all of it; mean",
+        },
+    ),
+    "persist": EventType(
+        "A snapshot is published in storage.",
+        {
+            "iteration": "of the snapshot",
+            "bytes": "over all ranks",
+            "write_s": "writing and fsync, mean over ranks",
+            "publish_s": "manifest and garbage collection",
+        },
+    ),
+    "replicate": EventType(
+        "Every copy of a snapshot is on its replica node.",
+        {"iteration": "of the snapshot", "bytes": "sent between all nodes", "replicate_s": "mean over nodes"},
+        {"not_sent_bytes": "additional bytes of copies, not sent because their nodes have identical data"},
+    ),
+    "not_alike": EventType(
+        "A node lacks data that it should share with another node, or its own snapshot of it is damaged; it was sent.",
+        {"iteration": "of the snapshot", "reason": "one sentence"},
+    ),
+    "save_failed": EventType(
+        "A snapshot or a dense checkpoint could not be written to storage; training continues.",
+        {
+            "what": "snapshot, or checkpoint of --save",
+            "iteration": "of the snapshot or checkpoint",
+            "reason": "one sentence",
+            "failures": "so far: of a checkpoint in a row, of snapshots altogether",
+            "lasted_s": "since the first failure in a row",
+            "newest": "iteration of the newest one in storage; null if there is none",
+        },
+        {"age_s": "of that one; null if there is none"},
+    ),
+    "save_retried": EventType(
+        "Writes of a snapshot to storage failed, and succeeded when they were repeated. Only snapshots of windows are "
+        "written again, since one that is missing discards its window.",
+        {"iteration": "of the snapshot", "writes": "number of repetitions, over all ranks"},
+    ),
+    "save_skipped": EventType(
+        "A snapshot due in storage was not written, because an earlier one is still being written.",
+        {
+            "iteration": "iterations completed",
+            "under_way": "iteration of the one being written",
+            "newest": "iteration of the newest one in storage; null if there is none",
+            "age_s": "of that one; null if there is none",
+            "where": "the directory or URL",
+        },
+    ),
+    "fold": EventType(
+        "Saved gradients were applied in the background, or the result was compared with the state (selective).",
+        {
+            "iteration": "iterations completed",
+            "folded": "experts whose base in memory is newer now, copies on other nodes included",
+            "gradients": "that are in these bases, and in memory no longer",
+            "equal": "experts whose saved state equals the result of their gradients, bit by bit",
+            "differing": "experts whose saved state differs: gradients are no longer applied in the background",
+            "seconds": "of the background processes of all nodes",
+        },
+    ),
+    "abandoned": EventType(
+        "A worker lacked memory for a snapshot. The previous snapshot is kept, and training continues.",
+        {"iteration": "of the snapshot", "reason": "as reported by the worker"},
+    ),
+    "copy_missing": EventType(
+        "A node lacked memory for its copy of another node's snapshot, which has one copy less.",
+        {"iteration": "of the snapshot", "reason": "as reported by the node"},
+    ),
+    "memory": EventType(
+        "Host memory for snapshots is allocated, at the start; of the node that needs most.",
+        {
+            "own": "bytes of the buffers of its workers",
+            "copies": "bytes for copies of other nodes' snapshots",
+            "experts": "bytes for experts that are carried out of older snapshots, copies included",
+            "small": "bytes for manifests and reports",
+            "logs": "bytes of upstream logs",
+        },
+    ),
+    "memory_short": EventType(
+        "After a change of members or a restart of workers, a node has too little memory for all snapshots. Training "
+        "continues.",
+        {"iteration": "iterations completed", "reason": "as reported by the node"},
+    ),
+    "window_limited": EventType(
+        "A window of auto length does not fit into memory. Windows are shorter until workers restart.",
+        {"iteration": "of the first snapshot of the window", "wanted": "chosen length", "length": "length that fits"},
+    ),
+    "placement": EventType(
+        "Replica nodes are assigned, at the start with --ckpt-tier peers.",
+        {
+            "replicas": "copies of each node's snapshots",
+            "groups": "nodes that hold each other's copies",
+            "survival": "by number of nodes lost together, the probability that a copy of everything is left",
+            "not_sent_bytes": "bytes of a full snapshot's copies, not sent because their nodes have identical data",
+        },
+    ),
+    "restore": EventType(
+        "A replaced node received its part of a snapshot from a replica node.",
+        {"of": "the node that lost it", "held_by": "the node that sent it", "iteration": "of the snapshot"},
+    ),
+    "resume": EventType(
+        "State is loaded, at a start or after a lost worker.",
+        {
+            "iteration": "iterations completed",
+            "tier": "memory, storage, or live where it was copied from surviving replicas",
+            "bytes": "loaded, over all ranks",
+            "seconds": "to verify and load",
+            "sources": "iteration and tier of each snapshot that was read",
+            "kept": "workers that kept their state",
+            "stages": "pipeline stages that replayed without the others",
+            "went_on": "by stage, the iteration after which it continued an interrupted replay",
+            "folded": "operators brought up to date by the gradients that memory had",
+            "stale": "experts whose state is of another iteration, older or newer",
+            "verified": "operators whose digests equal the digests of the original iteration",
+            "unverified": "operators without a known digest",
+            "replayed": "unverified operators whose digests were equal at an earlier iteration of the replay",
+            "wrong": "operators with another digest, after a replay that is not deterministic",
+        },
+    ),
+    "replay": EventType(
+        "An iteration was replayed.",
+        {
+            "iteration": "that was replayed",
+            "seconds": "of the replay",
+            "frozen": "operators that were frozen",
+            "workers": "that computed",
+            "stages": "pipeline stages that computed",
+            "loss": "of the replay; null where the last stage did not compute",
+            "exact": "whether loss and learning rate equal the record; null where there is no loss to compare",
+            "cut_off": "whether another loss, or a damaged snapshot, ended this recovery",
+        },
+    ),
+    "lost": EventType(
+        "A recovery has restored experts from older snapshots (pec, selective).",
+        {
+            "iteration": "where training resumes",
+            "plt": "proportion of the experts' tokens lost so far",
+            "raised_by": "by this recovery",
+            "of_training": "the same, as a proportion of the tokens of the complete training",
+            "by_layer": "plt of each layer",
+        },
+    ),
+    "boost": EventType(
+        "Experts begin or cease to make up lost tokens by more capacity; begin again after a restart.",
+        {
+            "iteration": "iterations completed",
+            "boosted": "whether they have more capacity from now on",
+            "tokens": "lost tokens that experts are to make up",
+            "made_up": "of these so far: tokens that they processed beyond their capacity",
+            "left": "iterations left for it",
+        },
+    ),
+    "expected": EventType(
+        "Before training with pec: the expected cost of a fault.",
+        {
+            "plt": "proportion of the training's tokens, where memory survives",
+            "oldest": "age of the oldest expert, in iterations",
+        },
+        {
+            "plt_storage": "plt, where only --ckpt-dir survives",
+            "oldest_storage": "oldest, where only --ckpt-dir survives",
+        },
+    ),
+    "at_risk": EventType(
+        "The next fault would lose too many tokens (selective); once in each start of a worker.",
+        {
+            "iteration": "of the newest snapshot",
+            "plt": "proportion of the tokens of the complete training that would be lost then",
+            "lost": "part of it that faults have lost already",
+            "mlt": "momentary lost tokens, in iterations, mean over layers",
+            "mlt_sum": "the sum over layers (MoEtion, eq. 6)",
+        },
+    ),
+    "choice": EventType(
+        "A tuner or --ckpt-policy auto has chosen something new.",
+        {"iteration": "iterations completed", "reason": "one sentence"},
+        {
+            "cause": "auto: why it looked",
+            "mtbf_s": "auto: expected seconds between failures",
+            "ettr": "auto: expected ETTR of the best candidate and of the runner-ups",
+        },
+        "the choices: each flag or gauge under its own name",
+    ),
+    "rebalance": EventType(
+        "With --elastic, replicas of experts have moved to where the load asks for them.",
+        {
+            "iteration": "iterations completed",
+            "experts": "copies of experts that were made, over all layers and workers",
+            "bytes": "that travelled",
+            "elapsed_s": "seconds that it took",
+            "busiest": "experts' tokens of the busiest worker by the mean, with the load since the last look, before",
+            "busiest_after": "the same with the new plan",
+            "saves_s": "seconds of an iteration that it is expected to save",
+        },
+    ),
+    "migration": EventType(
+        "With --elastic, nodes were lost or have joined, and experts have moved to their new workers.",
+        {
+            "iteration": "iterations completed",
+            "nodes": "that train now",
+            "experts": "copies of experts that were made, over all layers and workers",
+            "bytes": "that travelled",
+            "elapsed_s": "seconds that it took",
+        },
+    ),
+    "fallback": EventType(
+        "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
+        {"reason": "what is lost"},
+    ),
+    "generation": EventType(
+        "Every worker is connected again after one was lost.",
+        {
+            "generation": "its number",
+            "cause": "type of the loss, such as worker-lost; the error code if an error ended the worker (errors.md)",
+            "reason": "which worker or node was lost, and how",
+            "noticed_s": "from the news to when rank 0 had left the collective it waited in",
+            "met_s": "from then until all workers were present and connected",
+            **_WRITER,
+        },
+    ),
+    "inject": EventType(
+        "--inject is about to act on a worker.",
+        {
+            "action": "kill, stop, slow or error",
+            "rank": "of the worker",
+            "iteration": "the newest that the worker has begun; at replaying, the one that it replays",
+            "point": "name of the point",
+        },
+    ),
+    "log_failed": EventType(
+        "A log that could not be written can be written again.",
+        {
+            "what": "events or tensorboard",
+            "lasted_s": "for how long it could not",
+            "lost": "lines or values that are lost",
+        },
+        {"tries": "failed attempts"},
+    ),
+    "exit": EventType(
+        "The job ends in good order.",
+        {"iteration": "iterations completed", "reason": "done, limit or signal", "code": "exit code"},
+    ),
+}
+"""Event types by ``type``, in the order in which a run emits them."""
+
+
+def problems(event: Mapping[str, object]) -> list[str]:
+    """Returns deviations of an event from the schema: an unknown type, unknown fields, and missing mandatory fields."""
+    one = EVENTS.get(name := str(event.get("type")))
+    if one is None:
+        return [f"no type {name}"]
+    known = {*EVERY, *one.fields, *one.optional}
+    extra = [field for field in event if field not in known and not one.open]
+    return extra + [f"no {field}" for field in one.fields if field not in event]

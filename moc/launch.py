@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import sys
 
-from moc.runtime.stop_report import end_at_signals, exit_by, stop_sentence
+from moc.runtime.termination import end_on_signals, exit_for_signal, stop_message
 
 if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "mocrun":  # before imports that take a second
-    end_at_signals(lambda number: f"mocrun: {stop_sentence(number, 128 + number, None)}", exit_by)
+    end_on_signals(lambda number: f"mocrun: {stop_message(number, 128 + number, None)}", exit_for_signal)
 
 import argparse
 import asyncio
@@ -25,20 +25,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import moc
+from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
 from moc.errors import UserError, with_code
-from moc.output import Parser, counted, escapes_output, log_to_stderr, print_lines
-from moc.runtime import children, hangs, hook, job_token, script_check
-from moc.runtime.addresses import address_of_interface
-from moc.runtime.agent import Agent, CannotStartError
-from moc.runtime.controller_link import GaveUpError, LostError
+from moc.runtime import child_processes, import_hook, progress, protocol
+from moc.runtime.addresses import interface_address
+from moc.runtime.agent import Agent, ProgramRefusedError
+from moc.runtime.child_processes import Signals, StoppedError
+from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.exit_codes import LOST
-from moc.runtime.flags import Flags, parse_nodes
-from moc.runtime.loading import MODULE, located
-from moc.runtime.program import check_arguments
-from moc.runtime.signals import Signals, StoppedError
+from moc.runtime.flags import LauncherFlags, parse_node_range
+from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, check_arguments, find_program
+from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
-from moc.runtime.wire import WireError
+from moc.runtime.termination import LOST
 from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
@@ -66,12 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(*sorted(spellings), default=default, help=f"{text} (default: {default})", **how)
 
     text = "nodes of the job; with MIN, it continues with the others when one is lost, on down to MIN nodes"
-    add("nnodes", "1", text, type=parse_nodes, metavar="[MIN:]MAX")
+    add("nnodes", "1", text, type=parse_node_range, metavar="[MIN:]MAX")
     add("nproc-per-node", 1, "workers on each node", type=int)
     add("spares", 0, "nodes beyond --nnodes, which wait until one is lost and then take its place", type=int)
-    add("node-rank", 0, "number of this node; those of spares begin at --nnodes", type=int)
+    add("node-rank", 0, "number of this node; spares are numbered from --nnodes", type=int)
     add(
-        "rdzv-endpoint", None, "where the controller is: the first node; or the first nodes, in order, of which\n"
+        "rdzv-endpoint", None, "address of the controller: the first node; or the first nodes, in order:\n"
         "another one takes over if one is lost; the same on all nodes", metavar="HOST[:PORT][,HOST[:PORT]...]",
     )  # fmt: skip
     parser.add_argument(
@@ -85,11 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
     text = "generations in a row that may lose a worker at one iteration before the job gives up"
     add("max-standstill", MAX_STANDSTILL, text, type=int)
     add("log-dir", None, "directory for the output of each worker", type=Path)
-    add("silence-timeout", 30.0, "seconds after which a worker or a node that says nothing is lost", type=float)
-    caps = ",".join(f"{section}={seconds:g}" for section, seconds in hangs.CAPS.items())
+    add("silence-timeout", 30.0, "seconds without a heartbeat after which a worker or a node is lost", type=float)
+    caps = ",".join(f"{section}={seconds:g}" for section, seconds in progress.HANG_CAPS.items())
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
-    add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node comes", type=float)
+    add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node joins", type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
@@ -104,15 +103,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: list[str]) -> Flags:
+def parse(arguments: list[str]) -> LauncherFlags:
     """Parses the command line; exits with a line for each mistake if it is invalid."""
     parser = build_parser()
     own = parser.parse_args(arguments)
     if own.no_megatron:
-        os.environ[hook.VARIABLE] = "1"
+        os.environ[import_hook.DISABLE_VARIABLE] = "1"
     address = None if own.standalone else own.rdzv_endpoint or own.master_addr
     endpoints = [_split(one) for one in (address or "127.0.0.1:0").split(",")]
-    program = located(own.script, own.module)
+    program = find_program(own.script, own.module)
     mistakes = [with_code(mistake) for mistake in _mistakes(own, program, address, len(endpoints))]
     if mistakes:
         parser.print_usage(sys.stderr)
@@ -121,25 +120,26 @@ def parse(arguments: list[str]) -> Flags:
     assert program is not None  # refused above
     command = [program, *own.arguments]
     ours = arguments[: len(arguments) - len(command)]
-    return Flags(
+    return LauncherFlags(
         nnodes=own.nnodes[1],
-        least_nodes=own.nnodes[0],
+        min_nodes=own.nnodes[0],
         nproc_per_node=own.nproc_per_node,
         spares=own.spares,
         node_rank=own.node_rank,
         endpoints=tuple(f"{host}:{port or own.master_port}" for host, port in endpoints),
-        own_controllers=not own.no_controller,
-        alone=address is None,
+        runs_controllers=not own.no_controller,
+        is_single_machine=address is None,
         max_restarts=own.max_restarts,
         max_standstill=own.max_standstill,
         log_dir=own.log_dir,
-        silence_s=own.silence_timeout,
-        hang_caps=hangs.parse_caps(own.hang_timeout),
+        silence_timeout_s=own.silence_timeout,
+        hang_caps=progress.parse_hang_caps(own.hang_timeout),
         max_wait_s=own.max_wait,
         grow_wait_s=own.grow_wait,
         patience_s=own.patience,
         network_interface=own.network_interface,
-        own=[flag for flag in ours if flag not in _NOT_OF_SPARES] + ["-m"] * (MODULE in os.environ),
+        launcher_arguments=[flag for flag in ours if flag not in _NOT_OF_SPARES]
+        + ["-m"] * (MODULE_VARIABLE in os.environ),
         command=command,
     )
 
@@ -188,7 +188,7 @@ def _mistakes(
             )
     if own.network_interface is not None:
         try:
-            address_of_interface(own.network_interface)
+            interface_address(own.network_interface)
         except OSError as error:
             yield UserError(
                 f"--network-interface {own.network_interface} cannot be used: {error}. Fix: name an interface that "
@@ -201,7 +201,7 @@ def _mistakes(
             code="rendezvous-missing",
         )
     try:
-        hangs.parse_caps(own.hang_timeout)
+        progress.parse_hang_caps(own.hang_timeout)
     except ValueError as error:
         yield UserError(
             f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as in --help",
@@ -223,10 +223,16 @@ def _split(address: str) -> tuple[str, str]:
     return host + bracket + name, port
 
 
-def warning_of_one_endpoint(flags: Flags) -> str | None:
+def warning_of_one_endpoint(flags: LauncherFlags) -> str | None:
     """Returns the first node's warning if its loss would end the job; otherwise None."""
     nodes = flags.nnodes + flags.spares
-    if flags.alone or not flags.own_controllers or flags.node_rank > 0 or nodes == 1 or len(flags.endpoints) > 1:
+    if (
+        flags.is_single_machine
+        or not flags.runs_controllers
+        or flags.node_rank > 0
+        or nodes == 1
+        or len(flags.endpoints) > 1
+    ):
         return None
     three = "--rdzv-endpoint HOST0,HOST1,HOST2"
     remedy = f"name three nodes, {three}" if nodes > 2 else f"add --spares 1 and name three nodes, {three}"
@@ -236,7 +242,7 @@ def warning_of_one_endpoint(flags: Flags) -> str | None:
     )
 
 
-def launch(flags: Flags, reports: bool = True) -> int:
+def launch(flags: LauncherFlags, reports: bool = True) -> int:
     """Runs this node's part of a job to its end; returns the exit code.
 
     Args:
@@ -252,35 +258,35 @@ def launch(flags: Flags, reports: bool = True) -> int:
         if reports:
             _log.error("%s", error)
         return 128 + error.number
-    except CannotStartError as error:
+    except ProgramRefusedError as error:
         print_lines(*error.lines, error=True)
         return error.exit_code
-    except (LaunchError, LostError, WireError, job_token.TokenError, OSError) as error:
+    except (LaunchError, DependencyLostError, WireError, protocol.TokenError, OSError) as error:
         print_lines(f"mocrun: error: {with_code(error)}", error=True)
         return LOST
 
 
-def _token(flags: Flags) -> bytes:
-    given = job_token.FILE_VARIABLE in os.environ or job_token.VARIABLE in os.environ
-    if (flags.alone or not flags.has_other_nodes) and not given:
-        os.environ[job_token.VARIABLE] = job_token.make_token().hex()  # not in a file, which might be cleaned up
-    return job_token.token_from_environment()
+def _token(flags: LauncherFlags) -> bytes:
+    given = protocol.TOKEN_FILE_VARIABLE in os.environ or protocol.TOKEN_VARIABLE in os.environ
+    if (flags.is_single_machine or not flags.has_other_nodes) and not given:
+        os.environ[protocol.TOKEN_VARIABLE] = protocol.make_token().hex()  # not in a file, which might be cleaned up
+    return protocol.token_from_environment()
 
 
-async def _run(flags: Flags, token: bytes, reports: bool) -> int:
+async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         _make_log_dir(flags.log_dir)
-    if not flags.own_controllers or flags.node_rank >= len(flags.endpoints):
+    if not flags.runs_controllers or flags.node_rank >= len(flags.endpoints):
         return (await _run_agent(flags, list(flags.endpoints), token, signals, reports))[0]
     async with ControllerProcess(flags, token) as controller:
         try:
-            await signals.unless_stopped(controller.start())
+            await signals.cancel_on_signal(controller.start())
         except OSError as error:
             raise _unusable(flags.endpoints[flags.node_rank], error) from None
         endpoints = controller.endpoints
-        keeping = asyncio.create_task(controller.keep())
-        here = range(1, flags.spares + 1) if flags.alone else ()
+        keeping = asyncio.create_task(controller.run())
+        here = range(1, flags.spares + 1) if flags.is_single_machine else ()
         spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
         try:
             code, led = await _run_agent(flags, endpoints, token, signals, reports, again=flags.spares)
@@ -321,50 +327,50 @@ def _unusable(address: str, error: OSError) -> LaunchError:
 
 
 async def _run_agent(
-    flags: Flags, endpoints: list[str], token: bytes, signals: Signals, reports: bool, again: int = 0
+    flags: LauncherFlags, endpoints: list[str], token: bytes, signals: Signals, reports: bool, again: int = 0
 ) -> tuple[int, int]:
     """Runs this node's agent, again up to ``again`` times if the node is lost; returns as :meth:`Agent.run`."""
     while True:
         agent = Agent(flags, endpoints, token)
         try:
-            with signals.heard_by(agent.signal):
+            with signals.deliver_to(agent.signal):
                 code, led = await agent.run()
             if reports and agent.stopped_by is not None:
-                _log.error("%s", stop_sentence(agent.stopped_by, code, agent.iteration))
+                _log.error("%s", stop_message(agent.stopped_by, code, agent.iteration))
             return code, led
-        except LostError as error:
-            if not again or isinstance(error, GaveUpError):
+        except DependencyLostError as error:
+            if not again or isinstance(error, NodeRemovedError):
                 raise
             again -= 1
-            _log.error("node %d is lost, and comes back: %s", flags.node_rank, error)
+            _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
 
 
-async def _run_spare(flags: Flags, endpoints: list[str], node: int, signals: Signals) -> None:
+async def _run_spare(flags: LauncherFlags, endpoints: list[str], node: int, signals: Signals) -> None:
     """Runs the launcher of a spare on this machine; it ends when this process dies."""
     place = "--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)
-    spare = await children.start("moc.launch", *flags.own, *place, *flags.command)
+    spare = await child_processes.start("moc.launch", *flags.launcher_arguments, *place, *flags.command)
 
     def pass_on(number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             spare.send_signal(number)
 
-    with signals.heard_by(pass_on):
+    with signals.deliver_to(pass_on):
         await spare.wait()
 
 
 @escapes_output
 def main() -> int:
     """Runs the console script ``mocrun``; returns the exit code."""
-    is_spare = children.PARENT in os.environ
+    is_spare = child_processes.PARENT in os.environ
     if is_spare:
-        children.belong()
+        child_processes.attach_to_parent()
     flags = parse(sys.argv[1:])
     if not is_spare:
         try:
             check_arguments(flags)
         except TakenError as error:
             print_lines(f"mocrun: error: {with_code(error)}", error=True)
-            return script_check.REFUSED
+            return REFUSED_EXIT_CODE
     return launch(flags, reports=not is_spare)
 
 

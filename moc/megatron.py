@@ -1,6 +1,6 @@
 """Runs a script of Megatron-LM with this project's loop: ``import moc.megatron`` as the script's first import.
 
-``mocrun`` needs no such line (:mod:`moc.runtime.hook`).  Only this module of ``moc`` imports an engine.
+``mocrun`` needs no such line (:mod:`moc.runtime.import_hook`).  Only this module of ``moc`` imports an engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 from megatron.pretraining.entry import cpu
 from megatron.pretraining.process.core import CoreError
-from megatron.pretraining.process.rank0 import let_first_worker_speak
+from megatron.pretraining.process.topology import let_first_worker_speak
 from moc.errors import with_code
 from moc.private_interfaces import UnknownReleaseError, refuse_import
 

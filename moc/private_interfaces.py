@@ -280,8 +280,8 @@ def _entries(feature: str, *rows: tuple[str, Expectation, str, str]) -> tuple[Pr
     return tuple(PrivateInterface(*row, feature) for row in rows)
 
 
-_C10D, _GROUP = "torch.distributed.distributed_c10d", "moc/runtime/group.py"
-_GROUPS, _GENERATION, _SEALED = "moc/runtime/groups.py", "moc/runtime/generation.py", "moc/runtime/sealed_objects.py"
+_C10D, _GROUP = "torch.distributed.distributed_c10d", "moc/runtime/process_group.py"
+_GROUPS, _GENERATION = "moc/runtime/groups.py", "moc/runtime/generation.py"
 _OURS = "megatron/pretraining"
 _CORE = "megatron.core"
 _OPTIMIZER, _DIST_OPTIMIZER = f"{_CORE}.optimizer.optimizer", f"{_CORE}.optimizer.distrib_optimizer"
@@ -290,7 +290,7 @@ _DDP = f"{_CORE}.distributed.distributed_data_parallel:DistributedDataParallel"
 _MOE, _CHECKPOINT = f"{_CORE}.transformer.moe", f"{_CORE}.dist_checkpointing"
 _MODULES = f"{_OURS}/engine/module_state.py"
 _OWNED, _ENGINE = f"{_OURS}/engine/owned.py", f"{_OURS}/engine/optimizer.py"
-_BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/layer.py"
+_BOUNDARY, _NODES, _LAYER = f"{_OURS}/engine/boundary.py", f"{_OURS}/process/nodes.py", f"{_OURS}/elastic/moe_layer.py"
 _ENTRY, _TRAINING = f"{_OURS}/entry", "megatron.training"
 _ZERO, _ZERO_OPTIMIZER = f"{_OURS}/engine/zero", "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
@@ -305,10 +305,10 @@ _TORCH = (
         (_C10D, Members(_words("""_update_default_pg _register_process_group _unregister_process_group
             _check_p2p_op_list""")), "calls functions of", _GROUPS),
         (f"{_C10D}:_coalescing_manager", Parameters(_words("group device async_ops")), "calls", _GROUPS),
-        (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _SEALED),
-        (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _SEALED),
+        (f"{_C10D}:_object_to_tensor", Parameters(_words("obj device group")), "replaces", _GROUPS),
+        (f"{_C10D}:_tensor_to_object", Parameters(_words("tensor tensor_size group")), "replaces", _GROUPS),
         (f"{_C10D}:all_gather_object", Refers(_words("_object_to_tensor _tensor_to_object")),
-         "replaces functions inside", _SEALED),
+         "replaces functions inside", _GROUPS),
         ("torch.distributed:ProcessGroup", Members(_words("""_set_default_backend _register_backend _set_group_name
             _get_backend _device_types bound_device_id group_desc group_name rank size abort shutdown allgather
             allreduce alltoall barrier broadcast gather recv reduce reduce_scatter scatter send _start_coalescing
@@ -320,7 +320,7 @@ _TORCH = (
     ),
     *_entries(
         "snapshots",
-        ("torch", Members(("_foreach_copy_",)), "calls a function of", "moc/snapshot/capture.py"),
+        ("torch", Members(("_foreach_copy_",)), "calls a function of", "moc/snapshot/device_copy.py"),
     ),
     *_entries(
         "training",
@@ -335,7 +335,7 @@ _TORCH = (
     ),
     *_entries(
         "fp8",
-        ("torch", Members(("_scaled_mm",)), "calls a function of", f"{_OURS}/model/fp8.py"),
+        ("torch", Members(("_scaled_mm",)), "calls a function of", f"{_ENTRY}/formats.py"),
     ),
     # torch_dist checkpoints of other programs: no code in them may run
     *_entries(
@@ -416,9 +416,9 @@ _MEGATRON = (
             build_train_valid_test_datasets_provider train_valid_test_num_samples""")), "calls",
          f"{_ENTRY}/streams.py"),
         (f"{_TRAINING}.datasets.fim_dataset:GPTFIMDataset._query_document_sample_shuffle_indices", Parameters(("idx",),
-         only=True), "extends", f"{_ENTRY}/fim.py"),
+         only=True), "extends", f"{_ENTRY}/streams.py"),
         (f"{_TRAINING}.datasets.fim_dataset:GPTFIMDataset", Members(("np_rng",)), "seeds an attribute of",
-         f"{_ENTRY}/fim.py"),
+         f"{_ENTRY}/streams.py"),
         (f"{_TRAINING}.datasets.data_samplers:build_pretraining_data_loader", Parameters(_words("""dataset
             consumed_samples""")), "calls", f"{_ENTRY}/streams.py"),
         (f"{_TRAINING}.training:training_log", Parameters(_words("""loss_dict total_loss_dict learning_rate iteration
@@ -448,7 +448,7 @@ _MEGATRON = (
          f"{_ENTRY}/deepspeed.py"),
         (f"{_TRAINING}.training:get_optimizer_param_scheduler", Parameters(("optimizer",)), "calls",
          f"{_ENTRY}/deepspeed.py"),
-        (f"{_CORE}.utils:configure_nvtx_profiling", Parameters(("enabled",)), "calls", f"{_ENTRY}/profiling.py"),
+        (f"{_CORE}.utils:configure_nvtx_profiling", Parameters(("enabled",)), "calls", f"{_ENTRY}/log.py"),
         (f"{_TRAINING}.training:get_megatron_optimizer_config", Parameters(("args",)), "calls", f"{_ENTRY}/elastic.py"),
         (f"{_TRAINING}.training:get_optimizer_param_scheduler", Parameters(("optimizer",)), "calls",
          f"{_ENTRY}/elastic.py"),
@@ -468,10 +468,10 @@ _MEGATRON = (
     *_entries(
         "core optimizer",
         (_DDP, Members(_words("""ddp_config bucket_groups expert_parallel_bucket_groups dp_group dp_cp_group
-            expt_dp_group""")), "reads attributes of", f"{_OURS}/engine/reset.py"),
+            expt_dp_group""")), "reads attributes of", f"{_OURS}/engine/schedule.py"),
         (f"{_CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", Members(_words("""grad_reduce_handle
             param_gather_handle param_gather_dispatched per_param_grad_ready_counts is_last_microbatch""")),
-         "resets attributes of", f"{_OURS}/engine/reset.py"),
+         "resets attributes of", f"{_OURS}/engine/schedule.py"),
         (f"{_OPTIMIZER}:ChainedOptimizer", Members(_words("chained_optimizers is_stub_optimizer")),
          "reads attributes of", _OWNED),
         (f"{_OPTIMIZER}:MegatronOptimizer", Members(("init_state_fn",)), "calls", _OWNED),
@@ -482,7 +482,7 @@ _MEGATRON = (
             dp_cp use_buffer_param_sync""")), "reads attributes of", _OWNED),
         (f"{_CORE}.optimizer_param_scheduler:OptimizerParamScheduler", Members(_words("""init_lr wsd_decay_steps
             lr_wsd_decay_style use_checkpoint_opt_param_scheduler override_opt_param_scheduler""")),
-         "derives a class from", f"{_OURS}/engine/rates.py"),
+         "derives a class from", f"{_OURS}/engine/schedule.py"),
     ),
     *_entries(
         "16-bit weights",
@@ -504,7 +504,7 @@ _MEGATRON = (
     *_entries(
         "fragments",
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer", Parameters(_words("optimizer config grad_scaler init_state_fn")),
-         "derives a class from", f"{_OURS}/engine/fragmented.py"),
+         "derives a class from", f"{_OURS}/engine/sharded.py"),
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", Refers(("_copy_main_params_to_model_params",)),
          "overrides a method inside", f"{_OURS}/engine/sharded.py"),
         (f"{_OPTIMIZER}:MixedPrecisionOptimizer.reload_model_params", Refers(("_copy_model_params_to_main_params",)),
@@ -513,7 +513,7 @@ _MEGATRON = (
     *_entries(
         "experts",
         (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert topk layer_number")),
-         "reads attributes of", f"{_OURS}/engine/boost.py"),
+         "reads attributes of", f"{_OURS}/engine/routing.py"),
         (f"{_MOE}.router:TopKRouter", Members(_words("is_mtp_layer")), "reads attributes of",
          f"{_OURS}/engine/routing.py"),
         (f"{_MOE}.router:TopKRouter", Members(_words("local_tokens_per_expert global_tokens_per_expert ga_steps")),
@@ -539,10 +539,10 @@ _MEGATRON = (
         "fp8",
         (f"{_CORE}.tensor_parallel.layers:ColumnParallelLinear.forward", Refers(_words("""_forward_impl input weight
             bias allreduce_dgrad sequence_parallel tp_group""")), "replaces a method inside",
-         f"{_OURS}/model/fp8.py"),
+         f"{_ENTRY}/formats.py"),
         (f"{_CORE}.tensor_parallel.layers:RowParallelLinear.forward", Refers(_words("""_forward_impl input weight
             bias allreduce_dgrad sequence_parallel tp_group""")), "replaces a method inside",
-         f"{_OURS}/model/fp8.py"),
+         f"{_ENTRY}/formats.py"),
     ),
     *_entries(
         "pipeline traffic",
@@ -559,7 +559,7 @@ _MEGATRON = (
         (f"{_CORE}.parallel_state:initialize_model_parallel", Refers(_words("RankGenerator get_world_size")),
          "replaces functions inside", _NODES),
         (f"{_CORE}.parallel_state:RankGenerator", Parameters(_words("tp ep dp pp cp order"), by_keyword=True),
-         "builds", f"{_OURS}/elastic/domains.py"),
+         "builds", f"{_OURS}/elastic/placement.py"),
         (f"{_MOE}.moe_layer:MoELayer.route", Parameters(_words("hidden_states padding_mask"), only=True),
          "overrides", _LAYER),
         (f"{_MOE}.moe_layer:MoELayer", Members(_words("experts token_dispatcher config layer_number")),
@@ -571,7 +571,7 @@ _MEGATRON = (
          "changes the functools.partial of", _LAYER),
         (f"{_MOE}.token_dispatcher:MoETokenDispatcher", Members(_words("""dispatch_preprocess token_dispatch
             dispatch_postprocess combine_preprocess token_combine combine_postprocess""")), "overrides methods of",
-         f"{_OURS}/elastic/dispatcher.py"),
+         f"{_OURS}/elastic/moe_layer.py"),
         (f"{_DDP}.finish_grad_sync", Parameters(("force_all_reduce",)), "overrides",
          f"{_OURS}/elastic/gradients.py"),
     ),
@@ -589,22 +589,22 @@ _MEGATRON = (
     *_entries(
         "data files",
         (f"{_CORE}.datasets.blended_dataset", Members(("safe_numpy_load",)), "replaces a function of",
-         f"{_OURS}/data/index_cache.py"),
+         f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
-         Refers(("safe_numpy_load",)), "replaces a function inside", f"{_OURS}/data/index_cache.py"),
+         Refers(("safe_numpy_load",)), "replaces a function inside", f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.indexed_dataset:IndexedDataset.initialize", Refers(("index",)), "reads an attribute of",
          f"{_OURS}/data/splits.py"),
         (f"{_CORE}.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices", Refers(_words("""torch
             is_initialized path_to_cache path_prefix unique_description_hash""")), "replaces",
-         f"{_OURS}/data/index_cache.py"),
+         f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.blended_dataset:BlendedDataset._build_indices", Refers(_words("""torch is_initialized
-            path_to_cache unique_description_hash""")), "replaces", f"{_OURS}/data/index_cache.py"),
+            path_to_cache unique_description_hash""")), "replaces", f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.megatron_dataset:MegatronDataset", Members(_words("""unique_identifiers unique_description
             unique_description_hash dataset_path dataset config""")), "sets attributes of",
-         f"{_OURS}/data/index_cache.py"),
+         f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.blended_megatron_dataset_config:BlendedMegatronDatasetConfig", Members(_words("""
             path_to_cache mock fast_cache_load defer_npy_index_mmap""")), "reads fields of",
-         f"{_OURS}/data/index_cache.py"),
+         f"{_ENTRY}/streams.py"),
         (f"{_CORE}.datasets.gpt_dataset:GPTDataset", Members(_words("document_index sample_index shuffle_index")),
          "reads attributes of", f"{_OURS}/entry/streams.py"),
         (f"{_CORE}.datasets.blended_dataset:BlendedDataset", Members(("datasets",)), "reads an attribute of",
@@ -644,25 +644,25 @@ _DEEPSPEED = _entries(
         partition_gradients cpu_offload""")), "reads attributes of", f"{_ZERO}/optimizer.py"),
     (_ZERO_OPTIMIZER, Members(_words("""averaged_gradients all_grad_tensors ipg_buckets extra_large_param_to_reduce
         previous_reduced_grads params_already_reduced micro_step_id _pending_offload_events
-        _offload_accumulated_param_ids _backward_hook_state""")), "resets attributes of", f"{_ZERO}/gradients.py"),
+        _offload_accumulated_param_ids _backward_hook_state""")), "resets attributes of", f"{_ZERO}/optimizer.py"),
     (_ZERO_OPTIMIZER, Members(_words("""set_gradient_accumulation_boundary clear_backward_seen_flag enter_backward
         exit_backward backward_epilogue overlapping_partition_gradients_reduce_epilogue reduce_gradients
         finalize_gradient_accumulation_boundary zero_grad reset_cpu_buffers _wait_for_offload_copies
         _release_ipg_buffers _use_compact_grad_partition_buffer _get_compact_grad_partition_buffer""")),
-     "calls methods of", f"{_ZERO}/gradients.py"),
+     "calls methods of", f"{_ZERO}/optimizer.py"),
     ("deepspeed.runtime.zero.stage_1_and_2:IPGBucket", Members(_words("clear buffer index")), "resets",
-     f"{_ZERO}/gradients.py"),
+     f"{_ZERO}/optimizer.py"),
     ("deepspeed.runtime.base_optimizer:BackwardHookStateManager", Members(_words("""backward_active_depth
-        reset_for_new_step""")), "resets", f"{_ZERO}/gradients.py"),
+        reset_for_new_step""")), "resets", f"{_ZERO}/optimizer.py"),
     ("deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups", Parameters(_words("""groups_flat
         partitioned_param_groups dp_process_group start_alignment_factor allgather_bucket_size"""), by_keyword=True),
      "calls", f"{_ZERO}/optimizer.py"),
-    ("deepspeed.comm.comm", Members(("cdb",)), "reads", f"{_ZERO}/attach.py"),
+    ("deepspeed.comm.comm", Members(("cdb",)), "reads", f"{_ZERO}/build.py"),
     ("deepspeed.comm.comm:init_distributed", Parameters(_words("""dist_backend auto_mpi_discovery verbose
-        dist_init_required"""), by_keyword=True), "calls", f"{_ZERO}/attach.py"),
-    ("deepspeed.comm.torch:build_shm_op", Parameters(()), "replaces", f"{_ZERO}/attach.py"),
+        dist_init_required"""), by_keyword=True), "calls", f"{_ZERO}/build.py"),
+    ("deepspeed.comm.torch:build_shm_op", Parameters(()), "replaces", f"{_ZERO}/build.py"),
     ("deepspeed.comm.torch:TorchBackend", Members(("all_gather_function",)), "replaces a function of",
-     f"{_ZERO}/attach.py"),
+     f"{_ZERO}/build.py"),
 )  # fmt: skip
 
 TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from moc.runtime.stop_report import end_at_signals, exit_by, received_stops, stop_sentence
+from moc.runtime.termination import end_on_signals, exit_for_signal, handled_stop_signals, stop_message
 
 if __name__ == "__main__":  # before imports that take seconds
-    end_at_signals(lambda number: f"torchrun: {stop_sentence(number, 128 + number, None)}", exit_by)
+    end_on_signals(lambda number: f"torchrun: {stop_message(number, 128 + number, None)}", exit_for_signal)
 
 import signal
 
@@ -33,8 +33,8 @@ def pass_on(number: int, _frame) -> None:
     stopped_by.add(number)
     workers = psutil.Process().children()
     if not workers:
-        print(f"torchrun: {stop_sentence(number, 128 + number, None)}", file=sys.stderr, flush=True)
-        exit_by(number)
+        print(f"torchrun: {stop_message(number, 128 + number, None)}", file=sys.stderr, flush=True)
+        exit_for_signal(number)
     for worker in workers:
         try:
             worker.send_signal(number)
@@ -46,7 +46,7 @@ def main() -> int:
     """Runs the workers; returns the exit code."""
     arguments = parse_args(sys.argv[1:])
     arguments.signals_to_handle = "SIGQUIT"
-    for number in received_stops():
+    for number in handled_stop_signals():
         signal.signal(number, pass_on)
     try:
         run(arguments)

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moc.store.claims import Claim
-from moc.store.fence import NAME as FENCE
-from moc.store.fence import Holder
-from moc.store.runs import NAME as RUN
+from moc.store.ownership import NAME as FENCE
+from moc.store.ownership import Claim, Holder
+from moc.store.runs import RUN_FILE as RUN
 from tests.mutations import signed
 
 CHANGES = {"write", "link", "symlink", "rename", "unlink", "rmdir", "mkdir", "truncate", "chmod", "chown", "mknod"}

@@ -35,32 +35,32 @@ from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import check_metadata  # noqa: E402
 from megatron.pretraining.checkpoint.writer import _read_report  # noqa: E402
 from megatron.pretraining.config import ds_config  # noqa: E402
-from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_hashes  # noqa: E402
+from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_conversion_hashes  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.planning.selective_choice import read_routing  # noqa: E402
-from moc.elastic.plan import Plan, Settings  # noqa: E402
-from moc.elastic.plan import plan as make_plan  # noqa: E402
+from moc.cli_output import ToolError  # noqa: E402
+from moc.elastic.plan import Plan, PlanSettings  # noqa: E402
+from moc.elastic.plan import make_plan as make_plan  # noqa: E402
 from moc.events import EventLog  # noqa: E402
-from moc.files import decode, tree  # noqa: E402
-from moc.files.events import read_events  # noqa: E402
-from moc.files.tree import Tree  # noqa: E402
-from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_checkpoint, read_regions  # noqa: E402
+from moc.files import decode, safe_directory  # noqa: E402
+from moc.files.event_log import read_events  # noqa: E402
+from moc.files.safe_directory import SafeDirectory  # noqa: E402
+from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, read_all_boxes, read_checkpoint  # noqa: E402
 from moc.inspect.coverage import coverage_problems, missing_operators  # noqa: E402
-from moc.output import ToolError  # noqa: E402
 from moc.recovery.inventory import summary  # noqa: E402
-from moc.report.figures import report  # noqa: E402
-from moc.report.loss import read_run  # noqa: E402
+from moc.report.figures import compute_report  # noqa: E402
+from moc.report.loss import read_loss_curve  # noqa: E402
 from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
 from moc.state import module_bytes  # noqa: E402
-from moc.store import dense_files, leases, runs  # noqa: E402
+from moc.store import dense_files, host_memory, runs  # noqa: E402
 from moc.store import manifest as manifests  # noqa: E402
-from moc.store.boxes import INDEX  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
-from moc.store.fence import Holder  # noqa: E402
-from moc.store.storage import LocalPlace  # noqa: E402
+from moc.store.header import INDEX_KEY  # noqa: E402
+from moc.store.ownership import Holder  # noqa: E402
+from moc.store.storage import LocalStorage  # noqa: E402
 from tests.mutations import changed, encoded, signed  # noqa: E402
 
 MOST = 1_000_000  # bytes of a file
@@ -117,7 +117,7 @@ def regions(boxes: list[tuple[list[int], list[int], list[int]]]) -> bytes:
         header[str(number)] = {"dtype": "U8", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(index, separators=(",", ":"))
-    return file_of({"__metadata__": {INDEX: text}, **header}, min(end, 1 << 20))
+    return file_of({"__metadata__": {INDEX_KEY: text}, **header}, min(end, 1 << 20))
 
 
 def weights(count: int = 2) -> bytes:
@@ -150,7 +150,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def _report_of(events: list[dict[str, Any]], path: Path) -> None:
-    report(str(path.parent), events)
+    compute_report(str(path.parent), events)
 
 
 def _read_log(path: Path) -> None:
@@ -163,7 +163,7 @@ def _read_log(path: Path) -> None:
 def _read_regions(path: Path) -> None:
     files = {path.name: {"bytes": path.stat().st_size}}
     checkpoint = Checkpoint(path.parent, files, format=SNAPSHOT)
-    boxes, problems = read_regions(checkpoint)
+    boxes, problems = read_all_boxes(checkpoint)
     coverage_problems(checkpoint, boxes)
     if problems:
         raise CheckpointError(problems[0])
@@ -174,7 +174,7 @@ def _read_state(path: Path) -> None:
 
 
 def _read_config(path: Path) -> None:
-    config = read_json(path, tree.SMALL)
+    config = read_json(path, safe_directory.MAX_SMALL_FILE_BYTES)
     family_of(config).flags_of(config)
 
 
@@ -182,23 +182,25 @@ def _read_dense(path: Path) -> None:
     manifest = dense_files.read_manifest(path.parent)
     assert manifest is not None
     read_checkpoint(path.parent)
-    dense_files.damage_in(path.parent, manifest["files"])
+    dense_files.find_damage(path.parent, manifest["files"])
 
 
 def _read_snapshot(path: Path) -> None:
-    manifest = manifests.Manifest.from_json(Tree(path.parent).read(path.name, tree.MANIFEST), path.name)
+    manifest = manifests.Manifest.from_json(
+        SafeDirectory(path.parent).read(path.name, safe_directory.MAX_MANIFEST_BYTES), path.name
+    )
     json.dumps([summary(manifest)])
-    assert manifest.bytes >= 0 and manifest.to_json()
+    assert manifest.nbytes >= 0 and manifest.to_json()
     read_checkpoint(path.parent)
 
 
 def _read_run(path: Path) -> None:
-    _valid(runs._recorded(LocalPlace(path.parent)) is not None)
+    _valid(runs._read_record(LocalStorage(path.parent)) is not None)
 
 
 def _read_lease(path: Path) -> None:
-    leases.lease_left_s(path.parent)
-    _valid(leases._length_s(path.parent) != leases.DEFAULT_S)
+    host_memory.lease_remaining_s(path.parent)
+    _valid(host_memory._lease_length_s(path.parent) != host_memory.DEFAULT_LEASE_S)
 
 
 def _read_dense_report(path: Path) -> None:
@@ -324,7 +326,7 @@ def _trace() -> Iterator[bytes]:
 
 def _flags() -> Iterator[bytes]:
     yield from _any_json()
-    most = tree.CONFIG
+    most = safe_directory.MAX_CONFIG_BYTES
     yield from (
         part * (most // len(part)) for part in (b"a: 1\n", b"- ", b"? ", b"&a ", b"[", b"{", b"!!", b"a:\n ", b"*a\n")
     )
@@ -338,7 +340,7 @@ def _routing() -> Iterator[bytes]:
     yield from (b"", b"PK", b"\0" * MOST, _archive(b""), _archive(b"\x93NUMPY"))
     for shape in ((1 << 22, 1, 1), (60_000, 8, 16), (12, 1, 4), (0, 1, 1), (7_900_000,)):
         for dtype in ("u1", "i8", "f8", "U1"):
-            if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= tree.MANIFEST:
+            if numpy.dtype(dtype).itemsize * numpy.prod(shape) <= safe_directory.MAX_MANIFEST_BYTES:
                 yield _archive(_array(numpy.zeros(shape, dtype)), zipfile.ZIP_DEFLATED)
     for shape in ((900_000, 1, 1), (12, 75_000, 1), (12, 1, 75_000), (60_000, 1, 2)):
         for dtype in ("u1", "i8"):
@@ -399,9 +401,9 @@ def header_of(whole: bytes) -> dict[str, Any]:
 
 def changed_index(rng: random.Random, header: dict[str, Any]) -> Any:
     """A header of a region file in which the index, the entries or both have changes."""
-    index = json.loads(header["__metadata__"][INDEX])
+    index = json.loads(header["__metadata__"][INDEX_KEY])
     index = encoded(changed(rng, index)) if rng.random() < 0.6 else json.dumps(index)
-    header = {**header, "__metadata__": {INDEX: index}}
+    header = {**header, "__metadata__": {INDEX_KEY: index}}
     return changed(rng, header) if rng.random() < 0.6 else header
 
 
@@ -446,7 +448,7 @@ REPORT = {
     "file": {"bytes": 9, "header_bytes": 8, "header_xxh3_128": "0" * 32},
     "operators": {"embedding": {"detail": "full", "step": 3, "elements": {"master": 4}}},
 }  # fmt: skip
-PLAN = make_plan(range(4), {0: [4, 3, 2, 1, 1, 1], 2: [1, 1, 9, 1, 1, 1]}, Settings(3)).to_json()
+PLAN = make_plan(range(4), {0: [4, 3, 2, 1, 1, 1], 2: [1, 1, 9, 1, 1, 1]}, PlanSettings(3)).to_json()
 MODULE_STATE = {
     "values": {"counts": {"tensor": 0}, "calls": 3, "pairs": {"dict": [[1, {"tuple": [1, {"bytes": "00"}]}]]},
                "last": {"deque": [1, 2], "maxlen": 4}, "mean": {"array": 1}, "turn": {"complex": [1.0, 2.0]}},
@@ -523,14 +525,18 @@ TYPES: dict[str, FileType] = {
     "manifest.json, dense": _json_type("manifest.json", _read_dense, DENSE),
     ".rank_00000.json, snapshot": _json_type(
         ".rank_00000.json",
-        lambda path: manifests.RankReport.from_json(Tree(path.parent).read(path.name, tree.MANIFEST).decode()),
+        lambda path: manifests.RankReport.from_json(
+            SafeDirectory(path.parent).read(path.name, safe_directory.MAX_MANIFEST_BYTES).decode()
+        ),
         REPORT,
     ),
     ".rank_00000.json, dense": _json_type(
         ".rank_00000.json", _read_dense_report, {"files": DENSE["files"], "error": None}
     ),
     ".fence": _signed_type(
-        ".fence", lambda path: Holder.from_json(Tree(path.parent).read(path.name, tree.SMALL)), HOLDER
+        ".fence",
+        lambda path: Holder.from_json(SafeDirectory(path.parent).read(path.name, safe_directory.MAX_SMALL_FILE_BYTES)),
+        HOLDER,
     ),
     ".run.json": _signed_type(".run.json", _read_run, RUN),
     ".lease": _signed_type(".lease", _read_lease, {"seconds": 12.5}),
@@ -563,15 +569,15 @@ TYPES: dict[str, FileType] = {
         _module_states,
     ),
     "elastic plan": _json_type(
-        "plan.json", lambda path: Plan.from_json(decode.table(decode.parse(path.read_bytes()), "it")), PLAN
+        "plan.json", lambda path: Plan.from_json(decode.require_object(decode.parse(path.read_bytes()), "it")), PLAN
     ),
     "events.jsonl, newest": _events_type(_read_log),
     "events.jsonl, report": _events_type(lambda path: _report_of(read_events(path), path)),
     "events.jsonl, profile": _events_type(read_profile),
-    "events.jsonl, loss": _events_type(read_run),
+    "events.jsonl, loss": _events_type(read_loss_curve),
     "conversion.json": _json_type(
         "conversion.json",
-        lambda path: check_hashes(path.parent, lambda count: None),
+        lambda path: check_conversion_hashes(path.parent, lambda count: None),
         CONVERSION,
         lambda: _within(
             CONVERSION,

@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from moc.store.digest import digest_of
-from moc.store.manifest import _canonical
+from moc.store.manifest import _canonical_json, compute_digest
 
 _AGAIN, _TEXT = "\ue000", "\ue001"  # marks of strings: a key that occurs again, and JSON text
 _MARKED = re.compile(r'"\\ue001((?:[^"\\]|\\.)*)"')
@@ -132,7 +131,7 @@ def signed(plain: dict) -> str:
     fields = {name: value for name, value in plain.items() if name != "xxh3_128"}
     text = encoded(fields)
     try:
-        digest = digest_of(_canonical(json.loads(text)).encode())
+        digest = compute_digest(_canonical_json(json.loads(text)).encode())
     except (ValueError, RecursionError):
         digest = "0" * 32
     return f'{text[:-1]}{", " if fields else ""}"xxh3_128": "{digest}"}}'

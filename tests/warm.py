@@ -184,7 +184,7 @@ def _run(request: dict, connection: socket.socket, serve_forks) -> int:
 
 def _own_server(serve_forks, connection: socket.socket):
     """Forks a server that dies with this process; the way to its address."""
-    from moc.runtime import children
+    from moc.runtime import child_processes
 
     path = f"{tempfile.gettempdir()}/warm-{os.getpid()}-{time.monotonic_ns()}"
     listener = socket.socket(socket.AF_UNIX)
@@ -193,7 +193,7 @@ def _own_server(serve_forks, connection: socket.socket):
     parent = os.getpid()
     if os.fork() == 0:
         try:
-            children.die_with_parent(parent)
+            child_processes.die_with_parent(parent)
             connection.close()
             os.setsid()
             serve_forks(listener)

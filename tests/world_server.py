@@ -69,9 +69,9 @@ def warm_up() -> None:
 
     all_flags()  # read from the classes once, not in each worker
     if importlib.util.find_spec("deepspeed"):
-        from megatron.pretraining.engine.zero import attach
+        from megatron.pretraining.engine.zero import build
 
-        attach.load()
+        build.load()
     gc.collect()
     gc.freeze()
 
@@ -81,7 +81,7 @@ _IMPORTED_LATE = (
     "moc.launch",
     "moc.runtime.controller",
     "moc.runtime.replica_server",
-    "moc.runtime.zygote",
+    "moc.runtime.forkserver",
     "torch._dynamo",
     "torch._inductor.utils",
     "megatron.core.dist_checkpointing.strategies.torch",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
 
-from moc.report.program import main
+from moc.report.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

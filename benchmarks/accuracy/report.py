@@ -116,5 +116,5 @@ def lines(samples: list[dict], plan: Plan, entropy: float) -> list[str]:
     said = [f"unigram entropy of the text: {entropy:.3f} nats a token"]
     said += [words.format(sticks[name]) for name, words in sentences.items() if sticks[name] is not None]
     if off:
-        said.append(f"PLT against equally busy experts: {min(off):+.1%} to {max(off):+.1%} of what was expected")
+        said.append(f"PLT relative to the estimate for equally busy experts: {min(off):+.1%} to {max(off):+.1%}")
     return said

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Cell, Plan
 from benchmarks.live.job import ROOT, SHARED, free_ports
-from moc.files.events import read_events
-from moc.store.tiers import memory_found
+from moc.files.event_log import read_events
+from moc.store.host_memory import find_memory_storage
 
 ARTICLE = r"^ = [^=]+ = $"  # first line of a WikiText article
 FEWEST_ARTICLES = 20  # with fewer, the tenth for validation is too small
@@ -88,7 +88,7 @@ def run(cell: Cell, plan: Plan, dataset: Dataset, scratch: Path) -> dict:
         for number, fault in enumerate(cell.faults):
             start(cell, flags, directory, fault)
             for node in cell.lost_nodes(number):
-                shutil.rmtree(memory_found(memory, str(directory / "checkpoints"), str(node)).name)
+                shutil.rmtree(find_memory_storage(memory, str(directory / "checkpoints"), str(node)).name)
         start(cell, flags, directory, None)
     result = asdict(cell) | told(read_events(directory / "log"), cell, plan)
     shutil.rmtree(directory)

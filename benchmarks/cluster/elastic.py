@@ -33,7 +33,7 @@ def as_of_fixed_members(ended: End, expected: End, events: Sequence[dict]) -> li
     wrong += [] if told == sorted(set(told)) else ["iterations were computed twice"]
     wrong += [f"a checkpoint was read: {event['reason']}" for event in events if event["type"] == "fallback"]
     tiers = {event["tier"] for event in events if event["type"] == "resume"}
-    return wrong + [f"state came from {tier}" for tier in sorted(tiers - {"live", None}, key=str)]
+    return wrong + [f"state was loaded from {tier}" for tier in sorted(tiers - {"live", None}, key=str)]
 
 
 def members(events: Sequence[dict]) -> list[int]:

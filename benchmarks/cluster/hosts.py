@@ -208,7 +208,7 @@ class _Namespaces:
             if self._holder.poll() is not None:
                 break
             time.sleep(0.01)
-        raise RuntimeError(f"namespaces did not come to be; unshare ended with {self._holder.poll()}")
+        raise RuntimeError(f"namespaces were not created; unshare ended with {self._holder.poll()}")
 
 
 def _hangs(process: psutil.Process) -> bool:

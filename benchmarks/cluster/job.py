@@ -19,7 +19,7 @@ import psutil
 from benchmarks.cluster.hosts import Cluster, Host
 from benchmarks.cluster.judge import Life, Publication
 from benchmarks.live.job import ROOT, WORKER, Events
-from moc.runtime.children import is_dying
+from moc.runtime.child_processes import is_dying
 
 PORT = 29400
 _SAMPLE_S = 0.05

@@ -55,7 +55,7 @@ def two_worlds(events: Sequence[dict], lives: Sequence[Life], publications: Sequ
     """Returns all signs that two generations trained or published at the same time, one sentence each."""
     wrong = []
     if twice := told_twice(events):
-        wrong.append(f"two worlds told iterations {twice[:5]}")
+        wrong.append(f"two generations reported iterations {twice[:5]}")
     for rank, begin, end in overlaps(lives):
         during = [e["iteration"] for e in events if e["type"] == "iteration" and begin < e["time"] < end]
         published = [p.iteration for p in publications if begin < p.time < end]

@@ -123,13 +123,15 @@ def _cuts(of: Cluster) -> dict[str, Scenario]:
         "first cut for long": Scenario("the first host is cut off for longer", _cut((0,), long), aside=(0,)),
         "cut for good": Scenario("a host is cut off for good", (Step("cut", (last,), more=10),), aside=(last,)),
         "first cut for good": Scenario("the first host is cut off for good", (Step("cut", (0,), more=10),), aside=(0,)),
-        "minority cut": Scenario("as many as can be spared, and the first", _cut(lost, long), aside=lost),
+        "minority cut": Scenario("all hosts that can be spared, and the first host", _cut(lost, long), aside=lost),
         "world cut": Scenario(
-            "all that train, from the spares", _cut(places, long), aside=places if of.nnodes <= of.minority else others
+            "all training hosts are cut off from the spares",
+            _cut(places, long),
+            aside=places if of.nnodes <= of.minority else others,
         ),
         "spares cut": Scenario("a spare is cut off", _cut((of.size - 1,), long), aside=(of.size - 1,)),
-        "flapping": Scenario("a link that comes and goes", _flapping(last, short), aside=(last,)),
-        "first flapping": Scenario("the first host's link comes and goes", _flapping(0, short), aside=(0,)),
+        "flapping": Scenario("an unstable link", _flapping(last, short), aside=(last,)),
+        "first flapping": Scenario("the first host's link is unstable", _flapping(0, short), aside=(0,)),
     }
 
 
@@ -163,7 +165,7 @@ def _stopped_processes(of: Cluster) -> dict[str, Scenario]:
     last, long = of.last, of.long
     return {
         "launcher stopped": Scenario(
-            "a launcher is stopped, and goes on later",
+            "a launcher is stopped, and continued later",
             (Step("stop", (last,), more=10), Step("cont", (last,), seconds=long)),
             aside=(last,),
         ),

@@ -14,11 +14,9 @@ from itertools import pairwise
 from statistics import fmean
 
 from moc.simulate.engine import SimulatedJob, simulate
-from moc.simulate.failures import Event, Faults
-from moc.simulate.policy_costs import PolicyCosts
-from moc.simulate.profile import Profile
-from moc.simulate.program_recovery import RecoveryCosts, program_way
-from moc.simulate.recoveries import faults, stretches
+from moc.simulate.failures import ClusterEvent, Faults
+from moc.simulate.policy_costs import RecoveryCosts, SimulatedCosts, program_way
+from moc.simulate.profile import Profile, faults, stretches
 
 PARTS = 8  # parts of a run
 WARM_UP = 5  # first iterations, which allocate and connect
@@ -143,7 +141,7 @@ def predicted(way: Way, half: Half, profile: Profile, parts: RecoveryCosts, plai
     """
     each_s, useful_s = profile.mean_iteration_s, 0.0
     for part in half.parts:
-        trace = tuple(Event(_place_s(hit, each_s), hit.lost, after_s=hit.after_s) for hit in part.hits)
+        trace = tuple(ClusterEvent(_place_s(hit, each_s), hit.lost, after_s=hit.after_s) for hit in part.hits)
         chance = Faults(trace=trace, while_training=True) if trace else Faults(math.inf)
         useful_s += part.seconds * _simulated(way, part.seconds, chance, profile, parts, plain_s)
     return useful_s / half.seconds
@@ -168,7 +166,7 @@ def _simulated(
     return simulate(job, chance, saving).ettr * plain_s / iteration_s
 
 
-def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) -> tuple[PolicyCosts, float]:
+def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) -> tuple[SimulatedCosts, float]:
     """Returns the policy for the simulator, and the seconds of its iteration without stalls.
 
     The cost of saving is the additional time of an iteration with saving. If there is none, iterations without saving
@@ -177,6 +175,6 @@ def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) 
     mean_s = profile.mean_iteration_s
     iteration_s = min(plain_s, mean_s)
     interval = way.window if way.window > 1 else way.interval
-    saving = PolicyCosts("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
+    saving = SimulatedCosts("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
     lag = 0.0 if way.blocking else profile.usable_s / mean_s
     return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s

@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from moc.elastic.allocation import least_replicas
+from moc.elastic.allocation import feasible_replicas
 
 LOSSES = ("node", "launcher", "worker")
 """Kinds of losses: all processes of a node are killed; its launcher, whose end ends the others; its worker."""
@@ -44,7 +44,7 @@ class Cluster:
 
     def survives(self, nodes: int) -> int:
         """Returns how many of ``nodes`` nodes can be lost simultaneously without losing any expert."""
-        return least_replicas(self.replicas, self.experts, nodes, self.slots) - 1
+        return feasible_replicas(self.replicas, self.experts, nodes, self.slots) - 1
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import psutil
 
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
 from benchmarks.live.job import KIND, ROOT, SHARED, WORKER, Events, free_ports, reader_of, running
-from moc.inspect.verify import check_coverage, check_hashes, examine
-from moc.store.storage import LocalPlace
+from moc.inspect.verify import check_coverage, check_hashes, open_verdicts
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 SIZES = """--hidden-size 64 --ffn-hidden-size 96 --num-experts 8 --seq-length 32 --vocab-size 255 --micro-batch-size 1
@@ -102,11 +102,11 @@ class End:
 def end_of(snapshots: Path, iterations: int, events: Events) -> End:
     """Returns the final state of a run of ``iterations`` iterations, from its events and its last snapshot."""
     lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in events.of("iteration")}
-    store = Store(LocalPlace(snapshots))
+    store = Store(LocalStorage(snapshots))
     if store.iterations()[-1:] != [iterations]:
         return End(lines, {})
     sources = reader_of(store, iterations).sources()
-    return End(lines, {(one.entry.name, one.entry.slot, one.entry.region): one.digest for one in sources})
+    return End(lines, {(one.box.name, one.box.slot, one.box.region): one.digest for one in sources})
 
 
 def differences(ended: End, expected: End) -> list[str]:
@@ -126,7 +126,7 @@ def missing(ended: End, expected: End) -> list[str]:
     """Returns missing events and snapshots of a run, regardless of its bits, one sentence each."""
     wrong = []
     if ended.losses.keys() != expected.losses.keys():
-        wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not told")
+        wrong.append(f"iterations {sorted(expected.losses.keys() ^ ended.losses.keys())[:5]} are not reported")
     if not ended.hashes or ended.hashes.keys() - expected.hashes.keys():
         wrong.append("the last snapshot is not there, or not of this model")
     return wrong
@@ -148,7 +148,7 @@ def judge(tier: str, ended: End, expected: End, events: Events) -> list[str]:
 
 def damages(snapshots: Path) -> list[str]:
     """Returns the problems that the checkpoint verifier finds in the last stored snapshot, one sentence each."""
-    verdicts = examine(snapshots, None, False)
+    verdicts = open_verdicts(snapshots, None, False)
     check_hashes(verdicts, 1)
     for verdict in verdicts:
         check_coverage(verdict)
@@ -343,7 +343,7 @@ class Run:
 
         Does nothing until there is a snapshot elsewhere, since the job cannot continue without one.
         """
-        if not self._has_copies and not Store(LocalPlace(self.directory / "snapshots")).iterations():
+        if not self._has_copies and not Store(LocalStorage(self.directory / "snapshots")).iterations():
             return False
         self._end(node, self._of(node))
         for path in [*self._memory.glob(f"*/*-node-{node}")] if self._nodes > 1 else self._memory.iterdir():

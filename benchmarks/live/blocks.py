@@ -150,7 +150,7 @@ if __name__ == "__main__":
     from megatron.core.pipeline_parallel import schedules
 
     for kind in POLICIES.values():
-        policy: Any = kind  # a method is replaced, which type checkers refuse
+        policy: Any = kind.policy_class  # a method is replaced, which type checkers refuse
         policy.plan = in_blocks(policy.plan, Blocks(int(os.environ["SAVING_FROM"]), int(os.environ["SAVING_FOR"])))
     if os.environ.get("RANK", "0") == "0":
         clocked(Session, os.environ["SAVING_CLOCKS"], SecondHalf(schedules))

@@ -13,7 +13,7 @@ import time
 
 def take_as_long(seconds: float) -> None:
     """Delays each training micro batch, except dummy micro batches, by ``seconds``."""
-    from megatron.pretraining.elastic.turns import ElasticTurns
+    from megatron.pretraining.elastic.moe_layer import ElasticTurns
     from megatron.pretraining.engine.schedule import Turns
 
     take, take_elastic = Turns.take, ElasticTurns.take

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from moc.store.regions import RegionReader
-from moc.store.store import Store, directory_of
+from moc.store.shard_file import ShardReader
+from moc.store.store import Store, checkpoint_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path("/dev/shm")
@@ -75,14 +75,14 @@ def running(launcher: int, module: str) -> list[psutil.Process]:
     return found
 
 
-def reader_of(store: Store, iteration: int) -> RegionReader:
+def reader_of(store: Store, iteration: int) -> ShardReader:
     """Returns a reader of all regions of a snapshot.
 
     Raises:
         moc.store.errors.CheckpointError: the snapshot does not exist.
     """
-    names = store.manifest(iteration).files
-    return RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names)
+    names = store.read_manifest(iteration).files
+    return ShardReader(store.storage.open_blob(f"{checkpoint_name(iteration)}/{name}") for name in names)
 
 
 def look(process: psutil.Process) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Job:
         deadline = time.time() + PATIENCE_S
         while not (answer := ready()):
             if time.time() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{what} did not come; the job's last words:\n{self.last_words()}")
+                raise RuntimeError(f"{what} was not reached; last output of the job:\n{self.last_words()}")
             time.sleep(POLL_S)
         return answer
 

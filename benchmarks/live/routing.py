@@ -25,7 +25,7 @@ def tell_routes(directory: Path) -> None:
     """Makes this worker, and workers forked from it, record the routing of tokens."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron.pretraining.elastic.turns import ElasticTurns
+    from megatron.pretraining.elastic.moe_layer import ElasticTurns
 
     take, routing, now = ElasticTurns.take, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from moc.store.digest import digest_of
+from moc.store.manifest import compute_digest
 
 MB = 1 << 20
 ROUNDS, TURN_S, PAUSE_S = 60, 0.06, 0.02
@@ -72,4 +72,4 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _hash(source: torch.Tensor, _: torch.Tensor) -> None:
     for one in source.split(4 * MB):
-        digest_of(one.numpy())
+        compute_digest(one.numpy())

@@ -67,21 +67,21 @@ def _event(events: list[dict], kind: str, iteration: int) -> dict:
     found = [e for e in events if e["type"] == kind and e["iteration"] == iteration]
     if not found:
         why = "storage was still busy with an earlier snapshot, so give it more iterations with --every"
-        raise ValueError(f"events.jsonl tells of no {kind} of iteration {iteration}: {why}")
+        raise ValueError(f"events.jsonl has no {kind} of iteration {iteration}: {why}")
     return found[0]
 
 
 def _refuse_late(persist: dict, next_snapshot: int, ends: Mapping[int, float]) -> None:
     if persist["time"] > ends.get(next_snapshot, math.inf):
-        why = f"the snapshot of iteration {persist['iteration']} was in storage after that of {next_snapshot} had begun"
-        raise ValueError(f"{why}, so that one was measured beside another: give it more iterations with --every")
+        why = f"the snapshot of iteration {persist['iteration']} reached storage after snapshot {next_snapshot} began"
+        raise ValueError(f"{why}, so the measurements of two snapshots overlap: give it more iterations with --every")
 
 
 def _ranks(sizes: Mapping[str, Mapping[int, list[int]]], iteration: int) -> dict[str, list[int]]:
     """Returns the bytes of each rank by level; without a memory tier, the copy buffer is as large as the file."""
     found = {level: sizes.get(level, {}).get(iteration) for level in LEVELS}
     if found["storage"] is None:
-        raise ValueError(f"nobody saw the manifest of iteration {iteration}: the benchmark was too slow to read it")
+        raise ValueError(f"the manifest of iteration {iteration} was removed before the benchmark read it")
     return {level: found[level] or found["storage"] for level in LEVELS}
 
 

@@ -85,12 +85,12 @@ def model_flags(quick: bool, layout: str = "", hidden_size: int | None = None) -
 def operators_of(flags: list[str]) -> list[Operator]:
     """Returns the operators of the program's model."""
     from megatron.pretraining.entry.offline import config_of_words
-    from megatron.pretraining.planning.model import operators_of
+    from megatron.pretraining.planning.model import meta_operators
 
     config = config_of_words([*flags, "--train-iters", "1"], None)
     tokens = config.tokenizer.vocab_size
     assert tokens is not None
-    return operators_of(config, None, tokens + 1)  # NullTokenizer adds one token
+    return meta_operators(config, None, tokens + 1)  # NullTokenizer adds one token
 
 
 def parameters(flags: list[str]) -> dict[str, int]:

@@ -42,7 +42,7 @@ def lines(told: dict) -> list[str]:
     said += [_followed(METHODS[name].label, check) for name, checks in told["followed"].items() for check in checks]
     for name, size in told["sizes"].items():
         shares = ", ".join(f"{level} {size['measured'][level] / size['equation'][level]:.4f}" for level in LEVELS)
-        said.append(f"{METHODS[name].label}, bytes in files over those of eq. 6: {shares}")
+        said.append(f"{METHODS[name].label}, bytes in files relative to eq. 6: {shares}")
     return said + [f"not measured: {METHODS[name].label}: {why}" for name, why in told["failed"].items()]
 
 
@@ -51,7 +51,7 @@ def _of_baseline(label: str, ratios: dict[str, float]) -> str:
     for level in LEVELS:
         most = f"{ratios[f'bottleneck_{level}']:.1%} on the busiest rank"
         said.append(f"{ratios[f'bytes_{level}']:.1%} of its bytes in {level} ({most})")
-    return f"{label} beside the baseline: {', '.join(said)}"
+    return f"{label} relative to the baseline: {', '.join(said)}"
 
 
 def _followed(label: str, check: dict) -> str:
@@ -72,7 +72,7 @@ def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
     if "interval_ratio" in ratios:
         said.append(
             f"{label}: {ratios['interval_exact_ratio']:.1%} of Base-Async's interval before rounding up, and "
-            f"{ratios['work_ratio']:.1%} of its T_snapshot + T_persist, in which there is no waiting for votes"
+            f"{ratios['work_ratio']:.1%} of its T_snapshot + T_persist, without waiting for commits"
         )
     return said
 

@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 
 from moc.store.errors import CheckpointError
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import find_memory_storage
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 
 PERIOD_S = 0.2
 
@@ -22,7 +22,7 @@ class Watch:
 
     def __init__(self, storage: Path, memory: Path):
         self._storage, self._memory = storage, memory
-        self._stores = {"storage": Store(LocalPlace(storage))}
+        self._stores = {"storage": Store(LocalStorage(storage))}
         self.sizes: dict[str, dict[int, list[int]]] = {"storage": {}, "memory": {}}
         self._over, self._thread = threading.Event(), threading.Thread(target=self._look_again, daemon=True)
 
@@ -39,12 +39,12 @@ class Watch:
         """Reads new manifests."""
         if "memory" not in self._stores:
             with contextlib.suppress(CheckpointError):  # the run has not started yet
-                self._stores["memory"] = Store(memory_found(self._memory, str(self._storage)))
+                self._stores["memory"] = Store(find_memory_storage(self._memory, str(self._storage)))
         for level, store in self._stores.items():
             for iteration in store.iterations():
                 if iteration not in self.sizes[level]:
                     with contextlib.suppress(CheckpointError):  # the snapshot was just removed
-                        files = store.manifest(iteration).files
+                        files = store.read_manifest(iteration).files
                         self.sizes[level][iteration] = [files[name].bytes for name in sorted(files)]
 
     def _look_again(self) -> None:

@@ -8,10 +8,10 @@ import numpy
 
 from benchmarks.papers.moetion import Loads
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.elastic.allocation import allocate, ascending
-from moc.elastic.placement import compact, cyclic, holders, overlapped, place
-from moc.elastic.plan import Settings, plan
-from moc.elastic.survival import survival
+from moc.elastic.allocation import allocate_replicas, experts_by_load
+from moc.elastic.placement import place_compact, place_overlapping, place_replicas, place_spread, replicas_by_node
+from moc.elastic.plan import PlanSettings, make_plan
+from moc.elastic.survival import survival_probability
 
 _NODES, _SLOTS, _LAYERS, _LEAST = 10, 6, 12, 2  # section 6.1
 _EXPERTS_S, _EXPERTS_L = 8, 16  # GPT-S and GPT-L, Table 1
@@ -28,12 +28,17 @@ def figure_4() -> Reproduction:
     """Reproduces Lazarus' Figure 4: four experts on five nodes with four slots."""
     replicas = (2, 3, 3, 12)
     rows = (
-        Row("plan A, 3 lost", 50, 100 * survival(holders(numpy.array(_PLAN_A), 4), 3), "percent"),
-        Row("plan B, 3 lost", 70, 100 * survival(holders(place(replicas, 5, 4), 4), 3), "percent"),
+        Row("plan A, 3 lost", 50, 100 * survival_probability(replicas_by_node(numpy.array(_PLAN_A), 4), 3), "percent"),
+        Row(
+            "plan B, 3 lost",
+            70,
+            100 * survival_probability(replicas_by_node(place_replicas(replicas, 5, 4), 4), 3),
+            "percent",
+        ),
     )
     notes = (
         "Percent of all choices of lost nodes that leave a replica of each expert.  Plan A holds ACD, ABD, BD, BCD",
-        "and CD by node: what survives in the five cases of section 4.1.  Plan B is placed by maximum rank overlap.",
+        "and CD by node, as the five cases of section 4.1 show.  Plan B is placed by maximum rank overlap.",
     )
     title = "Lazarus, Figure 4: probability of recovery by placement"
     return Reproduction(title, rows, notes, "every choice of lost nodes is as likely", ("plan A, from its five cases",))
@@ -49,24 +54,25 @@ def figure_8(loads: Loads) -> Reproduction:
         raise ValueError(f"it needs more than {_STEP_200} iterations of {_LAYERS} layers with {_EXPERTS_L} experts")
     large, first = (_hottest(loads[step], _EXPERTS_L) for step in (_STEP_200, 0))
     small = _hottest(loads[-1], _EXPERTS_S)
-    ours = plan(range(_NODES), dict(enumerate(large)), Settings(_SLOTS, _LEAST))
-    planned = numpy.concatenate([ours.held_by_nodes(layer) for layer in range(_LAYERS)])
+    ours = make_plan(range(_NODES), dict(enumerate(large)), PlanSettings(_SLOTS, _LEAST))
+    planned = numpy.concatenate([ours.replicas_by_node(layer) for layer in range(_LAYERS)])
     rows = [
         _row("GPT-L, step 200, 1 lost, MRO", 100, _placed(large, aligned), 1, excluded="that could not fail"),
         _row("GPT-L, step 200, 4 lost, MRO, nodes in one order", 41, _placed(large, aligned), 4),
-        _row("GPT-L, step 200, 4 lost, MRO, each layer by what nodes held", 41, _with_least_transfer(first, large), 4),
+        _row("GPT-L, step 200, 4 lost, MRO, each layer by fewest transfers", 41, _with_least_transfer(first, large), 4),
         _row("GPT-L, step 200, 4 lost, our plan", 41, planned, 4),
-        _row("GPT-L, step 200, 4 lost, spread", 12, _placed(large, cyclic), 4),
-        *(_row(f"GPT-L, step 200, {n} lost, compact", 0, _placed(large, compact), n) for n in (1, 2, 4)),
-        *(_row(f"GPT-S, late, {n} lost, compact", 0, _placed(small, compact), n, "above") for n in (1, 2)),
+        _row("GPT-L, step 200, 4 lost, spread", 12, _placed(large, place_spread), 4),
+        *(_row(f"GPT-L, step 200, {n} lost, compact", 0, _placed(large, place_compact), n) for n in (1, 2, 4)),
+        *(_row(f"GPT-S, late, {n} lost, compact", 0, _placed(small, place_compact), n, "above") for n in (1, 2)),
     ]
     notes = (
         "Percent of all choices of lost nodes that leave a replica of every expert of every layer.  Inputs: 10 nodes",
         "of 6 slots, 12 layers of 8 or 16 experts, at least 2 replicas (section 6.1); replicas by equation 1.  The",
         "routing trace is SmartMoE's, as in the paper: the hottest experts of each layer at that step; GPT-S at the",
-        "last one recorded, since step 4000 is not.  Spread and compact place experts by number.  Which node of a plan",
-        "is which is left open by section 4.1: the same order in all layers, or for each layer by itself with fewest",
-        "transfers (section 4.3), from the plan of the first step.  Our plan has one order, hot experts everywhere.",
+        "last recorded step, since step 4000 is missing.  Spread and compact place experts by number.  Section 4.1",
+        "does not specify the order of a plan's nodes.  It is the same in all layers, or each layer separately has the",
+        "order with fewest transfers (section 4.3) from the first step's plan.  Our plan has one order, hot experts",
+        "everywhere.",
     )
     title = "Lazarus, Figure 8: probability of recovery when several nodes are lost"
     fitted = ("the hottest experts of the first 12 of the trace's 24 layers",)
@@ -74,30 +80,30 @@ def figure_8(loads: Loads) -> Reproduction:
 
 
 def _row(label: str, paper: float, held: numpy.ndarray, lost: int, bound: str = "", excluded: str = "") -> Row:
-    return Row(label, paper, 100 * survival(held, lost), "percent", bound, excluded)
+    return Row(label, paper, 100 * survival_probability(held, lost), "percent", bound, excluded)
 
 
 def _hottest(layers: Sequence[Sequence[int]], experts: int) -> list[list[int]]:
     """Returns the loads of each layer's ``experts`` hottest experts, in the order of the experts."""
     found = []
     for row in layers[:_LAYERS]:
-        kept = sorted(ascending(row)[-experts:])
+        kept = sorted(experts_by_load(row)[-experts:])
         found.append([row[expert] for expert in kept])
     return found
 
 
 def _placed(layers: Sequence[Sequence[int]], placement: Placement) -> numpy.ndarray:
-    return numpy.concatenate([holders(_table(row, placement), len(row)) for row in layers])
+    return numpy.concatenate([replicas_by_node(_table(row, placement), len(row)) for row in layers])
 
 
 def _table(loads: Sequence[int], placement: Placement) -> numpy.ndarray:
-    return placement(allocate(loads, _NODES * _SLOTS, _LEAST), _NODES, _SLOTS)
+    return placement(allocate_replicas(loads, _NODES * _SLOTS, _LEAST), _NODES, _SLOTS)
 
 
 def aligned(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
     """Returns the paper's maximum rank overlap placement, if there are as many nodes as it needs."""
-    order = numpy.array(ascending(replicas))
-    return order[overlapped([replicas[expert] for expert in order], nodes, slots)]
+    order = numpy.array(experts_by_load(replicas))
+    return order[place_overlapping([replicas[expert] for expert in order], nodes, slots)]
 
 
 def _with_least_transfer(before: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> numpy.ndarray:

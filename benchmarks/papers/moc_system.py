@@ -9,9 +9,16 @@ from functools import cache
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from moc.policy.pec_selection import sequential_experts
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
-from moc.simulate.cluster import CLUSTERS, Cluster
-from moc.simulate.cost import Work, estimate
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
+from moc.simulate.cost import CLUSTERS, Cluster, Work, estimate
 from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
 
@@ -54,12 +61,12 @@ def figure_13() -> Reproduction:
         "of Base-Async by one of MoC-Async, and how that grows with the width of the model.",
         "Inputs: the model, an expert of each layer on each GPU, 20 % of the peak, 1 and 2 GB/s to host memory, one",
         "in 8 experts (section 6.2.4); bytes by the sharding rules, without and with the fully sharded ones.",
-        "The paper has words here, and no number: what is hidden, and what is faster.  With fewer GPUs an all-to-all",
-        "is shorter and the snapshot as large, so that Base-Async is not hidden then follows from the ring; and who",
-        "saves less is never slower.  Not there: (b), which behaves like (a), and (f), which has no number.",
+        "The paper states without numbers which copies are hidden, and which method is faster.  With fewer GPUs an",
+        "all-to-all is shorter and the snapshot as large, so the ring implies that Base-Async is not hidden then.  A",
+        "method that saves less is never slower.  Left out: (b), which behaves like (a), and (f), without numbers.",
     )
     fitted = (
-        f"the ring, {_link() / 1e9:.1f} GB/s, with which Base-Async is just hidden with 1024 A800",
+        f"the ring, {_link() / 1e9:.1f} GB/s: the rate that just hides Base-Async with 1024 A800",
         f"H100's, {_NVLINK:g} times as fast, as its NVLink",
         f"experts in all {_LAYERS} layers, with a gate, one for each token",
         f"{_SEQUENCES} sequences of {_LENGTH} tokens on a GPU",
@@ -87,18 +94,18 @@ def _snapshot_s(point: Simulated, method: str) -> float:
 @cache
 def _busiest(hidden: int, method: str) -> int:
     """Returns the bytes of the rank that saves most."""
-    layout, operators = Layout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
+    layout, operators = ParallelLayout(world=_COUNTED, ep=_COUNTED), _operators(hidden, _COUNTED)
     if method == "Base-Async":
-        items, scheme = contents(operators, layout, StateBytes()), SCHEMES["baseline"]
+        items, scheme = list_save_items(operators, layout, StateBytes()), SCHEMES["baseline"]
     else:
         chosen = {
             f"layers.{layer}.expert.{expert}"
             for layer in range(_LAYERS)
             for expert in sequential_experts(0, layer, _COUNTED // _SAVED, _COUNTED, layout.ep)
         }
-        items, scheme = contents(operators, layout, StateBytes(), chosen=chosen), SCHEMES["EE+AN"]
-    items = cut_large(items)
-    return max(loads(items, assign(items, scheme), layout.world))
+        items, scheme = list_save_items(operators, layout, StateBytes(), chosen_experts=chosen), SCHEMES["EE+AN"]
+    items = cut_large_items(items)
+    return max(bytes_by_rank(items, assign_items(items, scheme), layout.world))
 
 
 def _forward_backward_s(point: Simulated) -> float:
@@ -118,7 +125,7 @@ def _link() -> float:
 def _with_link(point: Simulated, link: float) -> float:
     batch = dict(global_batch=_SEQUENCES * point.gpus, micro_batch=_SEQUENCES * point.gpus, seq_length=point.length)
     work = Work(**batch, hidden_size=point.hidden, topk=1, pipelines=1, overlap=1.0)
-    layout = Layout(world=point.gpus, ep=point.gpus)
+    layout = ParallelLayout(world=point.gpus, ep=point.gpus)
     return estimate(_operators(point.hidden, point.gpus), layout, _ring(point, link), work).forward_backward_s
 
 

@@ -13,17 +13,17 @@ import numpy as np
 
 from benchmarks.papers.equations import pec_size
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.bubbles import bubble_share
-from moc.policy.pec_selection import sequential_experts
-from moc.policy.selection import (
-    Counts,
-    Experts,
+from moc.policy.expert_selection import (
+    CountsByLayer,
+    ExpertsByLayer,
     Limit,
-    number_of_experts,
+    count_limit,
     per_byte,
     proportional,
     scores,
 )
+from moc.policy.flags import bubble_share
+from moc.policy.pec_selection import sequential_experts
 from moc.sharding import StateBytes
 
 _STATE = StateBytes(weights=2, master=0, moments=8)  # section 2.3
@@ -88,7 +88,7 @@ def figure_4() -> Reproduction:
         "Inputs: parameters with and without experts (section 7.1), 2 + 8 bytes each (section 2.3), equations 4 and 5.",
         "With 1.6 and 58.7 x 10^9 parameters, 0.7 x 10^9 are not in experts.  Experts of GPT-2.9B-16E are 96 % by the",
         "same sizes, where section 4.1 has 85 %.  By 85 % its reduction of 75 % needs 2 of 16 experts, below the 25 to",
-        "40 % that the section calls typical; by the sizes 4 of 16 come near it.  GPT-3.8B-8E is left out: 8 x 3.8 is",
+        "40 % that the section calls typical; by the sizes 4 of 16 are near it.  GPT-3.8B-8E is left out: 8 x 3.8 is",
         "less than its 46.7 x 10^9 parameters.",
     )
     fitted = ("2 of 16 experts: the printed reduction",)
@@ -154,9 +154,9 @@ def figure_9() -> Reproduction:
     )
     notes = (
         "Inputs: Gemini's 1820 GB and 74.9 s with 32 experts; 6 of 64 experts are popular (section 7.2), which makes 3",
-        "of 32; all of what is no expert is saved.  Gemini's time by its size is the bandwidth.",
+        "of 32; all state outside experts is saved.  The bandwidth is Gemini's size divided by its time.",
     )
-    fitted = ("GB/s: Gemini's time by its size", "experts have 2/3 of a block's weights, as in a plain GPT")
+    fitted = ("GB/s: Gemini's size by its time", "experts have 2/3 of a block's weights, as in a plain GPT")
     return Reproduction("MoEtion, Figure 9: checkpoints of GPT-3.8B with 32 experts", rows, notes, fitted=fitted)
 
 
@@ -171,24 +171,24 @@ def figure_10() -> Reproduction:
     printed = (bubbles / alone, placement / bubbles, everything / placement)
     solved, elsewhere = "from times that the paper does not state", "from loads recorded elsewhere"
     names = ("+ bubbles", "+ placement", "+ gradients")
-    excluded = (solved, "which section 7.5 contradicts", elsewhere)
+    excluded = (solved, "contradicted by section 7.5", elsewhere)
     rows = [
         Row(f"GPT-3.8B-8E, {name}, percent of the step before", 100 * paper, 100 * ours, "percent", excluded=why)
         for name, paper, ours, why in zip(names, printed, left, excluded, strict=True)
     ]
-    label = "GPT-3.8B-8E, all, percent of selective alone"
+    label = "GPT-3.8B-8E, all, percent of plain selective"
     rows.append(Row(label, 100 * everything / alone, 100 * math.prod(left), "percent", excluded=solved))
     notes = (
-        f"Bubbles: those of {stages} stages with {micro_batches} micro batches (1F1B), in an iteration as long as in",
+        f"Bubbles: of {stages} stages with {micro_batches} micro batches (1F1B), with the iteration time of",
         f"moetion-fig7; {waits_s:.1f} of {alone} s pass in them.  Placement: with ZeRO-1 (section 7.1) replicas have",
-        "the same weights, 2 of 10 bytes, so it saves 20 %.  That is what section 7.5 says, but from 10.9 to 7.0 s",
+        "the same weights, 2 of 10 bytes, so it saves 20 %.  Section 7.5 also has 20 %, but from 10.9 to 7.0 s",
         f"it is {100 - 100 * printed[1]:.0f} %.  Gradients: 2 of the 8 bytes still sent, for experts that were",
         f"in the snapshot before; with a quarter of the experts in each, these are {_RECURRING:.0%} on the loads of",
         "moetion-fig11.",
         "Section 7.5 has no figures between the first and the last one for the other two models.",
     )
     fitted = ("the iteration: as in moetion-fig7", f"{_RECURRING:.0%} of experts recur: as on other loads")
-    return Reproduction("MoEtion, Figure 10: what techniques leave of a checkpoint", tuple(rows), notes, fitted=fitted)
+    return Reproduction("MoEtion, Figure 10: checkpoint size after each technique", tuple(rows), notes, fitted=fitted)
 
 
 Loads = Sequence[Sequence[Sequence[int]]]
@@ -228,10 +228,10 @@ def figure_11(loads: Loads) -> Reproduction:
             label = f"{number} of {width}: in turn by {label}"
             rows.append(Row(label, 2, _ratio(in_turn, risk), "factor", excluded=why))
     label = f"{number} of {width}: in turn, at most, percent of an iteration"
-    rows.append(Row(label, 80, 100 * highest, "percent", excluded="of which the paper does not say the whole"))
+    rows.append(Row(label, 80, 100 * highest, "percent", excluded="not fully specified by the paper"))
     notes = (
-        "Tokens at risk right after each snapshot, in the mean over layers and iterations: those of experts saved in",
-        f"turn (in {_EP} expert-parallel ranks) by those of experts saved by popularity, with as many of them.",
+        "Tokens at risk right after each snapshot, in the mean over layers and iterations.  The factor is the risk of",
+        f"saving in turn (in {_EP} expert-parallel ranks) by the risk of saving as many experts by popularity.",
         f"Inputs: loads of {layers} layers with {width} experts, {len(loads)} iterations without the first {_FIRST}.",
         f"On average {_popular(loads):.1f} experts get 80 % of a layer's tokens; section 7.2 has 6 of 64.",
         "The paper names no S for its factor of 2, only that S is typically 25 to 40 % of the experts (section 4.1).",
@@ -252,7 +252,7 @@ def _popular(loads: Loads) -> float:
     return float(((tokens.cumsum(axis=2) < 0.8 * tokens.sum(axis=2, keepdims=True)).sum(axis=2) + 1).mean())
 
 
-Choose = Callable[[int, int, Counts, Counts], Experts]
+Choose = Callable[[int, int, CountsByLayer, CountsByLayer], ExpertsByLayer]
 """Function from snapshot, experts of each layer, and tokens and iterations since an expert's last save, to experts."""
 
 
@@ -271,20 +271,20 @@ def at_risk(loads: Loads, number: int, choose: Choose) -> list[float]:
     return found[_FIRST:]
 
 
-def _in_turn(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _in_turn(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     width = len(unsaved[0])
     return {layer: sequential_experts(snapshot, layer, number, width, math.gcd(_EP, width)) for layer in unsaved}
 
 
-def _algorithm_1(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _algorithm_1(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     return proportional(unsaved, [_limit(number, unsaved)])
 
 
-def _tokens_age(snapshot: int, number: int, unsaved: Counts, ages: Counts) -> Experts:
+def _tokens_age(snapshot: int, number: int, unsaved: CountsByLayer, ages: CountsByLayer) -> ExpertsByLayer:
     limits = [_limit(number, unsaved)]
     return per_byte(scores(unsaved, ages, "tokens-age"), ages, 4 * -(-len(ages[0]) // number), limits)
 
 
-def _limit(number: int, unsaved: Counts) -> Limit:
+def _limit(number: int, unsaved: CountsByLayer) -> Limit:
     places = [(layer, expert) for layer, row in unsaved.items() for expert in range(len(row))]
-    return number_of_experts(places, number * len(unsaved))
+    return count_limit(places, number * len(unsaved))

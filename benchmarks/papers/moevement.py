@@ -11,13 +11,13 @@ from statistics import fmean
 
 from benchmarks.papers import printed as papers
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.policy.window import OperatorBytes, find_window_size
+from moc.policy.windows import OperatorBytes, find_window_size
 from moc.simulate.closed_form import at_interval, recovery_s
-from moc.simulate.cluster import CLUSTERS, Cluster
+from moc.simulate.cost import CLUSTERS, Cluster
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.policies import sparse_replay
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 
 RUNS = 100
 _SYSTEMS = {"checkfreq": "CheckFreq", "full": "Gemini", "sparse": "MoEvement"}
@@ -71,7 +71,7 @@ class Conditions:
         return (
             f"{cluster.host_bandwidth / 1e9:g} GB/s from a GPU to host memory (W_sparse)",
             f"{cluster.detect_s:g} s to stop and regroup (chosen)",
-            f"{cluster.restart_s:g} s more for a rollback of everybody (recovery times)",
+            f"{cluster.restart_s:g} s more for a rollback of all workers (recovery times)",
             f"replay by training: {replay} (recovery times)",
             *(
                 f"a failure each {real_s:.0f} s where {mtbf_s:g} s are named (recovery times)"
@@ -88,7 +88,7 @@ def table_3() -> Reproduction:
     notes = (
         "Inputs, all from rows without failures: iteration times, CheckFreq's intervals and overheads, MoEvement's",
         "overheads (Table 3); PP, DP, EP and batch (section 5.1); W_sparse by Algorithm 1.",
-        "Rebuilt: where rows are shifted, the prose says whose figures are whose (see docs/results/papers.md).",
+        "Rebuilt: where rows are shifted, the prose assigns the figures to systems (see docs/results/papers.md).",
         f"At 10 minutes there are {failures:.1f} failures in 12 hours, not 72, by the recovery times of CheckFreq, MoC",
         "and MoEvement by those at 20 minutes.",
     )
@@ -110,7 +110,7 @@ def table_7() -> Reproduction:
         "Inputs, all from rows without failures: iteration times (MoC's and Gemini's overheads in seconds by those in",
         "percent), CheckFreq's intervals with its cap of 3 % or Gemini's stall, Gemini's overhead at its longest",
         "interval, MoEvement's overheads, bytes of each format; W_sparse by Algorithm 1.",
-        "One failure comes in every MTBF: Table 7's recovery times are those of exactly 12 and 72 failures.",
+        "One failure occurs in every MTBF: Table 7's recovery times are the sums of exactly 12 and 72 failures.",
         "In brackets: 0.885 is damaged (1 / 1.10 - 4324 / 43200 from its own row is 0.81).",
     )
     title = "MoEvement (NSDI '26), Table 7: DeepSeek-MoE on 128 H100 GPUs"
@@ -163,7 +163,7 @@ def _order(ettr: Mapping[str, float]) -> list[str]:
     return sorted(ettr, key=ettr.__getitem__)
 
 
-def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> dict[str, PolicyCosts]:
+def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: int) -> dict[str, SimulatedCosts]:
     checkfreq = model.checkfreq_overhead_s * model.checkfreq_interval
     return {
         "checkfreq": _everybody("checkfreq", model, where, checkfreq, model.checkfreq_interval),
@@ -172,29 +172,29 @@ def _systems(model: papers.Trained, where: Conditions, mtbf_s: float, window: in
     }
 
 
-def _everybody(name: str, model: papers.Trained, where: Conditions, stall_s: float, interval: int) -> PolicyCosts:
+def _everybody(name: str, model: papers.Trained, where: Conditions, stall_s: float, interval: int) -> SimulatedCosts:
     cluster = where.cluster
     slowdown = where.slowdown.get(name, cluster.replay_slowdown)
     replay_s = slowdown * (model.iteration_s + stall_s / interval)
     restart_s = cluster.detect_s + cluster.restart_s
-    return PolicyCosts(name, interval=interval, stall_s=stall_s, restart_s=restart_s, replay_s=replay_s)
+    return SimulatedCosts(name, interval=interval, stall_s=stall_s, restart_s=restart_s, replay_s=replay_s)
 
 
-def _oracle(saving: PolicyCosts, model: papers.Trained, where: Conditions, mtbf_s: float) -> PolicyCosts:
+def _oracle(saving: SimulatedCosts, model: papers.Trained, where: Conditions, mtbf_s: float) -> SimulatedCosts:
     """Returns Gemini's costs with the best interval for the actual failures (section 5.2)."""
     mtbf_s = where.mtbf_s.get(mtbf_s, mtbf_s)
     young = math.sqrt(2 * saving.stall_s * mtbf_s) / model.iteration_s
     candidates = (at_interval(saving, interval, model.iteration_s) for interval in range(1, math.ceil(4 * young) + 1))
 
-    def ettr(one: PolicyCosts) -> float:
+    def ettr(one: SimulatedCosts) -> float:
         return where.law.left(recovery_s(one) / mtbf_s) / (1 + one.per_iteration_s() / model.iteration_s)
 
     return max(candidates, key=ettr)
 
 
-def _localized(cluster: Cluster, model: papers.Trained, window: int) -> PolicyCosts:
+def _localized(cluster: Cluster, model: papers.Trained, window: int) -> SimulatedCosts:
     alone = model.micro_batches / (model.micro_batches + model.stages - 1)
-    saving = PolicyCosts("sparse", stall_s=model.sparse_overhead_s * window, restart_s=cluster.detect_s)
+    saving = SimulatedCosts("sparse", stall_s=model.sparse_overhead_s * window, restart_s=cluster.detect_s)
     return sparse_replay(saving, window, model.iteration_s * alone)
 
 
@@ -206,7 +206,7 @@ def _window(model: papers.Trained, cluster: Cluster) -> int:
     return find_window_size(sizes, model.iteration_s, cluster.host_bandwidth).length
 
 
-def _ettr(model: papers.Trained, saving: PolicyCosts, faults: Faults, runs: int = RUNS) -> float:
+def _ettr(model: papers.Trained, saving: SimulatedCosts, faults: Faults, runs: int = RUNS) -> float:
     jobs = (SimulatedJob(model.iteration_s, stages=model.stages, seed=seed, parts=1) for seed in range(runs))
     return fmean(simulate(job, faults, saving).ettr for job in jobs)
 
@@ -231,7 +231,7 @@ def figure_11() -> Reproduction:
         "Inputs: GPUs, stages and pipelines (section 5.4); a pipeline has the same 16 micro batches as DeepSeek-MoE in",
         "Table 3, and its slowest stage takes as long for each active parameter.  A pipeline's ranks save its state:",
         "Appendix C has no sharding over pipelines.  Overhead of sparse checkpoints: 2 % (section 5.2).",
-        "Failures come while training alone, as in the formula of Appendix C.",
+        "Failures occur only during training, as in the formula of Appendix C.",
     )
     chosen = "6.6 and 12 billion active parameters of the 32B and 67B models (chosen)"
     title = "MoEvement (NSDI '26), Figure 11: DeepSeek-MoE on up to 16,384 GPUs"

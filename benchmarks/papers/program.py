@@ -37,7 +37,7 @@ OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures beside ours.")
+    parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures next to ours.")
     names = [*REPRODUCTIONS, *OF_LOADS]
     parser.add_argument("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     parser.add_argument(

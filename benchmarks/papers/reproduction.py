@@ -84,7 +84,7 @@ class Reproduction:
     title: str  # paper and figure
     rows: tuple[Row, ...]  # one row per figure
     notes: tuple[str, ...]  # inputs, and printed figures that are not used
-    law: str = "none come into it"  # distribution of failures chosen for this paper
+    law: str = "none"  # distribution of failures chosen for this paper
     fitted: tuple[str, ...] = ()  # constants fitted to the paper's figures, or chosen if it states none
     order_right: tuple[int, int] | None = None  # cells with the systems in the paper's order, and all cells
     common_order: tuple[int, int] | None = None  # the same under the common law

@@ -6,14 +6,21 @@ import itertools
 from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
-from megatron.pretraining.planning.model import config_of, operators_of
-from moc.policy.adaptive import uniform_plt
-from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moc.policy.pec_selection import sequential_experts
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from megatron.pretraining.planning.model import config_of, meta_operators
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
+from moc.policy.pec_tuner import uniform_plt
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
 from moc.state.operators import Operator
 
-_CASES = {1: Layout(world=8, ep=8), 2: Layout(world=16, ep=16), 3: Layout(world=16, ep=8)}
+_CASES = {1: ParallelLayout(world=8, ep=8), 2: ParallelLayout(world=16, ep=16), 3: ParallelLayout(world=16, ep=8)}
 _EXPERTS = 16
 _FAULTS = 40  # faults in Figure 15(b)
 _ABOVE = 4 / 3  # PLT after these faults with a constant K = 1, relative to the limit
@@ -21,7 +28,7 @@ _ABOVE = 4 / 3  # PLT after these faults with a constant K = 1, relative to the 
 
 def figure_10() -> Reproduction:
     """Reproduces the numbers of section 6.2.1 for MoC-System's Figure 10."""
-    operators = operators_of(config_of("gpt-350m-16e", []), "gpt-350m-16e")
+    operators = meta_operators(config_of("gpt-350m-16e", []), "gpt-350m-16e")
     everything, one = (_busiest(operators, _CASES[1], k, keep_master=True)["total"] for k in (None, 1))
     rows = [Row("total size with K = 1, of the full one", 42.3, 100 * one / everything, "percent")]
     for label, k, before, after, paper in (
@@ -34,22 +41,28 @@ def figure_10() -> Reproduction:
         for which, figure, ours in (("least", paper[0], min(saved)), ("most", paper[1], max(saved))):
             rows.append(Row(f"{label}, the case with the {which}", figure, ours, "percent"))
     notes = (
-        "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  With K = 1 ours save more than the paper says,",
-        "whose 22 to 29 % cannot hold for all cases; with the total's master weights it is 23.9 to 41.1 %, and 3.0 %",
+        "Percent of bytes, GPT-350M-16E, over the cases of Table 2.  With K = 1 ours save more than in the paper.",
+        "Its 22 to 29 % cannot hold for all cases; with the total's master weights it is 23.9 to 41.1 %, and 3.0 %",
         "with EE+AN (docs/explanation/sharding.md).",
     )
     fitted = ("the total has fp32 master weights of all experts, as Table 3; the rest has not, as equation 6",)
     return Reproduction("MoC-System (ASPLOS '25), Figure 10: bytes of a checkpoint", tuple(rows), notes, fitted=fitted)
 
 
-def _busiest(operators: list[Operator], layout: Layout, k: int | None, keep_master: bool = False) -> dict[str, int]:
+def _busiest(
+    operators: list[Operator], layout: ParallelLayout, k: int | None, keep_master: bool = False
+) -> dict[str, int]:
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     chosen = None
     if k is not None:
         experts = {layer: sequential_experts(0, place, k, _EXPERTS, layout.ep) for place, layer in enumerate(layers)}
         chosen = {f"layers.{layer}.expert.{expert}" for layer, numbers in experts.items() for expert in numbers}
-    items = cut_large(contents(operators, layout, StateBytes(), chosen=chosen, keep_master=keep_master))
-    found = {name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in SCHEMES.items()}
+    items = cut_large_items(
+        list_save_items(operators, layout, StateBytes(), chosen_experts=chosen, keeps_master=keep_master)
+    )
+    found = {
+        name: max(bytes_by_rank(items, assign_items(items, scheme), layout.world)) for name, scheme in SCHEMES.items()
+    }
     return found | {"total": sum(item.nbytes for item in items)}
 
 
@@ -64,14 +77,14 @@ def figure_15() -> Reproduction:
         Row("K at the end", 4, path[-1], "factor", excluded="chosen"),
     )
     notes = (
-        f"K: {', '.join(map(str, path))}; a constant K = 1 would come to {100 * _ABOVE * PLT_LIMIT:.2f} %.",
-        "The paper says neither how many faults there are nor what one loses.  Each loses what moc.policy.adaptive",
-        "expects, all from storage.  With 10 to 160 faults that would take a constant K = 1 to 1.1 to 3 times the",
-        f"limit, K ends at {ends}, and PLT at {lost} %.",
+        f"K: {', '.join(map(str, path))}; a constant K = 1 would lose {100 * _ABOVE * PLT_LIMIT:.2f} %.",
+        "The paper states neither the number of faults nor the loss of one.  Each loses the amount that",
+        "moc.policy.pec_tuner expects, all from storage.  With 10 to 160 faults a constant K = 1 would lose",
+        f"1.1 to 3 times the limit; K ends at {ends}, and PLT at {lost} %.",
     )
-    fitted = (f"{_FAULTS} faults", "what one loses: a constant K = 1 passes the limit by a third")
+    fitted = (f"{_FAULTS} faults", "loss of a fault: a constant K = 1 exceeds the limit by a third")
     title = "MoC-System (ASPLOS '25), Figure 15(b): Dynamic-K"
-    return Reproduction(title, rows, notes, law=f"{_FAULTS} that lose the same", fitted=fitted)
+    return Reproduction(title, rows, notes, law=f"{_FAULTS} with equal losses", fitted=fitted)
 
 
 def _faults(count: int, above: float) -> tuple[float, list[int]]:
@@ -84,7 +97,7 @@ def _faults(count: int, above: float) -> tuple[float, list[int]]:
     for _ in range(count):
         lost = fault * _age(dynamic.k)
         plt += lost
-        dynamic = dynamic.recovered(lost)
+        dynamic = dynamic.after_recovery(lost)
         ks.append(dynamic.k)
     return plt, ks
 

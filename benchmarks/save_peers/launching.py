@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.live.job import PROGRAM, ROOT
 from benchmarks.save_peers.cases import WORKERS
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
 OUTPUT = "output"  # file with the output of the workers

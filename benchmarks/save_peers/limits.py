@@ -26,10 +26,9 @@ cpu.install()
 from moc.snapshot.contents import Share  # noqa: E402
 from moc.snapshot.saver import Saver  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.fill import reading_ahead, values_for  # noqa: E402
-from moc.store.regions import Entry, FileLayout, RegionReader  # noqa: E402
-from moc.store.storage import LocalPlace  # noqa: E402
-from moc.store.store import Store, directory_of, file_of  # noqa: E402
+from moc.store.shard_file import FileLayout, ShardReader, TensorBox, read_ahead, read_values  # noqa: E402  # noqa: E402
+from moc.store.storage import LocalStorage  # noqa: E402
+from moc.store.store import Store, checkpoint_name, shard_file_name  # noqa: E402
 
 BLOCK = 8 << 20  # bytes per call
 PIECES = 60  # tensor chunks of a share
@@ -71,13 +70,13 @@ class Ours:
     """One worker's share of a snapshot of ``source``, saved and loaded by the classes that training uses."""
 
     def __init__(self, directory: Path, source: torch.Tensor, target: torch.Tensor):
-        self._rank, self._store = dist.get_rank(), Store(LocalPlace(directory))
+        self._rank, self._store = dist.get_rank(), Store(LocalStorage(directory))
         elements = len(source) // 4 // PIECES
         cut = slice(0, elements * PIECES * 4)
         sources, self._targets = (t[cut].view(torch.float32).split(elements) for t in (source, target))
         names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(PIECES)]
         whole = Region((0,), (elements,))
-        entries = [Entry(name, "master", (elements,), whole, torch.float32) for name in names]
+        entries = [TensorBox(name, "master", (elements,), whole, torch.float32) for name in names]
         self._share = Share(FileLayout(entries), sources, {})
         self._fragments: list[Any] = [  # interface of chunks, without a model
             SimpleNamespace(name=e.name, slot=e.slot, region=e.region, global_shape=e.global_shape, view=target)
@@ -89,7 +88,11 @@ class Ours:
     @property
     def path(self) -> Path:
         """File of the last snapshot."""
-        return Path(self._store.place.path(f"{directory_of(self._snapshot.iteration)}/{file_of(self._rank)}"))
+        return Path(
+            self._store.storage.display_path(
+                f"{checkpoint_name(self._snapshot.iteration)}/{shard_file_name(self._rank)}"
+            )
+        )
 
     def capture(self, iteration: int) -> None:
         """Copies the state into the buffer."""
@@ -105,9 +108,9 @@ class Ours:
 
     def load(self) -> None:
         """Reads the snapshot, compares hashes, and fills the state."""
-        reader = RegionReader([self.path], verify=True)
-        for fragment in reading_ahead(self._fragments, reader):
-            fragment.view.copy_(values_for(fragment, reader))
+        reader = ShardReader([self.path], verifies=True)
+        for fragment in read_ahead(self._fragments, reader):
+            fragment.view.copy_(read_values(fragment, reader))
 
     def remove(self) -> None:
         """Removes the snapshot."""

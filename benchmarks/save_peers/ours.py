@@ -61,7 +61,7 @@ def _save(events: list[dict], iteration: int) -> dict:
     kinds = ("iteration", "snapshot", "stall", "persist")
     of_it = {kind: [e for e in events if e["type"] == kind and e.get("iteration") == iteration] for kind in kinds}
     if not of_it["snapshot"]:
-        raise ValueError(f"events.jsonl tells of no snapshot of iteration {iteration}: look at the run's output")
+        raise ValueError(f"events.jsonl has no snapshot of iteration {iteration}: look at the run's output")
     taken, written = of_it["snapshot"][0], next(iter(of_it["persist"]), None)
     stall = sum(e["seconds"] for e in of_it["stall"])
     done = (written or taken)["time"] - of_it["iteration"][0]["time"]
@@ -79,5 +79,5 @@ def load_seconds(events: list[dict]) -> float:
     """Returns the seconds of a load, from the manifest to the complete state on all workers."""
     resumed = [e["seconds"] for e in events if e["type"] == "resume"]
     if not resumed:
-        raise ValueError("events.jsonl tells of no resume: look at the run's output")
+        raise ValueError("events.jsonl has no resume: look at the run's output")
     return resumed[0]

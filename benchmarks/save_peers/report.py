@@ -88,7 +88,7 @@ def lines(told: dict) -> list[str]:
     if told["limits"]:
         names = ("memcpy", "capture", "write", "persist", "read_cold", "load", "read_warm")
         rates = ", ".join(f"{n} {told['limits'][f'{n}_bytes_per_s'] / 1e9:.2f} GB/s" for n in names)
-        said.append(f"the machine, {told['limits']['bytes'] / 1e6:,.0f} MB by all workers at once: {rates}")
+        said.append(f"the machine, {told['limits']['bytes'] / 1e6:,.0f} MB by all workers together: {rates}")
     for name, value in told["ratios"].items():
         text, sign, target = TARGETS[name]
         said.append(f"{text}: {value:.3f} (target {sign} {target}: {common.met(value, sign, target)})")

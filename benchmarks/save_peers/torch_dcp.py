@@ -72,7 +72,7 @@ def state_dict(chunks, optimizer) -> dict:
     from megatron.pretraining.engine.module_state import ModuleState
     from megatron.pretraining.engine.state import MegatronState
     from megatron.pretraining.model.parameters import buffer_pieces, parameter_pieces
-    from moc.state.detail import Detail
+    from moc.state.operators import Detail
 
     state = MegatronState(chunks, optimizer, ModuleState(chunks))
     # All holders provide the weights: torch picks one of them.

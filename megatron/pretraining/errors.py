@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.data.tokenizer import TokenizerError
-from megatron.pretraining.process.rank0 import let_first_worker_speak
+from megatron.pretraining.process.topology import let_first_worker_speak
+from moc.cli_output import print_lines
 from moc.errors import UserError, with_code
-from moc.output import print_lines
-from moc.runtime.agreement import first_line
-from moc.runtime.groups import Aborted, Suspicion
+from moc.runtime.collectives import first_line
+from moc.runtime.groups import Aborted, PeerFailure
 from moc.session.settings import SettingsError
 
 EXIT_FLAGS = 2
@@ -33,7 +33,7 @@ def reported(program: str = "pretrain_gpt_moe.py"):
         _end(program, map(with_code, error.problems), EXIT_FLAGS)
     except (SettingsError, TokenizerError) as error:
         _end(program, [with_code(error)], EXIT_FLAGS)
-    except (Aborted, Suspicion, dist.DistError) as error:  # a survivor of an announced loss resumes instead
+    except (Aborted, PeerFailure, dist.DistError) as error:  # a survivor of an announced loss resumes instead
         unreachable = UserError(
             f"another worker or the store cannot be reached ({first_line(error)}), and the launcher has reported no "
             "lost worker. Fix: read its last messages, and restart the job to resume",

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.process.stopping import StopRequests
-from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.fault_points import reach
+from moc.runtime.collectives import sum_over_workers
 from moc.runtime.progress import progress
 
 
-def evaluate(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
+def mean_loss(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
     """Returns the mean loss over global batches, in nats per token; None on a stop request.  A collective call.
 
     ``batches`` has this worker's micro batches of each global batch, None on stages that read no data.

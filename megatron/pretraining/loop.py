@@ -11,7 +11,7 @@ import torch
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
-from megatron.pretraining.elastic.guests import GuestsWait
+from megatron.pretraining.elastic.membership import GuestsWait
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults
@@ -20,18 +20,18 @@ from megatron.pretraining.process.paths import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
 from megatron.pretraining.setup import start
+from moc.cli_output import print_lines
 from moc.errors import cause_of, codes_in, warning, with_code
-from moc.faults import reach
-from moc.output import print_lines
-from moc.runtime.member import join_job
+from moc.fault_points import reach
+from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
 from moc.session.auto import PolicySwitched
 from moc.session.resume.point import NoRecoveryPoint
-from moc.session.snapshots import LAST_TRIES_S
+from moc.session.saving.pipeline import LAST_TRIES_S
 from moc.state.record import StepRecord
 from moc.state.undo_log import UntrackedChangeError
 from moc.store.errors import CheckpointError
-from moc.store.tiers import memory_of_run
+from moc.store.host_memory import memory_path_of_run
 
 
 def pretrain(config: Config, program: Program) -> int:
@@ -53,7 +53,7 @@ def pretrain(config: Config, program: Program) -> int:
                 if parts is None:
                     check_outputs(config, job)
                     parts = program.build(config, program.connect(config, job), stop, phases)
-                parts.met(job.built())
+                parts.met(job.report_ready())
                 progress("setup")
                 code = train(start(parts, stop, phases), stop)
                 parts.log.close()
@@ -68,9 +68,9 @@ def pretrain(config: Config, program: Program) -> int:
             except PolicySwitched:
                 loss = None
             except GuestsWait:
-                loss = job.meet_guests()
+                loss = job.admit_joining_workers()
             except Exception as error:
-                loss = job.go_on_after(error)  # re-raises, unless a worker was lost and replaced
+                loss = job.rejoin_after(error)  # re-raises, unless a worker was lost and replaced
             assert parts is not None  # a loss before the worker is built is fatal
             try:
                 parts.go_on_after(loss)
@@ -236,7 +236,9 @@ def secure(run: TrainingRun) -> None:
     if run.session.memory_is_free and not problems[0]:
         job, of_run = run.config.snapshot_dir, run.session.run
         assert job is not None and of_run is not None  # snapshots are in memory
-        run.world.job.gives_back(memory_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute())
+        run.world.job.allow_memory_release(
+            memory_path_of_run(run.config.snapshot.ckpt_memory_dir, job, of_run).absolute()
+        )
     for problem in failed:
         sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
         run.log.message(warning(sentence, code=codes_in(problem)[-1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron.core.distributed import DistributedDataParallel
@@ -14,25 +14,23 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.data.identity import DataIdentity
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.duties import Duties
-from megatron.pretraining.elastic.guests import Guests
+from megatron.pretraining.elastic.membership import Guests
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.shards import Shards
-from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.reset import drop_unfinished_iteration
-from megatron.pretraining.engine.schedule import Schedule
+from megatron.pretraining.engine.routing import AuxiliaryLosses
+from megatron.pretraining.engine.schedule import Schedule, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.job import Interruption, Job
-from moc.runtime.world import World
+from moc.runtime.job import Interruption, Job, World
 from moc.session.auto import AutoPolicy
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
@@ -131,7 +129,7 @@ class WorkerParts:
     streams: dict[str, BatchStream | None]
     train_iters: int
     vocabulary_rows: int
-    log: Records
+    log: EventRecorder
     auto: AutoPolicy | None
     data: DataIdentity | None = None
     session: Session | None = None
@@ -148,8 +146,12 @@ class WorkerParts:
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
-            self.log.events.write("generation", **asdict(loss), job=self.world.job.id, term=self.world.job.term)
-            self.log.message(f"generation {loss.generation}: {loss.reason}; all met again after {loss.met_s:.2f} s")
+            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason}
+            seconds = {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s}
+            self.log.events.write("generation", **what, **seconds, job=self.world.job.id, term=self.world.job.term)
+            self.log.message(
+                f"generation {loss.generation}: {loss.reason}; all met again after {loss.reconnection_s:.2f} s"
+            )
 
     def go_on_after(self, loss: Interruption | None) -> None:
         """Closes the interrupted session and resets everything except the state to between iterations."""
@@ -188,7 +190,7 @@ class TrainingRun:
     checkpoints: Saves
     session: Session
     auto: AutoPolicy | None
-    log: Records
+    log: EventRecorder
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int

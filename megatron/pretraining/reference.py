@@ -14,8 +14,8 @@ from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
-from moc.event_types import EVENTS, EVERY
-from moc.output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
+from moc.cli_output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
+from moc.events import EVENTS, EVERY
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "python -m megatron.pretraining.reference"
@@ -35,9 +35,9 @@ def flags_page() -> str:
     """Returns the page of flags of training and of the launcher, and of the commands."""
     parts = [
         f"# Flags\n\n{_NOTE}\n",
-        "Flags of this project, which `pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have beside\n"
-        "Megatron-LM's own (`--help-all` lists both), then those of [`mocrun`](#mocrun), then the [other\n"
-        "commands](#commands). Underscores may stand for dashes in a `--config` file. A switch has a second\n"
+        "`pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have these flags in addition to\n"
+        "Megatron-LM's own (`--help-all` lists both). The flags of [`mocrun`](#mocrun) and of the [other\n"
+        "commands](#commands) follow. Underscores may replace dashes in a `--config` file. A switch has a second\n"
         "spelling that turns it off. A dash means: no default, or one that follows from other flags.\n",
     ]
     for title, description, actions in own_sections():
@@ -59,7 +59,7 @@ def events_page() -> str:
     parts = [
         f"# Events\n\n{_NOTE}\n",
         "`--log-dir` receives `events.jsonl`: one JSON object a line, written by rank 0 (`inject`: the worker hit).\n"
-        "Numbers that JSON cannot hold (nan, inf) are null. The schema is `moc/event_types.py`. Every event has\n"
+        "Numbers that JSON cannot hold (nan, inf) are null. The schema is `moc/events.py`. Every event has\n"
         + " and ".join(f"`{name}` ({text})" for name, text in EVERY.items())
         + ".\n",
     ]

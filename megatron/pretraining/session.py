@@ -11,16 +11,15 @@ from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
-from moc.policy import AUTO, POLICIES, JobShape, owners, policy_named
-from moc.policy.bubbles import bubble_share
-from moc.policy.errors import refusal_of
-from moc.runtime.environment import numbers_of_nodes
+from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, registered_policy
+from moc.policy.errors import policy_refusal
+from moc.policy.flags import bubble_share
+from moc.runtime.environment import node_limits
 from moc.session.auto import AutoLimits, AutoPolicy
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
-from moc.sharding.layout import Layout
-from moc.simulate.elastic import ElasticSettings
-from moc.simulate.lasting import Lasting
+from moc.sharding.parallel_layout import ParallelLayout
+from moc.simulate.elastic import ElasticSettings, Lasting
 
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
@@ -35,9 +34,9 @@ def settings_of(config: Config, engine: Engine) -> Settings:
     if snapshot.ckpt_policy not in (None, AUTO):
         job = _job_shape(config, engine)
         try:
-            options = policy_named(snapshot.ckpt_policy).settings(snapshot, job)
+            options = registered_policy(snapshot.ckpt_policy).settings(snapshot, job)
         except ValueError as error:
-            refused = refusal_of(snapshot.ckpt_policy, error)
+            refused = policy_refusal(snapshot.ckpt_policy, error)
             raise ConfigError(str(refused), code=refused.code) from None
     return Settings(
         directory=config.snapshot_dir or "",
@@ -67,7 +66,7 @@ def settings_of(config: Config, engine: Engine) -> Settings:
 
 def _job_shape(config: Config, engine: Engine) -> JobShape:
     world, chunks = engine.world, config.virtual_pipeline_model_parallel_size or 1
-    of_copies = world.size - len(world.job.helpers) * per_node()
+    of_copies = world.size - len(world.job.partial_model_parts) * per_node()
     share = bubble_share(config.parallel.pipeline_model_parallel_size, num_microbatches(config, of_copies), chunks)
     return replace(
         job_shape(config),
@@ -102,7 +101,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         replicas=snapshot.replicas,
         exact_only=snapshot.exact_only,
         host_memory_gb=snapshot.host_memory_gb,
-        plt={name: kind.most_lost(snapshot) for name, kind in POLICIES.items()},
+        plt={name: kind.flags.max_lost_tokens(snapshot) for name, kind in POLICIES.items()},
         mtbf_hours=snapshot.mtbf_hours,
         parallel=(*sizes, parallel.expert_model_parallel_size),
         has_experts=config.moe.num_experts is not None,
@@ -117,7 +116,7 @@ def lasting(config: Config) -> Lasting | None:
 
     None if the number of nodes is fixed, or a change restarts the workers.
     """
-    least, most = numbers_of_nodes()
+    least, most = node_limits()
     if least == most or not goes_on_in_process(config):
         return None
     elastic, experts = config.elastic, config.moe.num_experts
@@ -138,7 +137,7 @@ def _layers_of_parts(config: Config) -> tuple[tuple[int, ...], ...]:
     found: list[list[int]] = [[] for _ in range(parts)]
     for layer, has in enumerate(config.moe.expert_layers(layers)):
         if has:
-            found[Layout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
+            found[ParallelLayout(stages, pp=stages).stage_of_layer(layer, layers) * parts // stages].append(layer)
     return tuple(map(tuple, found))
 
 
@@ -161,7 +160,7 @@ def in_force(asked: Config, flags: Mapping[str, object]) -> Config:
 
 def _is_of(flag: str, policy: object, asked: Config) -> bool:
     """Returns whether a flag applies to the chosen policy."""
-    if (owner := owners().get(flag)) is None:
+    if (owner := policy_by_flag().get(flag)) is None:
         return flag not in _OWN_FLAGS
-    needs = next(one.needs for one in owner.flags if one.name == flag)
+    needs = next(one.required_flag for one in owner.flags.specs if one.name == flag)
     return owner.name == policy and (needs is None or bool(getattr(asked.snapshot, needs)))

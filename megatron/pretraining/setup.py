@@ -12,30 +12,28 @@ from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.data.identity import DataError, DataIdentity, difference
 from megatron.pretraining.duties import Done, Duties, missed
-from megatron.pretraining.elastic.guests import Guests
-from megatron.pretraining.elastic.layer import elastic_layers
-from megatron.pretraining.elastic.members import is_settled, migrate, settle
-from megatron.pretraining.elastic.placing import NodesOfStages, Plans
+from megatron.pretraining.elastic.membership import Guests, is_settled, migrate, settle
+from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.shards import Shards
-from megatron.pretraining.elastic.turns import ElasticTurns
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
-from megatron.pretraining.logging.records import Records
+from megatron.pretraining.logging.records import EventRecorder
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from megatron.pretraining.session import settings_of
-from moc.faults import reach
-from moc.runtime.agreement import gather, run_on_rank0, sum_over_workers
-from moc.runtime.environment import fewest_nodes
+from moc.fault_points import reach
+from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
+from moc.runtime.environment import min_nodes
 from moc.session.session import Session
 from moc.session.tiers import LOOKING_S
 
@@ -58,10 +56,10 @@ def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -
         parts.shards = Shards(parts.config, sharded, nodes[parts.world.pipeline_rank])
 
 
-def announce_restarts(config: Config, log: Records) -> None:
+def announce_restarts(config: Config, log: EventRecorder) -> None:
     """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
     why = why_anew(config, per_node())
-    if config.elastic.elastic and why and fewest_nodes() is not None:
+    if config.elastic.elastic and why and min_nodes() is not None:
         log.message(f"{why}, all workers restart when nodes are lost or added: they {_goes_on_from(config)}")
 
 
@@ -117,7 +115,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
             parts.rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
-    guests = Guests(world) if fewest_nodes() is not None and goes_on_in_process(config) else None
+    guests = Guests(world) if min_nodes() is not None and goes_on_in_process(config) else None
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer, guests))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
@@ -207,7 +205,7 @@ def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
 
     If some state is on no worker, the workers discard their live state and load the newest checkpoint.
     """
-    settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.helpers)
+    settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.partial_model_parts)
     if settled.lost:
         reason = f"no worker that is left holds {settled.lost}"
         parts.log.message(f"{reason}: all go back to the newest checkpoint")
@@ -218,7 +216,7 @@ def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
 
 def alone_of(parts: WorkerParts) -> NoNeighbours | None:
     """Returns the substitute for a pipeline communicator on a worker without neighbours."""
-    return NoNeighbours(parts.chunks[0].config) if parts.world.helps else None
+    return NoNeighbours(parts.chunks[0].config) if parts.world.is_partial_model else None
 
 
 def turns_of(parts: WorkerParts, topology: Topology) -> Turns:

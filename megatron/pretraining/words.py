@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
-from moc.files.text import short, without_middle
-from moc.files.tree import CONFIG, open_named
+from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
+from moc.files.text import shorten, shorten_middle
 
 _SIMILAR = 0.8
 """Minimum similarity, from 0 to 1, of a word to a suggested flag."""
@@ -61,17 +61,17 @@ def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
     name, _, value = word.partition("=")
     if action.nargs == 0:
         return ConfigError(
-            f"{name} takes no value, and has {short(value)}. Fix: write {name} alone", code="value-not-taken"
+            f"{name} takes no value, and has {shorten(value)}. Fix: write {name} alone", code="value-not-taken"
         )
     if why.startswith("expected"):
         return ConfigError(f"{name} has no value. Fix: give it one; --help has the form", code="value-missing")
     if action.choices is not None:
         choices = ", ".join(map(str, action.choices))
         return ConfigError(
-            f"{name} has an {without_middle(why)}. Fix: choose one of {choices}", code="value-not-a-choice"
+            f"{name} has an {shorten_middle(why)}. Fix: choose one of {choices}", code="value-not-a-choice"
         )
     return ConfigError(
-        f"{name} has an {without_middle(why)}. Fix: correct it; --help has the form", code="value-unreadable"
+        f"{name} has an {shorten_middle(why)}. Fix: correct it; --help has the form", code="value-unreadable"
     )
 
 
@@ -114,7 +114,7 @@ def load_config(path: str | os.PathLike) -> dict:
         ConfigError: the file cannot be read, or has other contents.
     """
     try:
-        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+        with open(open_user_file(path, MAX_CONFIG_BYTES), encoding="utf-8") as file:
             content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
     except OSError as error:
         raise ConfigError(
@@ -126,7 +126,7 @@ def load_config(path: str | os.PathLike) -> dict:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(
-            f"--config {path} is not YAML: {without_middle(' '.join(str(error).split()))}. Fix: correct it",
+            f"--config {path} is not YAML: {shorten_middle(' '.join(str(error).split()))}. Fix: correct it",
             code="config-file-unreadable",
         ) from None
     refuse(

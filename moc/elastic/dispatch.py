@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from moc.elastic.domains import spans
+from moc.elastic.allocation import domain_slices
 
 Capacities = Callable[[numpy.ndarray, numpy.ndarray], numpy.ndarray]
 """Function from tokens [experts] and replicas [experts, ranks] to tokens that each rank computes.
@@ -35,33 +35,35 @@ class Exchange:
     receives: numpy.ndarray
 
 
-def level(tokens: numpy.ndarray, replicas: numpy.ndarray, before: numpy.ndarray | None = None) -> numpy.ndarray:
+def level_capacities(
+    tokens: numpy.ndarray, replicas: numpy.ndarray, initial_loads: numpy.ndarray | None = None
+) -> numpy.ndarray:
     """Returns capacities that fill the least loaded ranks, expert by expert, fewest replicas first.
 
     Args:
         tokens: tokens of each expert, int64[experts].
         replicas: replicas of each expert on each rank, [experts, ranks]; each expert with tokens has at least one.
-        before: existing load of each rank, int64[ranks]; none by default.
+        initial_loads: existing load of each rank, int64[ranks]; none by default.
 
     Returns:
         Tokens in the form of :data:`Capacities`.
     """
     result = numpy.zeros(replicas.shape, numpy.int64)
-    loads = numpy.zeros(replicas.shape[1], numpy.int64) if before is None else before.astype(numpy.int64)
-    for expert, ranks, share in _levelled(tokens, replicas, loads):
+    loads = numpy.zeros(replicas.shape[1], numpy.int64) if initial_loads is None else initial_loads.astype(numpy.int64)
+    for expert, ranks, share in _assign_to_least_loaded(tokens, replicas, loads):
         result[expert, ranks] = share
     return result
 
 
-def work(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
-    """Returns the tokens that each rank computes by :func:`level`, int64[ranks]."""
+def tokens_per_rank(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
+    """Returns the tokens that each rank computes by :func:`level_capacities`, int64[ranks]."""
     loads = numpy.zeros(replicas.shape[1], numpy.int64)
-    for _ in _levelled(tokens, replicas, loads):
+    for _ in _assign_to_least_loaded(tokens, replicas, loads):
         pass
     return loads
 
 
-def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
+def tokens_per_rank_in_domains(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
     """Returns the tokens that each rank computes if domains balance theirs, and all ranks have equal counts per expert.
 
     Args:
@@ -72,14 +74,14 @@ def work_of(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]
     Returns:
         int64[ranks]; the sum is the number of tokens.
     """
-    until = numpy.cumsum(sizes)
-    shares = numpy.diff(tokens[:, None] * until // until[-1], axis=1, prepend=0)
+    cumulative = numpy.cumsum(sizes)
+    shares = numpy.diff(tokens[:, None] * cumulative // cumulative[-1], axis=1, prepend=0)
     return numpy.concatenate(
-        [work(shares[:, number], replicas[:, domain]) for number, domain in enumerate(spans(sizes))]
+        [tokens_per_rank(shares[:, number], replicas[:, domain]) for number, domain in enumerate(domain_slices(sizes))]
     )
 
 
-def _levelled(
+def _assign_to_least_loaded(
     tokens: numpy.ndarray, replicas: numpy.ndarray, loads: numpy.ndarray
 ) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
     """Yields experts with tokens, their ranks, and the share of each rank, which is added to ``loads``."""
@@ -87,33 +89,33 @@ def _levelled(
     for expert in numpy.argsort(held.sum(axis=1), kind="stable").tolist():
         if tokens[expert]:
             ranks = numpy.flatnonzero(held[expert])
-            share = filled_up(loads[ranks], int(tokens[expert]))
+            share = water_fill(loads[ranks], int(tokens[expert]))
             loads[ranks] += share
             yield expert, ranks, share
 
 
-def filled_up(loads: numpy.ndarray, amount: int) -> numpy.ndarray:
+def water_fill(loads: numpy.ndarray, amount: int) -> numpy.ndarray:
     """Returns the shares of an amount that level the smallest loads: int64, and the sum is the amount."""
     order = numpy.argsort(loads, kind="stable")
     ascending = loads[order]
     below = numpy.arange(1, len(loads) + 1)
-    room = ascending * below - numpy.cumsum(ascending)  # capacity below each load
-    count = int(numpy.searchsorted(room, amount, side="right"))
-    height, more = divmod(amount + int(ascending[:count].sum()), count)
+    space = ascending * below - numpy.cumsum(ascending)  # capacity below each load
+    count = int(numpy.searchsorted(space, amount, side="right"))
+    height, remainder = divmod(amount + int(ascending[:count].sum()), count)
     result = numpy.zeros(len(loads), numpy.int64)
     result[order[:count]] = height - ascending[:count]
-    result[order[:more]] += 1
+    result[order[:remainder]] += 1
     return result
 
 
-def even(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
+def even_capacities(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
     """Returns capacities in proportion to the replicas on a rank (Algorithm 1, lines 1 to 6; :data:`Capacities`)."""
-    until = numpy.cumsum(replicas, axis=1, dtype=numpy.int64)
-    total = numpy.maximum(until[:, -1:], 1)
-    return numpy.diff(tokens[:, None] * until // total, axis=1, prepend=0)
+    cumulative = numpy.cumsum(replicas, axis=1, dtype=numpy.int64)
+    total = numpy.maximum(cumulative[:, -1:], 1)
+    return numpy.diff(tokens[:, None] * cumulative // total, axis=1, prepend=0)
 
 
-def exchange(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int) -> Exchange:
+def exchange_of_rank(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int) -> Exchange:
     """Returns the sends and receives of a rank; its own tokens stay up to its capacity (Algorithm 1, line 7).
 
     The remaining tokens in rank order fill the remaining capacities in rank order. So D ranks send at most 2 D - 1
@@ -124,10 +126,10 @@ def exchange(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int) -> Exc
         capacities: of the same shape, with the same sum for each expert.
         rank: the rank.
     """
-    stays = numpy.minimum(counts, capacities)
-    left, room = numpy.cumsum(counts - stays, axis=1), numpy.cumsum(capacities - stays, axis=1)
-    sends, receives = _overlap(left, room, rank), _overlap(room, left, rank)
-    sends[:, rank] = receives[:, rank] = stays[:, rank]
+    local_tokens = numpy.minimum(counts, capacities)
+    surplus, free = numpy.cumsum(counts - local_tokens, axis=1), numpy.cumsum(capacities - local_tokens, axis=1)
+    sends, receives = _overlap(surplus, free, rank), _overlap(free, surplus, rank)
+    sends[:, rank] = receives[:, rank] = local_tokens[:, rank]
     return Exchange(sends, receives)
 
 

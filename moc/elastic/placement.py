@@ -5,27 +5,28 @@ group's first expert, its representative, has the complete group. So all experts
 
 No placement survives more losses of any number of nodes if the nodes suffice for all representatives. Theorem 1 omits
 this condition, and fails without it: the last group then has fewer nodes than its experts have replicas. Here, the last
-groups are spread over the remaining nodes, with the number of groups that survives most.
+groups are spread over the remaining nodes, with the number of groups that survives most. Up to ten nodes, exchanges of
+two replicas follow while they increase survival.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy
 
-from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
-from moc.elastic.errors import ElasticError
-from moc.elastic.survival import score
-from moc.elastic.swaps import MOST_NODES, improved
+from moc.elastic import ElasticError
+from moc.elastic.allocation import allocate_distinct, experts_by_load, feasible_replicas
+from moc.elastic.survival import bit_masks, subset_sizes, survival_score
 
 EMPTY = -1
 """Marks a slot without an expert."""
 
 
 def place_by_load(
-    loads: Sequence[int], nodes: int, slots: int, least: int, everywhere: int = 0, alike: bool = False
+    loads: Sequence[int], nodes: int, slots: int, min_replicas: int, everywhere: int = 0, same_groups: bool = False
 ) -> numpy.ndarray:
     """Places the replicas of each expert according to its load.
 
@@ -35,10 +36,10 @@ def place_by_load(
         loads: tokens of each expert.
         nodes: nodes that hold replicas.
         slots: slots of each node.
-        least: replicas of each expert, if they fit (:func:`moc.elastic.allocation.least_replicas`).
+        min_replicas: replicas of each expert, if they fit (:func:`feasible_replicas`).
         everywhere: number of hottest experts on every node.
-        alike: form the same groups for any number of nodes. Experts with equally many replicas are then ordered by
-            load, since their replicas may differ for another number of nodes.
+        same_groups: form the same groups for any number of nodes. Experts with equally many replicas are then ordered
+            by load, since their replicas may differ for another number of nodes.
 
     Returns:
         Experts by node and slot, int64[nodes, slots], each at most once per node; :data:`EMPTY` if the node has all.
@@ -46,17 +47,17 @@ def place_by_load(
     Raises:
         ValueError: the slots do not suffice.
     """
-    coldest_first = ascending(loads)
-    least = least_replicas(least, len(loads) - everywhere, nodes, slots - everywhere)
-    replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
-    order = coldest_first if alike else range(len(loads))
+    coldest_first = experts_by_load(loads)
+    min_replicas = feasible_replicas(min_replicas, len(loads) - everywhere, nodes, slots - everywhere)
+    replicas = allocate_distinct(loads, nodes, slots, min_replicas, everywhere)
+    order = coldest_first if same_groups else range(len(loads))
     numbers = numpy.array([*order, EMPTY])  # EMPTY (-1) is the last index
     hottest = [order.index(expert) for expert in coldest_first[len(loads) - everywhere :]]
-    table = place([replicas[expert] for expert in order], nodes, slots, hottest)
-    return distinct(numbers[table], coldest_first[::-1])
+    table = place_replicas([replicas[expert] for expert in order], nodes, slots, hottest)
+    return without_repetition(numbers[table], coldest_first[::-1])
 
 
-def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:
+def place_replicas(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:
     """Places replicas so that a replica of each expert survives the most simultaneous node losses.
 
     Args:
@@ -67,7 +68,7 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
 
     Returns:
         Experts by node and slot, int64[nodes, slots], or :data:`EMPTY`. A node may have several replicas of an expert
-        if the others are full: they are weights of the dispatcher (:func:`distinct`).
+        if the others are full: they are weights of the dispatcher (:func:`without_repetition`).
 
     Raises:
         ValueError: the replicas do not fit.
@@ -78,74 +79,74 @@ def place(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[
             "lower the replicas",
             code="slots-too-few",
         )
-    others = [expert for expert in ascending(replicas) if expert not in everywhere]
+    other_experts = [expert for expert in experts_by_load(replicas) if expert not in everywhere]
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
     table[:, : len(everywhere)] = everywhere
-    if others:
-        placed = _placed(tuple(replicas[expert] for expert in others), nodes, slots - len(everywhere))
-        table[:, len(everywhere) :] = numpy.where(placed == EMPTY, EMPTY, numpy.array(others)[placed])
+    if other_experts:
+        placed = _best_placement(tuple(replicas[expert] for expert in other_experts), nodes, slots - len(everywhere))
+        table[:, len(everywhere) :] = numpy.where(placed == EMPTY, EMPTY, numpy.array(other_experts)[placed])
     return table
 
 
-def distinct(table: numpy.ndarray, hottest_first: Sequence[int]) -> numpy.ndarray:
+def without_repetition(table: numpy.ndarray, hottest_first: Sequence[int]) -> numpy.ndarray:
     """Returns the placement with each expert once per node; other experts get the repeated and empty slots.
 
     A second replica of an expert on a node would duplicate its weights. Another expert survives more losses, and can
     take load off other nodes.
 
     Args:
-        table: a table from :func:`place`.
+        table: a table from :func:`place_replicas`.
         hottest_first: all experts, in the order of getting slots.
     """
     nodes, slots = table.shape
-    held = holders(table, len(hottest_first)) > 0
-    result = _once(table)
+    held = replicas_by_node(table, len(hottest_first)) > 0
+    result = _remove_repetitions(table)
     used = (result != EMPTY).sum(axis=1)
     for expert in hottest_first:
-        more = numpy.flatnonzero((used < slots) & ~held[expert])
-        result[more, used[more]] = expert
-        used[more] += 1
+        nodes_without = numpy.flatnonzero((used < slots) & ~held[expert])
+        result[nodes_without, used[nodes_without]] = expert
+        used[nodes_without] += 1
     return result
 
 
-def _once(table: numpy.ndarray) -> numpy.ndarray:
+def _remove_repetitions(table: numpy.ndarray) -> numpy.ndarray:
     """Returns each node's experts without repetition, followed by its empty slots."""
     result = numpy.full_like(table, EMPTY)
     used, every = numpy.zeros(len(table), numpy.int64), numpy.arange(len(table))
     for slot in range(table.shape[1]):
         expert = table[:, slot]
-        fresh = every[(expert != EMPTY) & ~(result == expert[:, None]).any(axis=1)]
-        result[fresh, used[fresh]] = expert[fresh]
-        used[fresh] += 1
+        new_nodes = every[(expert != EMPTY) & ~(result == expert[:, None]).any(axis=1)]
+        result[new_nodes, used[new_nodes]] = expert[new_nodes]
+        used[new_nodes] += 1
     return result
 
 
-def holders(table: numpy.ndarray, experts: int) -> numpy.ndarray:
-    """Returns the replicas of each expert on each node, int16[experts, nodes], from a table of :func:`place`."""
+def replicas_by_node(table: numpy.ndarray, experts: int) -> numpy.ndarray:
+    """Returns the replicas of each expert on each node, int16[experts, nodes], from experts by node and slot."""
     nodes, slots = table.shape
-    found = numpy.zeros((experts + 1, nodes), numpy.int16)  # last row: empty slots
+    replicas = numpy.zeros((experts + 1, nodes), numpy.int16)  # last row: empty slots
     for slot in range(slots):
-        found[table[:, slot], numpy.arange(nodes)] += 1
-    return found[:experts]
+        replicas[table[:, slot], numpy.arange(nodes)] += 1
+    return replicas[:experts]
 
 
-def representatives(replicas: Sequence[int], slots: int) -> list[int]:
+def representative_counts(replicas: Sequence[int], slots: int) -> list[int]:
     """Returns the replicas of the first expert of each group, ascending."""
     return sorted(replicas)[::slots]
 
 
-def cyclic(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
+def place_spread(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
     """Returns the placement "spread" of section 6.3: replicas are dealt to the nodes in turn."""
-    return _around(numpy.repeat(numpy.arange(len(replicas)), replicas), nodes, slots)
+    return _deal_in_turn(numpy.repeat(numpy.arange(len(replicas)), replicas), nodes, slots)
 
 
-def compact(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
+def place_compact(replicas: Sequence[int], nodes: int, slots: int) -> numpy.ndarray:
     """Returns the placement "compact" of section 6.3: nodes are filled one after the other."""
     row = numpy.repeat(numpy.arange(len(replicas)), replicas)
     return numpy.append(row, numpy.full(nodes * slots - len(row), EMPTY)).reshape(nodes, slots)
 
 
-def overlapped(replicas: Sequence[int], nodes: int, slots: int, groups: int | None = None) -> numpy.ndarray:
+def place_overlapping(replicas: Sequence[int], nodes: int, slots: int, groups: int | None = None) -> numpy.ndarray:
     """Returns the MRO placement of the first groups; other replicas are spread over the remaining nodes.
 
     Args:
@@ -155,48 +156,48 @@ def overlapped(replicas: Sequence[int], nodes: int, slots: int, groups: int | No
         groups: number of groups placed by MRO; all by default.
     """
     table = numpy.full((nodes, slots), EMPTY, numpy.int64)
-    left, start = numpy.array(replicas), 0
+    remaining, start = numpy.array(replicas), 0
     firsts = range(0, len(replicas), slots)[: groups if groups is not None else len(replicas)]
     for first in firsts:
         group = numpy.arange(first, min(first + slots, len(replicas)))
         stop = min(start + int(replicas[first]), nodes)
         table[start:stop, : len(group)] = group
-        left[group] -= stop - start
+        remaining[group] -= stop - start
         start = stop
-    _fill(table, left, start)
+    _fill_free_slots(table, remaining, start)
     return table
 
 
 @functools.lru_cache(maxsize=64)  # the search for h repeats placements
-def _placed(replicas: tuple[int, ...], nodes: int, slots: int) -> numpy.ndarray:
+def _best_placement(replicas: tuple[int, ...], nodes: int, slots: int) -> numpy.ndarray:
     """Returns the best placement found for replicas in ascending order."""
-    best = overlapped(replicas, nodes, slots)
-    if sum(representatives(replicas, slots)) <= nodes:
+    best = place_overlapping(replicas, nodes, slots)
+    if sum(representative_counts(replicas, slots)) <= nodes:
         return best
     experts = len(replicas)
-    found = best, score(holders(best, experts))
-    for table in _candidates(replicas, nodes, slots):
-        reached = score(holders(table, experts))
-        if reached > found[1]:
-            found = table, reached
-    return improved(found[0], experts) if nodes <= MOST_NODES else found[0]
+    best_scored = best, survival_score(replicas_by_node(best, experts))
+    for table in _candidate_placements(replicas, nodes, slots):
+        candidate_score = survival_score(replicas_by_node(table, experts))
+        if candidate_score > best_scored[1]:
+            best_scored = table, candidate_score
+    return improve_by_exchanges(best_scored[0], experts) if nodes <= MAX_SEARCHED_NODES else best_scored[0]
 
 
-def _candidates(replicas: Sequence[int], nodes: int, slots: int) -> Iterator[numpy.ndarray]:
+def _candidate_placements(replicas: Sequence[int], nodes: int, slots: int) -> Iterator[numpy.ndarray]:
     groups = -(-len(replicas) // slots)
     for spread in sorted({2, 3, 4, groups}):
         if spread <= groups:
-            yield overlapped(replicas, nodes, slots, groups - spread)
+            yield place_overlapping(replicas, nodes, slots, groups - spread)
 
 
-def _fill(table: numpy.ndarray, left: numpy.ndarray, start: int) -> None:
+def _fill_free_slots(table: numpy.ndarray, remaining: numpy.ndarray, start: int) -> None:
     """Puts the remaining replicas into free slots, slot by slot, so that few nodes get an expert twice.
 
     Experts of the last group, which has free slots on its own nodes, are first: they go to the nodes from ``start`` on,
     which hold none of them.
     """
     nodes, slots = table.shape
-    row = numpy.repeat(numpy.arange(len(left))[::-1], left[::-1])
+    row = numpy.repeat(numpy.arange(len(remaining))[::-1], remaining[::-1])
     free = numpy.arange(nodes)
     free = numpy.concatenate([free[start:], free[:start]])
     node, slot = (axis.ravel() for axis in numpy.meshgrid(free, numpy.arange(slots)))
@@ -204,6 +205,82 @@ def _fill(table: numpy.ndarray, left: numpy.ndarray, start: int) -> None:
     table[node[vacant], slot[vacant]] = row
 
 
-def _around(row: numpy.ndarray, nodes: int, slots: int) -> numpy.ndarray:
-    filled = numpy.append(row, numpy.full(nodes * slots - len(row), EMPTY))
+def _deal_in_turn(replicas: numpy.ndarray, nodes: int, slots: int) -> numpy.ndarray:
+    filled = numpy.append(replicas, numpy.full(nodes * slots - len(replicas), EMPTY))
     return numpy.ascontiguousarray(filled.reshape(slots, nodes).T)
+
+
+MAX_SEARCHED_NODES = 10
+"""With more nodes, trying all pairs takes too long."""
+
+
+def improve_by_exchanges(table: numpy.ndarray, experts: int) -> numpy.ndarray:
+    """Returns a placement of the same replicas that no exchange of two improves.
+
+    Args:
+        table: experts by node and slot, int64[nodes, slots], negative for empty slots.
+        experts: total number of experts.
+    """
+    search = _ExchangeSearch(table, experts)
+    while sum(search.exchange_best(*pair) for pair in itertools.combinations(range(len(table)), 2)):
+        pass
+    return search.table
+
+
+class _ExchangeSearch:
+    """A placement that is improved in place, and for each expert the choices of lost nodes that lose it."""
+
+    def __init__(self, table: numpy.ndarray, experts: int):
+        self.table = table.copy()
+        nodes = len(table)
+        size = subset_sizes(nodes)
+        self._choices = numpy.argsort(size, kind="stable")  # choices of lost nodes, fewest first
+        self._starts = numpy.searchsorted(size[self._choices], numpy.arange(nodes + 1))
+        self._held = numpy.zeros((experts + 1, nodes), numpy.int64)  # last row: empty slots
+        numpy.add.at(self._held, (table, numpy.arange(nodes)[:, None]), 1)
+        self._losing = self._losing_choices(numpy.arange(experts + 1), self._held)
+        self._lost_experts = self._losing.sum(axis=0, dtype=numpy.int16)
+        self._best = self._survived_choices(self._lost_experts)[0]
+
+    def exchange_best(self, first: int, second: int) -> bool:
+        """Makes the best exchange between two nodes, and returns True, if it survives more losses."""
+        first_experts, second_experts = self.table[first], self.table[second]
+        losing_first, losing_second = (
+            self._losing_after_move(first_experts, first, second),
+            self._losing_after_move(second_experts, second, first),
+        )
+        lost_experts = (
+            self._lost_experts
+            + (losing_first - self._losing[first_experts])[:, None]
+            + (losing_second - self._losing[second_experts])[None, :]
+        )
+        lost_experts[first_experts[:, None] == second_experts[None, :]] = self._lost_experts
+        survived = self._survived_choices(lost_experts.reshape(-1, lost_experts.shape[-1]))
+        best = max(range(len(survived)), key=survived.__getitem__)
+        if survived[best] <= self._best:
+            return False
+        first_slot, second_slot = divmod(best, len(second_experts))
+        x, y = int(first_experts[first_slot]), int(second_experts[second_slot])
+        self._best, self._lost_experts = survived[best], lost_experts[first_slot, second_slot].copy()
+        self._losing[x], self._losing[y] = losing_first[first_slot], losing_second[second_slot]
+        self._held[[x, y], [first, second]] -= 1
+        self._held[[x, y], [second, first]] += 1
+        self.table[first, first_slot], self.table[second, second_slot] = y, x
+        return True
+
+    def _losing_after_move(self, experts: numpy.ndarray, source: int, target: int) -> numpy.ndarray:
+        """Returns the choices that lose each of a node's experts after one of its replicas has moved."""
+        held = self._held[experts]
+        held[:, source] -= 1
+        held[:, target] += 1
+        return self._losing_choices(experts, held)
+
+    def _losing_choices(self, experts: numpy.ndarray, held: numpy.ndarray) -> numpy.ndarray:
+        mask = numpy.array(bit_masks(held > 0))[:, None]
+        losing = (self._choices & mask) == mask
+        losing[(experts < 0) | (experts == len(self._held) - 1)] = False  # an empty slot is never lost
+        return losing.astype(numpy.int16)
+
+    def _survived_choices(self, lost_experts: numpy.ndarray) -> list[list[int]]:
+        """Returns the choices without a lost expert, by number of lost nodes, for each row."""
+        return numpy.add.reduceat(numpy.atleast_2d(lost_experts) == 0, self._starts, axis=1, dtype=numpy.int64).tolist()

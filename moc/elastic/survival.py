@@ -1,29 +1,31 @@
 """Computes the probability that a simultaneous loss of nodes leaves a replica of every expert.
 
 The result is exact. All choices of lost nodes are equally likely, as in Lazarus' Theorem 1. An expert is lost with its
-last holder, so only the sets of holders count, and of these only sets that contain no other.
+last holder, so only the sets of holders count, and of these only sets that contain no other. For few nodes, all choices
+are enumerated as bit masks; bit i is node i.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from math import comb
 
 import numpy
 
-from moc.elastic import subsets
 from moc.errors import UserError
 
-_LISTED = 16
+_MAX_ENUMERATED_NODES = 16
 """Maximum number of nodes for which every choice of lost nodes is enumerated."""
 
 
 class TooManyNodesError(UserError, ValueError):
-    """The probability cannot be computed exactly; :func:`least_survival` bounds it."""
+    """The probability cannot be computed exactly; :func:`survival_lower_bound` bounds it."""
 
     code = "value-out-of-range"
 
 
-def survival(held: numpy.ndarray, lost: int) -> float:
+def survival_probability(held: numpy.ndarray, lost: int) -> float:
     """Returns the probability that a replica of each expert is left.
 
     Args:
@@ -35,69 +37,74 @@ def survival(held: numpy.ndarray, lost: int) -> float:
             (with MRO, they are).
     """
     nodes = held.shape[1]
-    return survived(held, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
+    return count_survived(held, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
 
 
-def survived(held: numpy.ndarray, most: int) -> list[int]:
-    """Returns, by number of lost nodes up to ``most``, the number of choices that leave a replica of each expert.
+def count_survived(held: numpy.ndarray, max_lost: int) -> list[int]:
+    """Returns, by number of lost nodes up to ``max_lost``, the number of choices that leave a replica of each expert.
 
-    Arguments and errors as in :func:`survival`.
+    Arguments and errors as in :func:`survival_probability`.
     """
     nodes = held.shape[1]
-    sets = minimal(held)
+    sets = minimal_holder_sets(held)
     if not sets[0].any():  # an expert has no holder
-        return [0] * (most + 1)
-    if nodes <= _LISTED:
-        return subsets.survived(subsets.deaths(subsets.masks(sets), nodes), nodes)[: most + 1]
-    if most < int(sets.sum(axis=1).min()):
-        return [comb(nodes, lost) for lost in range(most + 1)]
+        return [0] * (max_lost + 1)
+    if nodes <= _MAX_ENUMERATED_NODES:
+        counts = numpy.bincount(
+            subset_sizes(nodes)[count_contained_sets(bit_masks(sets), nodes) == 0], minlength=nodes + 1
+        )
+        return counts.tolist()[: max_lost + 1]
+    if max_lost < int(sets.sum(axis=1).min()):
+        return [comb(nodes, lost) for lost in range(max_lost + 1)]
     first, size = sets.argmax(axis=1), sets.sum(axis=1)
     last = nodes - 1 - sets[:, ::-1].argmax(axis=1)
     if (last - first + 1 != size).any():
         raise TooManyNodesError(
-            f"an exact probability of survival takes at most {_LISTED} nodes where holders are not neighbours, not "
-            f"{nodes}. Fix: use least_survival(), which gives a lower bound",
+            f"the exact survival probability of {nodes} nodes cannot be computed: holders are not neighbors, and at "
+            f"most {_MAX_ENUMERATED_NODES} nodes are enumerated. Fix: use survival_lower_bound()",
         )
-    return _runs(dict(zip(last.tolist(), size.tolist(), strict=True)), nodes, most)
+    return _count_without_complete_run(dict(zip(last.tolist(), size.tolist(), strict=True)), nodes, max_lost)
 
 
-def least_survival(held: numpy.ndarray, lost: int) -> float:
-    """Returns a lower bound of :func:`survival` for any number of nodes (union bound over sets of holders)."""
+def survival_lower_bound(held: numpy.ndarray, lost: int) -> float:
+    """Returns a lower bound of :func:`survival_probability` for any number of nodes, by a union bound."""
     nodes = held.shape[1]
     if lost > nodes:
         return 0.0
-    dead = sum(comb(nodes - size, lost - size) for size in minimal(held).sum(axis=1).tolist() if size <= lost)
-    return max(0.0, 1 - dead / comb(nodes, lost))
+    fatal = sum(
+        comb(nodes - size, lost - size) for size in minimal_holder_sets(held).sum(axis=1).tolist() if size <= lost
+    )
+    return max(0.0, 1 - fatal / comb(nodes, lost))
 
 
-def minimal(held: numpy.ndarray) -> numpy.ndarray:
+def minimal_holder_sets(held: numpy.ndarray) -> numpy.ndarray:
     """Returns the distinct sets of holders that contain no other, smallest first, bool[sets, nodes]."""
     bits = numpy.packbits(held > 0, axis=1)
     first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
     numbers = numpy.array(sorted(first.values(), key=lambda number: (int((held[number] > 0).sum()), number)))
     words = numpy.pad(bits[numbers], ((0, 0), (0, -bits.shape[1] % 8))).view(numpy.uint64)
     kept: list[int] = []
-    for place in range(len(numbers)):
+    for index in range(len(numbers)):
         smaller = words[kept]
-        if not ((smaller & words[place]) == smaller).all(axis=1).any():
-            kept.append(place)
+        if not ((smaller & words[index]) == smaller).all(axis=1).any():
+            kept.append(index)
     return held[numbers[kept]] > 0
 
 
-def score(held: numpy.ndarray) -> tuple[float, ...]:
+def survival_score(held: numpy.ndarray) -> tuple[float, ...]:
     """Returns a score that grows with survival, to compare placements of the same replicas.
 
     It consists of the choices survived, from the smallest loss on. If there are too many choices, it is the smallest
     set of holders, then the expected number of lost sets if nodes are lost with probability 1/2.
     """
     nodes = held.shape[1]
-    if nodes <= _LISTED:
-        return tuple(survived(held, nodes))
-    sizes = minimal(held).sum(axis=1).astype(float)
-    return float(sizes.min()), -float((0.5**sizes).sum())
+    if nodes <= _MAX_ENUMERATED_NODES:
+        return tuple(count_survived(held, nodes))
+    set_sizes = minimal_holder_sets(held).sum(axis=1).astype(float)
+    return float(set_sizes.min()), -float((0.5**set_sizes).sum())
 
 
-def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
+def _count_without_complete_run(shortest: dict[int, int], nodes: int, max_lost: int) -> list[int]:
     """Returns the number of choices that lose no set, by lost nodes, if each set is a run of neighbors.
 
     Choices are counted node by node, by lost nodes and length of the current run of lost nodes. The run must stay
@@ -106,17 +113,40 @@ def _runs(shortest: dict[int, int], nodes: int, most: int) -> list[int]:
     Args:
         shortest: sizes of the sets by last node.
         nodes: total number of nodes.
-        most: maximum number of lost nodes.
+        max_lost: maximum number of lost nodes.
     """
     longest = max(shortest.values())
     counts = {(0, 0): 1}  # by lost nodes, and length of the current run
     for node in range(nodes):
         limit = shortest.get(node, nodes + 1)
-        following: dict[tuple[int, int], int] = {}
-        for (lost, row), ways in counts.items():
-            following[lost, 0] = following.get((lost, 0), 0) + ways
-            if lost < most and row + 1 < limit:
-                place = lost + 1, min(row + 1, longest)
-                following[place] = following.get(place, 0) + ways
-        counts = following
-    return [sum(ways for (lost, _), ways in counts.items() if lost == number) for number in range(most + 1)]
+        next_counts: dict[tuple[int, int], int] = {}
+        for (lost, run), ways in counts.items():
+            next_counts[lost, 0] = next_counts.get((lost, 0), 0) + ways
+            if lost < max_lost and run + 1 < limit:
+                state = lost + 1, min(run + 1, longest)
+                next_counts[state] = next_counts.get(state, 0) + ways
+        counts = next_counts
+    return [sum(ways for (lost, _), ways in counts.items() if lost == number) for number in range(max_lost + 1)]
+
+
+def bit_masks(sets: numpy.ndarray) -> list[int]:
+    """Returns sets of nodes, bool[sets, nodes], as bit masks."""
+    return (sets @ (1 << numpy.arange(sets.shape[1]))).tolist()
+
+
+def count_contained_sets(sets: Iterable[int], nodes: int) -> numpy.ndarray:
+    """Returns, for each choice of lost nodes, the number of sets that it contains, int64[2 ** nodes]."""
+    choices = numpy.arange(1 << nodes)
+    result = numpy.zeros(len(choices), numpy.int64)
+    for mask in sets:
+        result += (choices & mask) == mask
+    return result
+
+
+@functools.lru_cache(maxsize=32)
+def subset_sizes(nodes: int) -> numpy.ndarray:
+    """Returns the number of nodes in each choice, int64[2 ** nodes]."""
+    counts = numpy.zeros(1, numpy.int64)
+    for _ in range(nodes):
+        counts = numpy.concatenate([counts, counts + 1])
+    return counts

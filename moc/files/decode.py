@@ -13,15 +13,15 @@ import msgspec
 import xxhash
 
 from moc.errors import UserError
-from moc.files.text import shown, without_middle
+from moc.files.text import short_repr, shorten_middle
 
-MOST = 1 << 62
+MAX_COUNT = 1 << 62
 """Largest number of bytes or elements."""
 
-_LONGEST = 1000  # characters of a name
-_DIGEST = "xxh3_128"
+_MAX_NAME_LENGTH = 1000  # characters of a name
+_HASH_KEY = "xxh3_128"
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 """An integer number of bytes, elements, iterations and the like."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -40,7 +40,7 @@ _CONTROLS = (
 )
 """Characters that ``str.isprintable()`` refuses, except unassigned ones, as a part of a pattern."""
 
-Name = Annotated[str, msgspec.Meta(max_length=_LONGEST, pattern=rf"^[^{_CONTROLS}]*\Z")]
+Name = Annotated[str, msgspec.Meta(max_length=_MAX_NAME_LENGTH, pattern=rf"^[^{_CONTROLS}]*\Z")]
 """Text without control and formatting characters."""
 
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.+-]{0,199}\Z")]
@@ -70,8 +70,10 @@ def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) 
         ValueError: the text is not JSON in UTF-8, is nested too deeply, or repeats a key.
     """
     try:
-        parser = _PARSER if unique_keys else _REPEATING
-        return parser.decode(text if isinstance(text, str) else str(bytes(text).removeprefix(_MARK), "utf-8"))
+        parser = _STRICT_PARSER if unique_keys else _LENIENT_PARSER
+        return parser.decode(
+            text if isinstance(text, str) else str(bytes(text).removeprefix(_BYTE_ORDER_MARK), "utf-8")
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -88,7 +90,7 @@ def convert[T](value: Any, to: type[T]) -> T:
     try:
         return msgspec.convert(value, to, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ValueError(without_middle(str(error))) from None
+        raise ValueError(shorten_middle(str(error))) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -104,106 +106,106 @@ class StateError(UserError, ValueError):
     code = "saved-state-invalid"
 
 
-def values_of(one: Any) -> dict[str, Any]:
+def field_values(instance: Any) -> dict[str, Any]:
     """Returns the values of a dataclass by field.
 
     ``vars()`` lacks the fields of a decoded object that were not in the JSON, whose defaults are in the class.
     """
-    return {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
-def state[T](value: Any, to: type[T], of: str, every_field: bool = False) -> T:
+def convert_state[T](value: Any, to: type[T], owner: str, requires_every_field: bool = False) -> T:
     """Applies :func:`convert` to the state that an object has saved.
 
     Args:
         value: the state.
         to: type of the state.
-        of: name of the object, for the message.
-        every_field: require also the fields of a dataclass that have defaults.
+        owner: name of the object, for the message.
+        requires_every_field: require also the fields of a dataclass that have defaults.
 
     Raises:
         ValueError: as :func:`convert`.
     """
     try:
-        found = convert(value, to)
-        if every_field and (missing := values_of(found).keys() - value.keys()):
+        converted = convert(value, to)
+        if requires_every_field and (missing := field_values(converted).keys() - value.keys()):
             raise ValueError(f"it lacks {min(missing)}")
-        return found
+        return converted
     except ValueError as error:
-        raise StateError(f"this is no state of {of} ({error}). Fix: start without it") from None
+        raise StateError(f"this is no state of {owner} ({error}). Fix: start without it") from None
 
 
-def sealed(fields: Mapping[str, Any]) -> str:
-    """Returns JSON of some fields with their hash, which :func:`unsealed` verifies."""
-    return json.dumps({**fields, _DIGEST: _digest(fields)})
+def encode_with_hash(fields: Mapping[str, Any]) -> str:
+    """Returns JSON of some fields with their hash, which :func:`decode_verified` verifies."""
+    return json.dumps({**fields, _HASH_KEY: _hash_of_fields(fields)})
 
 
-def unsealed[T](text: str | bytes, to: type[T]) -> T:
-    """Inverts :func:`sealed`; a text without a hash, from an earlier version, is accepted.
+def decode_verified[T](text: str | bytes, to: type[T]) -> T:
+    """Inverts :func:`encode_with_hash`; a text without a hash, from an earlier version, is accepted.
 
     Raises:
         ValueError: the hash differs, or as :func:`decode`.
     """
-    fields = {**table(parse(text), "it")}
-    digest = fields.pop(_DIGEST, None)
-    if digest is not None and digest != _digest(fields):
+    fields = {**require_object(parse(text), "it")}
+    digest = fields.pop(_HASH_KEY, None)
+    if digest is not None and digest != _hash_of_fields(fields):
         raise ValueError("it does not match its hash")
     return convert(fields, to)
 
 
-def table(value: object, what: str) -> Mapping[str, Any]:
+def require_object(value: object, label: str) -> Mapping[str, Any]:
     """Returns a JSON object whose keys are names; like the following functions, raises ValueError otherwise."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is {shown(value)}, and not an object")
+        raise ValueError(f"{label} is {short_repr(value)}, and not an object")
     keys = "".join(value)
-    if len(keys) > _LONGEST or not keys.isprintable():  # one test per object: reports have hundreds
+    if len(keys) > _MAX_NAME_LENGTH or not keys.isprintable():  # one test per object: reports have hundreds
         for key in value:
-            name(key, f"a key of {what}")
+            require_name(key, f"a key of {label}")
     return value
 
 
-def number(value: object, what: str, most: int = MOST) -> int:
-    """Returns an integer from 0 to ``most``."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} is {shown(value)}, and not a number from 0 to {most}")
+def require_count(value: object, label: str, maximum: int = MAX_COUNT) -> int:
+    """Returns an integer from 0 to ``maximum``."""
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ValueError(f"{label} is {short_repr(value)}, and not a number from 0 to {maximum}")
     return value
 
 
-def name(value: object, what: str) -> str:
+def require_name(value: object, label: str) -> str:
     """Returns the text that a terminal shows as it is."""
-    if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
-        raise ValueError(f"{what} is {shown(value)}, and no name")
+    if not isinstance(value, str) or len(value) > _MAX_NAME_LENGTH or not value.isprintable():
+        raise ValueError(f"{label} is {short_repr(value)}, and no name")
     return value
 
 
-def inner_path(value: object) -> str:
+def require_inner_path(value: object) -> str:
     """Returns the path of a file in the directory of a checkpoint or below."""
-    path = PurePosixPath(name(value, "a path"))
+    path = PurePosixPath(require_name(value, "a path"))
     if path.is_absolute() or not path.parts or ".." in path.parts:
-        raise ValueError(f"{shown(value)} is outside of the checkpoint")
+        raise ValueError(f"{short_repr(value)} is outside of the checkpoint")
     return str(path)
 
 
-def digest(value: object, what: str) -> str:
+def require_digest(value: object, label: str) -> str:
     """Returns an xxh3-128 in hex."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
-        raise ValueError(f"{what} is {shown(value)}, and no hash")
+        raise ValueError(f"{label} is {short_repr(value)}, and no hash")
     return value
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise ValueError("an object has the same key twice")
     return fields
 
 
-_MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
-_PARSER = json.JSONDecoder(object_pairs_hook=_object)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
+_STRICT_PARSER = json.JSONDecoder(object_pairs_hook=_object_with_unique_keys)
 
 
-def _digest(fields: Mapping[str, Any]) -> str:
+def _hash_of_fields(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
-_REPEATING = json.JSONDecoder()
+_LENIENT_PARSER = json.JSONDecoder()

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from moc.errors import cause_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name
-from moc.files.tree import Tree
+from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files
 from moc.store import manifest as manifests
-from moc.store.boxes import StoredBox, read_boxes
-from moc.store.dense_files import MANIFEST, STATE
+from moc.store.dense_files import MANIFEST, STATE_FILE
 from moc.store.errors import CheckpointError
+from moc.store.header import StoredBox, read_boxes
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.store import iteration_of
+from moc.store.store import parse_iteration
 
 SNAPSHOT, DENSE = "snapshot", "dense"
 OPTIMIZER = "optimizer"
-_PARTS = ("rank_", ".rank_", f"{MANIFEST}.")  # files of Format v1 before its manifest is written
+_UNPUBLISHED_PREFIXES = ("rank_", ".rank_", f"{MANIFEST}.")  # files of Format v1 before its manifest is written
 
 
 @dataclass
@@ -44,14 +44,14 @@ class Checkpoint:
     """Sizes of the layout that wrote it, if recorded."""
     operators: Mapping[str, OperatorEntry] | None = None
     """Format v1: the manifest's entry for each operator; None for dense checkpoints."""
-    broken: set[str] = field(default_factory=set)
+    damaged_files: set[str] = field(default_factory=set)
     """Files that are missing, of another size than listed, or otherwise damaged."""
     problems: list[str] = field(default_factory=list)
 
     @property
-    def region_files(self) -> list[str]:
+    def shard_files(self) -> list[str]:
         """Names of the listed region files: in Format v1 all, in dense checkpoints the files with optimizer state."""
-        return sorted(name for name in self.files if self.format == SNAPSHOT or is_of_optimizer(name))
+        return sorted(name for name in self.files if self.format == SNAPSHOT or is_optimizer_file(name))
 
     @property
     def weight_files(self) -> list[str]:
@@ -63,21 +63,21 @@ class Checkpoint:
         return sum(self.files[name]["bytes"] for name in names)
 
 
-def is_of_optimizer(name: str) -> bool:
+def is_optimizer_file(name: str) -> bool:
     """Returns whether a file of a dense checkpoint has boxes of optimizer state."""
     return name.startswith(f"{OPTIMIZER}/") and name.endswith(".safetensors")
 
 
 def is_checkpoint(path: Path) -> bool:
     """Returns whether a directory is one checkpoint, rather than a --save directory of several."""
-    named = iteration_of(path.resolve().name) is not None
-    return named or any((path / name).is_file() for name in (MANIFEST, STATE))
+    named = parse_iteration(path.resolve().name) is not None
+    return named or any((path / name).is_file() for name in (MANIFEST, STATE_FILE))
 
 
 def format_of(directory: Path) -> str:
     """Returns ``snapshot`` if the manifest has Format v1, otherwise ``dense``."""
     try:
-        written = decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST))["format"]
+        written = decode.parse(SafeDirectory(directory).read(MANIFEST, safe_directory.MAX_MANIFEST_BYTES))["format"]
         return SNAPSHOT if written == manifests.FORMAT else DENSE
     except (OSError, ValueError, LookupError, TypeError):
         return DENSE
@@ -86,24 +86,24 @@ def format_of(directory: Path) -> str:
 def is_unpublished(directory: Path) -> bool:
     """Returns whether a directory holds an uncommitted save in Format v1, which is no checkpoint without a manifest."""
     try:
-        names = Tree(directory).names()
+        names = SafeDirectory(directory).list_names()
     except OSError:
         return False  # reading it reports the error
-    return MANIFEST not in names and all(name.startswith(_PARTS) for name in names)
+    return MANIFEST not in names and all(name.startswith(_UNPUBLISHED_PREFIXES) for name in names)
 
 
-def saved_iterations(root: Path) -> list[int]:
+def published_iterations(root: Path) -> list[int]:
     """Returns the iterations of the checkpoints in a directory, ascending."""
-    return [i for i in dense_files.saved_iterations(root) if not is_unpublished(dense_files.directory_of(root, i))]
+    return [i for i in dense_files.list_iterations(root) if not is_unpublished(dense_files.checkpoint_path(root, i))]
 
 
-def choose(root: Path, iteration: int | None) -> Path:
+def select_checkpoint(root: Path, iteration: int | None) -> Path:
     """Returns the checkpoint of an iteration in a directory; by default the tracker's, otherwise the newest.
 
     Raises:
         CheckpointError: there is none.
     """
-    saved = saved_iterations(root)
+    saved = published_iterations(root)
     if iteration is None:
         with contextlib.suppress(CheckpointError, ValueError):
             iteration = dense_files.latest_iteration(root)
@@ -114,13 +114,13 @@ def choose(root: Path, iteration: int | None) -> Path:
             code="checkpoint-missing",
         )
     if iteration not in saved:
-        known = ", ".join(map(str, saved)) or "none"
+        listed = ", ".join(map(str, saved)) or "none"
         raise CheckpointError(
-            f"{root}: holds no checkpoint of iteration {iteration} (there are: {known}). Fix: pass one of these to "
+            f"{root}: holds no checkpoint of iteration {iteration} (there are: {listed}). Fix: pass one of these to "
             "--iteration",
             code="checkpoint-missing",
         )
-    return dense_files.directory_of(root, iteration)
+    return dense_files.checkpoint_path(root, iteration)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -146,8 +146,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         )
     checkpoint = Checkpoint(directory, dict(manifest["files"]), iteration=manifest["iteration"])
     _compare_names(checkpoint)
-    stock = manifest["format"] == dense_files.OF_MEGATRON
-    for name in (".metadata",) if stock else (STATE, ".metadata"):  # checkpoints of user scripts lack STATE
+    is_stock = manifest["format"] == dense_files.MEGATRON_FORMAT
+    for name in (".metadata",) if is_stock else (STATE_FILE, ".metadata"):  # checkpoints of user scripts lack STATE
         if name not in checkpoint.files:
             checkpoint.problems.append(f"{MANIFEST}: does not list {name}")
     if not checkpoint.weight_files:
@@ -158,34 +158,34 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _read_snapshot(directory: Path) -> Checkpoint:
-    manifest = Manifest.from_json(Tree(directory).read(MANIFEST, tree.MANIFEST), MANIFEST)
+    manifest = Manifest.from_json(SafeDirectory(directory).read(MANIFEST, safe_directory.MAX_MANIFEST_BYTES), MANIFEST)
     files = {name: asdict(entry) for name, entry in manifest.files.items()}
-    same = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
-    checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **same)
+    fields = {name: getattr(manifest, name) for name in ("iteration", "state", "policy", "layout", "operators")}
+    checkpoint = Checkpoint(directory, files, format=SNAPSHOT, **fields)
     try:
-        _checked(manifest.state)
+        _validate_state(manifest.state)
     except ValueError as error:
         checkpoint.state = {}
         checkpoint.problems.append(f"{MANIFEST}: its state is damaged ({error})")
     _compare_names(checkpoint)
     _compare_sizes(checkpoint)
-    if not manifest.complete:
+    if not manifest.is_complete:
         checkpoint.problems.append(
-            f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, those of one node"
+            f"{MANIFEST}: names {len(manifest.files)} of {manifest.writers} files, only the files of one node"
         )
     return checkpoint
 
 
 def _compare_names(checkpoint: Checkpoint) -> None:
-    say = checkpoint.problems.append
-    named = iteration_of(checkpoint.directory.resolve().name)
+    report = checkpoint.problems.append
+    named = parse_iteration(checkpoint.directory.resolve().name)
     if named is not None and checkpoint.iteration != named:
-        say(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
+        report(f"{MANIFEST}: is of iteration {checkpoint.iteration}, and the directory of {named}")
     walked = ((Path(parent) / name for name in names) for parent, _, names in os.walk(checkpoint.directory))
     present = {path.relative_to(checkpoint.directory).as_posix() for paths in walked for path in paths}
     for name in sorted(present - checkpoint.files.keys() - {MANIFEST}):
         if checkpoint.format == DENSE or not name.startswith(".rank_"):  # left by a kill after the manifest was written
-            say(f"{name}: is not listed in {MANIFEST}")
+            report(f"{name}: is not listed in {MANIFEST}")
 
 
 def _compare_sizes(checkpoint: Checkpoint) -> None:
@@ -197,26 +197,28 @@ def _compare_sizes(checkpoint: Checkpoint) -> None:
             problem = f"has {size:,} bytes instead of {entry['bytes']:,}"
         else:
             continue
-        checkpoint.broken.add(name)
+        checkpoint.damaged_files.add(name)
         checkpoint.problems.append(f"{name}: {problem}")
 
 
 def _read_state(checkpoint: Checkpoint) -> None:
-    path = checkpoint.directory / STATE
-    if STATE in checkpoint.broken or not path.is_file():
+    path = checkpoint.directory / STATE_FILE
+    if STATE_FILE in checkpoint.damaged_files or not path.is_file():
         return  # already reported
     try:
-        state = _checked(decode.parse(Tree(checkpoint.directory).read(STATE, tree.MANIFEST)))
+        state = _validate_state(
+            decode.parse(SafeDirectory(checkpoint.directory).read(STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
+        )
     except (ValueError, OSError) as error:
-        checkpoint.broken.add(STATE)
-        checkpoint.problems.append(f"{STATE}: cannot be read ({error})")
+        checkpoint.damaged_files.add(STATE_FILE)
+        checkpoint.problems.append(f"{STATE_FILE}: cannot be read ({error})")
         return
     checkpoint.state = state
     if state.get("iteration") != checkpoint.iteration:
         checkpoint.problems.append(
-            f"{STATE}: is of iteration {state.get('iteration')}, {MANIFEST} of {checkpoint.iteration}"
+            f"{STATE_FILE}: is of iteration {state.get('iteration')}, {MANIFEST} of {checkpoint.iteration}"
         )
-    if state.get("optimizer") and not checkpoint.region_files:
+    if state.get("optimizer") and not checkpoint.shard_files:
         checkpoint.problems.append(f"{MANIFEST}: lists no file with the state of optimizer {state['optimizer']}")
 
 
@@ -233,39 +235,41 @@ class _State:
     grad_scaler: dict[Name, float | int | list[float]] | None = None
 
 
-def _checked(state: Any) -> Mapping:
+def _validate_state(state: Any) -> Mapping:
     """Returns the non-tensor state; raises ValueError if a value that these tools use has another type."""
     decode.convert(state, _State)
     return state
 
 
-def read_regions(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
+def read_all_boxes(checkpoint: Checkpoint) -> tuple[list[StoredBox], list[str]]:
     """Returns the boxes of all readable region files, and a problem for each other file.
 
     The checkpoint's own problems already include missing files.
     """
     boxes, problems = [], []
-    for name in checkpoint.region_files:
+    for name in checkpoint.shard_files:
         try:
-            boxes += boxes_of(checkpoint.directory, name)
+            boxes += read_file_boxes(checkpoint.directory, name)
         except CheckpointError as error:
-            if name not in checkpoint.broken:
+            if name not in checkpoint.damaged_files:
                 problems.append(cause_of(error))
-            checkpoint.broken.add(name)
+            checkpoint.damaged_files.add(name)
     return boxes, problems
 
 
-def boxes_of(directory: Path, name: str) -> list[StoredBox]:
+def read_file_boxes(directory: Path, name: str) -> list[StoredBox]:
     """Returns the boxes that the header of a region file describes.
 
     Raises:
         CheckpointError: the header is invalid, or does not match the file.
     """
     try:
-        with open(Tree(directory).open(name), "rb", buffering=0) as file:
+        with open(SafeDirectory(directory).open(name), "rb", buffering=0) as file:
             descriptor = file.fileno()
             size = os.fstat(descriptor).st_size
-            return read_boxes(name, size, lambda start, stop: os.pread(descriptor, stop - start, start), slack=False)
+            return read_boxes(
+                name, size, lambda start, stop: os.pread(descriptor, stop - start, start), allows_slack=False
+            )
     except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{name}: its header is damaged ({error}). Fix: use another checkpoint",

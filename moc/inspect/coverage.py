@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from moc.files import decode
 from moc.inspect.checkpoint import Checkpoint, StoredBox
-from moc.policy import is_of_everything
+from moc.policy import is_full_policy
 from moc.state.operators import Operator, is_module_state, operator_of
 from moc.state.region import Region
 from moc.store import dense_files
@@ -25,18 +25,18 @@ MASTER = "master"
 """Slot that every parameter has with any optimizer."""
 PARAM = "param"
 """Slot of compute weights, and of module state, which no optimizer updates."""
-MOST_OPERATORS = 1 << 18
+MAX_OPERATORS = 1 << 18
 """Maximum number of operators of a model that is read from a file."""
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _NAMES = rf"^(?:embedding|output|layers\.{_NUMBER}\.(?:attention|mlp|router|expert\.{_NUMBER}))\Z"
-_Parameters = Annotated[dict[Annotated[str, Meta(pattern=_NAMES)], decode.Count], Meta(max_length=MOST_OPERATORS)]
+_Parameters = Annotated[dict[Annotated[str, Meta(pattern=_NAMES)], decode.Count], Meta(max_length=MAX_OPERATORS)]
 """Number of parameters of each operator of a model built by Megatron-LM."""
-_MOST_COMPARED = 100_000  # coordinates compared between boxes and holes
-_MOST_SWEPT, _LEAST = 3_000_000, 200  # coordinates of box pairs, and the cost of a sweep step in this unit
+_MAX_COMPARED = 100_000  # coordinates compared between boxes and holes
+_MAX_SWEPT, _SWEEP_STEP_COST = 3_000_000, 200  # coordinates of box pairs, and the cost of a sweep step in this unit
 _PRIME = (1 << 61) - 1
 
 
-def slots_of(optimizer: str | None) -> tuple[str, ...]:
+def required_slots(optimizer: str | None) -> tuple[str, ...]:
     """Returns the slots that every parameter has with an optimizer; the first is the master."""
     return SLOTS.get(optimizer, (MASTER,)) if optimizer else ()
 
@@ -50,29 +50,29 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
     if operators is None:
         problems = list(_missing_slots(tensors, state.get("optimizer")))
         if tensors and state.get("optimizer"):
-            problems += _missing_operators(tensors, state.get("shape"), dense_files.STATE)
+            problems += _missing_operators(tensors, state.get("shape"), dense_files.STATE_FILE)
     else:
-        problems = list(_broken_promises(tensors, operators))
+        problems = list(_count_mismatches(tensors, operators))
         problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
-        if is_of_everything(checkpoint.policy):
+        if is_full_policy(checkpoint.policy):
             problems += _missing_operators(tensors, state.get("shape"), dense_files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])
     return problems
 
 
-def _broken_promises(tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry]):
+def _count_mismatches(tensors: Mapping[str, Mapping[str, list[StoredBox]]], operators: Mapping[str, OperatorEntry]):
     """Yields, for Format v1, differences between the element counts of operators in the manifest and in the files."""
-    held: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    held_elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for name, slots in tensors.items():
         for slot, boxes in slots.items():
-            held[operator_or_other(name)][slot] += sum(box.region.numel for box in boxes)
-    for operator in sorted(held.keys() | operators.keys()):
-        promised = operators[operator].elements if operator in operators else {}
-        for slot in sorted(held[operator].keys() | promised.keys()):
-            there, wanted = held[operator][slot], promised.get(slot, 0)
-            if there != wanted:
-                yield f"{operator}: files hold {there:,} elements of {slot}, {dense_files.MANIFEST} promises {wanted:,}"
+            held_elements[operator_or_other(name)][slot] += sum(box.region.numel for box in boxes)
+    for operator in sorted(held_elements.keys() | operators.keys()):
+        listed = operators[operator].elements if operator in operators else {}
+        for slot in sorted(held_elements[operator].keys() | listed.keys()):
+            held, wanted = held_elements[operator][slot], listed.get(slot, 0)
+            if held != wanted:
+                yield f"{operator}: files hold {held:,} elements of {slot}, {dense_files.MANIFEST} promises {wanted:,}"
 
 
 def _missing_slots_of_details(
@@ -83,15 +83,15 @@ def _missing_slots_of_details(
         entry = operators.get(operator_or_other(name))
         if entry is None:
             continue  # already reported
-        if missing := sorted(set(_slots_of(name, entry.detail, optimizer)) - tensors[name].keys()):
+        if missing := sorted(set(required_slots_at(name, entry.detail, optimizer)) - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
 
 
-def _slots_of(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
-    """Returns the slots that a tensor must have at a detail of ``moc.state.detail``."""
+def required_slots_at(name: str, detail: str, optimizer: str | None) -> tuple[str, ...]:
+    """Returns the slots that a tensor must have at a detail of ``moc.state.operators``."""
     if is_module_state(name):
         return () if detail in ("moments", "grad") else (PARAM,)
-    full = slots_of(optimizer)
+    full = required_slots(optimizer)
     parts = {"compute": (PARAM,), "master": full[:1], "moments": full[1:], "grad": ("grad",)}
     return parts.get(detail, full)
 
@@ -102,12 +102,12 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     Raises:
         ValueError: the shape is invalid.
     """
-    there = {operator_or_other(name) for name in names}
+    present = {operator_or_other(name) for name in names}
     try:
         wanted = _operators(shape)
     except ValueError as error:
         raise ValueError(f"does not describe the shape of a model ({error})") from None
-    return [operator for operator in wanted if operator not in there]
+    return [operator for operator in wanted if operator not in present]
 
 
 def operators_of(shape: Any) -> list[Operator]:
@@ -116,12 +116,12 @@ def operators_of(shape: Any) -> list[Operator]:
     Raises:
         ValueError: the shape is invalid.
     """
-    found = []
+    operators = []
     for name in missing_operators((), shape):
         _, *inside = name.split(".")  # layers.N.kind, or layers.N.expert.E
         kind, layer = (inside[1], int(inside[0])) if inside else (name, None)
-        found.append(Operator(name, kind, layer, int(inside[2]) if len(inside) > 2 else None, 0))
-    return found
+        operators.append(Operator(name, kind, layer, int(inside[2]) if len(inside) > 2 else None, 0))
+    return operators
 
 
 def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[str]:
@@ -129,17 +129,17 @@ def _missing_operators(tensors: Iterable[str], shape: Any, where: str) -> list[s
         missing = missing_operators(tensors, shape)
     except ValueError as error:
         return [f"{where}: {error}"]
-    kept = "optimizer state" if where == dense_files.STATE else "state"
-    return [f"{operator}: no file holds any {kept} of it" for operator in missing]
+    saved_kind = "optimizer state" if where == dense_files.STATE_FILE else "state"
+    return [f"{operator}: no file holds any {saved_kind} of it" for operator in missing]
 
 
 @dataclass(frozen=True)
 class _Shape:
     """Part of a model's shape that determines its operators."""
 
-    num_layers: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)]
-    num_experts: Annotated[int, Meta(ge=0, le=MOST_OPERATORS)] | None
-    moe_layer_freq: Annotated[int, Meta(ge=1, le=decode.MOST)] | list[Literal[0, 1]]
+    num_layers: Annotated[int, Meta(ge=0, le=MAX_OPERATORS)]
+    num_experts: Annotated[int, Meta(ge=0, le=MAX_OPERATORS)] | None
+    moe_layer_freq: Annotated[int, Meta(ge=1, le=decode.MAX_COUNT)] | list[Literal[0, 1]]
     """Experts are in the first of every N layers; or 0 or 1 for each layer."""
 
     def expert_layers(self) -> list[bool]:
@@ -166,15 +166,15 @@ def is_by_operator(shape: Any) -> bool:
 
 
 def _operators_of_sizes(shape: _Shape) -> list[str]:
-    experts, found = shape.num_experts or 0, ["embedding"]
+    experts, operators = shape.num_experts or 0, ["embedding"]
     with_experts = shape.expert_layers()
-    if len(with_experts) * 2 + sum(with_experts) * (experts + 1) > MOST_OPERATORS:
-        raise ValueError(f"it has more than {MOST_OPERATORS:,} operators")
+    if len(with_experts) * 2 + sum(with_experts) * (experts + 1) > MAX_OPERATORS:
+        raise ValueError(f"it has more than {MAX_OPERATORS:,} operators")
     for layer, has_experts in enumerate(with_experts):
-        found += [f"layers.{layer}.attention", f"layers.{layer}.mlp"]
+        operators += [f"layers.{layer}.attention", f"layers.{layer}.mlp"]
         if experts and has_experts:
-            found += [f"layers.{layer}.router", *(f"layers.{layer}.expert.{expert}" for expert in range(experts))]
-    return [*found, "output"]
+            operators += [f"layers.{layer}.router", *(f"layers.{layer}.expert.{expert}" for expert in range(experts))]
+    return [*operators, "output"]
 
 
 def operator_or_other(name: str) -> str:
@@ -186,11 +186,11 @@ def operator_or_other(name: str) -> str:
 
 
 def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: str | None) -> Iterator[str]:
-    found = {slot for slots in tensors.values() for slot in slots}
-    for slot in slots_of(optimizer):
-        if tensors and slot not in found:
+    present_slots = {slot for slots in tensors.values() for slot in slots}
+    for slot in required_slots(optimizer):
+        if tensors and slot not in present_slots:
             yield f"{slot}: no file holds it for any tensor"
-    wanted = found if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not record the optimizer
+    wanted = present_slots if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not record the optimizer
     for name in sorted(tensors):
         if missing := sorted(wanted - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
@@ -209,26 +209,27 @@ def _problems_of_tensor(name: str, slots: dict[str, list[StoredBox]]) -> Iterato
 def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
     if not boxes:
         return
-    whole = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
+    tensor = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
     for box in boxes:
-        if box.region.intersect(whole) != box.region:
-            yield f"{_place(box.region)} in {box.file} reaches out of the tensor, which is {_place(whole)}"
+        if box.region.intersect(tensor) != box.region:
+            bounds, whole = _format_bounds(box.region), _format_bounds(tensor)
+            yield f"{bounds} in {box.file} reaches out of the tensor, which is {whole}"
             return
-    if _tile(whole, [box.region for box in boxes]):
+    if _is_exact_cover(tensor, [box.region for box in boxes]):
         return
-    overlap, holes = _overlap(boxes), _holes(whole, boxes)
+    overlap, holes = _find_overlap(boxes), _find_holes(tensor, boxes)
     if overlap is not None:
         first, second, common = overlap
-        yield f"overlaps at {_place(common)} in {first.file} and {second.file}"
+        yield f"overlaps at {_format_bounds(common)} in {first.file} and {second.file}"
     if holes:
         lost = sum(hole.numel for hole in holes)
-        yield f"has a hole at {_place(holes[0])}: {lost:,} of {whole.numel:,} elements are in no file"
+        yield f"has a hole at {_format_bounds(holes[0])}: {lost:,} of {tensor.numel:,} elements are in no file"
     elif overlap is None:  # the search was stopped at its limit
         held = sum(box.region.numel for box in boxes)
-        yield f"has holes, or boxes that overlap: files hold {held:,} elements, and the tensor has {whole.numel:,}"
+        yield f"has holes, or boxes that overlap: files hold {held:,} elements, and the tensor has {tensor.numel:,}"
 
 
-def _tile(whole: Region, boxes: list[Region]) -> bool:
+def _is_exact_cover(tensor: Region, boxes: list[Region]) -> bool:
     """Returns whether boxes inside a region hold each of its elements exactly once, in linear time for any boxes.
 
     It compares two sums of indicator functions.  The indicator of a box is a product over axes of differences of step
@@ -236,7 +237,7 @@ def _tile(whole: Region, boxes: list[Region]) -> bool:
     their place, different sums are equal with a probability below 2^-54.  The numbers are secret, so no file can be
     made to fit.
     """
-    steps = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in whole.shape]
+    steps = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in tensor.shape]
 
     def indicator(box: Region) -> int:
         product = 1
@@ -244,10 +245,10 @@ def _tile(whole: Region, boxes: list[Region]) -> bool:
             product = product * (step[offset + size] - step[offset]) % _PRIME
         return product
 
-    return sum(map(indicator, boxes)) % _PRIME == indicator(whole)
+    return sum(map(indicator, boxes)) % _PRIME == indicator(tensor)
 
 
-def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | None:
+def _find_overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | None:
     """Returns two overlapping boxes and their overlap, by a time-bounded sweep along the axis with most offsets."""
     offsets = numpy.array([box.region.offset for box in boxes], dtype=numpy.int64)
     ends = offsets + numpy.array([box.region.shape for box in boxes], dtype=numpy.int64)
@@ -258,29 +259,31 @@ def _overlap(boxes: list[StoredBox]) -> tuple[StoredBox, StoredBox, Region] | No
     reached = numpy.empty(0, dtype=numpy.int64)  # boxes that reach beyond the start of the next one
     compared = 0
     for number in numpy.argsort(offsets[:, axis], kind="stable"):
-        compared += (_LEAST + len(reached)) * axes
-        if compared > _MOST_SWEPT:
+        compared += (_SWEEP_STEP_COST + len(reached)) * axes
+        if compared > _MAX_SWEPT:
             return None
         reached = reached[ends[reached, axis] > offsets[number, axis]]
-        meets = ((offsets[reached] < ends[number]) & (ends[reached] > offsets[number])).all(axis=1)
-        if meets.any():
-            first, second = boxes[reached[meets.argmax()]], boxes[number]
+        overlaps = ((offsets[reached] < ends[number]) & (ends[reached] > offsets[number])).all(axis=1)
+        if overlaps.any():
+            first, second = boxes[reached[overlaps.argmax()]], boxes[number]
             return first, second, first.region.intersect(second.region) or second.region
         reached = numpy.append(reached, number)
     return None
 
 
-def _holes(whole: Region, boxes: list[StoredBox]) -> list[Region] | None:
+def _find_holes(tensor: Region, boxes: list[StoredBox]) -> list[Region] | None:
     """Returns the parts of a tensor that no box holds; None if there are too many boxes and holes to compare."""
-    rest, compared = [whole], 0
+    holes, compared = [tensor], 0
     for box in boxes:
-        compared += len(rest) * len(whole.shape)
-        if compared > _MOST_COMPARED:
+        compared += len(holes) * len(tensor.shape)
+        if compared > _MAX_COMPARED:
             return None
-        common = ((part, part.intersect(box.region)) for part in rest)
-        rest = [piece for part, cut in common for piece in (part.without(cut) if cut else [part])]
-    return sorted(rest, key=lambda region: region.offset)
+        common = ((part, part.intersect(box.region)) for part in holes)
+        holes = [
+            piece for part, common_part in common for piece in (part.without(common_part) if common_part else [part])
+        ]
+    return sorted(holes, key=lambda region: region.offset)
 
 
-def _place(region: Region) -> str:
+def _format_bounds(region: Region) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(region.offset, region.shape, strict=True)) + "]"

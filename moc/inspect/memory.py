@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moc.output import Parser, escapes_output, print_lines, refused
+from moc.cli_output import Parser, escapes_output, print_lines, refused
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import Leftover, leftovers, leftovers_of, remove_leftover
+from moc.store.host_memory import Leftover, leftovers, leftovers_of, remove_leftover
 
 
 @escapes_output
@@ -26,47 +26,53 @@ def main(argv: list[str] | None = None) -> int:
         "--ended", action="store_true", help="the jobs have ended: do not keep what a job used within its lease"
     )
     parser.add_argument("--memory-dir", default="/dev/shm", help="the memory file system (default: %(default)s)")
-    own = parser.parse_args(argv)
-    named = bool(own.path) + (own.ckpt_dir is not None) + own.all
-    if named > 1 or (own.remove and not named):
+    args = parser.parse_args(argv)
+    named = bool(args.path) + (args.ckpt_dir is not None) + args.all
+    if named > 1 or (args.remove and not named):
         parser.error(
             "--remove needs the paths of directories, --ckpt-dir or --all. Fix: add paths, --ckpt-dir DIR for one "
             "run, or --all for all jobs",
             code="flag-needs-another",
         )
     try:
-        found = leftovers(own.memory_dir) if own.ckpt_dir is None else leftovers_of(own.memory_dir, own.ckpt_dir)
-        if unknown := {path.absolute() for path in own.path} - {one.path.absolute() for one in found}:
+        leftover_memory = (
+            leftovers(args.memory_dir) if args.ckpt_dir is None else leftovers_of(args.memory_dir, args.ckpt_dir)
+        )
+        if unknown := {path.absolute() for path in args.path} - {one.path.absolute() for one in leftover_memory}:
             raise CheckpointError(
                 f"{min(unknown)} is no memory of a job. Fix: name directories as the list shows them",
                 code="memory-of-no-run",
             )
-        chosen = [one for one in found if not own.path or one.path.absolute() in map(Path.absolute, own.path)]
-        if own.remove and not chosen:
-            of = "of a job" if own.ckpt_dir is None else f"of the run in {own.ckpt_dir}"
-            print_lines(f"nothing is removed: {own.memory_dir} has no memory {of}")
-        elif own.remove:
-            return int(not all([_removed(one, own.ended) for one in chosen]))  # a list: also after a failure
+        selected = [
+            leftover
+            for leftover in leftover_memory
+            if not args.path or leftover.path.absolute() in map(Path.absolute, args.path)
+        ]
+        if args.remove and not selected:
+            owner = "of a job" if args.ckpt_dir is None else f"of the run in {args.ckpt_dir}"
+            print_lines(f"nothing is removed: {args.memory_dir} has no memory {owner}")
+        elif args.remove:
+            return int(not all([_remove(one, args.ended) for one in selected]))  # a list: also after a failure
         else:
-            total = f"{len(chosen)} directories, {sum(one.bytes for one in chosen) / 1e9:.3g} GB"
-            print_lines(*map(_line, chosen), total)
+            total = f"{len(selected)} directories, {sum(one.bytes for one in selected) / 1e9:.3g} GB"
+            print_lines(*map(_line, selected), total)
         return 0
     except (CheckpointError, OSError) as error:
         return refused("clean_memory", error)
 
 
-def _removed(one: Leftover, ended: bool) -> bool:
+def _remove(leftover: Leftover, ended: bool) -> bool:
     try:
-        remove_leftover(one, ended)
+        remove_leftover(leftover, ended)
     except (CheckpointError, OSError) as error:
         refused("clean_memory", error)
         return False
-    print_lines(f"removed  {_line(one)}")
+    print_lines(f"removed  {_line(leftover)}")
     return True
 
 
-def _line(one: Leftover) -> str:
-    newest = "no snapshot" if one.newest is None else f"iteration {one.newest}"
-    used = f", used by process {one.used_by[0]}" if one.used_by else ""
-    of = f"run {one.run} in {one.address}" if one.run else "of no run that it names"
-    return f"{one.path}  {one.bytes / 1e9:.3g} GB  {newest}  {of}{used}"
+def _line(leftover: Leftover) -> str:
+    newest = "no snapshot" if leftover.newest is None else f"iteration {leftover.newest}"
+    used = f", used by process {leftover.used_by[0]}" if leftover.used_by else ""
+    owner = f"run {leftover.run} in {leftover.address}" if leftover.run else "of no run that it names"
+    return f"{leftover.path}  {leftover.bytes / 1e9:.3g} GB  {newest}  {owner}{used}"

@@ -9,11 +9,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from moc.inspect.chains import Age, ages, bases, chain_problems
-from moc.inspect.checkpoint import SNAPSHOT, Checkpoint, StoredBox, choose, is_checkpoint, read_checkpoint, read_regions
+from moc.cli_output import Parser, console, escapes_output, human, print_json, print_lines, refused
+from moc.inspect.checkpoint import (
+    SNAPSHOT,
+    Checkpoint,
+    StoredBox,
+    is_checkpoint,
+    read_all_boxes,
+    read_checkpoint,
+    select_checkpoint,
+)
 from moc.inspect.coverage import PARAM, SLOTS, coverage_problems, is_by_operator, operator_or_other
-from moc.inspect.older import sentence
-from moc.output import Parser, console, escapes_output, human, print_json, print_lines, refused
+from moc.inspect.older_versions import Age, chain_problems, describe_older_experts, gradient_bases, stored_expert_ages
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
 
@@ -27,9 +34,9 @@ examples:
   python tools/inspect_checkpoint.py checkpoints --iteration 100 --by operator
   python tools/inspect_checkpoint.py checkpoints/iter_0000100 --by file --json
 
-Checkpoints are dense ones, as --save makes them, or of Format v1, as the policies do (docs/reference/format.md).
+Checkpoints are dense (written by --save) or in Format v1 (written by a policy; docs/reference/format.md).
 
-An operator is a part of the model that is saved as a whole: the embedding, a layer's attention, its router, one of its
+An operator is a part of the model that is saved as a unit: the embedding, a layer's attention, its router, one of its
 experts, its mlp (dense or shared expert, with the norm before it), and the output.  Sizes are in powers of 1000.
 Only headers are read; tools/verify_checkpoint.py compares the content of files with their hashes."""
 
@@ -42,13 +49,14 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a directory of checkpoints, or one iter_* in it")
-    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="checkpoint of iteration N instead of the tracker's or the newest"
+    )
     parser.add_argument(
         "--by",
         choices=("kind", "operator", "file"),
         default="kind",
-        help="what the rows of the table are: kinds of operators, operators, or files, which is one for each worker "
-        "(default: %(default)s)",
+        help="rows of the table: kinds of operators, operators, or files (one for each worker) (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser
@@ -72,19 +80,19 @@ def main(argv: list[str] | None = None) -> int:
             code="directory-is-one-checkpoint",
         )
     try:
-        checkpoint = read_checkpoint(args.path if single else choose(args.path, args.iteration))
+        checkpoint = read_checkpoint(args.path if single else select_checkpoint(args.path, args.iteration))
     except CheckpointError as error:
         return refused("inspect_checkpoint", error)
-    boxes, damaged = read_regions(checkpoint)
+    boxes, damaged = read_all_boxes(checkpoint)
     problems = checkpoint.problems + damaged
-    if checkpoint.broken.isdisjoint(checkpoint.region_files):
+    if checkpoint.damaged_files.isdisjoint(checkpoint.shard_files):
         problems += coverage_problems(checkpoint, boxes) + chain_problems(checkpoint)
-    view = View.of(checkpoint, boxes, args.by)
+    view = View.create(checkpoint, boxes, args.by)
     if args.json:
-        told = facts(view, boxes, problems) | {"by": args.by, "rows": rows_to_dict(view)}
-        print_json(told)
+        fields = describe(view, boxes, problems) | {"by": args.by, "rows": rows_to_dict(view)}
+        print_json(fields)
     else:
-        show(view, boxes, problems)
+        print_view(view, boxes, problems)
     return 0
 
 
@@ -98,13 +106,13 @@ class View:
     ages: Mapping[str, Age]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, boxes: list[StoredBox], by: str) -> View:
+    def create(cls, checkpoint: Checkpoint, boxes: list[StoredBox], by: str) -> View:
         """Groups boxes; by operator, experts missing in the checkpoint have empty rows."""
-        rows, found = group(boxes, by), ages(checkpoint)
+        rows, ages_by_expert = group_boxes(boxes, by), stored_expert_ages(checkpoint)
         if by == "operator":
-            rows |= {name: Total({name}) for name in found.keys() - rows.keys()}
-            rows = {name: rows[name] for name in sorted(rows, key=_place_of_operator)}
-        return cls(checkpoint, by, rows, found)
+            rows |= {name: Total({name}) for name in ages_by_expert.keys() - rows.keys()}
+            rows = {name: rows[name] for name in sorted(rows, key=_operator_position)}
+        return cls(checkpoint, by, rows, ages_by_expert)
 
 
 @dataclass
@@ -140,13 +148,13 @@ class Total:
         return sum(self.nbytes.values())
 
 
-def group(boxes: list[StoredBox], by: str) -> dict[str, Total]:
+def group_boxes(boxes: list[StoredBox], by: str) -> dict[str, Total]:
     """Groups boxes by ``operator``, ``kind`` or ``file``, in the order of the forward pass or of file names."""
     rows: dict[str, Total] = defaultdict(Total)
     for box in boxes:
         operator = operator_or_other(box.name)
         rows[{"operator": operator, "kind": _kind(operator), "file": box.file}[by]].add(box, operator)
-    order = {"operator": _place_of_operator, "kind": _KINDS.index, "file": str}[by]
+    order = {"operator": _operator_position, "kind": _KINDS.index, "file": str}[by]
     return {name: rows[name] for name in sorted(rows, key=order)}
 
 
@@ -155,7 +163,7 @@ def _kind(operator: str) -> str:
     return operator.split(".")[2] if operator.startswith("layers.") else operator
 
 
-def _place_of_operator(operator: str) -> tuple:
+def _operator_position(operator: str) -> tuple:
     kind, numbers = _kind(operator), [int(number) for number in _NUMBER.findall(operator)]
     outside = {"embedding": 0, "output": 2, "other": 3}.get(kind, 1)
     return outside, numbers[:1], _KINDS.index(kind), numbers[1:]
@@ -164,41 +172,48 @@ def _place_of_operator(operator: str) -> tuple:
 def rows_to_dict(view: View) -> list[dict]:
     """Returns the rows, for JSON."""
     by, checkpoint = view.by, view.checkpoint
-    told, followed = [], bases(checkpoint) if by == "operator" else {}
+    row_dicts, chain_bases = [], gradient_bases(checkpoint) if by == "operator" else {}
     for name, row in view.rows.items():
-        about = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
+        row_fields = {"name": name, "operators": len(row.operators), "parameters": row.parameters, "bytes": row.total}
         if by == "operator" and (entry := (checkpoint.operators or {}).get(name)):
-            about |= {"detail": entry.detail, "updates": entry.step}
+            row_fields |= {"detail": entry.detail, "updates": entry.step}
         if by == "operator" and name in view.ages:
-            about |= asdict(view.ages[name])
-        about |= {"base": followed[name]} if name in followed else {}
-        told.append(about | {"slots": dict(row.nbytes)})
-    return told
+            row_fields |= asdict(view.ages[name])
+        row_fields |= {"base": chain_bases[name]} if name in chain_bases else {}
+        row_dicts.append(row_fields | {"slots": dict(row.nbytes)})
+    return row_dicts
 
 
-def facts(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
+def describe(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
     """Returns facts about a checkpoint; sizes are in bytes."""
     checkpoint, state = view.checkpoint, view.checkpoint.state
-    told = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
-    told |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
-    told |= {"loss_scale": loss_scale(state)}
-    told |= {name: state.get(name) for name in ("optimizer", "optimizer_step", "shape")}
-    held = _files(checkpoint, checkpoint.region_files) | {"tensors": len({b.name for b in boxes}), "boxes": len(boxes)}
+    fields = {"path": str(checkpoint.directory), "format": checkpoint.format, "iteration": checkpoint.iteration}
+    fields |= {name: state.get(name) for name in ("consumed_samples", "skipped_iterations")}
+    fields |= {"loss_scale": loss_scale(state)}
+    fields |= {name: state.get(name) for name in ("optimizer", "optimizer_step", "shape")}
+    saved_files = _files(checkpoint, checkpoint.shard_files) | {
+        "tensors": len({b.name for b in boxes}),
+        "boxes": len(boxes),
+    }
     if checkpoint.format == SNAPSHOT:
         entries = (checkpoint.operators or {}).values()
         details = Counter(entry.detail for entry in entries)
         updates = sorted({entry.step for entry in entries if entry.step is not None})
-        told |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": held}
-        told |= {"details": dict(details), "updates": updates, "stale": stale(view.ages, checkpoint.iteration)}
-        told |= {"experts": {name: asdict(age) for name, age in view.ages.items()}}
+        fields |= {"policy": checkpoint.policy, "layout": dict(checkpoint.layout), "state": saved_files}
+        fields |= {
+            "details": dict(details),
+            "updates": updates,
+            "stale": stale_experts(view.ages, checkpoint.iteration),
+        }
+        fields |= {"experts": {name: asdict(age) for name, age in view.ages.items()}}
     else:
-        told |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": held}
-    return told | {"complete": not problems, "problems": problems}
+        fields |= {"weights": _files(checkpoint, checkpoint.weight_files), "optimizer_state": saved_files}
+    return fields | {"complete": not problems, "problems": problems}
 
 
-def stale(found: Mapping[str, Age], iteration: int | None) -> dict[str, int]:
+def stale_experts(ages_by_expert: Mapping[str, Age], iteration: int | None) -> dict[str, int]:
     """Returns, by expert that is older than the checkpoint, the last iteration that its state and gradients reach."""
-    older = {name: age.until for name, age in found.items() if age.until != iteration}
+    older = {name: age.until for name, age in ages_by_expert.items() if age.until != iteration}
     return dict(sorted(older.items(), key=lambda one: one[1]))
 
 
@@ -212,68 +227,68 @@ def loss_scale(state: Mapping) -> float | None:
     return next(iter(scale), None) if isinstance(scale, list) else scale
 
 
-def show(view: View, boxes: list[StoredBox], problems: list[str]) -> None:
+def print_view(view: View, boxes: list[StoredBox], problems: list[str]) -> None:
     """Prints facts and table as text."""
-    about = facts(view, boxes, problems)
-    print_lines(*(f"{name:<16}{text}" for name, text in _sentences(about).items()))
+    fields = describe(view, boxes, problems)
+    print_lines(*(f"{name:<16}{text}" for name, text in _lines(fields).items()))
     print_lines(*(f"  {problem}" for problem in problems))
     if view.rows:
         console(width=_WIDE).print(_table(view))
 
 
-def _sentences(about: dict) -> dict[str, str]:
-    position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**about)
-    scale, shape = about["loss_scale"], about["shape"] or {}
+def _lines(fields: dict) -> dict[str, str]:
+    position = "{iteration}, {consumed_samples} samples, {skipped_iterations} iterations skipped".format(**fields)
+    scale, shape = fields["loss_scale"], fields["shape"] or {}
     sizes = [f"{name} {value}" for name, value in shape.items() if value not in (None, False)]
     if is_by_operator(shape):
         sizes = [f"{len(shape):,} operators"]
-    held = _sentences_of_snapshot(about) if about["format"] == SNAPSHOT else _sentences_of_dense(about)
-    count = len(about["problems"])
+    saved_state = _lines_of_snapshot(fields) if fields["format"] == SNAPSHOT else _lines_of_dense(fields)
+    count = len(fields["problems"])
     return {
-        "checkpoint": about["path"],
+        "checkpoint": fields["path"],
         "iteration": position,
         "loss scale": "none saved" if scale is None else f"{scale:g}",
         "model": ", ".join(sizes) or "unknown",
-        **held,
+        **saved_state,
         "complete": f"no, {count} problem{'s' if count > 1 else ''}:" if count else "yes (hashes not compared)",
     }
 
 
-def _sentences_of_dense(about: dict) -> dict[str, str]:
-    weights, optimizer = about["weights"], about["optimizer_state"]
-    kept = f"{_held(optimizer)}; {about['optimizer']}, step {about['optimizer_step']}"
+def _lines_of_dense(fields: dict) -> dict[str, str]:
+    weights, optimizer = fields["weights"], fields["optimizer_state"]
+    optimizer_text = f"{_format_files(optimizer)}; {fields['optimizer']}, step {fields['optimizer_step']}"
     return {
         "weights": f"{human(weights['bytes'])} in {weights['files']} files",
-        "optimizer state": kept if optimizer["files"] else "not saved",
+        "optimizer state": optimizer_text if optimizer["files"] else "not saved",
     }
 
 
-def _sentences_of_snapshot(about: dict) -> dict[str, str]:
-    layout = ", ".join(f"{name} {size}" for name, size in about["layout"].items())
-    details = ", ".join(f"{count:,} {detail}" for detail, count in sorted(about["details"].items()))
-    updates = about["updates"]
-    span = "" if not updates else f"; {about['optimizer']}, updates {updates[0]}"
+def _lines_of_snapshot(fields: dict) -> dict[str, str]:
+    layout = ", ".join(f"{name} {size}" for name, size in fields["layout"].items())
+    details = ", ".join(f"{count:,} {detail}" for detail, count in sorted(fields["details"].items()))
+    updates = fields["updates"]
+    span = "" if not updates else f"; {fields['optimizer']}, updates {updates[0]}"
     span += f" to {updates[-1]}" if len(updates) > 1 else ""
     return {
-        "policy": about["policy"],
+        "policy": fields["policy"],
         "layout": layout or "not said",
-        "operators": f"{details}{span}" + (f"; {sentence(about['stale'])}" if about["stale"] else ""),
-        **_sentence_of_ages(about["experts"].values()),
-        "state": _held(about["state"]),
+        "operators": f"{details}{span}" + (f"; {describe_older_experts(fields['stale'])}" if fields["stale"] else ""),
+        **_line_of_ages(fields["experts"].values()),
+        "state": _format_files(fields["state"]),
     }
 
 
-def _sentence_of_ages(experts: Collection[Mapping[str, int]]) -> dict[str, str]:
+def _line_of_ages(experts: Collection[Mapping[str, int]]) -> dict[str, str]:
     if not experts:
         return {}
-    old, chains = [one["age"] for one in experts], [one["until"] - one["base"] for one in experts]
-    text = f"saved {sum(old) / len(old):.3g} iterations ago in the mean, at most {max(old)}"
+    ages, chains = [one["age"] for one in experts], [one["until"] - one["base"] for one in experts]
+    text = f"saved {sum(ages) / len(ages):.3g} iterations ago in the mean, at most {max(ages)}"
     if any(chains):
         text += f"; gradients of {sum(map(bool, chains)):,} follow, of up to {max(chains)} iterations"
     return {"experts": text}
 
 
-def _held(files_of_regions: dict) -> str:
+def _format_files(files_of_regions: dict) -> str:
     return "{size} in {files} files, {boxes:,} boxes of {tensors:,} tensors".format(
         size=human(files_of_regions["bytes"]), **files_of_regions
     )
@@ -288,27 +303,31 @@ def _table(view: View):
     order = [*(slot for known in SLOTS.values() for slot in known), PARAM]
     slots = sorted(slots, key=lambda slot: (order.index(slot) if slot in order else len(order), slot))
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    whole = sum(row.total for row in rows.values())
+    total_bytes = sum(row.total for row in rows.values())
     table.add_column(by, "total", no_wrap=True)
     cells = {} if by == "operator" else {"operators": lambda row: f"{len(row.operators):,}"}
     cells["parameters"] = lambda row: f"{row.parameters:,}"
     cells |= {slot: lambda row, slot=slot: human(row.nbytes.get(slot, 0)) for slot in slots}
-    cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / whole:.1f} %"}
+    cells |= {"bytes": lambda row: human(row.total), "share": lambda row: f"{100 * row.total / total_bytes:.1f} %"}
     totals, entries = Total(), view.checkpoint.operators if by == "operator" else None
     for row in rows.values():
         totals.include(row)
     for name, cell in cells.items():
         table.add_column(name, cell(totals), justify="right", no_wrap=True)
-    about = (("detail", "updates") if entries else ()) + (("age", "state of") if entries and view.ages else ())
-    for name in about:
+    operator_columns = (("detail", "updates") if entries else ()) + (
+        ("age", "state of") if entries and view.ages else ()
+    )
+    for name in operator_columns:
         table.add_column(name, justify="right", no_wrap=True)
     for name, row in rows.items():
-        told = _of_operator((entries or {}).get(name), view.ages.get(name))
-        table.add_row(name, *(cell(row) for cell in cells.values()), *(told[: len(about)] if entries else ()))
+        operator_cells = _operator_cells((entries or {}).get(name), view.ages.get(name))
+        table.add_row(
+            name, *(cell(row) for cell in cells.values()), *(operator_cells[: len(operator_columns)] if entries else ())
+        )
     return table
 
 
-def _of_operator(entry: OperatorEntry | None, age: Age | None) -> tuple[str, ...]:
+def _operator_cells(entry: OperatorEntry | None, age: Age | None) -> tuple[str, ...]:
     """Returns the last cells of an operator's row: detail, updates, age, and iterations of its state and gradients."""
     detail, step = (entry.detail, entry.step) if entry else ("", None)
     return detail, "" if step is None else f"{step:,}", f"{age.age:,}" if age else "", str(age or "")

@@ -10,27 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moc.cli_output import Parser, escapes_output, human, print_json, print_lines, progress
 from moc.errors import cause_of, with_code
-from moc.files.tree import Tree
-from moc.inspect.chains import chain_problems
+from moc.files.safe_directory import SafeDirectory
 from moc.inspect.checkpoint import (
     DENSE,
     SNAPSHOT,
     Checkpoint,
-    boxes_of,
-    choose,
     format_of,
     is_checkpoint,
     is_unpublished,
+    published_iterations,
+    read_all_boxes,
     read_checkpoint,
-    read_regions,
-    saved_iterations,
+    read_file_boxes,
+    select_checkpoint,
 )
 from moc.inspect.coverage import coverage_problems
-from moc.output import Parser, escapes_output, human, print_json, print_lines, progress
+from moc.inspect.older_versions import chain_problems
 from moc.store import dense_files
-from moc.store.digest import digest_of_file
 from moc.store.errors import CheckpointError
+from moc.store.manifest import compute_file_digest
 
 EPILOG = """\
 examples:
@@ -38,10 +38,10 @@ examples:
   python tools/verify_checkpoint.py checkpoints --all --workers 16
   python tools/verify_checkpoint.py checkpoints/iter_0000100 --json
 
-Checkpoints are dense (--save), or of Format v1 (a policy's; docs/reference/format.md).  Of a --save
-directory, the checkpoint that its tracker names is verified, and that the tracker is right; of others the newest.
+Checkpoints are dense (written by --save) or in Format v1 (written by a policy; docs/reference/format.md).  In a
+--save directory, the tracker and the checkpoint that it names are verified; in other directories the newest.
 
-exit codes: 0 all is whole, 1 something is damaged or missing (one line for each problem), 2 the command line."""
+exit codes: 0 no problem, 1 something is damaged or missing (one line for each problem), 2 the command line."""
 
 
 def build_parser() -> Parser:
@@ -76,7 +76,7 @@ class Verdict:
     checkpoint: Checkpoint | None = None
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    hashed: int = 0
+    hashed_bytes: int = 0
     """Bytes read and hashed."""
     tensors: int = 0
     """Tensors in region files: with optimizer state, and in Format v1 all."""
@@ -89,7 +89,7 @@ class Verdict:
             "iteration": self.checkpoint.iteration if self.checkpoint else None,
             "whole": not self.problems,
             "files": len(self.checkpoint.files) if self.checkpoint else 0,
-            "bytes": self.hashed,
+            "bytes": self.hashed_bytes,
             "tensors": self.tensors,
             "problems": self.problems,
             "notes": self.notes,
@@ -97,7 +97,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the verdict, as text."""
-        found = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
+        details = [f"  {problem}" for problem in self.problems] + [f"  note: {note}" for note in self.notes]
         count = len(self.problems)
         if count:
             damage = CheckpointError(
@@ -105,12 +105,15 @@ class Verdict:
                 "restore the files from a copy",
                 code="checkpoint-not-whole",
             )
-            return [with_code(damage), *found]
+            return [with_code(damage), *details]
         if not self.checkpoint:
-            return [f"{self.path}:", *found] if found else []
-        what = "optimizer state" if self.checkpoint.format == DENSE else "state"
-        kept = f"{what} of {self.tensors:,} tensors" if self.tensors else f"no {what}"
-        return [f"{self.path}: whole, {len(self.checkpoint.files)} files, {human(self.hashed)}, {kept}", *found]
+            return [f"{self.path}:", *details] if details else []
+        state_kind = "optimizer state" if self.checkpoint.format == DENSE else "state"
+        state_text = f"{state_kind} of {self.tensors:,} tensors" if self.tensors else f"no {state_kind}"
+        return [
+            f"{self.path}: whole, {len(self.checkpoint.files)} files, {human(self.hashed_bytes)}, {state_text}",
+            *details,
+        ]
 
 
 @escapes_output
@@ -132,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
                 "that it is in, or drop --all and --iteration",
                 code="directory-is-one-checkpoint",
             )
-    verdicts = [verdict for path in args.paths for verdict in examine(path, args.iteration, args.all)]
+    verdicts = [verdict for path in args.paths for verdict in open_verdicts(path, args.iteration, args.all)]
     started = time.perf_counter()
     check_hashes(verdicts, args.workers)
     seconds = time.perf_counter() - started
@@ -143,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
-    size = sum(verdict.hashed for verdict in verdicts)
+    size = sum(verdict.hashed_bytes for verdict in verdicts)
     speed = size / 1e9 / seconds
     if as_json:
         facts = {"whole": not any(v.problems for v in verdicts), "bytes": size, "seconds": seconds}
@@ -154,24 +157,24 @@ def _print(verdicts: list[Verdict], seconds: float, as_json: bool) -> None:
     print_lines(f"hashed {human(size)} in {seconds:.2f} s, {speed:.2f} GB/s")
 
 
-def examine(path: Path, iteration: int | None, every: bool) -> list[Verdict]:
+def open_verdicts(path: Path, iteration: int | None, all_iterations: bool) -> list[Verdict]:
     """Examines a PATH without reading much; returns a verdict for each checkpoint, and one for their directory."""
     if is_checkpoint(path):
-        return [_opened(path)]
-    directory = Verdict(path, notes=leftovers(path))
+        return [_open_verdict(path)]
+    directory = Verdict(path, notes=leftover_notes(path))
     try:
-        chosen = [choose(path, iteration)]
+        directories = [select_checkpoint(path, iteration)]
     except CheckpointError as error:
         directory.problems.append(cause_of(error).removeprefix(f"{path}: "))
-        chosen = []
+        directories = []
     if iteration is None and (problem := tracker_problem(path)):
         directory.problems.append(problem)
-    if every:
-        chosen = [dense_files.directory_of(path, i) for i in saved_iterations(path)]
-    return [directory, *map(_opened, chosen)]
+    if all_iterations:
+        directories = [dense_files.checkpoint_path(path, i) for i in published_iterations(path)]
+    return [directory, *map(_open_verdict, directories)]
 
 
-def _opened(directory: Path) -> Verdict:
+def _open_verdict(directory: Path) -> Verdict:
     verdict = Verdict(directory)
     try:
         verdict.checkpoint = read_checkpoint(directory)
@@ -183,56 +186,58 @@ def _opened(directory: Path) -> Verdict:
 
 def tracker_problem(root: Path) -> str | None:
     """Returns the problem with the tracker file of a --save directory, or None; Format v1 has no tracker."""
-    saved = saved_iterations(root)
+    saved = published_iterations(root)
     try:
         tracked = dense_files.latest_iteration(root)
     except (CheckpointError, ValueError, OSError):
-        return f"{dense_files.TRACKER}: does not hold an iteration"
+        return f"{dense_files.TRACKER_FILE}: does not hold an iteration"
     if tracked is None:
-        written = any(format_of(dense_files.directory_of(root, iteration)) == DENSE for iteration in saved)
-        return f"{dense_files.TRACKER}: is missing, so Megatron-LM loads nothing" if written else None
+        written = any(format_of(dense_files.checkpoint_path(root, iteration)) == DENSE for iteration in saved)
+        return f"{dense_files.TRACKER_FILE}: is missing, so Megatron-LM loads nothing" if written else None
     if tracked not in saved:
-        return f"{dense_files.TRACKER}: names iteration {tracked}, which is not there"
+        return f"{dense_files.TRACKER_FILE}: names iteration {tracked}, which is not there"
     return None
 
 
-def leftovers(root: Path) -> list[str]:
+def leftover_notes(root: Path) -> list[str]:
     """Returns notes on remains of killed or unfinished saves in a directory; all are harmless."""
-    unpublished = [dense_files.directory_of(root, iteration) for iteration in dense_files.saved_iterations(root)]
+    unpublished = [dense_files.checkpoint_path(root, iteration) for iteration in dense_files.list_iterations(root)]
     unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
     notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
     for path in root.glob(".iter_*.replaced"):
         notes.append(f"{path.name}: was to be replaced; the next start with --save here brings it back or clears it")
-    if tracker_problem(root) is None and (saved := saved_iterations(root)):
+    if tracker_problem(root) is None and (saved := published_iterations(root)):
         tracked = dense_files.latest_iteration(root)
         if tracked is not None and tracked != saved[-1]:
-            notes.append(f"{dense_files.TRACKER}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest")
+            notes.append(
+                f"{dense_files.TRACKER_FILE}: names iteration {tracked}; --ckpt-step {saved[-1]} loads the newest"
+            )
     return sorted(notes)
 
 
 def check_hashes(verdicts: list[Verdict], workers: int) -> None:
     """Compares every file of the listed size with its hash or hashes, in several threads; adds the problems."""
-    there = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
-    jobs = [(verdict, one, name) for verdict, one in there for name in one.files.keys() - one.broken]
+    checkpoints = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
+    jobs = [(verdict, one, name) for verdict, one in checkpoints for name in one.files.keys() - one.damaged_files]
     jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large files first, to balance the threads
     total = sum(one.files[name]["bytes"] for _, one, name in jobs)
-    with progress(total) as advance, ThreadPoolExecutor(workers) as pool:
-        results = list(pool.map(lambda job: _hash_problems(job[1], job[2], advance), jobs))
-    for (verdict, one, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
-        verdict.hashed += one.files[name]["bytes"]
+    with progress(total) as on_progress, ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(lambda job: _hash_problems(job[1], job[2], on_progress), jobs))
+    for (verdict, checkpoint, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
+        verdict.hashed_bytes += checkpoint.files[name]["bytes"]
         if problems:  # replace earlier problems with the file's content
-            before = [said for said in verdict.problems if not said.startswith(f"{name}: ")]
-            verdict.problems = [*before, *(f"{name}: {problem}" for problem in problems)]
-            one.broken.add(name)
+            other_problems = [problem for problem in verdict.problems if not problem.startswith(f"{name}: ")]
+            verdict.problems = [*other_problems, *(f"{name}: {problem}" for problem in problems)]
+            checkpoint.damaged_files.add(name)
 
 
 def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], None]) -> list[str]:
     entry = checkpoint.files[name]
     try:
-        with open(Tree(checkpoint.directory).open(name), "rb", buffering=0) as file:
+        with open(SafeDirectory(checkpoint.directory).open(name), "rb", buffering=0) as file:
             if checkpoint.format == SNAPSHOT:
                 return _snapshot_problems(checkpoint, name, file, advance)
-            if digest_of_file(file, entry["bytes"], advance) != entry["xxh3_128"]:
+            if compute_file_digest(file, entry["bytes"], advance) != entry["xxh3_128"]:
                 return ["does not match its hash: its content is damaged"]
     except OSError as error:
         return [f"cannot be read ({error.strerror})"]
@@ -242,16 +247,16 @@ def _hash_problems(checkpoint: Checkpoint, name: str, advance: Callable[[int], N
 def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callable[[int], None]) -> list[str]:
     """Checks a file of Format v1: the manifest has the header's hash, and the header the hashes of all boxes."""
     entry = checkpoint.files[name]
-    if digest_of_file(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
+    if compute_file_digest(file, entry["header_bytes"], advance) != entry["header_xxh3_128"]:
         return ["its header does not match its hash: it is damaged"]
     try:
-        boxes = boxes_of(checkpoint.directory, name)
+        boxes = read_file_boxes(checkpoint.directory, name)
     except CheckpointError as error:
         return [cause_of(error).removeprefix(f"{name}: ")]
     problems = []
     for box in sorted(boxes, key=lambda box: box.start):
         file.seek(box.start)
-        if digest_of_file(file, box.nbytes, advance) != box.digest:
+        if compute_file_digest(file, box.nbytes, advance) != box.digest:
             place = list(box.region.offset)
             problems.append(f"{box.slot} of {box.name} at {place} does not match its hash: it is damaged")
     return problems
@@ -263,11 +268,11 @@ def check_coverage(verdict: Verdict) -> None:
     if not checkpoint:
         return
     verdict.problems += chain_problems(checkpoint)
-    boxes, problems = read_regions(checkpoint)
+    boxes, problems = read_all_boxes(checkpoint)
     verdict.problems += [problem for problem in problems if problem not in verdict.problems]
     verdict.tensors = len({box.name for box in boxes})
-    if checkpoint.broken.isdisjoint(checkpoint.region_files):
-        if dense_files.STATE in checkpoint.broken:
+    if checkpoint.damaged_files.isdisjoint(checkpoint.shard_files):
+        if dense_files.STATE_FILE in checkpoint.damaged_files:
             checkpoint.state = {}
         verdict.problems += coverage_problems(checkpoint, boxes)
     else:  # each tensor in a lost file would be another problem

@@ -10,21 +10,36 @@ import sys
 from pathlib import Path
 
 from moc.errors import with_code
-from moc.files.text import one_line
+from moc.files.text import escape_line
+from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
-from moc.policy.flags import JobShape, PolicyFlag
-from moc.policy.interval import Every, Interval, IntervalTuner, Observed, Transfer, interval_named
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags
+from moc.policy.interface import (
+    Policy,
+    PolicyReport,
+    RecoveryResponse,
+    SnapshotSchedule,
+    StorageSchedule,
+    add_requirements,
+    check_plan,
+    full_plan,
+    recovers_exactly,
+)
+from moc.policy.interval import Every, Interval, IntervalTuner, ObservedIteration, Transfer, parse_interval
+from moc.policy.plan import Capability, Load, SnapshotPlan
 from moc.policy.registry import (
     AUTO,
     POLICIES,
+    RegisteredPolicy,
+    full_policy_name,
     import_policies,
-    is_of_everything,
-    is_of_newest_experts,
-    is_of_windows,
-    owners,
+    is_full_policy,
+    is_partial_policy,
+    is_window_policy,
     policy,
+    policy_by_flag,
     policy_named,
+    registered_policy,
 )
 
 for _module in pkgutil.iter_modules(__path__):
@@ -32,7 +47,7 @@ for _module in pkgutil.iter_modules(__path__):
 try:
     import_policies()
 except PolicyImportError as error:  # programs import this module before they can handle an error
-    sys.exit(f"{Path(sys.argv[0]).name}: error: {one_line(with_code(error))}")
+    sys.exit(f"{Path(sys.argv[0]).name}: error: {escape_line(with_code(error))}")
 
 __all__ = [
     "AUTO",
@@ -40,18 +55,34 @@ __all__ = [
     "Every",
     "Interval",
     "IntervalTuner",
+    "Capability",
+    "FlagConflict",
+    "JobRequirement",
     "JobShape",
     "Load",
-    "Observed",
+    "ObservedIteration",
     "Policy",
+    "PolicyCosts",
     "PolicyFlag",
+    "PolicyFlags",
+    "PolicyReport",
+    "RecoveryResponse",
+    "RegisteredPolicy",
     "SnapshotPlan",
+    "SnapshotSchedule",
+    "StorageSchedule",
     "Transfer",
-    "interval_named",
-    "is_of_everything",
-    "is_of_newest_experts",
-    "is_of_windows",
-    "owners",
+    "add_requirements",
+    "check_plan",
+    "full_plan",
+    "parse_interval",
+    "full_policy_name",
+    "is_full_policy",
+    "is_partial_policy",
+    "is_window_policy",
+    "policy_by_flag",
     "policy",
     "policy_named",
+    "recovers_exactly",
+    "registered_policy",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moc.policy.plan import Load, Policy, SnapshotPlan
+from moc.policy.interface import Policy, full_plan
+from moc.policy.plan import Load, SnapshotPlan
 from moc.policy.registry import policy
 
 
@@ -19,4 +20,4 @@ class Full(Policy):
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns the full model if a snapshot is due, regardless of load."""
-        return self.everything(iteration) if self.interval.due(iteration) else None
+        return full_plan(self, iteration) if self.interval.is_due(iteration) else None

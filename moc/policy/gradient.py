@@ -7,21 +7,30 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from moc.files import decode
 from moc.files.decode import Count, StateError
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto, obstacles
+from moc.policy.flags import (
+    FlagConflict,
+    FlagValues,
+    JobShape,
+    PolicyFlag,
+    PolicyFlags,
+    gradient_requirements,
+    number_or_auto,
+    unmet,
+)
+from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, StorageSchedule, full_plan
 from moc.policy.interval import Every
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
-from moc.policy.window import WindowTuner, stage_of
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.policy.windows import WindowTuner, pipeline_stage
+from moc.state.operators import Detail, Operator
 
-LONGEST = 8
+MAX_WINDOW = 8
 """Longest window that is chosen: twice the length would save a tenth of the bytes."""
 
 _ALWAYS = -1  # the turn of operators that every snapshot saves in full
@@ -44,7 +53,89 @@ class GradientState:
     bases: list[Count] = field(default_factory=list)
 
 
-@policy("gradient")
+class GradientFlags(PolicyFlags):
+    """Flags of gradient checkpoints."""
+
+    specs = (
+        PolicyFlag(
+            "gradient_window",
+            str,
+            "auto",
+            "With --ckpt-policy gradient: iterations over which the operators of the model are spread, each in full "
+            "once and as gradients otherwise; auto chooses the fewest whose snapshots are copied during an iteration.",
+            parse=number_or_auto,
+            metavar="N|auto",
+            chosen_by_auto=True,
+        ),
+    )
+    conflicts = (
+        FlagConflict(
+            lambda flags: flags.snapshot_interval not in ("auto", "1"),
+            lambda flags: (
+                "--ckpt-policy gradient requires a snapshot in every iteration, not in every "
+                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
+            ),
+            code="snapshot-interval-fixed",
+        ),
+    )
+    requirements = gradient_requirements(
+        "--ckpt-policy gradient",
+        "choose another policy, such as full",
+        applies=lambda flags: flags.ckpt_policy == "gradient",
+    )
+
+    def may_save_gradients(self, flags: FlagValues, job: JobShape) -> bool:
+        """As :meth:`PolicyFlags.may_save_gradients`."""
+        requirements = gradient_requirements("--ckpt-policy gradient")
+        return flags.snapshot_interval in ("auto", "1") and not any(unmet(requirements, flags, job))
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        return {"window": 0 if flags.gradient_window == "auto" else int(flags.gradient_window)}
+
+
+class GradientCosts(PolicyCosts):
+    """Every window that may hide, and its price."""
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """Yields every window from 2 to the default of :meth:`price`, at least 2; none without gradients."""
+        if machine.gradient_ratio is not None:
+            yield from ({"window": window} for window in range(2, max(2, _overlapping_window(machine)) + 1))
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """Returns the price of a window; by default of the chosen one, or of 1 if no gradients are saved.
+
+        Training waits for the copies of gradients, which the next iteration clears. A recovery repeats half a window of
+        updates on average.
+        """
+        if machine.gradient_ratio is None:
+            return Price(machine.full_snapshot)
+        full, part, window = (
+            machine.full_snapshot,
+            machine.gradient_ratio,
+            settings.get("window") or _overlapping_window(machine),
+        )
+        share = 1 / window + part * (1 - 1 / window)
+        waits = part * (1 - 1 / window) * full.busiest
+        size = SnapshotSizes(share * full.busiest, share * full.total)
+        snapshots = (size.busiest,) * window
+        return Price(
+            size,
+            snapshots,
+            window_length=window,
+            snapshots_in_memory=window,
+            interval=1,
+            blocking_bytes=waits,
+            repeated_updates=(window - 1) / 2,
+        )
+
+
+@policy(
+    "gradient",
+    flags=GradientFlags(),
+    costs=GradientCosts(),
+    requires=[Capability.WINDOWS, Capability.GRADIENTS],
+)
 @dataclass(frozen=True)
 class Gradient(Policy):
     """Saves a chain for each operator: a base, and the reduced gradients of all later iterations.
@@ -63,31 +154,17 @@ class Gradient(Policy):
         window: W; 0 to choose it from measurements.
         ep: expert-parallel ranks.
         stages: pipeline stage of each layer; empty for a single stage.
-        told: state of the policy; stored with snapshots.
+        state: state of the policy; stored with snapshots.
         sizes: bytes of the busiest rank for everything in full, and for all gradients; empty until known.
 
     Raises:
         ValueError: a setting is invalid.
     """
 
-    windows: ClassVar[bool] = True
-    flags: ClassVar[tuple[PolicyFlag, ...]] = (
-        PolicyFlag(
-            "gradient_window",
-            str,
-            "auto",
-            "With --ckpt-policy gradient: iterations over which the operators of the model are spread, each in full "
-            "once and as gradients otherwise; auto takes as few as let each snapshot be copied beside an iteration.",
-            parse=number_or_auto,
-            metavar="N|auto",
-            chosen=True,
-        ),
-    )
-
     window: int = 0
     ep: int = 1
     stages: tuple[int, ...] = ()
-    told: GradientState = field(default_factory=GradientState, compare=False)
+    state: GradientState = field(default_factory=GradientState, compare=False)
     sizes: list[float] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
@@ -98,67 +175,7 @@ class Gradient(Policy):
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.refusals`."""
-        if asked.snapshot_interval not in ("auto", "1"):
-            yield PolicyError(
-                "--ckpt-policy gradient takes a snapshot in every iteration, not in every "
-                f"{asked.snapshot_interval}th. Fix: drop --snapshot-interval",
-                code="snapshot-interval-fixed",
-            )
-
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-        """As :meth:`Policy.misfits`."""
-        if asked.ckpt_policy == cls.name:
-            yield from obstacles(asked, job, "--ckpt-policy gradient", "choose another policy, such as full")
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        window = 0 if asked.gradient_window == "auto" else int(asked.gradient_window)
-        return super().settings(asked, job) | {"window": window}
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """As :meth:`Policy.may_save_gradients`."""
-        every = asked.snapshot_interval in ("auto", "1")
-        return every and not any(obstacles(asked, job, "--ckpt-policy gradient"))
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """Yields every window from 2 to the default of :meth:`price`, at least 2; none without gradients."""
-        if machine.gradient is not None:
-            yield from ({"window": window} for window in range(2, max(2, _hiding(machine)) + 1))
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """Returns the price of a window; by default of the chosen one, or of 1 if no gradients are saved.
-
-        Training waits for the copies of gradients, which the next iteration clears. A recovery repeats half a window of
-        updates on average.
-        """
-        if machine.gradient is None:
-            return Price(machine.everything)
-        full, part, window = machine.everything, machine.gradient, settings.get("window") or _hiding(machine)
-        share = 1 / window + part * (1 - 1 / window)
-        waits = part * (1 - 1 / window) * full.busiest
-        size = Sizes(share * full.busiest, share * full.total)
-        snapshots = (size.busiest,) * window
-        return Price(size, snapshots, length=window, kept=window, every=1, waits=waits, folded=(window - 1) / 2)
-
-    @property
-    def saves_gradients(self) -> bool:
-        """As :attr:`Policy.saves_gradients`."""
-        return True
-
-    @property
-    def window_length(self) -> int:
-        """As :attr:`Policy.window_length`."""
-        return max(1, self.told.window)
-
-    def on_sizes(self, busiest: Busiest) -> None:
+    def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: the busiest rank's bytes of everything and of all gradients."""
         if not self.window:
             names = [operator.name for operator in self.operators]
@@ -166,120 +183,156 @@ class Gradient(Policy):
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns the operators with a turn, and the routers, in full, with the gradients of all others."""
-        if not self.interval.due(iteration):
+        if not self.interval.is_due(iteration):
             return None
-        if not self.told.bases or iteration != self.told.last + 1:  # no chain may have a gap
-            return self.everything(iteration)
-        told = self._round_at(iteration)
-        turns, turn = self._turns(told.window), iteration - told.start
+        if not self.state.bases or iteration != self.state.last + 1:  # no chain may have a gap
+            return full_plan(self, iteration)
+        current = self.round_at(iteration)
+        turns, turn = self.turns(current.window), iteration - current.start
         details = {
             one.name: Detail.FULL if turns[one.name] in (turn, _ALWAYS) else Detail.GRAD for one in self.operators
         }
         needs = min(self._bases_after(iteration, details))
         complete = Detail.GRAD not in details.values()
-        return SnapshotPlan(iteration, self.name, details, complete, since=told.start, needs=needs)
+        return SnapshotPlan(iteration, self.name, details, complete, since=current.start, needs=needs)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a full snapshot is its own round."""
-        told = GradientState(1, plan.iteration) if plan.complete else self._round_at(plan.iteration)
+        current = GradientState(1, plan.iteration) if plan.complete else self.round_at(plan.iteration)
         bases = self._bases_after(plan.iteration, plan.operators)
-        vars(self.told).update(window=told.window, start=told.start, last=plan.iteration, bases=bases)
+        vars(self.state).update(window=current.window, start=current.start, last=plan.iteration, bases=bases)
 
-    def begin_anew(self) -> None:
-        """As :meth:`Policy.begin_anew`: a chain has a gap, so the next snapshot is full."""
-        vars(self.told).update(decode.values_of(GradientState()))
+    @property
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return GradientStorage(self)
 
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Policy.for_storage`: in a round, storage needs gradients only after an operator's full save."""
-        if plan.complete:
-            return plan
-        told = self._round_at(plan.iteration)
-        turns, turn = self._turns(told.window), plan.iteration - told.start
-        stored = {name: detail for name, detail in plan.operators.items() if turns[name] <= turn}
-        return dataclasses.replace(plan, operators=stored)
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return GradientSchedule(self)
 
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`."""
-        return {"gradient_window": self.told.window} if self.told.window else {}
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`."""
-        return self.chosen()
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        seen = self.interval
-        if not isinstance(seen, WindowTuner) or not self.told.window or seen.bandwidth is None:
-            return None
-        return f"a rank copies {seen.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {seen.seconds:.3g} s"
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return GradientReport(self)
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        return decode.values_of(self.told) | {"bases": list(self.told.bases)}
+        return decode.field_values(self.state) | {"bases": list(self.state.bases)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
         of = "gradient checkpoints"
-        told = decode.state(state, GradientState, of, every_field=True)
-        if len(told.bases) not in (0, len(self.operators)):
+        decoded = decode.convert_state(state, GradientState, of, requires_every_field=True)
+        if len(decoded.bases) not in (0, len(self.operators)):
             raise StateError(
                 f"this is no state of {of} of this model. Fix: start without it",
             )
-        return lambda: vars(self.told).update(decode.values_of(told))
+        return lambda: vars(self.state).update(decode.field_values(decoded))
 
-    def _round_at(self, iteration: int) -> GradientState:
+    def round_at(self, iteration: int) -> GradientState:
         """Returns the round of an iteration; a new one if the last has ended."""
-        told = self.told
-        if told.start <= iteration < told.start + told.window:
-            return told
-        return GradientState(self.window or self._affordable(), iteration)
+        current = self.state
+        if current.start <= iteration < current.start + current.window:
+            return current
+        return GradientState(self.window or self._measured_window(), iteration)
 
-    def _affordable(self) -> int:
-        seen = self.interval
-        if not isinstance(seen, WindowTuner) or not self.sizes or seen.seconds is None or seen.bandwidth is None:
+    def _measured_window(self) -> int:
+        tuner = self.interval
+        if not isinstance(tuner, WindowTuner) or not self.sizes or tuner.seconds is None or tuner.bandwidth is None:
             return 1
         full, gradients = self.sizes
-        return seen.limited(shortest_window(full, gradients, seen.seconds, seen.bandwidth))
+        return tuner.limit(shortest_window(full, gradients, tuner.seconds, tuner.bandwidth))
 
     def _bases_after(self, iteration: int, details: Mapping[str, Detail]) -> list[int]:
         """Returns the bases after a snapshot with these details."""
-        before = self.told.bases or [iteration] * len(self.operators)
+        before = self.state.bases or [iteration] * len(self.operators)
         return [
             iteration if details[one.name] is Detail.FULL else base
             for one, base in zip(self.operators, before, strict=True)
         ]
 
-    def _turns(self, window: int) -> Mapping[str, int]:
+    def turns(self, window: int) -> Mapping[str, int]:
         """Returns the turn of each operator in a round of ``window`` snapshots."""
-        if window not in self._known:
+        if window not in self._turns_by_window:
             turns: dict[str, int] = {}
-            for queue in self._queues:
+            for queue in self._operator_queues:
                 turns |= {one.name: _ALWAYS for one in queue if one.kind == "router"}
                 filled = [0] * min(window, len(queue))
                 for one in sorted(queue, key=lambda one: -one.parameters):  # ties: model order
                     if one.name not in turns:
                         turns[one.name] = turn = filled.index(min(filled))
                         filled[turn] += one.parameters
-            self._known[window] = turns
-        return self._known[window]
+            self._turns_by_window[window] = turns
+        return self._turns_by_window[window]
 
     @cached_property
-    def _known(self) -> dict[int, Mapping[str, int]]:
+    def _turns_by_window(self) -> dict[int, Mapping[str, int]]:
         return {}
 
     @cached_property
-    def _queues(self) -> Sequence[list[Operator]]:
+    def _operator_queues(self) -> Sequence[list[Operator]]:
         """Operators by pipeline stage and expert-parallel rank; each queue saves equal parts in all turns."""
         number = Counter(one.layer for one in self.operators if one.expert is not None)
         queues: dict[tuple[int, int], list[Operator]] = defaultdict(list)
         for one in self.operators:
             rank = -1 if one.expert is None else one.expert * self.ep // number[one.layer]
-            queues[stage_of(one, self.stages), rank].append(one)
+            queues[pipeline_stage(one, self.stages), rank].append(one)
         return list(queues.values())
 
 
+@dataclass(frozen=True)
+class GradientStorage(StorageSchedule):
+    """Storage receives fewer gradients."""
+
+    policy: Gradient
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: in a round, gradients only after an operator's full save."""
+        if plan.complete:
+            return plan
+        current = self.policy.round_at(plan.iteration)
+        turns, turn = self.policy.turns(current.window), plan.iteration - current.start
+        stored = {name: detail for name, detail in plan.operators.items() if turns[name] <= turn}
+        return dataclasses.replace(plan, operators=stored)
+
+
+@dataclass(frozen=True)
+class GradientSchedule(SnapshotSchedule):
+    """Rounds in which each operator has one turn."""
+
+    policy: Gradient
+
+    @property
+    def window_length(self) -> int:
+        """As :attr:`SnapshotSchedule.window_length`."""
+        return max(1, self.policy.state.window)
+
+    def restart_window(self) -> None:
+        """As :meth:`SnapshotSchedule.restart_window`: a chain has a gap, so the next snapshot is full."""
+        vars(self.policy.state).update(decode.field_values(GradientState()))
+
+
+@dataclass(frozen=True)
+class GradientReport(PolicyReport):
+    """Window length, and the reason for its choice."""
+
+    policy: Gradient
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`."""
+        window = self.policy.state.window
+        return {"gradient_window": window} if window else {}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        tuner = self.policy.interval
+        return tuner.reason() if isinstance(tuner, WindowTuner) and self.policy.state.window else None
+
+
 def shortest_window(full: float, gradients: float, hidden_s: float, rate: float) -> int:
-    """Returns the shortest window whose snapshots can be copied during an iteration, at most :data:`LONGEST`.
+    """Returns the shortest window whose snapshots can be copied during an iteration, at most :data:`MAX_WINDOW`.
 
     Args:
         full: bytes of the busiest rank for everything in full.
@@ -287,11 +340,11 @@ def shortest_window(full: float, gradients: float, hidden_s: float, rate: float)
         hidden_s: seconds that a copy may take.
         rate: bytes per second from device to host.
     """
-    sizes = {window: full / window + gradients * (1 - 1 / window) for window in range(1, LONGEST)}
-    return next((window for window, size in sizes.items() if size <= hidden_s * rate), LONGEST)
+    sizes = {window: full / window + gradients * (1 - 1 / window) for window in range(1, MAX_WINDOW)}
+    return next((window for window, size in sizes.items() if size <= hidden_s * rate), MAX_WINDOW)
 
 
-def _hiding(machine: Machine) -> int:
+def _overlapping_window(machine: Machine) -> int:
     """Returns the window that the policy would choose."""
-    full = machine.everything.busiest
-    return shortest_window(full, full * (machine.gradient or 1.0), machine.hidden_s, machine.rate)
+    full = machine.full_snapshot.busiest
+    return shortest_window(full, full * (machine.gradient_ratio or 1.0), machine.overlap_s, machine.copy_rate)

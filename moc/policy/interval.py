@@ -1,4 +1,8 @@
-"""Decides when snapshots are due: every N iterations, or as often as an overhead budget allows."""
+"""Decides when snapshots are due, from measurements of the run.
+
+A snapshot is due every N iterations, or as often as an overhead budget allows. :class:`Measurements` are also the input
+of ``--ckpt-policy auto``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Observed:
+class ObservedIteration:
     """Measurements of one iteration.
 
     All values are identical on every rank, such as means from the commit all-reduce. They exclude the time of
@@ -61,8 +65,8 @@ class Observed:
 
     iteration_s: float
     stall_s: float = 0.0
-    started: bool = False
-    busy: bool = False
+    snapshot_started: bool = False
+    snapshot_pending: bool = False
     forward_backward_s: float = 0.0
     copied: Transfer = Transfer()
     written: Transfer = Transfer()
@@ -74,18 +78,18 @@ class Interval(ABC):
     """Decides when a snapshot is due; identical on every rank that receives the same observations."""
 
     @abstractmethod
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns whether a snapshot is to be taken after ``iteration`` iterations; changes no state."""
 
     @property
-    def apart(self) -> int:
+    def iterations(self) -> int:
         """Iterations between snapshots, if known; by default 1."""
         return 1
 
-    def observe(self, seen: Observed) -> None:  # noqa: B027
-        """Records one iteration; called once per iteration, before :meth:`due`."""
+    def observe(self, observed: ObservedIteration) -> None:  # noqa: B027
+        """Records one iteration; called once per iteration, before :meth:`is_due`."""
 
-    def limit_windows(self, length: int) -> None:  # noqa: B027
+    def limit_window_length(self, length: int) -> None:  # noqa: B027
         """Limits future windows to ``length`` snapshots, if their length is measured."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,10 +114,10 @@ class Interval(ABC):
         Raises:
             ValueError: a field of the state is invalid.
         """
-        return _nothing
+        return _restore_nothing
 
 
-def _nothing() -> None:
+def _restore_nothing() -> None:
     """Restores nothing: the interval has no state."""
 
 
@@ -135,17 +139,17 @@ class Every(Interval):
             )
 
     @property
-    def apart(self) -> int:
-        """As :attr:`Interval.apart`."""
+    def iterations(self) -> int:
+        """As :attr:`Interval.iterations`."""
         return self.interval
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns whether the iteration is a positive multiple of the interval."""
         return iteration > 0 and iteration % self.interval == 0
 
 
 @dataclass
-class _Flight:
+class _PendingSnapshot:
     """Costs of the last snapshot since its start."""
 
     iterations: int = 0
@@ -213,84 +217,84 @@ class IntervalTuner(Interval):
             )
         self.budget = budget
         self._blocks: deque[float] = deque(maxlen=BLOCKS)
-        self._landed: deque[tuple[int, float]] = deque(maxlen=SNAPSHOTS)
-        self._begin()
+        self._completed: deque[tuple[int, float]] = deque(maxlen=SNAPSHOTS)
+        self._reset_progress()
 
-    def _begin(self) -> None:
+    def _reset_progress(self) -> None:
         """Resets everything in progress."""
-        self._passed_over = 0
+        self._warm_up_count = 0
         self._block: list[float] = []
-        self._flight: _Flight | None = None
-        self._busy, self._since_start, self._since_block = False, 0, 0
+        self._pending: _PendingSnapshot | None = None
+        self._is_pending, self._since_start, self._since_block = False, 0, 0
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, observed: ObservedIteration) -> None:
         """As :meth:`Interval.observe`.
 
         Raises:
             ValueError: a time is not a number, no time has passed, or the stall is negative.
         """
-        iteration_s, stall_s = seen.iteration_s, seen.stall_s
+        iteration_s, stall_s = observed.iteration_s, observed.stall_s
         if not (math.isfinite(iteration_s) and math.isfinite(stall_s) and iteration_s > 0 and stall_s >= 0):
             raise PolicyError(
                 f"an iteration of {iteration_s} s with a stall of {stall_s} s cannot have been measured. Fix: report "
                 "the seconds of an iteration and of its stall as measured",
                 code="value-out-of-range",
             )
-        disturbed = seen.started or seen.busy or self._busy
-        if seen.started:
-            if self._flight and not self._busy:
-                self._landed.append(self._measured(self._flight))
-            self._flight, self._since_start = _Flight(), 0
-        self._busy = seen.busy
+        disturbed = observed.snapshot_started or observed.snapshot_pending or self._is_pending
+        if observed.snapshot_started:
+            if self._pending and not self._is_pending:
+                self._completed.append(self._cost_of(self._pending))
+            self._pending, self._since_start = _PendingSnapshot(), 0
+        self._is_pending = observed.snapshot_pending
         self._since_start += 1
         self._since_block += 1
-        if self._passed_over < WARM_UP:
-            self._passed_over += 1
-            self._flight = None
+        if self._warm_up_count < WARM_UP:
+            self._warm_up_count += 1
+            self._pending = None
         elif not disturbed and not stall_s:
-            self._count_undisturbed(seen)
-        elif self._flight:  # None after the skipped iterations: the cost of their snapshots is only partly known
-            self._flight.stall_s += stall_s
-            self._flight.iterations += disturbed
-            self._flight.seconds += max(0.0, iteration_s - stall_s) if disturbed else 0.0
+            self._add_undisturbed(observed)
+        elif self._pending:  # None after the skipped iterations: the cost of their snapshots is only partly known
+            self._pending.stall_s += stall_s
+            self._pending.iterations += disturbed
+            self._pending.seconds += max(0.0, iteration_s - stall_s) if disturbed else 0.0
 
-    def _count_undisturbed(self, seen: Observed) -> None:
-        self._block.append(seen.iteration_s)
+    def _add_undisturbed(self, observed: ObservedIteration) -> None:
+        self._block.append(observed.iteration_s)
         if len(self._block) == BLOCK:
             self._blocks.append(math.fsum(self._block) / BLOCK)
             self._block, self._since_block = [], 0
 
-    def _measured(self, flight: _Flight) -> tuple[int, float]:
+    def _cost_of(self, pending: _PendingSnapshot) -> tuple[int, float]:
         iteration_s = self.iteration_s
-        return flight.iterations, flight.stall_s if iteration_s is None else flight.cost(iteration_s)
+        return pending.iterations, pending.stall_s if iteration_s is None else pending.cost(iteration_s)
 
-    def _known(self) -> list[tuple[int, float]]:
+    def _snapshot_costs(self) -> list[tuple[int, float]]:
         """Returns the iterations and lost seconds of the last persisted snapshots."""
-        newest = [self._measured(self._flight)] if self._flight and not self._busy else []
-        return [*self._landed, *newest][-SNAPSHOTS:]
+        newest = [self._cost_of(self._pending)] if self._pending and not self._is_pending else []
+        return [*self._completed, *newest][-SNAPSHOTS:]
 
-    def due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns whether the last snapshot is persisted and began at least an interval ago; ignores ``iteration``."""
-        if self._busy or len(self._blocks) < PROFILE_BLOCKS:
+        if self._is_pending or len(self._blocks) < PROFILE_BLOCKS:
             return False
-        if not self.settled:
+        if not self.is_settled:
             return self._since_block < self._since_start
         return self._since_start >= self.interval and self._since_block < REFRESH
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether enough has been measured to choose an interval."""
-        return len(self._blocks) >= PROFILE_BLOCKS and len(self._known()) >= SNAPSHOTS
+        return len(self._blocks) >= PROFILE_BLOCKS and len(self._snapshot_costs()) >= SNAPSHOTS
 
     @property
-    def apart(self) -> int:
-        """As :attr:`Interval.apart`."""
+    def iterations(self) -> int:
+        """As :attr:`Interval.iterations`."""
         return self.interval
 
     @property
     def interval(self) -> int:
-        """Iterations between snapshots, at least 1; provisional until :attr:`settled`."""
-        known, iteration_s = self._known(), self.iteration_s
+        """Iterations between snapshots, at least 1; provisional until :attr:`is_settled`."""
+        known, iteration_s = self._snapshot_costs(), self.iteration_s
         if not known or iteration_s is None:
             return BLOCK
         affordable = math.ceil(median(cost for _, cost in known) / (self.budget * iteration_s))
@@ -304,7 +308,7 @@ class IntervalTuner(Interval):
     @property
     def snapshot_s(self) -> float | None:
         """Seconds that training loses per snapshot; None until measured."""
-        known = self._known()
+        known = self._snapshot_costs()
         return median(cost for _, cost in known) if known else None
 
     @property
@@ -315,21 +319,21 @@ class IntervalTuner(Interval):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the means of T, and d and C of the last snapshots; without the budget, which is a flag."""
-        return {"iteration_s": list(self._blocks), "snapshots": [list(snapshot) for snapshot in self._known()]}
+        return {"iteration_s": list(self._blocks), "snapshots": [list(snapshot) for snapshot in self._snapshot_costs()]}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`; the tuner then skips the first iterations again."""
-        stored = decode.state(state, _Stored, "an interval tuner")
+        stored = decode.convert_state(state, _Stored, "an interval tuner")
 
         def load() -> None:
             self._blocks = deque(stored.iteration_s, maxlen=BLOCKS)
-            self._landed = deque(stored.snapshots, maxlen=SNAPSHOTS)
-            self._begin()
+            self._completed = deque(stored.snapshots, maxlen=SNAPSHOTS)
+            self._reset_progress()
 
         return load
 
 
-def interval_named(text: str, budget: float = 0.03) -> Interval:
+def parse_interval(text: str, budget: float = 0.03) -> Interval:
     """Returns the interval of a flag value: ``auto`` or a number of iterations.
 
     Raises:
@@ -343,3 +347,111 @@ def interval_named(text: str, budget: float = 0.03) -> Interval:
             code="interval-invalid",
         )
     return Every(int(text))
+
+
+UNDISTURBED_MTBF_S = 86400.0
+"""Prior mean time between failures in seconds: as if the run had already seen one fault in that time."""
+
+_TRANSFERS = ("copied", "written", "replicated")
+
+
+class Measurements:
+    """Medians of recent measurements; identical on every rank that receives the same observations.
+
+    The first ``WARM_UP`` iterations after each start are skipped. Iteration times exclude stalls but include the
+    slowdown by snapshots: with a snapshot in every iteration, all are disturbed.
+
+    Args:
+        trained_s: seconds of all iterations since the job began.
+        faults: faults that the job has seen.
+    """
+
+    def __init__(self, trained_s: float = 0.0, faults: int = 0):
+        self.trained_s, self.faults = trained_s, faults
+        self._warm_up_count = 0
+        self._iteration_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
+        self._forward_backward_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
+        self._bubble_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
+        self._transfers: dict[str, deque[Transfer]] = {name: deque(maxlen=BLOCK) for name in _TRANSFERS}
+
+    def observe(self, observed: ObservedIteration) -> None:
+        """Records the measurements of one iteration."""
+        self.trained_s += observed.iteration_s
+        for name, transfers in self._transfers.items():
+            one = getattr(observed, name)
+            if one.bytes and one.seconds:
+                transfers.append(one)
+        self._warm_up_count += 1
+        if self._warm_up_count <= WARM_UP:
+            return
+        self._iteration_s.append(max(0.0, observed.iteration_s - observed.stall_s))
+        if observed.forward_backward_s > 0:
+            self._forward_backward_s.append(observed.forward_backward_s)
+        if observed.bubble_s > 0:
+            self._bubble_s.append(observed.bubble_s)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The figures known so far, by name.
+
+        ``iteration_s``, ``forward_backward_s`` and ``bubble_s`` are in seconds. Rates are in bytes per second:
+
+        * ``copy_rate``: of a rank to host memory,
+        * ``write_rate``: of a rank to storage while all write,
+        * ``replicate_rate``: of a node from others.
+        """
+        rates = zip(("copy_rate", "write_rate", "replicate_rate"), self._transfers.values(), strict=True)
+        medians = {name: median(one.bytes / one.seconds for one in transfers) for name, transfers in rates if transfers}
+        if len(self._forward_backward_s) >= BLOCK:
+            medians["iteration_s"] = median(self._iteration_s)
+            medians["forward_backward_s"] = min(medians["iteration_s"], median(self._forward_backward_s))
+        if len(self._bubble_s) >= BLOCK:
+            medians["bubble_s"] = median(self._bubble_s)
+        return medians
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between failures of the job in seconds, estimated from the faults so far."""
+        return (UNDISTURBED_MTBF_S + self.trained_s) / (1 + self.faults)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all measurements as JSON-compatible values."""
+        transfers = {
+            name: [[one.bytes, one.seconds] for one in transfers] for name, transfers in self._transfers.items()
+        }
+        times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
+        times |= {"bubble_s": list(self._bubble_s)} if self._bubble_s else {}
+        return {"trained_s": self.trained_s, "faults": self.faults} | times | transfers
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Measurements:
+        """Restores a :meth:`state_dict`; the first iterations are skipped again.
+
+        Raises:
+            ValueError: the state is not from :meth:`state_dict`.
+        """
+        stored = decode.convert_state(state, _StoredMeasurements, "the measurements of a run")
+        measured = cls(stored.trained_s, stored.faults)
+        measured._iteration_s.extend(stored.iteration_s)
+        measured._forward_backward_s.extend(stored.forward_backward_s)
+        measured._bubble_s.extend(stored.bubble_s)
+        for name, transfers in measured._transfers.items():
+            transfers.extend(Transfer(amount, seconds) for amount, seconds in getattr(stored, name))
+        return measured
+
+
+_Transfers = tuple[tuple[decode.Positive, decode.Positive], ...]
+
+
+@dataclass(frozen=True)
+class _StoredMeasurements:
+    """State of measurements: seconds, and bytes and seconds of each transfer."""
+
+    trained_s: decode.Seconds
+    faults: decode.Count
+    iteration_s: tuple[decode.Seconds, ...]
+    forward_backward_s: tuple[decode.Positive, ...]
+    copied: _Transfers
+    written: _Transfers
+    replicated: _Transfers
+    bubble_s: tuple[decode.Positive, ...] = ()

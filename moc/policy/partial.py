@@ -3,32 +3,63 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
 from moc.files import decode
-from moc.files.decode import Count
+from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
-from moc.policy.plan import Load, Policy, SnapshotPlan
-from moc.policy.selection import Place
-from moc.policy.tables import check_tables, experts_by_layer
-from moc.state.detail import Detail
+from moc.policy.expert_selection import ExpertId
+from moc.policy.interface import (
+    Policy,
+    RecoveryResponse,
+    SnapshotSchedule,
+    StorageSchedule,
+    full_plan,
+)
+from moc.policy.plan import Capability, Load, SnapshotPlan
+from moc.state.operators import Detail, Operator
 
-Table = dict[Count, list[Count]]
+
+def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
+    """Returns the number of experts by layer, ascending; only layers with experts."""
+    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
+
+
+def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
+    """Checks that saved values by layer, or by layer and expert, include all layers and experts, or none.
+
+    Raises:
+        ValueError: a layer or an expert is missing, or there are too many.
+    """
+    for table in filter(None, tables):
+        rows = {
+            layer: len(row) if isinstance(row, Sequence) else num_experts.get(layer) for layer, row in table.items()
+        }
+        if rows != num_experts:
+            raise StateError(
+                f"this is no state of {of} of this model (its experts are others). Fix: start without it",
+            )
+
+
+ExpertTable = dict[Count, list[Count]]
 """Integers by layer and expert."""
 
 
-class Saves(NamedTuple):
+class SavedVersions(NamedTuple):
     """Last save of each expert to a tier, by layer: tokens given until then, iteration, and iteration in full."""
 
-    tokens: Table
-    at: Table
-    bases: Table
+    tokens: ExpertTable
+    at: ExpertTable
+    bases: ExpertTable
 
-    def note(self, numbers: Mapping[int, int], saved: Mapping[Place, Detail], iteration: int, tokens: Load) -> None:
+    def record(
+        self, numbers: Mapping[int, int], saved: Mapping[ExpertId, Detail], iteration: int, tokens: Load
+    ) -> None:
         """Records a save of experts.
 
         Args:
@@ -47,21 +78,21 @@ class Saves(NamedTuple):
             if detail is Detail.FULL:
                 self.bases[layer][expert] = iteration
 
-    def copied(self) -> Saves:
+    def copy(self) -> SavedVersions:
         """Returns an independent copy."""
-        return Saves(*map(_copied, self))
+        return SavedVersions(*map(_copy_table, self))
 
 
-class _Write(NamedTuple):
+class _PendingWrite(NamedTuple):
     """A snapshot on its way to storage: its experts, and the tokens given to all experts when it was taken."""
 
-    experts: Mapping[Place, Detail]
-    tokens: Table
+    experts: Mapping[ExpertId, Detail]
+    tokens: ExpertTable
 
 
 @dataclass
 class PartialState:
-    """State of a partial policy; each further field is a :data:`Table` or a plain value, with a default.
+    """State of a partial policy; each further field is a :data:`TokenTable` or a plain value, with a default.
 
     Attributes:
         based: memory, or the only tier, has every expert.
@@ -76,29 +107,29 @@ class PartialState:
 
     based: bool = False
     stored: bool = False
-    saved: Table = field(default_factory=dict)
-    saved_at: Table = field(default_factory=dict)
-    persisted: Table = field(default_factory=dict)
-    persisted_at: Table = field(default_factory=dict)
+    saved: ExpertTable = field(default_factory=dict)
+    saved_at: ExpertTable = field(default_factory=dict)
+    persisted: ExpertTable = field(default_factory=dict)
+    persisted_at: ExpertTable = field(default_factory=dict)
 
     @property
-    def in_memory(self) -> Saves:
+    def in_memory(self) -> SavedVersions:
         """Saves to memory, or to the only tier."""
-        return Saves(self.saved, self.saved_at, {})
+        return SavedVersions(self.saved, self.saved_at, {})
 
     @property
-    def in_storage(self) -> Saves:
+    def in_storage(self) -> SavedVersions:
         """Saves committed in storage."""
-        return Saves(self.persisted, self.persisted_at, {})
+        return SavedVersions(self.persisted, self.persisted_at, {})
 
-    def resumed(self, in_memory: bool, in_storage: bool) -> None:
+    def record_resume(self, in_memory: bool, in_storage: bool) -> None:
         """Records that the run resumes, and whether each tier is complete."""
         self.based, self.stored = in_memory and in_storage, in_storage
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all fields as JSON-compatible values; tables are copied."""
-        tables = {name: value for name, value in decode.values_of(self).items() if isinstance(value, dict)}
-        return decode.values_of(self) | {name: _copied(table) for name, table in tables.items()}
+        tables = {name: value for name, value in decode.field_values(self).items() if isinstance(value, dict)}
+        return decode.field_values(self) | {name: _copy_table(table) for name, table in tables.items()}
 
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
@@ -111,27 +142,27 @@ class PartialState:
         Raises:
             ValueError: the state belongs to another class or another model.
         """
-        found = decode.state(state, cls, cls.of, every_field=True)
+        decoded = decode.convert_state(state, cls, cls.of, requires_every_field=True)
         check_tables(
-            (value for value in decode.values_of(found).values() if isinstance(value, dict)), num_experts, cls.of
+            (value for value in decode.field_values(decoded).values() if isinstance(value, dict)), num_experts, cls.of
         )
-        return found
+        return decoded
 
 
 @dataclass(frozen=True)
-class Partial(Policy):
+class PartialPolicy(Policy):
     """A policy whose first snapshot in each tier has all experts, and later ones only some.
 
     Attributes:
-        told: state of the policy; stored with snapshots.
-        writes: snapshots on their way to storage, by iteration. Snapshots do not include them: a run that resumes reads
-            the contents of storage (:meth:`on_inventory`).
+        state: state of the policy; stored with snapshots.
+        pending_writes: snapshots on their way to storage, by iteration. Snapshots do not include them: a run that
+            resumes reads the contents of storage (:meth:`PartialStorage.on_inventory`).
     """
 
-    exact: ClassVar[bool] = False
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.OLDER_EXPERTS})
 
-    told: PartialState = field(default_factory=PartialState, compare=False, kw_only=True)
-    writes: dict[int, _Write] = field(default_factory=dict, compare=False, kw_only=True, repr=False)
+    state: PartialState = field(default_factory=PartialState, compare=False, kw_only=True)
+    pending_writes: dict[int, _PendingWrite] = field(default_factory=dict, compare=False, kw_only=True, repr=False)
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns all dense operators and the experts selected now; a full plan if no full snapshot exists yet.
@@ -139,119 +170,72 @@ class Partial(Policy):
         Raises:
             ValueError: the selection needs tokens, and they are not counted.
         """
-        return self._plan(iteration, load, persists=False) if self._due(iteration) else None
+        return self.plan_now(iteration, load, persists=False) if self.is_due(iteration) else None
 
-    def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
-        """As :meth:`Policy.plan_for_storage`: the selection depends on the versions in storage."""
-        return self._plan(iteration, load, persists=True) if again or self._due(iteration) else None
-
-    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
-        """As :meth:`Policy.plan_as_due`."""
-        return self._plan(iteration, load, persists=False) or self.everything(iteration)
-
-    def _due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
         """Returns whether a snapshot is due."""
-        return self.interval.due(iteration)
+        return self.interval.is_due(iteration)
 
-    def _plan(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        if not self.told.based or not self.num_experts:
-            return self.everything(iteration)
+    def plan_now(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
+        """Plans a snapshot, due or not; a full one if no full snapshot exists yet."""
+        if not self.state.based or not self.num_experts:
+            return full_plan(self, iteration)
         return self.plan_partial(iteration, load, persists)
 
     @abstractmethod
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        """Plans the experts selected now, as :meth:`plan`, or if ``persists`` as :meth:`plan_for_storage`."""
+        """Plans the experts selected now, for storage if the snapshot ``persists``, otherwise for memory."""
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
-        self.told.based |= plan.complete
-        self.told.in_memory.note(self.num_experts, self._experts_in(plan), plan.iteration, load or {})
+        self.state.based |= plan.complete
+        self.state.in_memory.record(self.num_experts, self.experts_of_plan(plan), plan.iteration, load or {})
 
-    def on_stored(self, plan: SnapshotPlan) -> None:
-        """As :meth:`Policy.on_stored`; called when the snapshot has just begun."""
-        self.told.stored |= plan.complete
-        self.writes[plan.iteration] = _Write(self._experts_in(plan), _copied(self.told.saved))
-
-    def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:
-        """As :meth:`Policy.on_persisted`: after a failed write, storage keeps its versions."""
-        write = self.writes.pop(plan.iteration, None)
-        if published and write is not None:
-            self.told.in_storage.note(self.num_experts, write.experts, plan.iteration, write.tokens)
-
-    def on_inventory(self, persisted: Mapping[str, int]) -> None:
-        """As :meth:`Policy.on_inventory`.
-
-        A version in no table counts with the tokens of the newest known version before it.
-        """
-        self.writes.clear()
-        stored, memory = self.told.in_storage, self.told.in_memory
-        for saves in (stored, memory):
-            saves.note(self.num_experts, {}, 0, {})
-        for name, place in self._places_of.items():
-            if place is None:
-                continue
-            (layer, expert), at = place, persisted.get(name, 0)
-            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
-            earlier = [iteration for iteration in known if iteration <= at]
-            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
-            stored.at[layer][expert] = at
-
-    def expected_in_storage(self) -> Saves:
+    def expected_in_storage(self) -> SavedVersions:
         """Returns the versions in storage if all outstanding writes succeed."""
-        found = self.told.in_storage.copied()
-        found.note(self.num_experts, {}, 0, {})
-        for iteration, write in sorted(self.writes.items()):
-            found.note(self.num_experts, write.experts, iteration, write.tokens)
+        found = self.state.in_storage.copy()
+        found.record(self.num_experts, {}, 0, {})
+        for iteration, write in sorted(self.pending_writes.items()):
+            found.record(self.num_experts, write.experts, iteration, write.tokens)
         return found
 
-    def stores(self, plan: SnapshotPlan) -> bool:
-        """As :meth:`Policy.stores`: a full snapshot if storage lacks one, since partial ones depend on it."""
-        return plan.complete and not self.told.stored
+    @property
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return PartialStorage(self)
 
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Policy.for_storage`: all of it.
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return PartialSchedule(self)
 
-        Raises:
-            ValueError: storage has no full checkpoint, which partial ones need.
-        """
-        if not self.told.stored and not plan.complete:
-            raise PolicyError(
-                f"the partial snapshot of iteration {plan.iteration} cannot be used in storage, which does not hold "
-                "all experts yet. Fix: save everything() at the first iteration that goes there",
-                code="storage-lacks-experts",
-            )
-        return plan
-
-    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
-        """As :meth:`Policy.on_resume`: if either tier lacks an expert, the next snapshot is full."""
-        self.writes.clear()
-        self.told.resumed(in_memory, in_storage)
-
-    def storage_lost(self) -> None:
-        """As :meth:`Policy.storage_lost`: partial checkpoints need a full one, so the next snapshot is full."""
-        self.told.based = self.told.stored = False
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return PartialRecovery(self)
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        return self.told.state_dict()
+        return self.state.state_dict()
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
-        told = self.told.read(state, self.num_experts)
+        decoded = self.state.read(state, self.num_experts)
 
         def load() -> None:
-            self.writes.clear()
-            vars(self.told).update(decode.values_of(told))
+            self.pending_writes.clear()
+            vars(self.state).update(decode.field_values(decoded))
 
         return load
 
-    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+    def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts of a plan, each at its detail."""
-        places = {name: self._places_of[name] for name in plan.operators}
+        places = {name: self.expert_by_name[name] for name in plan.operators}
         return {place: plan.operators[name] for name, place in places.items() if place is not None}
 
     @cached_property
-    def _places_of(self) -> dict[str, Place | None]:
+    def expert_by_name(self) -> dict[str, ExpertId | None]:
+        """Layer and number of each operator that is an expert; None for dense operators."""
         return {one.name: one.place for one in self.operators}
 
     @cached_property
@@ -260,5 +244,94 @@ class Partial(Policy):
         return experts_by_layer(self.operators)
 
 
-def _copied(table: Mapping) -> dict:
+@dataclass(frozen=True)
+class PartialStorage(StorageSchedule):
+    """Storage needs a full snapshot first; later ones have the experts that storage lacks most."""
+
+    policy: PartialPolicy
+
+    def plan(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+        """As :meth:`StorageSchedule.plan`: the selection depends on the versions in storage."""
+        is_due = again or self.policy.is_due(iteration)
+        return self.policy.plan_now(iteration, load, persists=True) if is_due else None
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: all of it.
+
+        Raises:
+            ValueError: storage has no full checkpoint, which partial ones need.
+        """
+        if not self.policy.state.stored and not plan.complete:
+            raise PolicyError(
+                f"the partial snapshot of iteration {plan.iteration} cannot be used in storage, which does not hold "
+                "all experts yet. Fix: save full_plan() at the first iteration that goes there",
+                code="storage-lacks-experts",
+            )
+        return plan
+
+    def needs(self, plan: SnapshotPlan) -> bool:
+        """As :meth:`StorageSchedule.needs`: a full snapshot if storage lacks one, since partial ones depend on it."""
+        return plan.complete and not self.policy.state.stored
+
+    def on_write_begun(self, plan: SnapshotPlan) -> None:
+        """As :meth:`StorageSchedule.on_write_begun`; called when the snapshot has just begun."""
+        policy, state = self.policy, self.policy.state
+        state.stored |= plan.complete
+        policy.pending_writes[plan.iteration] = _PendingWrite(policy.experts_of_plan(plan), _copy_table(state.saved))
+
+    def on_write_ended(self, plan: SnapshotPlan, committed: bool) -> None:
+        """As :meth:`StorageSchedule.on_write_ended`: after a failed write, storage keeps its versions."""
+        policy = self.policy
+        write = policy.pending_writes.pop(plan.iteration, None)
+        if committed and write is not None:
+            policy.state.in_storage.record(policy.num_experts, write.experts, plan.iteration, write.tokens)
+
+    def on_full_snapshot_lost(self) -> None:
+        """As :meth:`StorageSchedule.on_full_snapshot_lost`: the next snapshot is full."""
+        self.policy.state.based = self.policy.state.stored = False
+
+    def on_inventory(self, persisted: Mapping[str, int]) -> None:
+        """As :meth:`StorageSchedule.on_inventory`.
+
+        A version in no table counts with the tokens of the newest known version before it.
+        """
+        policy = self.policy
+        policy.pending_writes.clear()
+        stored, memory = policy.state.in_storage, policy.state.in_memory
+        for saves in (stored, memory):
+            saves.record(policy.num_experts, {}, 0, {})
+        for name, place in policy.expert_by_name.items():
+            if place is None:
+                continue
+            (layer, expert), at = place, persisted.get(name, 0)
+            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
+            earlier = [iteration for iteration in known if iteration <= at]
+            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
+            stored.at[layer][expert] = at
+
+
+@dataclass(frozen=True)
+class PartialSchedule(SnapshotSchedule):
+    """Snapshots are apart by the interval."""
+
+    policy: PartialPolicy
+
+    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
+        """As :meth:`SnapshotSchedule.plan_as_due`."""
+        return self.policy.plan_now(iteration, load, persists=False) or full_plan(self.policy, iteration)
+
+
+@dataclass(frozen=True)
+class PartialRecovery(RecoveryResponse):
+    """After a recovery, the next snapshot is full if a tier lacks an expert."""
+
+    policy: PartialPolicy
+
+    def on_resume(self, in_memory: bool, in_storage: bool) -> None:
+        """As :meth:`RecoveryResponse.on_resume`: if either tier lacks an expert, the next snapshot is full."""
+        self.policy.pending_writes.clear()
+        self.policy.state.record_resume(in_memory, in_storage)
+
+
+def _copy_table(table: Mapping) -> dict:
     return {key: copy(row) for key, row in table.items()}

@@ -4,40 +4,228 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, Self
 
-from moc.policy.adaptive import TunedSettings, TuningLimits, candidates
-from moc.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moc.files import decode
+from moc.files.decode import Amount, Count
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag
+from moc.policy.expert_selection import ExpertId
+from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
+from moc.policy.interface import PolicyReport, RecoveryResponse, StorageSchedule
 from moc.policy.interval import Every
-from moc.policy.partial import Partial, Table
-from moc.policy.pec_flags import FLAGS, NOT_CHOSEN, SELECTIONS, chooses, experts_of, refusals
+from moc.policy.partial import ExpertTable, PartialPolicy, PartialRecovery, PartialState, PartialStorage
 from moc.policy.pec_selection import (
+    PLT_LIMIT,
     Ages,
-    ages,
-    cycle,
+    DynamicK,
+    expert_ages,
+    is_starved,
     load_aware_experts,
-    next_turn,
+    next_rotation_step,
     persist_selection,
     sequential_experts,
-    starves,
+    storage_cycle_length,
 )
-from moc.policy.pec_state import PecState
-from moc.policy.pec_tuner import PecTuner
-from moc.policy.plan import Busiest, Load, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings
-from moc.policy.registry import policy
-from moc.policy.selection import Place
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_expert_counts
+from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
+from moc.policy.registry import AUTO, policy
+from moc.state.operators import Detail
+
+NOT_CHOSEN = {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER, "both": None}
+"""Detail of the other experts by target: moments with ``weights``, master weights with ``optimizer``."""
+
+SELECTIONS = ("sequential", "load_aware")
 
 
-@policy("pec")
+def initial_experts(flags: FlagValues) -> tuple[int, int]:
+    """Returns K_snapshot and K_persist by the flags, or their initial values under ``auto``."""
+    k = 1 if flags.pec_k == "auto" else int(flags.pec_k)
+    return flags.pec_k_snapshot or k, flags.pec_k_persist or k
+
+
+def _exceeds_message(flags: FlagValues) -> str:
+    in_snapshot, to_storage = initial_experts(flags)
+    return (
+        f"--pec-k-persist {to_storage} is more than the {in_snapshot} experts of a layer in a snapshot. Fix: set it to "
+        f"at most {in_snapshot}, or raise --pec-k-snapshot to {to_storage}"
+    )
+
+
+def _disk_message(flags: FlagValues) -> str:
+    in_snapshot, to_storage = initial_experts(flags)
+    return (
+        f"{to_storage} of the {in_snapshot} experts in a snapshot would be written to --ckpt-dir, but --ckpt-tier disk "
+        "writes all of them. Fix: drop --pec-k-snapshot and --pec-k-persist, or choose --ckpt-tier memory or peers"
+    )
+
+
+FLAGS = (
+    PolicyFlag(
+        "pec_k",
+        str,
+        "1",
+        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses the numbers for memory and "
+        "storage from measurements, and with --snapshot-interval auto also the interval.",
+        parse=number_or_auto,
+        metavar="K|auto",
+        chosen_by_auto=True,
+    ),
+    PolicyFlag(
+        "pec_k_snapshot",
+        int,
+        None,
+        "Experts of each layer in a snapshot in memory, if not --pec-k.",
+        at_least=1,
+        chosen_by_auto=True,
+    ),
+    PolicyFlag(
+        "pec_k_persist",
+        int,
+        None,
+        "Experts of each layer that are also written to --ckpt-dir, if not --pec-k.",
+        at_least=1,
+        chosen_by_auto=True,
+    ),
+    PolicyFlag(
+        "pec_selection",
+        str,
+        "sequential",
+        "Which experts are saved: in turn, or those with the most tokens since their last save.",
+        choices=SELECTIONS,
+    ),
+    PolicyFlag(
+        "pec_target",
+        str,
+        "both",
+        "What is saved of the chosen experts only: their weights, their optimizer state, or both; the rest is saved of "
+        "all experts.",
+        choices=tuple(NOT_CHOSEN),
+    ),
+    PolicyFlag("pec_dynamic_k", bool, False, "Double K when faults have used up their share of --pec-plt-limit."),
+    PolicyFlag(
+        "pec_plt_limit",
+        float,
+        PLT_LIMIT,
+        "Largest proportion of lost tokens (MoC-System's PLT).",
+        above=0.0,
+        at_most=1.0,
+        required_flag="pec_dynamic_k",
+    ),
+)
+
+
+class PecFlags(PolicyFlags):
+    """Flags of partial experts checkpointing."""
+
+    specs = FLAGS
+    conflicts = (
+        FlagConflict(
+            lambda flags: (
+                flags.pec_k == "auto" and (flags.pec_k_snapshot or flags.pec_k_persist or flags.persist_interval)
+            ),
+            "--pec-k auto chooses the numbers of experts and the intervals. Fix: drop --pec-k-snapshot, "
+            "--pec-k-persist and --persist-interval",
+            code="flag-chosen-by-auto",
+        ),
+        FlagConflict(
+            lambda flags: initial_experts(flags)[0] < initial_experts(flags)[1],
+            _exceeds_message,
+            code="flag-exceeds-another",
+        ),
+        FlagConflict(
+            lambda flags: flags.ckpt_tier == "disk" and initial_experts(flags)[0] != initial_experts(flags)[1],
+            _disk_message,
+            code="tier-lacks-flag",
+        ),
+        FlagConflict(
+            lambda flags: flags.pec_dynamic_k and flags.pec_target == "optimizer",
+            "--pec-dynamic-k has no effect with --pec-target optimizer, which saves all weights. Fix: drop one of them",
+            code="flag-has-no-effect",
+        ),
+        FlagConflict(
+            lambda flags: (
+                flags.pec_plt_limit != PLT_LIMIT
+                and not (flags.pec_dynamic_k or flags.pec_k == "auto" or flags.ckpt_policy == AUTO)
+            ),
+            "--pec-plt-limit needs --pec-dynamic-k, --pec-k auto or --ckpt-policy auto. Fix: add one of them",
+            code="flag-needs-another",
+        ),
+    )
+
+    def uses_failure_rate(self, flags: FlagValues) -> bool:
+        """Returns whether the numbers of experts are chosen from measurements."""
+        return flags.pec_k == "auto"
+
+    def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:
+        """As :meth:`PolicyFlags.experts_per_layer`."""
+        return initial_experts(flags)
+
+    def max_lost_tokens(self, flags: FlagValues) -> float:
+        """As :meth:`PolicyFlags.max_lost_tokens`."""
+        return flags.pec_plt_limit
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        k, k_persist = initial_experts(flags)
+        return {
+            "k": k,
+            "k_persist": k_persist,
+            "auto": flags.pec_k == "auto",
+            "auto_plt_limit": flags.pec_plt_limit,
+            "plt_limit": flags.pec_plt_limit if flags.pec_dynamic_k else 0.0,
+        }
+
+
+class PecCosts(PolicyCosts):
+    """Every number of experts below all, and its price."""
+
+    doubled_setting = "k"
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """As :meth:`PolicyCosts.candidates`: every candidate K except all experts."""
+        return ({"k": k} for k in machine.expert_counts[:-1])
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """As :meth:`PolicyCosts.price`; by default, K is one in eight experts."""
+        if not machine.num_experts:
+            return Price(machine.full_snapshot)
+        k = settings.get("k") or max(1, machine.num_experts // 8)
+        return Price(machine.with_experts(k), k=k)
+
+    def describe(self, settings: PolicySettings) -> str:
+        """As :meth:`PolicyCosts.describe`."""
+        return f"K {settings['k']}" if "k" in settings else ""
+
+
+@dataclass
+class PecState(PartialState):
+    """Progress of the rotation, and changes of K by faults.
+
+    Attributes:
+        partial: partial snapshots so far.
+        k: K_persist as raised by faults; 0 if unchanged.
+        booked: PLT booked on ``k``; see :class:`moc.policy.pec_selection.DynamicK`.
+    """
+
+    partial: Count = 0
+    k: Count = 0
+    booked: Amount = 0.0
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
+        """As :meth:`PartialState.read`; states of earlier versions have marks instead of tokens, and no iterations."""
+        known = decode.convert_state(state, dict, cls.of)
+        if "persists" in known:
+            known = known | {"saved": {}, "persisted": {}}
+        return super().read({"saved_at": {}, "persisted_at": {}, **known}, num_experts)
+
+
+@policy("pec", flags=PecFlags(), costs=PecCosts())
 @dataclass(frozen=True)
-class Pec(Partial):
+class Pec(PartialPolicy):
     """PEC (Cai, Qin, Huang, 2024, section 3.1) in the two levels of MoC-System (ASPLOS 2025, sections 3.2, 5.1, 5.3).
 
     The first snapshot of a run is full. Each later one saves all dense operators and K experts of each layer. With a
@@ -63,9 +251,6 @@ class Pec(Partial):
         ValueError: a setting conflicts with the others or the model.
     """
 
-    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
-    grows: ClassVar[str | None] = "k"
-
     k: int = 1
     k_persist: int = 0
     selection: str = "sequential"
@@ -77,7 +262,7 @@ class Pec(Partial):
     mtbf_s: float = 86400.0
     one_level: bool = False
     persist_every: int = 1
-    told: PecState = field(default_factory=PecState, compare=False, kw_only=True)
+    state: PecState = field(default_factory=PecState, compare=False, kw_only=True)
 
     def __post_init__(self):
         if self.selection not in SELECTIONS:
@@ -116,99 +301,40 @@ class Pec(Partial):
                 )
         if self.auto and self._tuner is None:
             wanted = self.interval.interval if isinstance(self.interval, Every) else None
-            limits = TuningLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
+            limits = PecLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
             object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.refusals`."""
-        return refusals(asked)
-
-    @classmethod
-    def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Returns whether the numbers of experts are chosen from measurements."""
-        return chooses(asked)
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """As :meth:`Policy.most_lost`."""
-        return asked.pec_plt_limit
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        k, k_persist = experts_of(asked)
-        return super().settings(asked, job) | {
-            "k": k,
-            "k_persist": k_persist,
-            "auto": chooses(asked),
-            "auto_plt_limit": asked.pec_plt_limit,
-            "plt_limit": asked.pec_plt_limit if asked.pec_dynamic_k else 0.0,
-        }
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: every candidate K except all experts."""
-        return ({"k": k} for k in machine.ks[:-1])
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default, K is one in eight experts."""
-        if not machine.num_experts:
-            return Price(machine.everything)
-        k = settings.get("k") or max(1, machine.num_experts // 8)
-        return Price(machine.with_experts(k), k=k)
-
-    @classmethod
-    def described(cls, settings: Settings) -> str:
-        """As :meth:`Policy.described`."""
-        return f"K {settings['k']}" if "k" in settings else ""
-
-    def on_sizes(self, busiest: Busiest) -> None:
+    def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: for every candidate K."""
         if self._tuner is not None and self.num_experts:
-            self._tuner.busiest = {
-                k: busiest(self._partial(0, self._in_turn(k, 0, 0, self._never())).operators)
-                for k in candidates(min(self.num_experts.values()))
+            self._tuner.busiest_rank_bytes = {
+                k: busiest(self.plan_with(0, self._in_turn(k, 0, 0, self._never())).operators)
+                for k in candidate_expert_counts(min(self.num_experts.values()))
             }
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
-        """As :meth:`Partial.plan_partial`."""
-        return self._partial(iteration, self._selected(iteration, load, persists))
+        """As :meth:`PartialPolicy.plan_partial`."""
+        return self.plan_with(iteration, self._selected(iteration, load, persists))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a partial snapshot advances the rotation."""
         super().on_snapshot(plan, load)
-        self.told.partial += not plan.complete
-
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Partial.for_storage`: all dense operators and K_persist experts of each layer, after a full one."""
-        if not self.told.stored:
-            return super().for_storage(plan)
-        chosen = persist_selection(self._in_full(plan), self.expected_in_storage().at, self.k_to_persist, self.ep)
-        return self._partial(plan.iteration, chosen)
+        self.state.partial += not plan.complete
 
     @property
-    def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`: one cycle until an expert starves, and one until all such experts are saved.
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return PecStorage(self)
 
-        A selection by load has no maximum.
-        """
-        if self.selection != "sequential":
-            return None
-        numbers, k, k_persist = self.num_experts.values(), self.k_to_snapshot, self.k_to_persist
-        return 2 * max((cycle(number, k, k_persist) for number in numbers), default=1)
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return PecReport(self)
 
-    def on_recovery(self, plt: float) -> None:
-        """As :meth:`Policy.on_recovery`: lost tokens may raise the number of saved experts."""
-        if self.plt_limit and self.num_experts:
-            number, first = min(self.num_experts.values()), self.k_persist or self.k
-            before = DynamicK(self.k_to_persist, number, self.plt_limit, first, self.told.booked)
-            after = before.recovered(max(0.0, plt))  # negative if a newer state was found later
-            self.told.booked = after.booked
-            if after.k > before.k:  # otherwise do not limit the choice
-                self.told.k = after.k
-            self._limit_choice()
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return PecRecovery(self)
 
     @property
     def k_to_persist(self) -> int:
@@ -225,22 +351,23 @@ class Pec(Partial):
     @property
     def _raised(self) -> int:
         """K_persist as raised by faults; 0 without Dynamic-K."""
-        return min(self.told.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
+        return min(self.state.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
 
     @property
     def _before_faults(self) -> tuple[int, int]:
-        choice = self._choice
+        choice = self.choice
         return (choice.k_snapshot, choice.k_persist) if choice else (self.k, self.k_persist or self.k)
 
     @property
-    def _choice(self) -> TunedSettings | None:
+    def choice(self) -> PecChoice | None:
+        """K and interval that were chosen from measurements; None before the first choice, or if they are fixed."""
         return self._tuner and self._tuner.choice
 
     @property
     def _tuner(self) -> PecTuner | None:
         return self.interval if isinstance(self.interval, PecTuner) else None
 
-    def _limit_choice(self) -> None:
+    def limit_choice(self) -> None:
         """Keeps the tuner's choice at or above the K_persist raised by faults."""
         if self._tuner is not None:
             self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
@@ -255,58 +382,25 @@ class Pec(Partial):
             return None
         number, every, interval = max(self.num_experts.values()), self.persist_every, self.interval.interval
         k, k_persist = self.k_to_snapshot, self.k_to_persist
-        memory, storage = ages(number, k, k_persist, every)
-        return memory.times(interval), storage.times(every * interval) if persists else None
-
-    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """As :meth:`Policy.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
-        if (found := self.expected(in_storage)) is None:
-            return None
-        memory, storage = found
-        plt = memory.mean / train_iters
-        fields = {"plt": plt, "oldest": memory.oldest}
-        where = "that leaves memory whole " if in_memory else ""
-        text = (
-            f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
-            f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
-        )
-        if not in_memory:
-            return text, fields
-        if storage is None:
-            text += (
-                "; when memory is lost, --ckpt-dir has the first snapshot alone, and nearly all would be trained anew: "
-                "add --persist-interval"
-            )
-            return text, fields
-        plt_storage = storage.mean / train_iters
-        text += f"; from --ckpt-dir alone {plt_storage:.3%}, and {storage.oldest} iterations"
-        return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: both K, and the interval if it is chosen."""
-        gauges: dict[str, float] = {"k_snapshot": self.k_to_snapshot, "k_persist": self.k_to_persist}
-        return gauges if self._choice is None else gauges | {"snapshot_interval": self._choice.interval}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        return None if self._choice is None else self._choice.reason
+        memory, storage = expert_ages(number, k, k_persist, every)
+        return memory.scaled(interval), storage.scaled(every * interval) if persists else None
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`."""
-        load_told = super().loading(state)
+        load_state = super().loading(state)
 
         def load() -> None:
-            load_told()
-            self._limit_choice()
+            load_state()
+            self.limit_choice()
 
         return load
 
-    def _selected(self, iteration: int, load: Load | None, persists: bool) -> Table:
+    def _selected(self, iteration: int, load: Load | None, persists: bool) -> ExpertTable:
         """Returns the experts that memory lacks, or storage if the snapshot ``persists``."""
-        memory, storage = self.told.in_memory, self.expected_in_storage()
+        memory, storage = self.state.in_memory, self.expected_in_storage()
         if self.selection == "sequential":
             stored = storage.at if persists else None
-            return self._in_turn(self.k_to_snapshot, self.told.partial, iteration, self._never() | memory.at, stored)
+            return self._in_turn(self.k_to_snapshot, self.state.partial, iteration, self._never() | memory.at, stored)
         if load is None:
             raise PolicyError(
                 "the tokens of experts are not counted. Fix: count them, or select experts sequentially",
@@ -316,20 +410,22 @@ class Pec(Partial):
         unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
         return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
 
-    def _in_turn(self, k: int, first: int, iteration: int, memory: Table, storage: Table | None = None) -> Table:
+    def _in_turn(
+        self, k: int, first: int, iteration: int, memory: ExpertTable, storage: ExpertTable | None = None
+    ) -> ExpertTable:
         """Returns the K experts of each layer with the oldest versions in memory, or in storage if any starve there."""
         layers, selected = list(self.num_experts), {}
         for number in set(self.num_experts.values()):
             places = [place for place, layer in enumerate(layers) if self.num_experts[layer] == number]
             marks = [[memory[layers[place]] for place in places]]
             stored = [storage[layers[place]] for place in places] if storage else []
-            if stored and starves(stored, iteration, cycle(number, k, self.k_to_persist)):
+            if stored and is_starved(stored, iteration, storage_cycle_length(number, k, self.k_to_persist)):
                 marks = [stored, *marks]
-            turn = next_turn(first, k, number, self.ep, places, marks)
+            turn = next_rotation_step(first, k, number, self.ep, places, marks)
             selected |= {layers[place]: sequential_experts(turn, place, k, number, self.ep) for place in places}
         return {layer: selected[layer] for layer in layers}
 
-    def _partial(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
+    def plan_with(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
         """Returns a plan with these experts in full, and the others at the detail that the target leaves for them."""
         details, rest = {}, NOT_CHOSEN[self.target]
         for one in self.operators:
@@ -339,24 +435,100 @@ class Pec(Partial):
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
-    def _experts_in(self, plan: SnapshotPlan) -> dict[Place, Detail]:
+    def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts that a plan saves in full."""
-        return {place: detail for place, detail in super()._experts_in(plan).items() if detail is Detail.FULL}
+        return {place: detail for place, detail in super().experts_of_plan(plan).items() if detail is Detail.FULL}
 
-    def _in_full(self, plan: SnapshotPlan) -> Table:
-        """Returns the experts that a plan saves in full, by layer."""
-        found: Table = {layer: [] for layer in self.num_experts}
-        for layer, expert in self._experts_in(plan):
-            found[layer].append(expert)
-        return found
-
-    def _never(self) -> Table:
+    def _never(self) -> ExpertTable:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
 
 
-def busiest_by_experts(busiest: Busiest, operators: Sequence[Operator], ep: int) -> dict[int, int]:
-    """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts."""
-    policy = Pec(operators, Every(1), auto=True, ep=ep)
-    policy.on_sizes(busiest)
-    assert isinstance(policy.interval, PecTuner)  # since auto is set
-    return dict(policy.interval.busiest)
+@dataclass(frozen=True)
+class PecStorage(PartialStorage):
+    """Of the experts in a snapshot, storage receives those that it lacks most."""
+
+    policy: Pec
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`StorageSchedule.part_of`: after a full one, dense operators and K_persist experts per layer."""
+        policy = self.policy
+        if not policy.state.stored:
+            return super().part_of(plan)
+        saved: ExpertTable = {layer: [] for layer in policy.num_experts}
+        for layer, expert in policy.experts_of_plan(plan):
+            saved[layer].append(expert)
+        chosen = persist_selection(saved, policy.expected_in_storage().at, policy.k_to_persist, policy.ep)
+        return policy.plan_with(plan.iteration, chosen)
+
+    @property
+    def cycle(self) -> int | None:
+        """As :attr:`StorageSchedule.cycle`: one until an expert starves, and one until all such experts are saved.
+
+        A selection by load has no maximum.
+        """
+        policy = self.policy
+        if policy.selection != "sequential":
+            return None
+        numbers, k, k_persist = policy.num_experts.values(), policy.k_to_snapshot, policy.k_to_persist
+        return 2 * max((storage_cycle_length(number, k, k_persist) for number in numbers), default=1)
+
+
+@dataclass(frozen=True)
+class PecReport(PolicyReport):
+    """Numbers of experts, the reason for their choice, and the expected cost of a fault."""
+
+    policy: Pec
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: both K, and the interval if it is chosen."""
+        policy, choice = self.policy, self.policy.choice
+        gauges: dict[str, float] = {"k_snapshot": policy.k_to_snapshot, "k_persist": policy.k_to_persist}
+        return gauges if choice is None else gauges | {"snapshot_interval": choice.interval}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        choice = self.policy.choice
+        return None if choice is None else choice.reason
+
+    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
+        """As :meth:`PolicyReport.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
+        if (found := self.policy.expected(in_storage)) is None:
+            return None
+        memory, storage = found
+        plt = memory.mean / train_iters
+        fields = {"plt": plt, "oldest": memory.oldest}
+        where = "that leaves memory intact " if in_memory else ""
+        text = (
+            f"--ckpt-policy pec, with experts equally busy: a fault {where}is expected to cost {plt:.3%} of the tokens "
+            f"of this training's experts, and the oldest expert is {memory.oldest} iterations behind"
+        )
+        if not in_memory:
+            return text, fields
+        if storage is None:
+            text += (
+                "; --ckpt-dir has only the first snapshot, so nearly all iterations would be repeated if memory were "
+                "lost: add --persist-interval"
+            )
+            return text, fields
+        plt_storage = storage.mean / train_iters
+        text += f"; from --ckpt-dir only, {plt_storage:.3%} and {storage.oldest} iterations"
+        return text, fields | {"plt_storage": plt_storage, "oldest_storage": storage.oldest}
+
+
+@dataclass(frozen=True)
+class PecRecovery(PartialRecovery):
+    """Lost tokens may raise the number of saved experts."""
+
+    policy: Pec
+
+    def on_recovery(self, plt: float) -> None:
+        """As :meth:`RecoveryResponse.on_recovery`: K doubles when faults have used up their share of the limit."""
+        policy, state = self.policy, self.policy.state
+        if policy.plt_limit and policy.num_experts:
+            number, first = min(policy.num_experts.values()), policy.k_persist or policy.k
+            before = DynamicK(policy.k_to_persist, number, policy.plt_limit, first, state.booked)
+            after = before.after_recovery(max(0.0, plt))  # negative if a newer state was found later
+            state.booked = after.lost
+            if after.k > before.k:  # otherwise do not limit the choice
+                state.k = after.k
+            policy.limit_choice()

@@ -1,9 +1,14 @@
-"""Selects the experts of partial checkpoints, and computes the age of the others at a fault."""
+"""Selects the experts of partial checkpoints, and how many.
+
+Also computes the age of the other experts at a fault, and raises the number with the cost of past faults (Dynamic-K).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -74,11 +79,11 @@ def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) ->
             )
     capacity = -(-len(unsaved) * k // ep)
     given = [0] * ep
-    chosen = {layer: _of_layer(unsaved[layer], k, given, capacity) for layer in sorted(unsaved, reverse=True)}
+    chosen = {layer: _select_in_layer(unsaved[layer], k, given, capacity) for layer in sorted(unsaved, reverse=True)}
     return {layer: chosen[layer] for layer in unsaved}
 
 
-def _of_layer(tokens: Sequence[int], k: int, given: list[int], capacity: int) -> list[int]:
+def _select_in_layer(tokens: Sequence[int], k: int, given: list[int], capacity: int) -> list[int]:
     """Selects k experts, and adds them to ``given``, the count by rank."""
     per_rank = len(tokens) // len(given)
     waiting = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))
@@ -126,11 +131,13 @@ def persist_selection(
     return chosen
 
 
-Marks = Sequence[Sequence[int]]
+SaveMarks = Sequence[Sequence[int]]
 """By layer and expert, an increasing number that marks when the expert was last saved."""
 
 
-def next_turn(first: int, k: int, num_experts: int, ep: int, layers: Sequence[int], marks: Sequence[Marks]) -> int:
+def next_rotation_step(
+    first: int, k: int, num_experts: int, ep: int, layers: Sequence[int], marks: Sequence[SaveMarks]
+) -> int:
     """Returns the place in the rotation with the expert that has waited longest.
 
     Ties are decided by the second longest wait, and so on, then by the next criterion, and then by the next place. A
@@ -161,12 +168,12 @@ def next_turn(first: int, k: int, num_experts: int, ep: int, layers: Sequence[in
     return min(waiting, key=waited)
 
 
-def cycle(num_experts: int, k: int, k_persist: int) -> int:
+def storage_cycle_length(num_experts: int, k: int, k_persist: int) -> int:
     """Returns the number of persisted snapshots until storage has all experts of a layer, with equal turns."""
     return num_experts // math.gcd(num_experts, k) * -(-k // k_persist)
 
 
-def starves(persisted: Marks, now: int, cycle: int) -> bool:
+def is_starved(persisted: SaveMarks, now: int, cycle: int) -> bool:
     """Returns whether storage has waited too long for an expert: for one cycle, at the speed of its last write.
 
     Storage receives snapshots at its own speed, and may receive the same part of the rotation every time.
@@ -174,7 +181,7 @@ def starves(persisted: Marks, now: int, cycle: int) -> bool:
     Args:
         persisted: iteration of the newest persisted version, by layer and expert.
         now: iteration of the next persisted snapshot.
-        cycle: as :func:`cycle`.
+        cycle: as :func:`storage_cycle_length`.
     """
     return now - min(map(min, persisted)) >= cycle * (now - max(map(max, persisted)))
 
@@ -200,13 +207,13 @@ class Ages(NamedTuple):
     mean: float
     oldest: int
 
-    def times(self, iterations: int) -> Ages:
+    def scaled(self, iterations: int) -> Ages:
         """Returns the ages in iterations, for checkpoints that many iterations apart."""
         return Ages(self.mean * iterations, self.oldest * iterations)
 
 
 @cache
-def ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int = 1) -> tuple[Ages, Ages]:
+def expert_ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int = 1) -> tuple[Ages, Ages]:
     """Returns the ages of equally busy experts that are saved in turn (MoC-System, sections 3.2 and 5.1).
 
     Args:
@@ -218,14 +225,14 @@ def ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int =
     Returns:
         The ages in memory, in snapshots, and in storage, in persisted snapshots.
     """
-    turns = cycle(num_experts, k_snapshot, k_persist)
+    turns = storage_cycle_length(num_experts, k_snapshot, k_persist)
     settled, ends = 2 * turns * persist_every, 4 * turns * persist_every
     memory, storage = [1] * num_experts, [1] * num_experts  # the first snapshot is full
-    seen: tuple[list[int], list[int]] = [], []
+    ages_seen: tuple[list[int], list[int]] = [], []
     for snapshot in range(2, ends + 1):
         persists = snapshot % persist_every == 0
-        marks = [[storage], [memory]] if persists and starves([storage], snapshot, turns) else [[memory]]
-        place = next_turn(snapshot - 2, k_snapshot, num_experts, 1, [0], marks)
+        marks = [[storage], [memory]] if persists and is_starved([storage], snapshot, turns) else [[memory]]
+        place = next_rotation_step(snapshot - 2, k_snapshot, num_experts, 1, [0], marks)
         chosen = sequential_experts(place, 0, k_snapshot, num_experts, 1)
         for expert in chosen:
             memory[expert] = snapshot
@@ -233,7 +240,81 @@ def ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every: int =
             for expert in persist_selection({0: chosen}, {0: storage}, k_persist, 1)[0]:
                 storage[expert] = snapshot
         if snapshot > settled:
-            seen[0].extend(snapshot - when for when in memory)
-            seen[1].extend((snapshot - when) // persist_every for when in storage if persists)
-    in_memory, in_storage = (Ages(sum(found) / len(found), max(found)) for found in seen)
+            ages_seen[0].extend(snapshot - when for when in memory)
+            ages_seen[1].extend((snapshot - when) // persist_every for when in storage if persists)
+    in_memory, in_storage = (Ages(sum(found) / len(found), max(found)) for found in ages_seen)
     return in_memory, in_storage
+
+
+PLT_LIMIT = 0.0375
+"""PLT up to which MoC finds no loss of accuracy (section 3.1.2, Figure 5)."""
+
+
+@dataclass(frozen=True)
+class DynamicK:
+    """K and its cost so far (MoC, section 5.3 and Figure 15(b)).
+
+    Each recovery adds its lost tokens to the cost of K. When the cost exceeds K's share of the limit, K doubles, until
+    all experts are saved and nothing is lost. MoC does not specify the share of a K. Here all shares are equal: from
+    ``first`` on, K takes m values before it reaches N, and the limit is divided into m + 1 shares.
+
+    Cost beyond a share is added to the next K. So all K together cost at most m shares and the fault that exceeded the
+    last one, for which one share is reserved. If no single fault costs more than a share, the PLT never exceeds the
+    limit, however many faults occur.
+
+    Attributes:
+        k: experts of each layer saved now.
+        num_experts: N, experts of a layer.
+        limit: maximum proportion of lost tokens.
+        first: K at the start of the run; by default ``k``.
+        booked: PLT booked on this K.
+
+    Raises:
+        ValueError: K is not between 1 and N, or the limit is not in (0, 1].
+    """
+
+    k: int
+    num_experts: int
+    limit: float = PLT_LIMIT
+    first: int = 0
+    lost: float = 0.0
+
+    def __post_init__(self):
+        if not self.first:
+            object.__setattr__(self, "first", self.k)
+        if not 1 <= self.first <= self.k <= self.num_experts:
+            raise PolicyError(
+                f"K = {self.k} is not possible with {self.num_experts} experts in a layer. Fix: set K from 1 to "
+                f"{self.num_experts}",
+                code="experts-per-snapshot-invalid",
+            )
+        if not 0 < self.limit <= 1:
+            raise PolicyError(
+                f"a limit of {self.limit} for lost tokens is not possible. Fix: take one up to 1, such as 0.0375",
+                code="value-out-of-range",
+            )
+
+    @property
+    def share(self) -> float:
+        """The PLT that each K may cost."""
+        steps = (-(-self.num_experts // self.first) - 1).bit_length()  # doublings of K until it is N
+        return self.limit / (steps + 1)
+
+    def after_recovery(self, plt: float) -> DynamicK:
+        """Returns the state after a recovery.
+
+        ``plt`` is the increase of the PLT over the whole training (eq. 7): relative to the tokens so far, an early
+        fault would weigh too much.
+
+        Raises:
+            ValueError: ``plt`` is negative.
+        """
+        if not plt >= 0:
+            raise PolicyError(
+                f"a recovery cannot have lost a proportion of {plt} of the tokens. Fix: report one from 0 to 1",
+                code="tokens-not-counted",
+            )
+        k, lost = self.k, self.lost + plt
+        while k < self.num_experts and lost > self.share:
+            k, lost = min(2 * k, self.num_experts), lost - self.share
+        return dataclasses.replace(self, k=k, lost=lost)

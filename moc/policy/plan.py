@@ -1,27 +1,22 @@
-"""Defines snapshot plans and the policy interface: a pure function from an iteration to a plan."""
+"""Defines snapshot plans, and the capabilities of a run that a policy may require."""
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
-from moc.policy.debt import Boost
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag
-from moc.policy.interval import Interval
-from moc.policy.prices import Machine, Price, Settings
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail
 
 Load = Mapping[int, Sequence[int]]
 """Tokens given to each expert since training began, by global layer number."""
 
 
-class Busiest(Protocol):
+class SnapshotSizer(Protocol):
     """Sizes of snapshots by the sharding rules; calls are collective.
 
     Attributes:
@@ -88,18 +83,18 @@ class SnapshotPlan:
         if self.since is None:
             object.__setattr__(self, "since", self.iteration)
 
-    def of(self, detail: Detail) -> tuple[str, ...]:
+    def operators_at(self, detail: Detail) -> tuple[str, ...]:
         """Returns the names of the operators that are saved at a detail, in model order."""
         return tuple(name for name, planned in self.operators.items() if planned is detail)
 
     def without(self, detail: Detail) -> SnapshotPlan:
         """Returns this plan without the operators that it saves at a detail."""
-        left = {name: planned for name, planned in self.operators.items() if planned is not detail}
-        remote = self.remote and {name: left[name] for name in self.remote if name in left}
-        return dataclasses.replace(self, operators=left, remote=remote)
+        operators = {name: planned for name, planned in self.operators.items() if planned is not detail}
+        remote = self.remote and {name: operators[name] for name in self.remote if name in operators}
+        return dataclasses.replace(self, operators=operators, remote=remote)
 
     @property
-    def copied(self) -> SnapshotPlan:
+    def remote_plan(self) -> SnapshotPlan:
         """The part that other nodes' memory receives copies of."""
         if self.remote is None:
             return self
@@ -120,364 +115,19 @@ class SnapshotPlan:
 
     @property
     def details(self) -> tuple[Detail, ...]:
-        """The details in this plan, in the order of :class:`~moc.state.detail.Detail`."""
+        """The details in this plan, in the order of :class:`~moc.state.operators.Detail`."""
         return tuple(detail for detail in Detail if detail in self.operators.values())
 
 
-@dataclass(frozen=True)
-class Policy(ABC):
-    """Decides which state is saved, and when.
-
-    A policy is a frozen dataclass; its settings are further fields, with defaults. Every rank uses its own copy,
-    without communication. So results depend only on fields, arguments and values that policy and interval have
-    received, which are equal on all ranks. Clocks, random numbers and ranks are not allowed.
-
-    Queries such as :meth:`plan` change nothing; methods that receive or record values do. :meth:`state_dict` returns
-    these values. It is stored with every snapshot, since with a tuned interval the number of past snapshots does not
-    follow from the iteration.
-
-    Attributes:
-        operators: all operators of the model, in model order (:func:`moc.state.shape.model_operators`).
-        interval: when a snapshot is due.
-        name: name of the policy; set by :func:`moc.policy.registry.policy`.
-        exact: a run resumed from its snapshots is bit-identical to one without the failure; otherwise experts may be
-            restored to an older state than the rest.
-        windows: a run resumes from several snapshots together; set by the registry if the policy ``replays``.
-        replays: resuming may replay iterations with some operators frozen.
-        flags: the policy's own flags; listed in ``--help``, refused with other policies.
-        grows: the setting that faults double in the simulator, if any; see :mod:`moc.policy.dynamic_k`.
-    """
-
-    operators: Sequence[Operator]
-    interval: Interval
-    name: ClassVar[str]
-    exact: ClassVar[bool] = True
-    windows: ClassVar[bool] = False
-    replays: ClassVar[bool] = False
-    flags: ClassVar[tuple[PolicyFlag, ...]] = ()
-    grows: ClassVar[str | None] = None
-
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str | PolicyError]:
-        """Yields the flag combinations that this policy refuses, as sentences with the remedy or as errors."""
-        return iter(())
-
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[str | PolicyError]:
-        """Yields requirements of flags that the job does not meet, as sentences with the remedy or as errors.
-
-        Two fields of ``job`` are not known yet: ``stages`` and ``bubble_share``.
-        """
-        return iter(())
-
-    @classmethod
-    def reckons_with_faults(cls, asked: Asked) -> bool:
-        """Returns whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
-        return False
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """Returns the limit of tokens that faults may lose, as a proportion of the training's tokens; by default 1."""
-        return 1.0
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """Returns the policy fields that flags and job determine; by default, the fields that match by name.
-
-        Field ``k`` of policy ``pec`` is set by flag ``pec_k`` if that exists, otherwise by the job's value of that
-        name.
-        """
-        every, interval = asked.persist_interval, asked.snapshot_interval
-        found = {
-            "ep": job.ep,
-            "stages": job.stages,
-            "mtbf_s": asked.mtbf_s,
-            "one_level": asked.ckpt_tier == "disk",
-            "persist_every": every // int(interval) if every and interval.isdecimal() else 1,
-        }
-        found |= {flag.name.removeprefix(f"{cls.name}_"): getattr(asked, flag.name) for flag in cls.flags}
-        return {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """Yields the settings that ``--ckpt-policy auto`` and the planner choose from; by default, only the defaults.
-
-        Each setting corresponds to a flag of the policy that is marked ``chosen``.
-        """
-        yield {}
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """Returns the price of a checkpoint under some settings; by default, of one full snapshot.
-
-        ``settings`` is one of :meth:`candidates`, or the settings given by a user of the simulator, possibly none.
-        """
-        return Price(machine.everything)
-
-    @classmethod
-    def described(cls, settings: Settings) -> str:
-        """Returns a candidate's settings in readable form, without the interval."""
-        return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """Returns whether flags and job allow snapshots with gradients in place of state; by default never."""
-        return False
-
-    @property
-    def iterations_apart(self) -> int:
-        """Iterations between snapshots, if known; by default :attr:`Interval.apart`."""
-        return max(1, self.interval.apart)
-
-    @property
-    def window_length(self) -> int:
-        """Number of snapshots in the current or last window, which a run can resume from."""
-        return 1
-
-    @property
-    def keeps_live(self) -> bool:
-        """Whether survivors keep live experts after a loss of others; no effect if the policy is exact."""
-        return False
-
-    @property
-    def counts_tokens(self) -> bool:
-        """Whether the policy needs the token counts of experts; by default, if it is inexact."""
-        return not self.exact
-
-    def remarks(self) -> Iterator[str]:
-        """Yields remarks for users, such as settings without effect; printed once before training."""
-        return iter(())
-
-    @property
-    def saves_gradients(self) -> bool:
-        """Whether plans may have gradients (:attr:`Detail.GRAD`)."""
-        return False
-
-    @property
-    def folds_beside(self) -> bool:
-        """Whether a background process applies chains of gradients in memory (MoEtion, section 5.2)."""
-        return False
-
-    @property
-    def in_bubbles(self) -> bool:
-        """Whether snapshots are copied in the pipeline's bubbles first, and bubbles are timed."""
-        return False
-
-    @property
-    def counts_probabilities(self) -> bool:
-        """Whether the policy needs :meth:`on_routing`."""
-        return False
-
-    @property
-    def makes_up(self) -> Boost | None:
-        """Capacity boost with which experts compensate tokens lost to a recovery; by default none."""
-        return None
-
-    @abstractmethod
-    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """Plans the snapshot after ``iteration`` iterations; None if nothing is to be saved.
-
-        ``load`` is None, here and below, if tokens are not counted.
-        """
-
-    def plan_for_storage(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
-        """Plans the snapshot after ``iteration`` iterations if it is also stored; changes nothing, as :meth:`plan`.
-
-        Storage receives snapshots at its own speed, and some writes fail. Only the caller knows which snapshots are
-        stored. It calls this method for these, and :meth:`plan` for all others.
-
-        Args:
-            iteration: as in :meth:`plan`.
-            load: as in :meth:`plan`.
-            again: storage lacks a snapshot that was due earlier, so one is due now, whatever the interval.
-        """
-        plan = self.plan(iteration, load)
-        return self.everything(iteration) if plan is None and again and not self.windows else plan
-
-    def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
-        """Plans the snapshot after ``iteration`` iterations as if one were due; changes nothing."""
-        return self.plan(iteration, load) or self.everything(iteration)
-
-    @property
-    def storage_cycle(self) -> int | None:
-        """Maximum number of persisted snapshots (or windows) until storage has a new version of every operator.
-
-        None if there is no maximum, because experts are selected only by their tokens.
-        """
-        return 1
-
-    def on_sizes(self, busiest: Busiest) -> None:  # noqa: B027
-        """Receives the sizes of snapshots; called once, before training, on all ranks.
-
-        Args:
-            busiest: returns the bytes of the rank that saves the most of a plan's operators, and of each rank.
-
-        Raises:
-            ValueError: settings do not fit these sizes; the message has the remedy.
-        """
-
-    def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:  # noqa: B027
-        """Records that a snapshot of this plan has begun; called before :meth:`state_dict` is stored with it.
-
-        The plan is from :meth:`plan` or :meth:`everything`.
-        """
-
-    def under_way(self, iteration: int) -> Sequence[SnapshotPlan]:
-        """Returns the plans of the current window's snapshots up to and including the last completed iteration.
-
-        Empty if no such snapshot has begun, or if every snapshot is its own window.
-        """
-        return ()
-
-    def begin_anew(self) -> None:  # noqa: B027
-        """Records that the current window lacks a snapshot: the next snapshot begins a new window."""
-
-    def on_routing(self, probabilities: Mapping[int, Sequence[float]]) -> None:  # noqa: B027
-        """Receives the gating probabilities; called after every iteration, before :meth:`plan`.
-
-        Args:
-            probabilities: sum over the tokens given to an expert in this iteration, by layer and expert.
-        """
-
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """Returns the part of a snapshot in memory that is persisted; by default, all of it.
-
-        Not used at the end of a run, where :meth:`everything` is persisted unchanged.
-        """
-        return plan
-
-    def on_stored(self, plan: SnapshotPlan) -> None:  # noqa: B027
-        """Records that a write of a plan from :meth:`for_storage` starts; called after :meth:`on_snapshot`."""
-
-    def on_persisted(self, plan: SnapshotPlan, published: bool) -> None:  # noqa: B027
-        """Records that the write of a plan given to :meth:`on_stored` was committed (``published``), or failed."""
-
-    def on_inventory(self, persisted: Mapping[str, int]) -> None:  # noqa: B027
-        """Records the contents of storage when a run resumes; called after :meth:`on_resume`.
-
-        Args:
-            persisted: iteration of the newest full save by operator; absent operators have none.
-        """
-
-    def stores(self, plan: SnapshotPlan) -> bool:
-        """Returns whether a snapshot must be persisted even if none is due; called before :meth:`on_snapshot`."""
-        return False
-
-    def on_resume(self, in_memory: bool, in_storage: bool) -> None:  # noqa: B027
-        """Records which snapshots exist when a run resumes; called after :meth:`load_state_dict`.
-
-        Args:
-            in_memory: the tier that makes snapshots durable, possibly storage itself, has everything that the run
-                resumes with.
-            in_storage: storage is enough to resume the run.
-        """
-
-    def storage_lost(self) -> None:  # noqa: B027
-        """Records that the first checkpoint for storage was not written: storage needs another one."""
-
-    def on_recovery(self, plt: float) -> None:  # noqa: B027
-        """Records the cost of a recovery: the increase of the proportion of lost tokens over the whole training."""
-
-    def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
-        """Returns the expected cost of a fault, as text and as event fields; None if there is none or it is unknown.
-
-        Args:
-            train_iters: iterations of the training, whose tokens the lost proportion refers to.
-            in_memory: a memory tier has every snapshot.
-            in_storage: snapshots are also persisted.
-        """
-        return None
-
-    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """Returns a warning, as text and as event fields, if the next fault would lose too many tokens; otherwise None.
-
-        Args:
-            plt: tokens that faults have lost so far, as a proportion of the whole training's tokens.
-            train_iters: iterations of the whole training.
-        """
-        return None
-
-    def gauges(self) -> dict[str, float]:
-        """Returns the values that change during a run and are worth plotting, by name."""
-        return {}
-
-    def chosen(self) -> dict[str, float]:
-        """Returns the :meth:`gauges` that the policy has chosen, explained by :meth:`reason`."""
-        return self.gauges()
-
-    def reason(self) -> str | None:
-        """Returns why the policy chose :meth:`chosen`; None if it chose nothing."""
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the received values in JSON-compatible form; the interval keeps its own state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a :meth:`state_dict`.
-
-        Raises:
-            ValueError: as :meth:`loading`.
-        """
-        self.loading(state)()
-
-    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Decodes a :meth:`state_dict`, also from JSON, and changes nothing; returns the function that restores it.
-
-        The model must be the same, settings may differ.
-
-        Raises:
-            ValueError: the state is not from :meth:`state_dict`.
-        """
-        return lambda: None
-
-    def check(self, plan: SnapshotPlan) -> None:
-        """Refuses a snapshot that no recovery could use.
-
-        A recovery uses:
-
-        * by default, one snapshot with everything in full;
-        * if the policy ``replays``, a window of ``FULL`` and ``COMPUTE``;
-        * if it is exact and saves gradients, chains of ``FULL`` and ``GRAD``;
-        * if it is not ``exact``, one snapshot for dense operators, and others for experts.
-
-        Raises:
-            ValueError: the plan has other details or operators; the message names an operator.
-        """
-        strange = plan.operators.keys() - {one.name for one in self.operators}
-        strange |= {name for name, detail in plan.operators.items() if not isinstance(detail, Detail)}
-        if strange:
-            raise PolicyError(
-                f"policy {self.name} plans {min(strange)} at iteration {plan.iteration}, which is no operator of this "
-                "model or has no detail. Fix: take the names of its field operators, and a moc.Detail for each",
-                code="policy-plan-invalid",
-            )
-        for one in self.operators:
-            found = plan.operators.get(one.name)
-            if self.replays:
-                if found in (Detail.FULL, Detail.COMPUTE, None):
-                    continue
-                needs, remedy = "only full and compute can be replayed", "plan one of them"
-            elif found is Detail.FULL or one.place is not None and not self.exact:
-                continue
-            elif self.exact and self.saves_gradients:
-                if found is Detail.GRAD:
-                    continue
-                needs, remedy = "a chain is of full saves and gradients", "plan one of them"
-            elif self.exact:
-                needs, remedy = (
-                    "an exact policy that does not replay saves each operator in full",
-                    "do so, or drop exact",
-                )
-            else:
-                needs, remedy = "all state but experts is restored from one snapshot", "save it in full"
-            raise PolicyError(
-                f"policy {self.name} plans {one.name} {'not at all' if found is None else f'as {found.value}'} at "
-                f"iteration {plan.iteration}, but {needs}. Fix: {remedy}",
-                code="policy-plan-invalid",
-            )
-
-    def everything(self, iteration: int) -> SnapshotPlan:
-        """Returns a plan of the full model, due or not: for the last iteration, and for a job that is asked to stop."""
-        details = {operator.name: Detail.FULL for operator in self.operators}
-        return SnapshotPlan(iteration, self.name, details, complete=True)
+class Capability(Enum):
+    """A capability of a run that a policy may require."""
+
+    OLDER_EXPERTS = "experts may be restored to an older state than the rest; otherwise a resumed run is exact"
+    WINDOWS = "a run resumes from several snapshots together"
+    REPLAY = "resuming may replay iterations with some operators frozen"
+    TOKEN_COUNTS = "the tokens of each expert are counted"
+    GATING_PROBABILITIES = "the gating probabilities of each expert are summed"
+    GRADIENTS = "snapshots may have gradients in place of state"
+    BACKGROUND_UPDATES = "a background process applies chains of gradients in memory (MoEtion, section 5.2)"
+    BUBBLES = "snapshots are copied in the pipeline's bubbles first, and bubbles are timed"
+    LIVE_EXPERTS = "survivors keep live experts after a loss of others"

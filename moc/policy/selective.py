@@ -6,32 +6,34 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
 
-from moc.policy import gradient_prices
-from moc.policy.budgets import Sizes
-from moc.policy.choice import STORAGE_CYCLES, Choice, cycle, oldest
-from moc.policy.debt import Boost
-from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag
-from moc.policy.gradient_prices import OFF
+from moc.policy.errors import PolicyError, rounded_up
+from moc.policy.expert_selection import RULES, SCORES, ExpertId, Limit, count_limit
+from moc.policy.interface import PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule, add_requirements
 from moc.policy.interval import Every, Interval
-from moc.policy.limits import rounded_up
-from moc.policy.partial import Partial
-from moc.policy.plan import Busiest, Load, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings
+from moc.policy.partial import PartialPolicy, PartialRecovery, PartialSchedule, PartialStorage
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
-from moc.policy.selection import RULES, SCORES, Limit, Place, number_of_experts
-from moc.policy.selective_flags import BOOST, FLAGS, FOLDS, HIDES, MLT_LIMIT, SURVIVORS, gradients_of, misfits, refusals
-from moc.policy.selective_state import SelectiveState
-from moc.policy.selective_tuner import SelectiveTuner
-from moc.policy.transfers import Chosen, chains_of, continuing
-from moc.state.detail import Detail
+from moc.policy.selective_choice import (
+    STORAGE_CYCLES,
+    DetailByExpert,
+    ExpertChoice,
+    ExpertSizes,
+    SelectiveState,
+    SelectiveTuner,
+    chained_experts,
+    default_max_age,
+    expert_cycle,
+    gradient_chains,
+)
+from moc.policy.selective_flags import FOLDS, HIDES, MLT_LIMIT, SURVIVORS, SelectiveCosts, SelectiveFlags
+from moc.policy.token_ledger import CapacityBoost
+from moc.state.operators import Detail
 
 
-@policy("selective")
+@policy("selective", flags=SelectiveFlags(), costs=SelectiveCosts())
 @dataclass(frozen=True)
-class Selective(Partial):
+class Selective(PartialPolicy):
     """MoEtion's selective snapshots (sections 4.1 to 4.3), by default in every iteration.
 
     The first snapshot of a run is full. Each later one saves all dense operators, and the experts that would lose the
@@ -66,8 +68,6 @@ class Selective(Partial):
         ValueError: a setting is invalid, or the model has no experts.
     """
 
-    flags: ClassVar[tuple[PolicyFlag, ...]] = FLAGS
-
     experts: int | None = None
     local_gb: float | None = None
     remote_gb: float | None = None
@@ -84,8 +84,8 @@ class Selective(Partial):
     gradients: bool = False
     no_gradients: str | None = None
     fold: str = "recovery"
-    told: SelectiveState = field(default_factory=SelectiveState, compare=False, kw_only=True)
-    sizes: list[Sizes] = field(default_factory=list, compare=False)
+    state: SelectiveState = field(default_factory=SelectiveState, compare=False, kw_only=True)
+    sizes: list[ExpertSizes] = field(default_factory=list, compare=False)
 
     def __post_init__(self):
         sets = {"rule": RULES, "score": SCORES, "survivors": SURVIVORS, "hide": HIDES, "fold": FOLDS}
@@ -109,90 +109,29 @@ class Selective(Partial):
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
         if self.experts or not isinstance(self.interval, SelectiveTuner):
-            share = self.bubble_share if self.in_bubbles else 0.0
+            share = self.bubble_share if self.copies_in_bubbles else 0.0
             remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
-            tuner = SelectiveTuner(every, bubble_share=share, given=self.local_gb is not None and remote)
+            tuner = SelectiveTuner(every, bubble_share=share, has_budgets=self.local_gb is not None and remote)
             interval: Interval = Every(every) if self.experts else tuner
             object.__setattr__(self, "interval", interval)
-
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.refusals`."""
-        return refusals(asked)
-
-    @classmethod
-    def most_lost(cls, asked: Asked) -> float:
-        """As :meth:`Policy.most_lost`."""
-        return asked.selective_mlt_limit
-
-    @classmethod
-    def misfits(cls, asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-        """As :meth:`Policy.misfits`."""
-        return misfits(asked, job)
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        gradients, why = gradients_of(asked, job)
-        found = {"tier": asked.ckpt_tier, "gradients": gradients, "no_gradients": why, "bubble_share": job.bubble_share}
-        found["score"] = asked.selective_score or ("tokens" if gradients else "tokens-age")
-        if asked.selective_boost is None:
-            found["boost"] = BOOST if job.drops else 0.0
-        return super().settings(asked, job) | found
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: every number of experts whose copy hides; one if none does.
-
-        Budgets would choose the maximum; with fewer experts, snapshots may be more frequent.
-        """
-        return gradient_prices.candidates(machine)
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default with the most experts of :meth:`candidates`."""
-        if not machine.num_experts:
-            return Price(machine.everything)
-        k = settings.get("experts") or max(gradient_prices.hiding(machine))
-        return gradient_prices.price(machine, k, settings.get("gradients") != OFF)
-
-    @classmethod
-    def described(cls, settings: Settings) -> str:
-        """As :meth:`Policy.described`."""
-        alone = ", states alone" if settings.get("gradients") == OFF else ""
-        return f"{settings['experts']} experts{alone}" if "experts" in settings else ""
-
-    @classmethod
-    def may_save_gradients(cls, asked: Asked, job: JobShape) -> bool:
-        """As :meth:`Policy.may_save_gradients`."""
-        return gradients_of(asked, job)[0]
-
-    def remarks(self) -> Iterator[str]:
-        """As :meth:`Policy.remarks`."""
-        if self.no_gradients is not None:
-            yield f"experts are saved as their state, not as gradients: {self.no_gradients}"
-        if self.hide == "bubble" and not self.in_bubbles:
-            yield (
-                "--selective-hide bubble has no effect: copies cannot be held up until a stage waits, since on CUDA "
-                "the host does not wait; they run beside forward and backward"
-            )
+        needed = {
+            Capability.GRADIENTS: self.gradients,
+            Capability.BACKGROUND_UPDATES: self._has_background_updates,
+            Capability.BUBBLES: self.copies_in_bubbles,
+            Capability.LIVE_EXPERTS: self.survivors == "keep",
+        }
+        add_requirements(self, (capability for capability, is_needed in needed.items() if is_needed))
 
     @property
-    def folds_beside(self) -> bool:
-        """As :attr:`Policy.folds_beside`."""
+    def _has_background_updates(self) -> bool:
         return self.gradients and self.fold == "peers"
 
     @property
-    def saves_gradients(self) -> bool:
-        """As :attr:`Policy.saves_gradients`."""
-        return self.gradients
-
-    @property
-    def in_bubbles(self) -> bool:
-        """As :meth:`Policy.in_bubbles`."""
+    def copies_in_bubbles(self) -> bool:
+        """Copies hide behind the pipeline's bubbles."""
         return self.hide == "bubble" and self.bubble_share > 0
 
-    def on_sizes(self, busiest: Busiest) -> None:
+    def on_sizes(self, busiest: SnapshotSizer) -> None:
         """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number and no gradients.
 
         Raises:
@@ -207,8 +146,8 @@ class Selective(Partial):
         found = busiest.by_rank({"": dense} | plans)
         each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
         gradients = each.get(Detail.GRAD, {})
-        self.sizes[:] = [sizes := Sizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
-        for flag, least in (("local_gb", sizes.least_of_rank), ("remote_gb", sizes.least_of_node)):
+        self.sizes[:] = [sizes := ExpertSizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
+        for flag, least in (("local_gb", sizes.least_rank_bytes), ("remote_gb", sizes.least_node_bytes)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
                 raise PolicyError(
@@ -218,15 +157,31 @@ class Selective(Partial):
                 )
 
     @property
-    def makes_up(self) -> Boost | None:
-        """As :meth:`Policy.makes_up` (section 6)."""
-        return Boost(self.boost, self.boost_iterations) if self.boost else None
+    def storage(self) -> StorageSchedule:
+        """As :attr:`Policy.storage`."""
+        return SelectiveStorage(self)
 
-    def _due(self, iteration: int) -> bool:
-        return super()._due(iteration) and not (self.told.based and iteration % self.iterations_apart)
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return SelectiveSchedule(self)
+
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return SelectiveReport(self)
+
+    @property
+    def recovery(self) -> RecoveryResponse:
+        """As :attr:`Policy.recovery`."""
+        return SelectiveRecovery(self)
+
+    def is_due(self, iteration: int) -> bool:
+        """As :meth:`PartialPolicy.is_due`; after the first snapshot, at a distance that the budgets allow."""
+        return super().is_due(iteration) and not (self.state.based and iteration % self.schedule.iterations_apart)
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        """As :meth:`Partial.plan_partial`."""
+        """As :meth:`PartialPolicy.plan_partial`."""
         if load is None:
             raise PolicyError(
                 "the tokens of experts are not counted, and selective snapshots need the counts. Fix: count them",
@@ -234,195 +189,242 @@ class Selective(Partial):
             )
         chosen, copied = self._selected(iteration, load, persists)
         compared = self._compared(chosen, iteration)
-        saved, remote = self._with(chosen), None if copied is None else self._with(copied)
+        saved, remote = self._details_with(chosen), None if copied is None else self._details_with(copied)
         complete = len(saved) == len(self.operators) and Detail.GRAD not in saved.values()
         return SnapshotPlan(iteration, self.name, saved, complete, remote=remote, compared=compared)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`."""
         super().on_snapshot(plan, load)
-        self.told.in_peers.note(self.num_experts, self._experts_in(plan.copied), plan.iteration, load or {})
+        self.state.in_peers.record(self.num_experts, self.experts_of_plan(plan.remote_plan), plan.iteration, load or {})
         if load:
-            self.told.note_risk(plan.iteration, load)
-
-    def for_storage(self, plan: SnapshotPlan) -> SnapshotPlan:
-        """As :meth:`Partial.for_storage`, without gradients; :meth:`plan_for_storage` chose states instead."""
-        return super().for_storage(plan).without(Detail.GRAD)
+            self.state.record_risk(plan.iteration, load)
 
     @property
-    def iterations_apart(self) -> int:
-        """As :attr:`Policy.iterations_apart`.
-
-        The result exceeds the setting if the dense operators and one expert take longer.
-        """
-        seen = self.interval
-        if not isinstance(seen, SelectiveTuner):
-            return seen.interval if isinstance(seen, Every) else 1
-        if not self.sizes:
-            return seen.every
-        sizes, apart, remote = self.sizes[0], 1, seen.remote(self.tier)
-        if self.local_gb is None:
-            apart = seen.stretched(sizes.least_of_rank)
-        if remote and self.remote_gb is None:
-            least = sizes.least_of_node if self.tier == "peers" else sizes.least_of_rank
-            apart = max(apart, math.ceil(least / remote))
-        return seen.every * -(-apart // seen.every)
-
-    @property
-    def oldest(self) -> int:
+    def max_expert_age(self) -> int:
         """Iterations after which an expert is saved first, whatever its score."""
-        return self._oldest(list(self.limits().values()))
+        return self._max_age(list(self.limits().values()))
 
     def limits(self) -> dict[str, Limit]:
         """Returns the limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the known budgets.
 
         If a budget has no room for an expert, snapshots are further apart.
         """
-        seen = self.interval
+        tuner = self.interval
         if self.experts is not None:
-            return {"experts": self._number}
-        limits = {"experts": self._number}
-        if not self.sizes or not isinstance(seen, SelectiveTuner):
+            return {"experts": self._count_limit}
+        limits = {"experts": self._count_limit}
+        if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
-        sizes, apart = self.sizes[0], self.iterations_apart
-        local = seen.local if self.local_gb is None else self.local_gb * 1e9
+        sizes, apart = self.sizes[0], self.schedule.iterations_apart
+        local = tuner.local_bytes if self.local_gb is None else self.local_gb * 1e9
         if local is not None:
-            limits["local"] = sizes.by_rank(max(local, sizes.least_of_rank))
-        remote = seen.remote(self.tier)
+            limits["local"] = sizes.rank_limit(max(local, sizes.least_rank_bytes))
+        remote = tuner.remote_bytes(self.tier)
         if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
             received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
-            limits["remote"] = sizes.by_node(received)
+            limits["remote"] = sizes.node_limit(received)
         elif remote is not None:
-            limits["remote"] = sizes.by_rank(max(remote * apart, sizes.least_of_rank))
+            limits["remote"] = sizes.rank_limit(max(remote * apart, sizes.least_rank_bytes))
         return limits
 
-    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """As :meth:`Policy.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
-        mlt = self.told.mlt
-        after = plt + mlt / train_iters
-        if after <= self.mlt_limit:
-            return None
-        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if self.tier == "peers" else "")
-        text = (
-            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
-            f"--selective-mlt-limit {self.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults have "
-            f"lost {plt:.3%} before; raise {'--selective-experts' if self.experts else budgets}, or lower "
-            "--snapshot-interval"
-        )
-        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(self.num_experts)}
-
-    @property
-    def keeps_live(self) -> bool:
-        """As :meth:`Policy.keeps_live`."""
-        return self.survivors == "keep"
-
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
-
-        MLT are the momentary lost tokens (eq. 6), in units of an iteration's tokens: the loss of a fault right after
-        the newest snapshot. The paper sums over layers, this is the mean. With peers, ``mlt_peers`` is the loss with a
-        node: its experts are loaded from copies.
-        """
-        told = self.told
-        if not (number := told.share(told.in_memory)):
-            return {}
-        found = {"selective_experts": number, "mlt": told.mlt}
-        if self.gradients:
-            found["selective_gradients"] = told.share(told.in_memory, chained=True)
-        if self.tier == "peers":
-            found |= {"selective_copies": told.share(told.in_peers), "mlt_peers": told.mlt_peers}
-        return found
-
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`: experts of each layer that fit the budgets, and the interval."""
-        limits, layers = self.limits(), len(self.num_experts)
-        found: dict[str, float] = {"snapshot_interval": self.iterations_apart}
-        if self.tier == "peers" and "remote" in limits:
-            found["selective_copies"] = round(min(limit.total() for limit in limits.values()) / layers, 2)
-            limits.pop("remote")
-        number = min(limit.total() for limit in limits.values()) / layers
-        return {"selective_experts": round(number, 2), **found}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        seen = self.interval
-        if not isinstance(seen, SelectiveTuner) or seen.local is None:
-            return None
-        during = "in the pipeline's bubbles" if self.in_bubbles else "during forward and backward"
-        text = f"a rank copies {seen.local / 1e9:.3g} GB {during}"
-        remote = seen.remote(self.tier)
-        if remote is not None:
-            who = "a node receives" if self.tier == "peers" else "a rank writes"
-            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
-        return text
-
-    @property
-    def storage_cycle(self) -> int | None:
-        """As :attr:`Policy.storage_cycle`; None for Algorithm 1, which selects only by tokens."""
-        if self.rule == "proportional":
-            return None
-        limits = [limit for name, limit in self.limits().items() if name != "remote" or self.tier != "peers"]
-        return STORAGE_CYCLES * cycle(len(self._places), limits, self.gradients)
-
-    def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[Chosen, Chosen | None]:
+    def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[DetailByExpert, DetailByExpert | None]:
         """Returns the experts of a snapshot, each at its detail, and the experts copied to other nodes (None if equal).
 
         The copied experts are chosen first, by the tokens that copies lack.
         """
-        told, limits, copied = self.told, self.limits(), None
+        state, limits, copied = self.state, self.limits(), None
 
-        def choice(limits: Sequence[Limit]) -> Choice:
-            return Choice(
+        def choice(limits: Sequence[Limit]) -> ExpertChoice:
+            return ExpertChoice(
                 iteration,
                 load,
                 self.rule,
                 self.score,
-                self._oldest(limits),
+                self._max_age(limits),
                 self.gradients,
                 self.sizes[0] if self.sizes else None,
-                compares=self.folds_beside,
+                saves_comparison=self._has_background_updates,
                 storage_max_age=self.max_age,
             )
 
         if self.tier == "peers" and "remote" in limits:
             budgets = list(limits.values())
-            copied = choice(budgets).choose(told.in_peers, budgets)
+            copied = choice(budgets).choose(state.in_peers, budgets)
             limits.pop("remote")
         storage, budgets = self.expected_in_storage() if persists else None, list(limits.values())
-        saved = choice(budgets).choose(told.in_memory, budgets, copied or {}, storage)
+        saved = choice(budgets).choose(state.in_memory, budgets, copied or {}, storage)
         return saved, None if copied == saved else copied
 
-    def _compared(self, chosen: Chosen, iteration: int) -> frozenset[str]:
+    def _compared(self, chosen: DetailByExpert, iteration: int) -> frozenset[str]:
         """Returns the experts saved in full although gradients would suffice; empty unless a process applies chains."""
-        if not self.folds_beside:
+        if not self._has_background_updates:
             return frozenset()
-        told = self.told.in_memory
-        chained = continuing(chains_of(told.bases, told.at), iteration)
+        state = self.state.in_memory
+        chained = chained_experts(gradient_chains(state.bases, state.at), iteration)
         wanted = {place for place, detail in chosen.items() if detail is Detail.FULL} & chained
-        return frozenset(name for name, place in self._places_of.items() if place in wanted)
+        return frozenset(name for name, place in self.expert_by_name.items() if place in wanted)
 
-    def _oldest(self, limits: Sequence[Limit]) -> int:
-        return self.max_age or oldest(len(self._places), self.iterations_apart, limits)
+    def _max_age(self, limits: Sequence[Limit]) -> int:
+        return self.max_age or default_max_age(len(self.expert_places), self.schedule.iterations_apart, limits)
 
-    def _with(self, experts: Chosen) -> dict[str, Detail]:
+    def _details_with(self, experts: DetailByExpert) -> dict[str, Detail]:
         """Returns all dense operators and these experts."""
-        places = self._places_of.items()
+        places = self.expert_by_name.items()
         details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
         return {name: detail for name, detail in details.items() if detail is not None}
 
     @cached_property
-    def _places(self) -> list[Place]:
-        return [place for place in self._places_of.values() if place is not None]
+    def expert_places(self) -> list[ExpertId]:
+        """Layer and number of each expert, in model order."""
+        return [place for place in self.expert_by_name.values() if place is not None]
 
     @property
-    def _number(self) -> Limit:
+    def _count_limit(self) -> Limit:
         """The limit of ``experts``; of all experts if not fixed."""
-        return self.sizes[0].number(self._most) if self.gradients and self.sizes else self._by_number
+        return (
+            self.sizes[0].count_limit(self._max_experts)
+            if self.gradients and self.sizes
+            else self._unweighted_count_limit
+        )
 
     @cached_property
-    def _by_number(self) -> Limit:
-        return number_of_experts(self._places, self._most)
+    def _unweighted_count_limit(self) -> Limit:
+        return count_limit(self.expert_places, self._max_experts)
 
     @property
-    def _most(self) -> int:
-        return self.experts * len(self.num_experts) if self.experts else len(self._places)
+    def _max_experts(self) -> int:
+        return self.experts * len(self.num_experts) if self.experts else len(self.expert_places)
+
+
+@dataclass(frozen=True)
+class SelectiveStorage(PartialStorage):
+    """Storage receives no gradients."""
+
+    policy: Selective
+
+    def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
+        """As :meth:`PartialStorage.part_of`, without gradients; :meth:`plan` chose states instead."""
+        return super().part_of(plan).without(Detail.GRAD)
+
+    @property
+    def cycle(self) -> int | None:
+        """As :attr:`StorageSchedule.cycle`; None for Algorithm 1, which selects only by tokens."""
+        policy = self.policy
+        if policy.rule == "proportional":
+            return None
+        limits = [limit for name, limit in policy.limits().items() if name != "remote" or policy.tier != "peers"]
+        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.gradients)
+
+
+@dataclass(frozen=True)
+class SelectiveSchedule(PartialSchedule):
+    """Snapshots are as far apart as the budgets require."""
+
+    policy: Selective
+
+    @property
+    def iterations_apart(self) -> int:
+        """As :attr:`SnapshotSchedule.iterations_apart`.
+
+        The result exceeds the setting if the dense operators and one expert take longer.
+        """
+        policy, tuner = self.policy, self.policy.interval
+        if not isinstance(tuner, SelectiveTuner):
+            return tuner.interval if isinstance(tuner, Every) else 1
+        if not policy.sizes:
+            return tuner.every
+        sizes, apart, remote = policy.sizes[0], 1, tuner.remote_bytes(policy.tier)
+        if policy.local_gb is None:
+            apart = tuner.affordable_interval(sizes.least_rank_bytes)
+        if remote and policy.remote_gb is None:
+            least = sizes.least_node_bytes if policy.tier == "peers" else sizes.least_rank_bytes
+            apart = max(apart, math.ceil(least / remote))
+        return tuner.every * -(-apart // tuner.every)
+
+
+@dataclass(frozen=True)
+class SelectiveReport(PolicyReport):
+    """Settings without effect, saved experts, budgets, and a warning about tokens at risk."""
+
+    policy: Selective
+
+    def remarks(self) -> Iterator[str]:
+        """As :meth:`PolicyReport.remarks`."""
+        policy = self.policy
+        if policy.no_gradients is not None:
+            yield f"experts are saved as their state, not as gradients: {policy.no_gradients}"
+        if policy.hide == "bubble" and not policy.copies_in_bubbles:
+            yield (
+                "--selective-hide bubble has no effect: on CUDA the host does not wait for other stages, so copies "
+                "cannot be delayed until a stage waits; they run during forward and backward"
+            )
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: experts of each layer in the newest snapshot, mean over layers, and MLT.
+
+        MLT are the momentary lost tokens (eq. 6), in units of an iteration's tokens: the loss of a fault right after
+        the newest snapshot. The paper sums over layers, this is the mean. With peers, ``mlt_peers`` is the loss with a
+        node: its experts are loaded from copies.
+        """
+        policy, state = self.policy, self.policy.state
+        if not (number := state.experts_per_layer(state.in_memory)):
+            return {}
+        found = {"selective_experts": number, "mlt": state.mlt}
+        if policy.gradients:
+            found["selective_gradients"] = state.experts_per_layer(state.in_memory, chained=True)
+        if policy.tier == "peers":
+            found |= {"selective_copies": state.experts_per_layer(state.in_peers), "mlt_peers": state.mlt_peers}
+        return found
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.chosen`: experts of each layer that fit the budgets, and the interval."""
+        policy = self.policy
+        limits, layers = policy.limits(), len(policy.num_experts)
+        found: dict[str, float] = {"snapshot_interval": policy.schedule.iterations_apart}
+        if policy.tier == "peers" and "remote" in limits:
+            found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
+            limits.pop("remote")
+        number = min(limit.expert_count() for limit in limits.values()) / layers
+        return {"selective_experts": round(number, 2), **found}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        policy, tuner = self.policy, self.policy.interval
+        if not isinstance(tuner, SelectiveTuner) or tuner.local_bytes is None:
+            return None
+        during = "in the pipeline's bubbles" if policy.copies_in_bubbles else "during forward and backward"
+        text = f"a rank copies {tuner.local_bytes / 1e9:.3g} GB {during}"
+        remote = tuner.remote_bytes(policy.tier)
+        if remote is not None:
+            who = "a node receives" if policy.tier == "peers" else "a rank writes"
+            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
+        return text
+
+    def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
+        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
+        policy, mlt = self.policy, self.policy.state.mlt
+        after = plt + mlt / train_iters
+        if after <= policy.mlt_limit:
+            return None
+        budgets = "--selective-local-gb" + (" and --selective-remote-gb" if policy.tier == "peers" else "")
+        text = (
+            f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
+            f"--selective-mlt-limit {policy.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults "
+            f"have lost {plt:.3%} before; raise {'--selective-experts' if policy.experts else budgets}, or lower "
+            "--snapshot-interval"
+        )
+        return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(policy.num_experts)}
+
+
+@dataclass(frozen=True)
+class SelectiveRecovery(PartialRecovery):
+    """Experts compensate lost tokens with extra capacity."""
+
+    policy: Selective
+
+    @property
+    def capacity_boost(self) -> CapacityBoost | None:
+        """As :attr:`RecoveryResponse.capacity_boost` (section 6)."""
+        policy = self.policy
+        return CapacityBoost(policy.boost, policy.boost_iterations) if policy.boost else None

@@ -1,12 +1,31 @@
-"""Defines the flags of selective checkpoints."""
+"""Defines the flags and prices of selective checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, obstacles
-from moc.policy.selection import RULES, SCORES
+from moc.policy.costs import (
+    GRADIENTS_OFF,
+    Machine,
+    PolicyCosts,
+    PolicySettings,
+    Price,
+    hidden_expert_counts,
+    selective_candidates,
+    selective_price,
+)
+from moc.policy.expert_selection import RULES, SCORES
+from moc.policy.flags import (
+    FlagConflict,
+    FlagValues,
+    JobRequirement,
+    JobShape,
+    PolicyFlag,
+    PolicyFlags,
+    gradient_requirements,
+    unmet,
+)
 
 SURVIVORS = ("keep", "reload")
 
@@ -20,14 +39,56 @@ HIDES = ("compute", "bubble")
 
 FOLDS = ("peers", "recovery")
 
+
+def _flags_of_budgets(flags: FlagValues) -> list[str]:
+    names = ("local_gb", "remote_gb")
+    return [
+        f"--selective-{name.replace('_', '-')}" for name in names if getattr(flags, f"selective_{name}") is not None
+    ]
+
+
+def _every_iteration(
+    flag: str, alternative: str = "", applies: Callable[[FlagValues], bool] = lambda flags: True
+) -> JobRequirement:
+    instead = f", or {alternative}" if alternative else ""
+    return JobRequirement(
+        lambda flags, job: applies(flags) and flags.snapshot_interval not in ("auto", "1"),
+        f"{flag} needs a snapshot in each iteration. Fix: set --snapshot-interval 1{instead}",
+        code="snapshot-interval-fixed",
+    )
+
+
+def _requires_gradients(flags: FlagValues) -> bool:
+    return flags.selective_gradients == "on"
+
+
+def _requires_background_updates(flags: FlagValues) -> bool:
+    return flags.selective_fold == "peers" and flags.selective_gradients is None
+
+
+def _excludes(flag: str, other: str) -> str:
+    return f"{flag} has no effect with {other}. Fix: drop one of them"
+
+
+def _needs_capacity(name: str) -> str:
+    return (
+        f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity: otherwise "
+        f"no expert drops tokens. Fix: change these flags, or drop --selective-{name}"
+    )
+
+
+_GRADIENTS = "--selective-gradients on", "drop --selective-gradients", _requires_gradients
+_FOLD = "--selective-fold peers", "drop --selective-fold", _requires_background_updates
+
+
 FLAGS = (
     PolicyFlag(
         "selective_experts",
         int,
         None,
-        "Experts of each layer in a snapshot, in the mean over layers (S); by default as many as the budgets allow.",
+        "Experts of each layer in a snapshot, in the mean over layers (S); by default the most that the budgets allow.",
         at_least=1,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_local_gb",
@@ -36,16 +97,16 @@ FLAGS = (
         "Budget of a rank's copy to host memory, in GB per snapshot; by default what it copies during forward and "
         "backward, as measured.",
         above=0.0,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_remote_gb",
         float,
         None,
-        "Budget of what a node receives from others with --ckpt-tier peers, in GB per snapshot; by default what it "
-        "receives during an iteration, as measured.",
+        "Budget for the data that a node receives from others with --ckpt-tier peers, in GB per snapshot; by default "
+        "the amount that it receives during an iteration, as measured.",
         above=0.0,
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_rule",
@@ -68,15 +129,15 @@ FLAGS = (
         "selective_max_age",
         int,
         None,
-        "Iterations after which an expert is saved first, whatever its score; by default 4 times as many as saving "
-        "all experts in turn would take.",
+        "Iterations after which an expert is saved first, whatever its score; by default 4 times the number that "
+        "saving all experts in turn would take.",
         at_least=1,
     ),
     PolicyFlag(
         "selective_mlt_limit",
         float,
         MLT_LIMIT,
-        "Largest proportion of lost tokens in the whole training: a warning says when the next fault would exceed it.",
+        "Limit of the proportion of lost tokens in the training; a warning follows if the next fault would exceed it.",
         above=0.0,
         at_most=1.0,
     ),
@@ -85,7 +146,7 @@ FLAGS = (
         str,
         "reload",
         "Experts of surviving workers after the loss of another one: reloaded from snapshots like all others, or kept "
-        "as they are. With keep, nobody goes back where survivors have all dense state.",
+        "as they are. With keep, no worker rolls back if survivors have all dense state.",
         choices=SURVIVORS,
     ),
     PolicyFlag(
@@ -96,31 +157,31 @@ FLAGS = (
         "memory since its last full save have it without a gap; a recovery repeats the updates, to the bit. By default "
         "on where that is possible: with --ckpt-tier memory or peers, a snapshot in every iteration, and Adam.",
         choices=("on", "off"),
-        chosen=True,
+        chosen_by_auto=True,
     ),
     PolicyFlag(
         "selective_fold",
         str,
         "recovery",
-        "Who updates experts by the gradients that are saved in place of their state: peers, a process of each node, "
-        "beside training, so that memory holds few of them and a recovery has little to do, for which it needs a core "
-        "that training leaves free; or a recovery.",
+        "Where the gradients that are saved in place of experts' state are applied. peers: in a background process of "
+        "each node, so that memory holds few gradients and a recovery has little to do; it needs a core that training "
+        "leaves free. recovery: in a recovery.",
         choices=FOLDS,
     ),
     PolicyFlag(
         "selective_hide",
         str,
         "compute",
-        "What copies to host memory hide behind: forward and backward, or the pipeline's bubbles, beside which only "
-        "what they have no time for is copied (MoEtion's Algorithm 4; not on CUDA).",
+        "Work that hides copies to host memory. compute: forward and backward. bubble: the pipeline's bubbles; only "
+        "the rest is copied during forward and backward (MoEtion's Algorithm 4; not on CUDA).",
         choices=HIDES,
     ),
     PolicyFlag(
         "selective_boost",
         float,
         None,
-        "Capacity that experts which lost tokens to a recovery have beyond that of others, as a fraction, out of what "
-        "other experts of their rank leave unused, until the tokens are made up; 0 for none. By default 0.1 with "
+        "Additional capacity, as a fraction, of experts that lost tokens to a recovery, until the tokens are "
+        "compensated; 0 for none. It is taken from unused capacity of their rank. By default 0.1 with "
         "--moe-expert-capacity-factor and without padding, where experts drop tokens, otherwise none.",
         at_least=0.0,
     ),
@@ -128,91 +189,128 @@ FLAGS = (
         "selective_boost_iterations",
         int,
         BOOST_ITERATIONS,
-        "Iterations after a recovery in which experts make up lost tokens; what they still owe then is given up.",
+        "Iterations after a recovery during which experts compensate lost tokens; the rest is given up.",
         at_least=1,
     ),
 )
 
 
-def refusals(asked: Asked) -> Iterator[PolicyError]:
-    """Yields the refused combinations of these flags."""
-    budgets = [name for name in ("local_gb", "remote_gb") if getattr(asked, f"selective_{name}") is not None]
-    flags = " and ".join(f"--selective-{name.replace('_', '-')}" for name in budgets)
-    if asked.selective_experts is not None and budgets:
-        yield PolicyError(
-            f"--selective-experts fixes the number of experts that {flags} would choose. Fix: drop one of them",
+class SelectiveFlags(PolicyFlags):
+    """Flags of selective checkpoints."""
+
+    specs = FLAGS
+    conflicts = (
+        FlagConflict(
+            lambda flags: flags.selective_experts is not None and bool(_flags_of_budgets(flags)),
+            lambda flags: (
+                f"--selective-experts sets the number of experts, which {' and '.join(_flags_of_budgets(flags))} would "
+                "choose. Fix: drop one of them"
+            ),
             code="flags-exclude-each-other",
-        )
-    if asked.selective_remote_gb is not None and asked.ckpt_tier != "peers":
-        yield PolicyError(
+        ),
+        FlagConflict(
+            lambda flags: flags.selective_remote_gb is not None and flags.ckpt_tier != "peers",
             "--selective-remote-gb is a budget of copies to other nodes. Fix: add --ckpt-tier peers, or drop "
             "--selective-remote-gb",
             code="tier-lacks-flag",
-        )
-    if asked.selective_rule == "proportional" and asked.selective_max_age is not None:
-        yield PolicyError(
-            "--selective-max-age belongs to --selective-rule per-byte. Fix: drop one of them",
+        ),
+        FlagConflict(
+            lambda flags: flags.selective_rule == "proportional" and flags.selective_max_age is not None,
+            _excludes("--selective-max-age", "--selective-rule proportional"),
             code="flags-exclude-each-other",
-        )
-    if asked.selective_rule == "proportional" and asked.selective_score is not None:
-        yield PolicyError(
-            "--selective-score belongs to --selective-rule per-byte. Fix: drop one of them",
+        ),
+        FlagConflict(
+            lambda flags: flags.selective_rule == "proportional" and flags.selective_score is not None,
+            _excludes("--selective-score", "--selective-rule proportional"),
             code="flags-exclude-each-other",
-        )
-    if asked.selective_fold == "peers" and asked.selective_gradients == "off":
-        yield PolicyError(
-            "--selective-fold peers updates experts by the gradients that --selective-gradients off does not save. "
-            "Fix: drop one of them",
+        ),
+        FlagConflict(
+            lambda flags: flags.selective_fold == "peers" and flags.selective_gradients == "off",
+            "--selective-fold peers applies the gradients that --selective-gradients off does not save. Fix: drop one "
+            "of them",
             code="flags-exclude-each-other",
-        )
-    if asked.selective_boost == 0 and asked.selective_boost_iterations != BOOST_ITERATIONS:
-        yield PolicyError(
-            "--selective-boost-iterations has no effect with --selective-boost 0. Fix: drop one of them",
+        ),
+        FlagConflict(
+            lambda flags: flags.selective_boost == 0 and flags.selective_boost_iterations != BOOST_ITERATIONS,
+            _excludes("--selective-boost-iterations", "--selective-boost 0"),
             code="flag-has-no-effect",
-        )
-
-
-def misfits(asked: Asked, job: JobShape) -> Iterator[PolicyError]:
-    """Yields requirements of these flags that the job does not meet."""
-    if asked.selective_gradients == "on":
-        yield from _obstacles(asked, job, "--selective-gradients on", "drop --selective-gradients")
-    elif asked.selective_fold == "peers" and asked.selective_gradients is None:
-        yield from _obstacles(asked, job, "--selective-fold peers", "drop --selective-fold")
-    wanted = {"boost": asked.selective_boost, "boost-iterations": asked.selective_boost_iterations != BOOST_ITERATIONS}
-    for name, wants in wanted.items():
-        if wants and not job.drops:
-            yield PolicyError(
-                f"--selective-{name} needs --moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity, "
-                f"since otherwise no expert has tokens to make up. Fix: change that, or drop --selective-{name}",
-                code="flag-needs-another",
-            )
-    if asked.selective_hide == "bubble" and job.pp == 1:
-        yield PolicyError(
-            "--selective-hide bubble copies while a pipeline's stage waits for others, and there is one stage. Fix: "
+        ),
+    )
+    requirements = (
+        *gradient_requirements(*_GRADIENTS),
+        _every_iteration(*_GRADIENTS),
+        *gradient_requirements(*_FOLD),
+        _every_iteration(*_FOLD),
+        JobRequirement(
+            lambda flags, job: bool(flags.selective_boost) and not job.drops_tokens,
+            _needs_capacity("boost"),
+            code="flag-needs-another",
+        ),
+        JobRequirement(
+            lambda flags, job: flags.selective_boost_iterations != BOOST_ITERATIONS and not job.drops_tokens,
+            _needs_capacity("boost-iterations"),
+            code="flag-needs-another",
+        ),
+        JobRequirement(
+            lambda flags, job: flags.selective_hide == "bubble" and job.pp == 1,
+            "--selective-hide bubble copies while a pipeline stage waits for others, and there is one stage. Fix: "
             "raise --pipeline-model-parallel-size, or drop --selective-hide",
             code="flag-needs-another",
-        )
-    if asked.selective_hide == "bubble" and not job.num_experts:
-        yield PolicyError(
-            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and there are none. Fix: "
-            "add --num-experts, or drop --selective-hide",
+        ),
+        JobRequirement(
+            lambda flags, job: flags.selective_hide == "bubble" and not job.num_experts,
+            "--selective-hide bubble chooses experts by the time of the pipeline's bubbles, and the model has none. "
+            "Fix: add --num-experts, or drop --selective-hide",
             code="flag-needs-another",
-        )
+        ),
+    )
+
+    def max_lost_tokens(self, flags: FlagValues) -> float:
+        """As :meth:`PolicyFlags.max_lost_tokens`."""
+        return flags.selective_mlt_limit
+
+    def may_save_gradients(self, flags: FlagValues, job: JobShape) -> bool:
+        """As :meth:`PolicyFlags.may_save_gradients`."""
+        return gradients_of(flags, job)[0]
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        gradients, reason = gradients_of(flags, job)
+        settings = {"tier": flags.ckpt_tier, "gradients": gradients, "no_gradients": reason}
+        settings["bubble_share"] = job.bubble_share
+        settings["score"] = flags.selective_score or ("tokens" if gradients else "tokens-age")
+        if flags.selective_boost is None:
+            settings["boost"] = BOOST if job.drops_tokens else 0.0
+        return settings
 
 
-def gradients_of(asked: Asked, job: JobShape) -> tuple[bool, str | None]:
+def gradients_of(flags: FlagValues, job: JobShape) -> tuple[bool, str | None]:
     """Returns whether gradients are saved; if not, and no flag turns them off, also the reason."""
-    if asked.selective_gradients == "off":
+    if flags.selective_gradients == "off":
         return False, None
-    why = next(_obstacles(asked, job, "--selective-gradients on"), None)
-    return why is None, why and str(why)
+    flag = "--selective-gradients on"
+    error = next(unmet((*gradient_requirements(flag), _every_iteration(flag)), flags, job), None)
+    return error is None, error and str(error)
 
 
-def _obstacles(asked: Asked, job: JobShape, what: str, otherwise: str = "") -> Iterator[PolicyError]:
-    yield from obstacles(asked, job, what, otherwise)
-    if asked.snapshot_interval not in ("auto", "1"):
-        instead = f", or {otherwise}" if otherwise else ""
-        yield PolicyError(
-            f"{what} needs a snapshot in each iteration. Fix: set --snapshot-interval 1{instead}",
-            code="snapshot-interval-fixed",
-        )
+class SelectiveCosts(PolicyCosts):
+    """Every number of experts whose copy hides, and its price."""
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """As :meth:`PolicyCosts.candidates`; one number of experts if no copy hides.
+
+        Budgets would choose the maximum; with fewer experts, snapshots may be more frequent.
+        """
+        return selective_candidates(machine)
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """As :meth:`PolicyCosts.price`; by default with the most experts of :meth:`candidates`."""
+        if not machine.num_experts:
+            return Price(machine.full_snapshot)
+        k = settings.get("experts") or max(hidden_expert_counts(machine))
+        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF)
+
+    def describe(self, settings: PolicySettings) -> str:
+        """As :meth:`PolicyCosts.describe`."""
+        suffix = ", states only" if settings.get("gradients") == GRADIENTS_OFF else ""
+        return f"{settings['experts']} experts{suffix}" if "experts" in settings else ""

@@ -4,41 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from moc.files import decode
 from moc.files.decode import Amount, Count, StateError
-from moc.policy import popularity
+from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
-from moc.policy.flags import Asked, JobShape, PolicyFlag, number_or_auto
+from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
+from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, add_requirements
 from moc.policy.interval import Every
-from moc.policy.plan import Busiest, Load, Policy, SnapshotPlan
-from moc.policy.prices import Machine, Price, Settings, Sizes
+from moc.policy.partial import check_tables, experts_by_layer
+from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
-from moc.policy.tables import check_tables, experts_by_layer
-from moc.policy.window import (
+from moc.policy.windows import (
     OperatorBytes,
-    Turn,
+    Scores,
+    WindowStep,
     WindowTuner,
+    activation_frequencies,
+    decayed_popularity,
     find_window_size,
     generate_schedule,
+    have_frequencies_changed,
+    merge_schedules,
+    operator_sizes,
+    operators_of_stages,
     order_operators,
-    side_by_side,
+    pipeline_stage,
+    relative_popularity,
+    skew_gauges,
     snapshot_bytes,
-    stage_of,
 )
-from moc.state.detail import Detail
 from moc.state.host_memory import kept_of_windows
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 ORDERS = ("popularity", "soft", "decayed", "capacity", "index")
 
 
 @dataclass(frozen=True)
-class Current:
+class CurrentWindow:
     """The current window, or the last one.
 
     Attributes:
@@ -51,11 +58,11 @@ class Current:
 
     start: int = 0
     length: int = 0
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[WindowStep, ...] = ()
     order: tuple[int, ...] = ()
-    shares: popularity.Scores = field(default_factory=dict)
+    shares: Scores = field(default_factory=dict)
 
-    def has(self, iteration: int) -> bool:
+    def contains(self, iteration: int) -> bool:
         """Returns whether a snapshot of this iteration is part of the window."""
         return self.start <= iteration < self.start + len(self.turns)
 
@@ -73,17 +80,17 @@ class SparseState:
         probabilities: sum of gating probabilities since training began, by layer and expert.
     """
 
-    current: Current = field(default_factory=Current)
+    current: CurrentWindow = field(default_factory=CurrentWindow)
     iteration: int = 0
-    load: popularity.Scores = field(default_factory=dict)
-    counts: popularity.Scores = field(default_factory=dict)
-    mean: popularity.Scores = field(default_factory=dict)
-    probabilities: popularity.Scores = field(default_factory=dict)
+    load: Scores = field(default_factory=dict)
+    counts: Scores = field(default_factory=dict)
+    mean: Scores = field(default_factory=dict)
+    probabilities: Scores = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """State in a snapshot: :class:`SparseState` with the fields of :class:`Current`; ``turns`` is their number."""
+class _StoredSparseState:
+    """State in a snapshot: :class:`SparseState` and :class:`CurrentWindow`; ``turns`` is the number of turns."""
 
     iteration: Count
     order: tuple[Count, ...]
@@ -102,7 +109,69 @@ _Table = dict[Count, list[Amount]]
 _TABLES = ("load", "counts", "mean", "probabilities")
 
 
-@policy("sparse")
+class SparseFlags(PolicyFlags):
+    """Flags of sparse checkpoints."""
+
+    specs = (
+        PolicyFlag(
+            "sparse_window",
+            str,
+            "auto",
+            "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
+            "chooses the fewest whose snapshots are copied during an iteration.",
+            parse=number_or_auto,
+            metavar="N|auto",
+            chosen_by_auto=True,
+        ),
+        PolicyFlag(
+            "sparse_order",
+            str,
+            "popularity",
+            "By what experts are sorted in such a window, the first ones being saved first: tokens since training "
+            "began; the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
+            choices=ORDERS,
+        ),
+    )
+    conflicts = (
+        FlagConflict(
+            lambda flags: flags.snapshot_interval not in ("auto", "1"),
+            lambda flags: (
+                "--ckpt-policy sparse requires a snapshot in every iteration, not in every "
+                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
+            ),
+            code="snapshot-interval-fixed",
+        ),
+    )
+
+    def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
+        """As :meth:`PolicyFlags.settings`."""
+        return {"window": 0 if flags.sparse_window == "auto" else int(flags.sparse_window)}
+
+
+class SparseCosts(PolicyCosts):
+    """Every window up to one beyond the shortest that overlaps fully, and its price."""
+
+    def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
+        """As :meth:`PolicyCosts.candidates`."""
+        lengths = (find_window_size(stage, machine.overlap_s, machine.copy_rate).length for stage in machine.stages)
+        return ({"window": window} for window in range(1, max(lengths) + 2))
+
+    def price(self, machine: Machine, settings: PolicySettings) -> Price:
+        """As :meth:`PolicyCosts.price`; by default, the window is the shortest that overlaps fully."""
+        windows = []
+        for stage in machine.stages:
+            if settings.get("window"):
+                active = math.ceil(len(stage) / settings["window"])
+            else:
+                active = find_window_size(stage, machine.overlap_s, machine.copy_rate).active
+            windows.append(snapshot_bytes(stage, active))
+        snapshots = max(windows, key=sum)
+        size = SnapshotSizes(sum(snapshots), machine.ranks * sum(snapshots))
+        length = max(map(len, windows))
+        return Price(size, snapshots, window_length=length, snapshots_in_memory=kept_of_windows(length))
+
+
+@policy("sparse", flags=SparseFlags(), costs=SparseCosts(), requires=[Capability.REPLAY])
 @dataclass(frozen=True)
 class Sparse(Policy):
     """MoEvement's sparse checkpoints (Gandhi, Kozyrakis, NSDI 2026, sections 3.2 and 3.5, Algorithm 1).
@@ -123,34 +192,12 @@ class Sparse(Policy):
         stages: pipeline stage of each layer; empty for a single stage.
         alpha: weight of the previous value in the decayed popularity.
         capacities: capacity of each expert, by layer; empty if all are equal.
-        told: state of the policy; stored with snapshots.
+        state: state of the policy; stored with snapshots.
         sizes: bytes that each operator adds to the snapshot of its stage's busiest rank.
 
     Raises:
         ValueError: a setting is invalid.
     """
-
-    replays: ClassVar[bool] = True
-    flags: ClassVar[tuple[PolicyFlag, ...]] = (
-        PolicyFlag(
-            "sparse_window",
-            str,
-            "auto",
-            "With --ckpt-policy sparse: iterations, at most, over which the operators of the model are spread; auto "
-            "takes as few as let each snapshot be copied beside an iteration.",
-            parse=number_or_auto,
-            metavar="N|auto",
-            chosen=True,
-        ),
-        PolicyFlag(
-            "sparse_order",
-            str,
-            "popularity",
-            "By what experts are sorted in such a window, the first ones being saved first: tokens since training "
-            "began; the same of gating probabilities; tokens of late; tokens for each one's capacity; their numbers.",
-            choices=ORDERS,
-        ),
-    )
 
     window: int = 0
     order: str = "popularity"
@@ -158,7 +205,7 @@ class Sparse(Policy):
     stages: tuple[int, ...] = ()
     alpha: float = 0.9
     capacities: Mapping[int, tuple[float, ...]] = field(default_factory=dict, hash=False)
-    told: SparseState = field(default_factory=SparseState, compare=False)
+    state: SparseState = field(default_factory=SparseState, compare=False)
     sizes: dict[str, OperatorBytes] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
@@ -173,137 +220,62 @@ class Sparse(Policy):
                 code="value-not-a-choice",
             )
         object.__setattr__(self, "interval", Every(1) if self.window else WindowTuner())
+        if any(operator.expert is not None for operator in self.operators):  # for the order and the skewness gauges
+            probabilities = {Capability.GATING_PROBABILITIES} if self.order == "soft" else set()
+            add_requirements(self, {Capability.TOKEN_COUNTS} | probabilities)
 
-    @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[PolicyError]:
-        """As :meth:`Policy.refusals`."""
-        if asked.snapshot_interval not in ("auto", "1"):
-            yield PolicyError(
-                f"--ckpt-policy sparse takes a snapshot in every iteration, not in every {asked.snapshot_interval}th. "
-                "Fix: drop --snapshot-interval",
-                code="snapshot-interval-fixed",
-            )
-
-    @classmethod
-    def settings(cls, asked: Asked, job: JobShape) -> dict[str, Any]:
-        """As :meth:`Policy.settings`."""
-        window = 0 if asked.sparse_window == "auto" else int(asked.sparse_window)
-        return super().settings(asked, job) | {"window": window}
-
-    @classmethod
-    def candidates(cls, machine: Machine) -> Iterator[Settings]:
-        """As :meth:`Policy.candidates`: every window up to one beyond the shortest that overlaps fully."""
-        hides = max(find_window_size(stage, machine.hidden_s, machine.rate).length for stage in machine.stages)
-        return ({"window": window} for window in range(1, hides + 2))
-
-    @classmethod
-    def price(cls, machine: Machine, settings: Settings) -> Price:
-        """As :meth:`Policy.price`; by default, the window is the shortest that overlaps fully."""
-        windows = []
-        for stage in machine.stages:
-            if settings.get("window"):
-                active = math.ceil(len(stage) / settings["window"])
-            else:
-                active = find_window_size(stage, machine.hidden_s, machine.rate).active
-            windows.append(snapshot_bytes(stage, active))
-        snapshots = max(windows, key=sum)
-        size = Sizes(sum(snapshots), machine.ranks * sum(snapshots))
-        length = max(map(len, windows))
-        return Price(size, snapshots, length=length, kept=kept_of_windows(length))
-
-    @property
-    def window_length(self) -> int:
-        """As :attr:`Policy.window_length`."""
-        return max(1, len(self.told.current.turns))
-
-    @property
-    def counts_tokens(self) -> bool:
-        """As :attr:`Policy.counts_tokens`: for the order and for the skewness gauges."""
-        return any(operator.expert is not None for operator in self.operators)
-
-    @property
-    def counts_probabilities(self) -> bool:
-        """As :attr:`Policy.counts_probabilities`."""
-        return self.order == "soft" and self.counts_tokens
-
-    def on_sizes(self, busiest: Busiest) -> None:
-        """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank.
-
-        A snapshot takes about the same share of every rank, so its size is the sum over its operators.
-        """
-        if self.window:
-            return
-        for operators in self._stages.values():
-            parameters = sum(operator.parameters for operator in operators)
-            names = [operator.name for operator in operators]
-            full, compute = (busiest(dict.fromkeys(names, d)) / parameters for d in (Detail.FULL, Detail.COMPUTE))
-            for one in operators:
-                self.sizes[one.name] = OperatorBytes(full * one.parameters, compute * one.parameters)
+    def on_sizes(self, sizer: SnapshotSizer) -> None:
+        """As :meth:`Policy.on_sizes`: bytes that each operator adds to its stage's busiest rank."""
+        if not self.window:
+            self.sizes.update(operator_sizes(sizer, self._stages.values()))
 
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
         """Returns the operators of this turn in full, and the compute weights of later turns' operators."""
-        if not self.interval.due(iteration):
+        if not self.interval.is_due(iteration):
             return None
-        return self._planned(self._window_at(iteration, load), iteration)
+        return self.plan_in_window(self._window_at(iteration, load), iteration)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
         """As :meth:`Policy.on_snapshot`; a full snapshot ends the window early."""
         current = self._window_at(plan.iteration, load)
         if plan.complete:
-            whole = Turn(tuple(plan.operators), ())
+            whole = WindowStep(tuple(plan.operators), ())
             current = dataclasses.replace(current, start=plan.iteration, length=1, turns=(whole,))
-        self.told.current = current
+        self.state.current = current
         if load is not None:
-            self.told.counts, self.told.mean = self._counts(plan.iteration, load), self._mean(plan.iteration, load)
-            self.told.load = load
-        self.told.iteration = plan.iteration
+            self.state.counts, self.state.mean = self._counts(plan.iteration, load), self._mean(plan.iteration, load)
+            self.state.load = load
+        self.state.iteration = plan.iteration
 
-    def under_way(self, iteration: int) -> tuple[SnapshotPlan, ...]:
-        """As :meth:`Policy.under_way`."""
-        current = self.told.current
-        if self.told.iteration != iteration or not current.has(iteration):
-            return ()
-        return tuple(self._planned(current, one) for one in range(current.start, iteration + 1))
+    @property
+    def schedule(self) -> SnapshotSchedule:
+        """As :attr:`Policy.schedule`."""
+        return SparseSchedule(self)
 
-    def begin_anew(self) -> None:
-        """As :meth:`Policy.begin_anew`; keeps the order."""
-        self.told.current = dataclasses.replace(self.told.current, start=0, length=0, turns=())
+    @property
+    def report(self) -> PolicyReport:
+        """As :attr:`Policy.report`."""
+        return SparseReport(self)
 
-    def on_routing(self, probabilities: popularity.Scores) -> None:
+    def on_routing(self, probabilities: Scores) -> None:
         """As :meth:`Policy.on_routing`."""
-        before = self.told.probabilities
-        self.told.probabilities = {
+        before = self.state.probabilities
+        self.state.probabilities = {
             layer: [sum(pair) for pair in zip(before.get(layer, [0.0] * len(row)), row, strict=True)]
             for layer, row in probabilities.items()
         }
 
-    def gauges(self) -> dict[str, float]:
-        """As :meth:`Policy.gauges`: window length and recent skewness of experts (Appendix D)."""
-        return self.chosen() | popularity.skew_gauges(self.told.counts)
-
-    def chosen(self) -> dict[str, float]:
-        """As :meth:`Policy.chosen`."""
-        turns = self.told.current.turns
-        return {"sparse_window": len(turns)} if turns else {}
-
-    def reason(self) -> str | None:
-        """As :meth:`Policy.reason`."""
-        seen = self.interval
-        if not isinstance(seen, WindowTuner) or not self.told.current.turns or seen.bandwidth is None:
-            return None
-        return f"a rank copies {seen.bandwidth / 1e9:.3g} GB/s, and an iteration leaves it {seen.seconds:.3g} s"
-
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Policy.state_dict`."""
-        told, current = self.told, self.told.current
-        plain = {"iteration": told.iteration, "order": list(current.order), "shares": _table(current.shares)}
+        state, current = self.state, self.state.current
+        plain = {"iteration": state.iteration, "order": list(current.order), "shares": _table(current.shares)}
         window = {"start": current.start, "length": current.length, "turns": len(current.turns)}
-        return plain | window | {name: _table(getattr(told, name)) for name in _TABLES}
+        return plain | window | {name: _table(getattr(state, name)) for name in _TABLES}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Policy.loading`; the next snapshot takes the next turn of an unfinished window."""
         of = "sparse checkpoints"
-        stored = decode.state(state, _Stored, of)
+        stored = decode.convert_state(state, _StoredSparseState, of)
         tables = {name: getattr(stored, name) for name in _TABLES}
         check_tables([stored.shares, *tables.values()], experts_by_layer(self.operators), of)
         if stored.order and sorted(stored.order) != list(range(len(self.operators))):
@@ -312,95 +284,127 @@ class Sparse(Policy):
             )
         turns = self._turns(stored.order, stored.length) if stored.order and stored.length else ()
         turns = turns if len(turns) == stored.turns else ()  # another layout has other queues
-        told = SparseState(
-            Current(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
+        decoded = SparseState(
+            CurrentWindow(stored.start, stored.length, turns, stored.order, stored.shares), stored.iteration, **tables
         )
-        return lambda: vars(self.told).update(decode.values_of(told))
+        return lambda: vars(self.state).update(decode.field_values(decoded))
 
-    def _window_at(self, iteration: int, load: Load | None) -> Current:
+    def _window_at(self, iteration: int, load: Load | None) -> CurrentWindow:
         """Returns the window of an iteration; a new one if the last has ended."""
-        current = self.told.current
-        if current.has(iteration):
+        current = self.state.current
+        if current.contains(iteration):
             return current
         order, shares = current.order, current.shares
         scores = self._scores(iteration, load)
-        now = {} if scores is None else popularity.frequencies(scores)
-        if len(order) != len(self.operators) or now.keys() != shares.keys() or popularity.has_changed(shares, now):
+        now = {} if scores is None else activation_frequencies(scores)
+        if len(order) != len(self.operators) or now.keys() != shares.keys() or have_frequencies_changed(shares, now):
             places = {one.name: place for place, one in enumerate(self.operators)}
             queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
             order, shares = tuple(places[one.name] for queue in queues for one in queue), now
         length = 1 if not current.order else self.window or self._affordable(self._queues(order))
-        return Current(iteration, length, self._turns(order, length), order, shares)
+        return CurrentWindow(iteration, length, self._turns(order, length), order, shares)
 
-    def _planned(self, current: Current, iteration: int) -> SnapshotPlan:
+    def plan_in_window(self, current: CurrentWindow, iteration: int) -> SnapshotPlan:
+        """Returns the plan of a window's snapshot."""
         turn = current.turns[iteration - current.start]
         wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
         details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
         complete = len(turn.full) == len(self.operators)
         return SnapshotPlan(iteration, self.name, details, complete, since=current.start)
 
-    def _turns(self, order: tuple[int, ...], length: int) -> tuple[Turn, ...]:
+    def _turns(self, order: tuple[int, ...], length: int) -> tuple[WindowStep, ...]:
         queues = [[operator.name for operator in queue] for queue in self._queues(order)]
-        return tuple(side_by_side([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in queues]))
+        return tuple(merge_schedules([generate_schedule(queue, math.ceil(len(queue) / length)) for queue in queues]))
 
     def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
         """Returns the operators by pipeline stage, in the order of saving."""
         ordered = [self.operators[place] for place in order]
-        return [[one for one in ordered if self._stage_of(one) == stage] for stage in sorted(self._stages)]
+        return [[one for one in ordered if pipeline_stage(one, self.stages) == stage] for stage in sorted(self._stages)]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
         """Returns W_sparse of the slowest stage; 1 until a copy has been measured."""
-        seen = self.interval
-        if not isinstance(seen, WindowTuner) or seen.seconds is None or seen.bandwidth is None:
+        tuner = self.interval
+        if not isinstance(tuner, WindowTuner) or tuner.seconds is None or tuner.bandwidth is None:
             return 1
-        seconds, bandwidth = seen.seconds, seen.bandwidth
+        seconds, bandwidth = tuner.seconds, tuner.bandwidth
         usual = {one.name: OperatorBytes(12 * one.parameters, 2 * one.parameters) for one in self.operators}
         sizes = self.sizes or usual  # master weights and two moments in fp32, 16-bit compute weights: section 3.2
         queued = ([sizes[one.name] for one in queue] for queue in queues)
-        return seen.limited(max(find_window_size(queue, seconds, bandwidth).length for queue in queued))
+        return tuner.limit(max(find_window_size(queue, seconds, bandwidth).length for queue in queued))
 
-    def _scores(self, iteration: int, load: Load | None) -> popularity.Scores | None:
+    def _scores(self, iteration: int, load: Load | None) -> Scores | None:
         if load is None or self.order == "index":
             return None
         if self.order == "soft":
-            return self.told.probabilities or None
+            return self.state.probabilities or None
         if self.order == "decayed":
             return self._mean(iteration, load)
         if self.order == "capacity" and self.capacities:
-            return popularity.relative(load, self.capacities)
+            return relative_popularity(load, self.capacities)
         return load
 
     def _counts(self, iteration: int, load: Load) -> dict[int, list[float]]:
         """Returns the tokens per iteration: the mean since the last snapshot."""
-        before, passed = self.told.load, max(1, iteration - self.told.iteration)
+        before, passed = self.state.load, max(1, iteration - self.state.iteration)
         return {
             layer: [(now - then) / passed for now, then in zip(row, before.get(layer, [0] * len(row)), strict=True)]
             for layer, row in load.items()
         }
 
     def _mean(self, iteration: int, load: Load) -> dict[int, list[float]]:
-        return popularity.decayed(self.told.mean, self._counts(iteration, load), self.alpha)
+        return decayed_popularity(self.state.mean, self._counts(iteration, load), self.alpha)
 
     @cached_property
     def _stages(self) -> dict[int, list[Operator]]:
         """The operators of each pipeline stage, in model order."""
-        stages: dict[int, list[Operator]] = {}
-        for operator in self.operators:
-            stages.setdefault(self._stage_of(operator), []).append(operator)
-        return stages
-
-    def _stage_of(self, operator: Operator) -> int:
-        return stage_of(operator, self.stages)
+        return operators_of_stages(self.operators, self.stages)
 
 
-def operators_by_stage(
-    busiest: Busiest, operators: Sequence[Operator], ep: int, stages: tuple[int, ...]
-) -> list[list[OperatorBytes]]:
-    """Returns the bytes that each operator adds to a snapshot, by pipeline stage, in an order of saving."""
-    policy = Sparse(operators, Every(1), ep=ep, stages=stages)
-    policy.on_sizes(busiest)
-    queues = (order_operators(stage, None, ep) for stage in policy._stages.values())
-    return [[policy.sizes[operator.name] for operator in queue] for queue in queues]
+@dataclass(frozen=True)
+class SparseSchedule(SnapshotSchedule):
+    """Windows in which each operator is saved in full once."""
+
+    policy: Sparse
+
+    @property
+    def window_length(self) -> int:
+        """As :attr:`SnapshotSchedule.window_length`."""
+        return max(1, len(self.policy.state.current.turns))
+
+    def current_window(self, iteration: int) -> tuple[SnapshotPlan, ...]:
+        """As :meth:`SnapshotSchedule.current_window`."""
+        policy, current = self.policy, self.policy.state.current
+        if policy.state.iteration != iteration or not current.contains(iteration):
+            return ()
+        return tuple(policy.plan_in_window(current, one) for one in range(current.start, iteration + 1))
+
+    def restart_window(self) -> None:
+        """As :meth:`SnapshotSchedule.restart_window`; keeps the order."""
+        state = self.policy.state
+        state.current = dataclasses.replace(state.current, start=0, length=0, turns=())
+
+
+@dataclass(frozen=True)
+class SparseReport(PolicyReport):
+    """Window length, the reason for its choice, and skewness of experts."""
+
+    policy: Sparse
+
+    def gauges(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.gauges`: window length and recent skewness of experts (Appendix D)."""
+        return self.chosen() | skew_gauges(self.policy.state.counts)
+
+    def chosen(self) -> dict[str, float]:
+        """As :meth:`PolicyReport.chosen`."""
+        turns = self.policy.state.current.turns
+        return {"sparse_window": len(turns)} if turns else {}
+
+    def reason(self) -> str | None:
+        """As :meth:`PolicyReport.reason`."""
+        tuner = self.policy.interval
+        if not isinstance(tuner, WindowTuner) or not self.policy.state.current.turns:
+            return None
+        return tuner.reason()
 
 
 def _table(rows: Mapping[Any, Any]) -> dict[int, list[float]]:

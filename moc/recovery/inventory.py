@@ -9,12 +9,10 @@ from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
 from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
-from moc.store.manifest import Manifest
-from moc.store.publish import joined
-from moc.store.store import Store, directory_of, is_of_rank
+from moc.store.manifest import Manifest, merge_manifests
+from moc.store.store import Store, checkpoint_name, is_shard_file
 
 COPIED = "copied"
 """Key in the state of a snapshot in memory: names of the operators that other nodes receive copies of, if not all."""
@@ -73,10 +71,10 @@ def _accepts(manifest: Manifest, path: str) -> None:
 def summary(manifest: Manifest) -> Summary:
     """Returns the summary of a manifest."""
     operators = {name: (entry.detail, dict(entry.elements)) for name, entry in manifest.operators.items()}
-    files, copied = sum(map(is_of_rank, manifest.files)), manifest.state.get(COPIED)
+    files, copied = sum(map(is_shard_file, manifest.files)), manifest.state.get(COPIED)
     copied = None if copied is None else tuple(copied)
     one = manifest
-    return Summary(one.iteration, one.writers, files, operators, one.job, one.policy, copied, one.alike)
+    return Summary(one.iteration, one.writers, files, operators, one.job, one.policy, copied, one.replica_counts)
 
 
 def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tuple[list[Summary], list[str]]:
@@ -86,11 +84,11 @@ def look(store: Store, check: Callable[[Manifest, str], None] = _accepts) -> tup
         store: the store.
         check: receives the manifest and the path of a checkpoint; raises ValueError or CheckpointError if invalid.
     """
-    summaries, problems = [], [with_code(_refused(one)) for one in store.refused()]
+    summaries, problems = [], [with_code(_refused(one)) for one in store.describe_refused()]
     for iteration in store.iterations():
-        path = store.place.path(directory_of(iteration))
+        path = store.storage.display_path(checkpoint_name(iteration))
         try:
-            manifest = store.manifest(iteration)
+            manifest = store.read_manifest(iteration)
             check(manifest, path)
             summaries.append(summary(manifest))
         except CheckpointError as error:
@@ -115,7 +113,7 @@ def whole_in(operators: Sequence[Operator], parts: Sequence[Manifest]) -> Manife
         CheckpointError: parts contradict each other.
     """
     (held,) = in_memory([[summary(part)] for part in parts], operators)
-    manifest = joined(parts)
+    manifest = merge_manifests(parts)
     whole = {name: entry for name, entry in manifest.operators.items() if name in held.operators}
     return dataclasses.replace(manifest, operators=whole)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moc.policy import Policy
+from moc.policy import Policy, recovers_exactly
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, recoveries
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Persisted:
     def of(cls, held: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
         """Finds the state among checkpoints; tiers other than storage are ignored."""
         stored = [one for one in held if one.tier == STORAGE]
-        way = next(recoveries(stored, policy.operators, policy.exact), None)
+        way = next(recoveries(stored, policy.operators, recovers_exactly(policy)), None)
         if way is None:
             return cls()
         return cls(way.iteration, {one.name: way.learned_until(one.name) for one in policy.operators})
@@ -50,7 +49,7 @@ class Promise:
         """Returns the promise of a policy.
 
         Storage keeps up if it writes each snapshot (with windows: each window) before the next one is due. A state
-        waits for ``storage_cycle`` snapshots. The last of them may follow outstanding ones, ends with its window, and
+        waits for ``storage.cycle`` snapshots. The last of them may follow outstanding ones, ends with its window, and
         is known to be committed after some commit all-reduces.
 
         Args:
@@ -59,10 +58,10 @@ class Promise:
             outstanding: snapshots that may be written to storage at the same time.
             votes: iterations until a snapshot is known to be committed if its write takes no time.
         """
-        apart = policy.iterations_apart
+        apart = policy.schedule.iterations_apart
         step = -(-max(every, apart) // apart) * apart
-        late = 2 * policy.window_length + votes
-        cycle = policy.storage_cycle
+        late = 2 * policy.schedule.window_length + votes
+        cycle = policy.storage.cycle
         return cls((1 + outstanding) * step + late, None if cycle is None else (cycle + outstanding) * step + late)
 
 

@@ -16,8 +16,8 @@ gradients. The commit all-reduce took place, so every rank had them. Otherwise, 
 state from its checkpoint.
 
 Upstream logs add another way: pipeline stages that lost state return to a checkpoint. Only these stages *replay*, up to
-the iteration of the others (:mod:`moc.recovery.scope`). A worker one iteration behind that has the reduced gradients
-then completes the iteration.
+the iteration of the others (:mod:`moc.recovery.stage_replay`). A worker one iteration behind that has the
+reduced gradients then completes the iteration.
 
 If another worker is lost during a replay, stages *continue* from the iteration that they had reached. This requires
 that all their workers survive and that the state they need is available.
@@ -29,11 +29,86 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moc.recovery.going_on import Course, goes_on
-from moc.recovery.live import given, path_of_survivors, whole_ranks
-from moc.recovery.scope import Logs, scope
-from moc.recovery.sources import MEMORY, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.state.operators import Operator
+from moc.policy import POLICIES, Policy, recovers_exactly
+from moc.recovery.sources import (
+    LIVE,
+    MASTER,
+    MEMORY,
+    MOMENTS,
+    STORAGE,
+    AvailableCheckpoint,
+    RecoveryPath,
+    ReplayPoint,
+    recoveries,
+)
+from moc.recovery.stage_replay import Course, Logs, goes_on, scope
+from moc.state.operators import Detail, Operator
+from moc.store.errors import CheckpointError
+
+Pieces = Mapping[int, Mapping[str, str]]
+"""By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
+
+
+def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[AvailableCheckpoint]:
+    """Returns the operators that survivors have completely, by iteration of their state.
+
+    Args:
+        live: by rank, the iteration of its state.
+        pieces: of all ranks, new workers included.
+        policy: name of the policy in force.
+    """
+    found = []
+    for iteration in sorted(set(live.values())):
+        held = {one for rank, at in live.items() if at == iteration for one in pieces[rank].items()}
+        lacking = {name for of_rank in pieces.values() for name, piece in of_rank.items() if (name, piece) not in held}
+        whole = {name: Detail.FULL.value for name, _ in sorted(held) if name not in lacking}
+        if whole:
+            found.append(AvailableCheckpoint(iteration, LIVE, whole, policy))
+    return found
+
+
+def path_of_survivors(iteration: int, operators: Sequence[Operator]) -> RecoveryPath:
+    """Returns the path of a run whose survivors have the complete state of an iteration; it loads nothing."""
+    state = AvailableCheckpoint(iteration, LIVE, {one.name: Detail.FULL.value for one in operators})
+    sources = {(one.name, part): state for one in operators for part in (MASTER, MOMENTS)}
+    return RecoveryPath((ReplayPoint(iteration, sources),))
+
+
+def kept_of(way: RecoveryPath) -> dict[str, int]:
+    """Returns the operators that survivors keep on a recovery path, with the iteration of their state."""
+    return {name: held.iteration for (name, _), held in way.sources.items() if held.tier == LIVE}
+
+
+def still_needed(
+    way: RecoveryPath, held: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
+) -> list[AvailableCheckpoint]:
+    """Returns the checkpoints in use, and those that would replace survivor state after another loss."""
+    used = {one.key: one for one in way.used() if one.tier != LIVE}
+    if kept_of(way):
+        past = [one for one in held if one.iteration <= way.iteration]
+        behind = next(recoveries(past, operators, exact=False), None)
+        used |= {} if behind is None else {one.key: one for one in behind.used()}
+    return list(used.values())
+
+
+def given(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> list[tuple[str, int, int]]:
+    """Returns copies of survivor state to ranks that lack it: operator, source and target."""
+    kept, busy, found = kept_of(way), Counter(), []
+    for target, of_rank in sorted(pieces.items()):
+        for name, piece in of_rank.items():
+            if name in kept and live.get(target) != kept[name]:
+                holders = [rank for rank, at in live.items() if at == kept[name] and pieces[rank].get(name) == piece]
+                source = min(holders, key=lambda rank: (busy[rank], rank))
+                busy[source] += 1
+                found.append((name, source, target))
+    return found
+
+
+def whole_ranks(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> frozenset[int]:
+    """Returns the ranks that keep all their state at the path's iteration."""
+    kept = kept_of(way)
+    there = [rank for rank, at in live.items() if kept and at == way.iteration]
+    return frozenset(rank for rank in there if all(kept.get(name) == way.iteration for name in pieces[rank]))
 
 
 @dataclass(frozen=True)
@@ -120,7 +195,7 @@ def plans(
     """Yields plans, the newest iteration first; arguments as for :func:`moc.recovery.sources.recoveries`.
 
     With ``exact`` off, survivor state of only some operators counts only if it is among the checkpoints
-    (:mod:`moc.recovery.live`).
+    (:mod:`moc.recovery.plan`).
 
     Yields:
         Plans by which every rank reaches its complete state at the plan's iteration. The order of preference is:
@@ -206,5 +281,40 @@ def reason(inventory: JobInventory, operators: Sequence[Operator]) -> str:
     there = {name for held in inventory.held if held.iteration == newest for name in held.operators}
     lacking = next((operator.name for operator in operators if operator.name not in there), None)
     if lacking is None:
-        return f"that of iteration {newest} lacks some operator's weights or moments"
-    return f"that of iteration {newest} lacks {lacking}"
+        return f"the snapshot of iteration {newest} lacks some operator's weights or moments"
+    return f"the snapshot of iteration {newest} lacks {lacking}"
+
+
+def exact_resume_error(
+    held: Iterable[AvailableCheckpoint], policy: Policy, iteration: int = -1
+) -> CheckpointError | None:
+    """Returns the error of an exact policy that cannot resume because newer snapshots are inexact; None if it can.
+
+    ``iteration`` is the one that it would resume from; -1 if there is none.
+    """
+    newest = next(recoveries(held, policy.operators, exact=False), None) if recovers_exactly(policy) else None
+    if newest is None or newest.iteration <= iteration:
+        return None
+    name = newest.base.policy
+    if name not in POLICIES or POLICIES[name].is_exact:
+        return None
+    return CheckpointError(
+        f"--ckpt-policy {policy.name} cannot resume from the snapshot of iteration {newest.iteration}: --ckpt-policy "
+        f"{name} took it, with experts older than the rest. Fix: start once more with --ckpt-policy {name}, end the "
+        "job with SIGTERM or --exit-interval, which saves everything, and then change the policy",
+        code="policy-change-refused",
+    )
+
+
+def is_of(policy: Policy, way: RecoveryPath) -> bool:
+    """Returns whether a policy planned all checkpoints of a path, except survivor state.
+
+    Other policies' checkpoints have no token counts for this one.
+    """
+    return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
+
+
+def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
+    """Returns whether a run could resume from its own policy's checkpoints in storage."""
+    stored = [one for one in held if one.tier == STORAGE]
+    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, recovers_exactly(policy)))

@@ -76,7 +76,7 @@ def staying(
     exact: bool,
     tier: str,
     iteration: int,
-    under_way: Sequence[SnapshotPlan],
+    window: Sequence[SnapshotPlan],
 ) -> Staying:
     """Returns the checkpoints that stay when a run resumes from an iteration; identical on all ranks.
 
@@ -87,7 +87,7 @@ def staying(
         tier: where a snapshot is durable, :data:`~moc.recovery.sources.MEMORY` or
             :data:`~moc.recovery.sources.STORAGE`.
         iteration: that the run resumes from.
-        under_way: plans of the current window up to and including that iteration; empty if unknown.
+        window: plans of the current window up to and including that iteration; empty if unknown.
     """
     past = [one for one in held if one.iteration <= iteration]
     way = next(recoveries(past, operators, exact), None)
@@ -99,9 +99,9 @@ def staying(
             kept = sorted({one.iteration for one in of_path})
     if newest == iteration:
         return Staying(newest, tuple(kept))
-    missing = [plan for plan in under_way if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]
-    if not under_way or missing not in ([], [under_way[-1]]):
+    missing = [plan for plan in window if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]
+    if not window or missing not in ([], [window[-1]]):
         return Staying(newest, tuple(kept), goes_on=False)
     if tier == MEMORY:
-        kept = sorted({*kept, *(plan.iteration for plan in under_way if plan not in missing)})
+        kept = sorted({*kept, *(plan.iteration for plan in window if plan not in missing)})
     return Staying(newest, tuple(kept), missing[0] if missing else None)

@@ -18,8 +18,7 @@ from functools import cached_property
 from heapq import merge
 from itertools import chain, islice
 
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 MEMORY, STORAGE = "memory", "storage"
 BEFORE = "memory before"

@@ -2,15 +2,97 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from moc.errors import UserError
-from moc.report.clock import Event, RecoveryTimes, Spent, began, history, of_kind, wall_clock
-from moc.report.members import Moves, Period, moves, periods
+from moc.report.wall_clock import (
+    Event,
+    RecoveryTimes,
+    Spent,
+    account_wall_clock,
+    counted_iterations,
+    events_of_type,
+    run_start,
+)
 from moc.simulate.profile import profile_of
+
+
+@dataclass(frozen=True)
+class Period:
+    """Iterations that the same number of workers computed, from a ``start`` to the last of them.
+
+    Attributes:
+        workers: number of workers.
+        began_s: seconds from the start of the run until training began or continued.
+        ended_s: seconds from the start of the run until the last iteration was complete.
+        iterations: iterations completed in it, repeated ones included.
+    """
+
+    workers: int
+    began_s: float
+    ended_s: float
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Moves of experts between workers after membership changes, with ``--elastic``.
+
+    Attributes:
+        count: membership changes that moved experts.
+        bytes: total bytes moved.
+        seconds: mean seconds of a change.
+        fallbacks: losses after which a checkpoint was read, because no node had some expert.
+    """
+
+    count: int
+    bytes: int
+    seconds: float
+    fallbacks: int
+
+
+def list_periods(events: Sequence[Event], run_start: float) -> tuple[Period, ...]:
+    """Returns the periods of a run in order, without periods that have no iteration.
+
+    Args:
+        events: events of the run, in file order.
+        run_start: start of the run, in Unix seconds.
+    """
+    periods: list[Period] = []
+    workers, start, times = 1, run_start, list[float]()
+    for event in (*events, None):
+        kind = "start" if event is None else event["type"]
+        if kind == "start":
+            if times:
+                periods.append(Period(workers, start - run_start, times[-1] - run_start, len(times)))
+            times = []
+        if event is not None and kind == "start":
+            workers, start = event.get("world_size", 1), event["time"]
+        elif event is not None and kind == "iteration":
+            times.append(event["time"])
+    return tuple(periods)
+
+
+def seconds_by_workers(periods: Sequence[Period]) -> Mapping[int, float]:
+    """Returns the seconds of training by number of workers, most workers first."""
+    seconds: dict[int, float] = defaultdict(float)
+    for period in periods:
+        seconds[period.workers] += period.ended_s - period.began_s
+    return dict(sorted(seconds.items(), reverse=True))
+
+
+def summarize_moves(events: Sequence[Event]) -> Moves | None:
+    """Returns the moves of experts; None without moves and fallbacks."""
+    migrations, fallbacks = events_of_type("migration", events), events_of_type("fallback", events)
+    if not migrations and not fallbacks:
+        return None
+    seconds = [event["elapsed_s"] for event in migrations]
+    amount = sum(event["bytes"] for event in migrations)
+    return Moves(len(migrations), amount, sum(seconds) / len(seconds) if seconds else 0.0, len(fallbacks))
+
 
 GAUGES = (
     *("hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
@@ -19,7 +101,7 @@ GAUGES = (
     *("storage_age", "storage_overdue", "mlt_storage", "max_violation", "dropped_share"),
 )
 _LOADS = "max_violation_by_layer"
-_ABOUT_CHOICE = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
+_CHOICE_METADATA = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
 
 
 class ReportError(UserError, ValueError):
@@ -114,7 +196,7 @@ class Recoveries:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunerChoice:
     """Tuner's choice after an iteration, with the cause of the review (None if it always reviews) and the reason."""
 
     iteration: int
@@ -176,27 +258,27 @@ class Report:
     plt_by_layer: Mapping[str, float]
     violation_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
-    choices: tuple[Choice, ...]
+    choices: tuple[TunerChoice, ...]
     not_written: Mapping[str, int]
     periods: tuple[Period, ...] = ()
     moves: Moves | None = None
     exact: bool | None = None
 
 
-def report(name: str, events: Sequence[Event]) -> Report:
+def compute_report(name: str, events: Sequence[Event]) -> Report:
     """Computes the figures of a run from all its events, in file order.
 
     Raises:
         ValueError: there is no iteration event, or all events have the same time.
     """
-    counted, _ = history(events)
+    counted, _ = counted_iterations(events)
     if not counted:
         raise ReportError(
             "there is no iteration in it: nothing has been trained. Fix: give events of a run that has trained",
             code="run-too-short",
         )
-    usual_s = _usual_s(events, counted)
-    spent, each = wall_clock(events, usual_s)
+    undisturbed_s = _undisturbed_s(events, counted)
+    spent, recoveries = account_wall_clock(events, undisturbed_s)
     if spent.wall_s <= 0:
         raise ReportError(
             "all of its events are of one moment. Fix: give events of a longer run",
@@ -204,67 +286,67 @@ def report(name: str, events: Sequence[Event]) -> Report:
         )
     in_order = [counted[number] for number in sorted(counted)]
     tokens = sum(event["tokens"] for event in in_order)
-    ended = [event for event in events if event["type"] in ("start", "exit")][-1:]
-    lost = _newest(events, "lost")
+    last_starts_and_exits = [event for event in events if event["type"] in ("start", "exit")][-1:]
+    newest_loss = _newest_event(events, "lost")
     return Report(
         name=name,
-        workers=_newest(events, "start").get("world_size", 1),
+        workers=_newest_event(events, "start").get("world_size", 1),
         first=min(counted),
         last=max(counted),
         iterations=len(counted),
         skipped=sum(bool(event.get("skipped")) for event in in_order),
         computed=sum(event["type"] == "iteration" for event in events),
         tokens=tokens,
-        iteration_s=usual_s,
-        began=began(events),
+        iteration_s=undisturbed_s,
+        began=run_start(events),
         wall_s=spent.wall_s,
         ettr=spent.useful_s / spent.wall_s,
         tokens_per_s=tokens / spent.wall_s,
         spent=spent,
         loss=_trend(in_order, "loss"),
         validation={event["split"]: event["loss"] for event in events if event["type"] == "evaluation"},
-        ended=ended[0].get("reason") if ended else None,
-        recoveries=_together(events, each),
-        each=each,
-        saving=_saving(events),
+        ended=last_starts_and_exits[0].get("reason") if last_starts_and_exits else None,
+        recoveries=_summarize_recoveries(events, recoveries),
+        each=recoveries,
+        saving=_summarize_saving(events),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
-        plt_by_layer=lost.get("by_layer", {}),
+        plt_by_layer=newest_loss.get("by_layer", {}),
         violation_by_layer=next((e[_LOADS] for e in reversed(in_order) if _LOADS in e), {}),
-        made_up=_made_up(events, in_order[-1]),
+        made_up=_compensated_tokens(events, in_order[-1]),
         choices=tuple(_choices(events)),
-        not_written=_not_written(events),
-        periods=periods(events, began(events)),
-        moves=moves(events),
-        exact=_newest(events, "start").get("exact"),
+        not_written=_count_unwritten(events),
+        periods=list_periods(events, run_start(events)),
+        moves=summarize_moves(events),
+        exact=_newest_event(events, "start").get("exact"),
     )
 
 
-def _usual_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
+def _undisturbed_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
     try:
         return profile_of(events).iteration_s
     except ValueError:  # the run is too short to leave out its first iterations
         return median(event["elapsed_s"] for event in counted.values())
 
 
-def _together(events: Sequence[Event], each: Sequence[RecoveryTimes]) -> Recoveries:
-    alone = [one for one in each if one.stages]
-    failed = [one for one in each if one.exact is False or one.lost_tokens > 0]
+def _summarize_recoveries(events: Sequence[Event], recoveries: Sequence[RecoveryTimes]) -> Recoveries:
+    localized = [recovery for recovery in recoveries if recovery.stages]
+    failed = [one for one in recoveries if one.exact is False or one.lost_tokens > 0]
     return Recoveries(
-        count=len(each),
-        injected=dict(Counter(event["action"] for event in of_kind("inject", events))),
-        detect_s=_spread(one.detect_s for one in each if one.detect_s is not None),
-        outside_s=_spread(one.outside_s for one in each),
-        kept=_spread(one.kept for one in each),
-        alone=len(alone),
-        stages=_spread(len(one.stages) for one in alone),
-        again=_spread(one.again for one in each),
-        exact=sum(one.exact is True and one.lost_tokens <= 0 for one in each),
+        count=len(recoveries),
+        injected=dict(Counter(event["action"] for event in events_of_type("inject", events))),
+        detect_s=_spread(one.detect_s for one in recoveries if one.detect_s is not None),
+        outside_s=_spread(one.outside_s for one in recoveries),
+        kept=_spread(one.kept for one in recoveries),
+        alone=len(localized),
+        stages=_spread(len(one.stages) for one in localized),
+        again=_spread(one.again for one in recoveries),
+        exact=sum(one.exact is True and one.lost_tokens <= 0 for one in recoveries),
         not_exact=len(failed),
     )
 
 
-def _saving(events: Sequence[Event]) -> Saving | None:
-    snapshots, replicated, persisted = (of_kind(kind, events) for kind in ("snapshot", "replicate", "persist"))
+def _summarize_saving(events: Sequence[Event]) -> Saving | None:
+    snapshots, replicated, persisted = (events_of_type(kind, events) for kind in ("snapshot", "replicate", "persist"))
     if not snapshots and not persisted:
         return None
     return Saving(
@@ -274,7 +356,7 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         bubble_bytes=sum(event.get("bubble_bytes", 0) for event in snapshots),
         copy_s=_mean(snapshots, "copy_s"),
         hash_s=_mean(snapshots, "hash_s"),
-        stall_s=_sum(of_kind("stall", events), "seconds"),
+        stall_s=_sum(events_of_type("stall", events), "seconds"),
         replicated=len(replicated),
         replicated_bytes=int(_sum(replicated, "bytes")),
         not_sent_bytes=sum(event.get("not_sent_bytes", 0) for event in replicated),
@@ -283,32 +365,32 @@ def _saving(events: Sequence[Event]) -> Saving | None:
         persisted_bytes=int(_sum(persisted, "bytes")),
         write_s=_mean(persisted, "write_s"),
         publish_s=_mean(persisted, "publish_s"),
-        restored=len(of_kind("restore", events)),
-        folded=int(_sum(of_kind("fold", events), "folded")),
-        survival=_newest(events, "placement").get("survival", {}),
+        restored=len(events_of_type("restore", events)),
+        folded=int(_sum(events_of_type("fold", events), "folded")),
+        survival=_newest_event(events, "placement").get("survival", {}),
     )
 
 
-def _made_up(events: Sequence[Event], last: Event) -> tuple[int, int] | None:
-    boost = _newest(events, "boost")
+def _compensated_tokens(events: Sequence[Event], last: Event) -> tuple[int, int] | None:
+    boost = _newest_event(events, "boost")
     if not boost:
         return None
-    owed = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
-    return boost["tokens"] - owed, boost["tokens"]
+    owed_tokens = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
+    return boost["tokens"] - owed_tokens, boost["tokens"]
 
 
-def _not_written(events: Sequence[Event]) -> dict[str, int]:
+def _count_unwritten(events: Sequence[Event]) -> dict[str, int]:
     """Counts failed saves, snapshots skipped because storage was too slow, and logs that could not be written."""
-    told = [event["what"] for event in of_kind("save_failed", events)]
-    told += ["skipped"] * len(of_kind("save_skipped", events))
-    told += ["log"] * len(of_kind("log_failed", events))
-    return dict(Counter(told))
+    kinds = [event["what"] for event in events_of_type("save_failed", events)]
+    kinds += ["skipped"] * len(events_of_type("save_skipped", events))
+    kinds += ["log"] * len(events_of_type("log_failed", events))
+    return dict(Counter(kinds))
 
 
-def _choices(events: Sequence[Event]) -> Iterable[Choice]:
-    for event in of_kind("choice", events):
-        chosen = {name: value for name, value in event.items() if name not in _ABOUT_CHOICE}
-        yield Choice(event["iteration"], chosen, event.get("cause"), event["reason"])
+def _choices(events: Sequence[Event]) -> Iterable[TunerChoice]:
+    for event in events_of_type("choice", events):
+        chosen = {name: value for name, value in event.items() if name not in _CHOICE_METADATA}
+        yield TunerChoice(event["iteration"], chosen, event.get("cause"), event["reason"])
 
 
 def _trend(iterations: Sequence[Event], name: str) -> Trend | None:
@@ -321,7 +403,7 @@ def _spread(values: Iterable[float]) -> Spread | None:
     return Spread(median(values), fmean(values), max(values)) if values else None
 
 
-def _newest(events: Sequence[Event], kind: str) -> Event:
+def _newest_event(events: Sequence[Event], kind: str) -> Event:
     return next((event for event in reversed(events) if event["type"] == kind), {})
 
 

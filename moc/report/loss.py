@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moc.files.events import events_file, read_events
-from moc.output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
-from moc.simulate.recoveries import ByIteration
+from moc.cli_output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
+from moc.files.event_log import events_file, read_events
+from moc.simulate.profile import ByIteration
 
-EXTRA = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
+EXTRA_FIELDS = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
 RESUME_COLOR = "0.75"
 
 EPILOG = """\
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="average over N iterations on each side, 0 for no average (default: %(default)s)",
     )
-    parser.add_argument("--extra", nargs="+", choices=list(EXTRA), default=[], help="what a second panel shows")
+    parser.add_argument("--extra", nargs="+", choices=list(EXTRA_FIELDS), default=[], help="values of a second panel")
     return parser
 
 
@@ -55,19 +55,19 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, or 1 on an error."""
     args = build_parser().parse_args(argv)
     try:
-        runs = [read_run(path) for path in _event_files(args)]
-        runs = [run.between(args.start, args.end) for run in runs]
-        if not any(run.train or run.valid for run in runs):
+        runs = [read_loss_curve(path) for path in _event_files(args)]
+        runs = [run.select_iterations(args.start, args.end) for run in runs]
+        if not any(run.training or run.validation for run in runs):
             raise ToolError(
                 "there is no loss to draw in these events. Fix: give events of a run that has trained",
                 code="run-too-short",
             )
-        figure = draw(runs, args.title, args.smoothing, args.extra)
+        figure = draw_loss_curves(runs, args.title, args.smoothing, args.extra)
         with replacing(args.output) as name:
             figure.savefig(name, format="png", dpi=120)
     except (ToolError, ValueError, OSError) as error:
         return refused("plot_loss", error, args.output)
-    points = sum(len(run.train) for run in runs)
+    points = sum(len(run.training) for run in runs)
     print_lines(f"wrote {args.output} ({points:,} iterations of {len(runs)} run{'s' if len(runs) > 1 else ''})")
     return 0
 
@@ -87,25 +87,25 @@ class LossCurve:
     """Contents of one events.jsonl, by iteration."""
 
     name: str
-    train: ByIteration[Mapping] = field(default_factory=ByIteration)
+    training: ByIteration[Mapping] = field(default_factory=ByIteration)
     """Events of type "iteration"."""
-    valid: ByIteration[float] = field(default_factory=ByIteration)
-    resumed: list[int] = field(default_factory=list)
+    validation: ByIteration[float] = field(default_factory=ByIteration)
+    resumed_at: list[int] = field(default_factory=list)
 
-    def between(self, start: int, end: int | None) -> LossCurve:
+    def select_iterations(self, start: int, end: int | None) -> LossCurve:
         """Returns the part of the run from iteration `start` to `end`, inclusive; None is the run's own end."""
         stop = math.inf if end is None else end
         return LossCurve(
             self.name,
-            ByIteration((i, event) for i, event in self.train.items() if start <= i <= stop),
-            ByIteration((i, loss) for i, loss in self.valid.items() if start <= i <= stop),
-            [i for i in self.resumed if start <= i <= stop],
+            ByIteration((i, event) for i, event in self.training.items() if start <= i <= stop),
+            ByIteration((i, loss) for i, loss in self.validation.items() if start <= i <= stop),
+            [i for i in self.resumed_at if start <= i <= stop],
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Returns iterations and values of one field of the iteration events, without missing and non-finite values."""
-        iterations = [i for i in sorted(self.train) if _is_finite(self.train[i].get(key))]
-        return iterations, [self.train[i][key] for i in iterations]
+        iterations = [i for i in sorted(self.training) if _is_finite(self.training[i].get(key))]
+        return iterations, [self.training[i][key] for i in iterations]
 
     def add(self, event: Mapping) -> None:
         """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
@@ -113,29 +113,29 @@ class LossCurve:
         if not isinstance(iteration, int):
             return
         if kind == "start":
-            self._rewind(iteration)
+            self._discard_after(iteration)
         elif kind == "iteration" and not event.get("skipped"):
-            self.train[iteration] = event
+            self.training[iteration] = event
         elif kind == "iteration":
-            self.train.pop(iteration, None)
+            self.training.pop(iteration, None)
         elif kind == "evaluation" and event.get("split", "valid") == "valid" and _is_finite(event.get("loss")):
-            self.valid[iteration] = event["loss"]
+            self.validation[iteration] = event["loss"]
 
-    def _rewind(self, iteration: int) -> None:
+    def _discard_after(self, iteration: int) -> None:
         # iterations after the checkpoint are undone, even if the resumed run has not reached them yet
-        self.train.undo(iteration)
-        self.valid.undo(iteration)
-        while self.resumed and self.resumed[-1] > iteration:
-            self.resumed.pop()
+        self.training.undo(iteration)
+        self.validation.undo(iteration)
+        while self.resumed_at and self.resumed_at[-1] > iteration:
+            self.resumed_at.pop()
         if iteration > 0:
-            self.resumed.append(iteration)
+            self.resumed_at.append(iteration)
 
 
 def _is_finite(value) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def read_run(path: Path) -> LossCurve:
+def read_loss_curve(path: Path) -> LossCurve:
     """Reads an events.jsonl, whose directory names the run; raises OSError and ValueError as :func:`read_events`."""
     run = LossCurve(path.absolute().parent.name)
     for event in read_events(path):
@@ -153,7 +153,7 @@ def smooth(values: list[float], width: int) -> list[float]:
     return means
 
 
-def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
+def draw_loss_curves(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
     """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel; returns the figure."""
     if smoothing < 0:
         raise ToolError("--smoothing is negative. Fix: pass 0 or more", code="value-out-of-range")
@@ -174,7 +174,7 @@ def draw(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
         _draw_extra(panels[1, 0], runs, extra)
     for panel in panels[:, 0]:
         panel.grid(alpha=0.3)
-        resumed = sorted({i for run in runs for i in run.resumed})
+        resumed = sorted({i for run in runs for i in run.resumed_at})
         panel.vlines(resumed, 0, 1, transform=panel.get_xaxis_transform(), color=RESUME_COLOR, linewidth=1, zorder=0)
     panels[-1, 0].set_xlabel("iteration")
     return figure
@@ -187,15 +187,15 @@ def _draw_loss(panel, run: LossCurve, color: str, smoothing: int, name: str) -> 
     panel.plot(iterations, losses, color=color, **raw)
     if smoothing:
         panel.plot(iterations, smooth(losses, smoothing), color=color, linewidth=1.8, label=label)
-    if run.valid:
-        points = sorted(run.valid.items())
-        look = {"marker": "o", "markersize": 5, "markeredgecolor": "black", "linestyle": "none"}
-        panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **look)
+    if run.validation:
+        points = sorted(run.validation.items())
+        style = {"marker": "o", "markersize": 5, "markeredgecolor": "black", "linestyle": "none"}
+        panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **style)
 
 
 def _draw_extra(panel, runs: list[LossCurve], extra: list[str]) -> None:
     axes = [panel, panel.twinx()] if len(extra) > 1 else [panel]
     for axis, name, style in zip(axes, extra, ("-", ":"), strict=False):
         for number, run in enumerate(runs):
-            axis.plot(*run.series(EXTRA[name]), style, color=f"C{number}", linewidth=1)
+            axis.plot(*run.series(EXTRA_FIELDS[name]), style, color=f"C{number}", linewidth=1)
         axis.set_ylabel(f"{name.replace('-', ' ')} ({'dotted' if style == ':' else 'line'})")

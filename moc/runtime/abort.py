@@ -46,10 +46,10 @@ class AbortError(RuntimeError):
 
 def open_sockets() -> set[int]:
     """Returns the inodes of all open sockets of this process.  An inode identifies a socket for its lifetime."""
-    return set(_sockets().values())
+    return set(_inodes_by_descriptor().values())
 
 
-def shut_down(inodes: Iterable[int]) -> int:
+def shut_down_sockets(inodes: Iterable[int]) -> int:
     """Shuts down connected TCP sockets, so that their users see a disconnected peer; returns their number.
 
     Descriptors stay open because other code owns them.
@@ -57,56 +57,56 @@ def shut_down(inodes: Iterable[int]) -> int:
     Args:
         inodes: from :func:`open_sockets`; sockets closed since are skipped.
     """
-    return sum(_shut_down(sock) for _, sock in sockets_of(inodes))
+    return sum(_shut_down_socket(sock) for _, sock in duplicate_sockets(inodes))
 
 
-def sockets_of(inodes: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
+def duplicate_sockets(inodes: Iterable[int]) -> Iterator[tuple[int, socket.socket]]:
     """Yields duplicates of this process's TCP sockets with these inodes; the caller closes them."""
     wanted = set(inodes)
-    for descriptor, inode in _sockets().items():
-        if inode in wanted and (sock := _duplicate(descriptor, inode)) is not None:
+    for descriptor, inode in _inodes_by_descriptor().items():
+        if inode in wanted and (sock := _duplicate_socket(descriptor, inode)) is not None:
             yield inode, sock
 
 
-def abort_nccl(backends: list, patience: float) -> None:
+def abort_nccl(backends: list, timeout_s: float) -> None:
     """Aborts the communicators of every ``ProcessGroupNCCL`` concurrently.
 
     Kernels in flight terminate; the contents of their output buffers are undefined.
 
     Args:
         backends: groups to abort; each may be aborted only once.
-        patience: timeout in seconds for all groups together.
+        timeout_s: timeout in seconds for all groups together.
 
     Raises:
         AbortError: an abort failed or timed out.
     """
     failures: list[str] = []
-    threads = [threading.Thread(target=_abort, args=(backend, failures), daemon=True) for backend in backends]
+    threads = [threading.Thread(target=_abort_backend, args=(backend, failures), daemon=True) for backend in backends]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    failures += [f"no answer within {patience:g} s" for thread in threads if thread.is_alive()]
+    failures += [f"no answer within {timeout_s:g} s" for thread in threads if thread.is_alive()]
     if failures:
         count = f"{len(failures)} of {len(backends)}"
         raise AbortError(f"{count} NCCL groups could not be aborted: {failures[0]}")
 
 
-def _abort(backend, failures: list[str]) -> None:
+def _abort_backend(backend, failures: list[str]) -> None:
     try:
         backend.abort()
     except RuntimeError as error:
         failures.append(str(error))
 
 
-def _sockets() -> dict[int, int]:
+def _inodes_by_descriptor() -> dict[int, int]:
     """Returns socket inodes by file descriptor."""
-    inodes = {int(name): _inode(int(name)) for name in os.listdir("/proc/self/fd")}
+    inodes = {int(name): _socket_inode(int(name)) for name in os.listdir("/proc/self/fd")}
     return {descriptor: inode for descriptor, inode in inodes.items() if inode is not None}
 
 
-def _inode(descriptor: int) -> int | None:
+def _socket_inode(descriptor: int) -> int | None:
     try:
         target = os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -114,7 +114,7 @@ def _inode(descriptor: int) -> int | None:
     return int(target[len("socket:[") : -1]) if target.startswith("socket:[") else None
 
 
-def _duplicate(descriptor: int, inode: int) -> socket.socket | None:
+def _duplicate_socket(descriptor: int, inode: int) -> socket.socket | None:
     """Returns a duplicate of a TCP socket; None if the descriptor was closed and perhaps reused meanwhile."""
     try:
         number = os.dup(descriptor)
@@ -125,13 +125,13 @@ def _duplicate(descriptor: int, inode: int) -> socket.socket | None:
     except OSError:
         os.close(number)
         return None
-    if _inode(copy.fileno()) != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
+    if _socket_inode(copy.fileno()) != inode or copy.family not in (socket.AF_INET, socket.AF_INET6):
         copy.close()
         return None
     return copy
 
 
-def _shut_down(sock: socket.socket) -> bool:
+def _shut_down_socket(sock: socket.socket) -> bool:
     with contextlib.closing(sock), contextlib.suppress(OSError):  # already disconnected
         if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             sock.shutdown(socket.SHUT_RDWR)

@@ -15,51 +15,48 @@ from pathlib import Path
 
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
-from moc.runtime import async_connections as wire
-from moc.runtime import children, environment
-from moc.runtime.addresses import name_of_interface
-from moc.runtime.controller_link import ControllerLink, GaveUpError, LostError, NoControllerError
-from moc.runtime.election import BEGIN_S, Times
-from moc.runtime.exit_codes import FROM_WHERE, SAVED
-from moc.runtime.flags import Flags
-from moc.runtime.hangs import HangLimits
-from moc.runtime.lease import Lease
-from moc.runtime.message import Message
-from moc.runtime.orders import Worker
-from moc.runtime.replica_server import keep
-from moc.runtime.running_clock import RunningClock
-from moc.runtime.socket_directory import memory_of_program, socket_directory
-from moc.runtime.wire import WireError
+from moc.runtime import async_connections, child_processes, environment
+from moc.runtime.addresses import interface_name
+from moc.runtime.clocks import Lease, RunningClock
+from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
+from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
+from moc.runtime.flags import LauncherFlags
+from moc.runtime.orders import WorkerRecord
+from moc.runtime.progress import HangLimits
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_server import run_replica_server
+from moc.runtime.socket_directory import memory_directory_of, socket_directory
+from moc.runtime.termination import RESUME_REMEDY, SAVED
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import give_back
+from moc.store.host_memory import give_back
 
-WATCHES_S = 1.0
+WATCH_INTERVAL_S = 1.0
 """Seconds between two checks of the workers."""
 
-DIES_S = 10.0
+KILL_TIMEOUT_S = 10.0
 """Seconds until a killed worker that still exists counts as hung in the kernel; the agent then stops waiting."""
 
 _log = logging.getLogger("moc")
 
 
 @dataclass
-class _Process(Worker):
+class _WorkerProcess(WorkerRecord):
     """Worker of this node, with the state that only its agent has."""
 
     pid: int | None = None
-    connection: wire.AsyncConnection | None = None
-    heard: float = 0.0
+    connection: async_connections.AsyncConnection | None = None
+    last_message_at: float = 0.0
     section: str | None = None
-    since: float = 0.0
-    waits: bool = False
-    gives_back: str | None = None
-    why_killed: str = ""
-    broken: str = ""  # error code of its end, such as device-broken
+    section_s: float = 0.0
+    is_waiting: bool = False
+    released_memory: str | None = None
+    kill_reason: str = ""
+    error_code: str = ""  # error code of its end, such as device-broken
     iteration: int | None = None  # newest one that it has reported
-    dies_since: float | None = None
+    dying_since: float | None = None
 
 
-class CannotStartError(UserError, RuntimeError):
+class ProgramRefusedError(UserError, RuntimeError):
     """Refusal by the program to run.
 
     Attributes:
@@ -84,23 +81,25 @@ class Agent:
         iteration: newest completed iteration reported by this node's workers.
     """
 
-    def __init__(self, flags: Flags, controllers: list[str], token: bytes):
+    def __init__(self, flags: LauncherFlags, controllers: list[str], token: bytes):
         self._flags, self._controllers, self._token = flags, controllers, token
-        self._workers: dict[str, _Process] = {}
+        self._workers: dict[str, _WorkerProcess] = {}
         self.iteration: int | None = None
-        self._clock = RunningClock(most_s=3 * WATCHES_S)
-        self._generation, self._cause, self._reason, self._news = 0, "", "", 0.0
+        self._clock = RunningClock(max_step_s=3 * WATCH_INTERVAL_S)
+        self._generation, self._cause, self._reason, self._notified_at = 0, "", "", 0.0
         self._limits = HangLimits(flags.hang_caps)
-        self._unnoted: dict[str, tuple[_Process, int]] = {}  # workers whose exit the controller has not acknowledged
-        self._ended: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
+        self._unacknowledged: dict[
+            str, tuple[_WorkerProcess, int]
+        ] = {}  # workers whose exit the controller has not acknowledged
+        self._end: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address = self._replica_server = ""  # set by run()
-        self._lease = Lease.make()
-        self._zygote_said: float | None = None  # None until the forkserver is warm
-        times = Times(flags.silence_s), flags.patience_s, max(flags.max_wait_s, BEGIN_S)
+        self._lease = Lease.create()
+        self._forkserver_answered_at: float | None = None  # None until the forkserver is warm
+        times = SilenceLimits(flags.silence_timeout_s), flags.patience_s, max(flags.max_wait_s, MIN_JOIN_TIMEOUT_S)
         lease = self._lease if flags.has_other_nodes else None
-        self._link = ControllerLink(controllers, token, *times, lease, self._hello, self._obey)
+        self._link = ControllerLink(controllers, token, *times, lease, self._make_hello, self._execute)
 
-    def _completed(self, iteration: int | None) -> None:
+    def _record_iteration(self, iteration: int | None) -> None:
         self.iteration = iteration if self.iteration is None else max(self.iteration, iteration or 0)
 
     async def run(self) -> tuple[int, int]:
@@ -108,187 +107,195 @@ class Agent:
 
         Raises:
             NoControllerError: no controller has led for longer than the patience.
-            LostError: the forkserver has died or hangs, or the controller refused this node.
-            GaveUpError: one of this node's devices does not work.
-            CannotStartError: the forkserver refuses the program.
+            DependencyLostError: the forkserver has died or hangs, or the controller refused this node.
+            NodeRemovedError: one of this node's devices does not work.
+            ProgramRefusedError: the forkserver refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
             OSError: no directory can be created for this node's sockets.
         """
-        with socket_directory(memory_of_program(self._flags.command)) as directory:
+        with socket_directory(memory_directory_of(self._flags.command)) as directory:
             self._address, self._replica_server = f"unix:{directory}/agent", f"unix:{directory}/replicas"
             return await self._run()
 
     async def _run(self) -> tuple[int, int]:
-        async with await wire.serve(self._address, self._token, self._serve_worker):
-            self._zygote = await self._start_zygote()
+        async with await async_connections.serve(self._address, self._token, self._serve_worker):
+            self._forkserver = await self._start_forkserver()
             interface = self._flags.network_interface
-            keeping = keep(self._controllers, self._replica_server, self._token, interface=interface)
-            jobs = self._hear_zygote(), self._link.run(), self._watch(), keeping
-            tasks, leaves_others = [asyncio.create_task(job) for job in jobs], True
+            replica_server = run_replica_server(
+                self._controllers, self._replica_server, self._token, interface=interface
+            )
+            coroutines = self._handle_forkserver_events(), self._link.run(), self._watch_workers(), replica_server
+            tasks, job_continues = [asyncio.create_task(job) for job in coroutines], True
             try:
-                await asyncio.wait([self._ended, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([self._end, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     if task.done():
                         task.result()
-                code = await self._let_leave()
+                code = await self._wait_for_exits()
             except NoControllerError as error:
-                code = self._ends_without_controller(error)
-            except CannotStartError:
-                leaves_others = self._flags.has_other_nodes
+                code = self._exit_code_without_controller(error)
+            except ProgramRefusedError:
+                job_continues = self._flags.has_other_nodes
                 raise
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    self._zygote.kill()  # remaining workers die with the forkserver
+                    self._forkserver.kill()  # remaining workers die with the forkserver
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._zygote.wait(), 5.0)
-                if leaves_others:  # otherwise the job ends with this process, and its controller reports no lost node
-                    self._link.tell("lost")  # the node is lost now, unless the job is over; this process may run longer
+                    await asyncio.wait_for(self._forkserver.wait(), 5.0)
+                if job_continues:  # otherwise the job ends with this process, and its controller reports no lost node
+                    self._link.send("lost")  # the node is lost now, unless the job is over; this process may run longer
                     self._link.close()
                     for task in tasks:
                         task.cancel()
                     await asyncio.wait(tasks, timeout=5.0)
-        await self._give_memory_back()
-        return code, self._link.follows
+        await self._release_memory()
+        return code, self._link.leader
 
     @property
     def stopped_by(self) -> int | None:
         """Number of the signal that ended the job as requested; None if the job runs or ended for another reason."""
-        return self._ended.result()["asked"] if self._ended.done() else None
+        return self._end.result()["asked"] if self._end.done() else None
 
-    async def _give_memory_back(self) -> None:
+    async def _release_memory(self) -> None:
         """Removes the run's snapshots from this node's memory; a spare may hold some from an earlier rank block."""
-        memory = self._ended.result()["gives_back"] if self._ended.done() else None
+        memory = self._end.result()["gives_back"] if self._end.done() else None
         if memory is None:
             return
         try:
             await asyncio.to_thread(give_back, Path(memory), str(self._flags.node_rank))
         except (CheckpointError, OSError) as error:
-            _log.warning("what the run has left in this node's memory stays there: %s", error)
+            _log.warning("the files of the run stay in this node's memory: %s", error)
 
-    def _ends_without_controller(self, error: NoControllerError) -> int:
+    def _exit_code_without_controller(self, error: NoControllerError) -> int:
         """Returns the exit code if no controller can report how the job ended."""
-        if not self._link.joined:
+        if not self._link.is_admitted:
             raise error
-        codes = [code for _, code in self._unnoted.values()]
+        codes = [code for _, code in self._unacknowledged.values()]
         if len(codes) == self._flags.nproc_per_node and not any(codes) and not self._workers:
             _log.warning("%s: all workers of this node have ended well", error)
             return 0
         cause = str(error).partition(". Fix: ")[0]
-        _log.error("%s", with_code(NoControllerError(f"{cause}. Fix: {FROM_WHERE}", code=code_of(error))))
+        _log.error("%s", with_code(NoControllerError(f"{cause}. Fix: {RESUME_REMEDY}", code=code_of(error))))
         return SAVED
 
-    def signal(self, number: int) -> None:
+    def signal(self, signal_number: int) -> None:
         """Forwards the launcher's signal to the workers, which save and exit once all of them are running."""
-        self._link.asked = number
-        self._link.tell("stopping", signal=number)
+        self._link.stop_signal = signal_number
+        self._link.send("stopping", signal=signal_number)
         for worker in self._workers.values():
-            self._ask(worker)
+            self._forward_stop_signal(worker)
 
-    def _ask(self, worker: _Process) -> None:
+    def _forward_stop_signal(self, worker: _WorkerProcess) -> None:
         """Forwards the stop signal to a worker, if this node has received one.
 
         Once the job has begun, a worker receives the signal only when it has connected.  Earlier, the signal would kill
         it, while others with state to save may wait for it.
         """
-        begins = worker.together and worker.born == 0
-        if self._link.asked is not None and (begins or worker.connection is not None):
-            self._signal(worker, self._link.asked)
+        begins = worker.starts_together and worker.rank_generation == 0
+        if self._link.stop_signal is not None and (begins or worker.connection is not None):
+            self._signal(worker, self._link.stop_signal)
 
-    def _size(self) -> dict[str, str]:
+    def _size_variables(self) -> dict[str, str]:
         """Returns variables with the number of workers, which the forkserver needs to check a script's flags."""
         flags = self._flags
         return {
-            environment.SIZE: str(flags.workers),
-            environment.PLACES: str(flags.nnodes),
-            environment.LEAST_PLACES: str(flags.least_nodes),
+            environment.JOB_SIZE: str(flags.max_workers),
+            environment.MAX_NODES: str(flags.nnodes),
+            environment.MIN_NODES: str(flags.min_nodes),
             "LOCAL_WORLD_SIZE": str(flags.nproc_per_node),
         }
 
-    async def _start_zygote(self) -> asyncio.subprocess.Process:
-        return await children.start_reporting(
-            "moc.runtime.zygote",
+    async def _start_forkserver(self) -> asyncio.subprocess.Process:
+        return await child_processes.start_reporting(
+            "moc.runtime.forkserver",
             *self._flags.command,
             stdin=subprocess.PIPE,
-            env=environment.UNLESS_SET | os.environ | environment.SET | self._size(),
+            env=environment.DEFAULT_VARIABLES | os.environ | environment.FIXED_VARIABLES | self._size_variables(),
             pass_fds=(self._lease.descriptor,),
         )
 
-    async def _hear_zygote(self) -> None:
-        answers = self._zygote.stdout
-        assert answers is not None  # a pipe
-        while line := await answers.readline():
-            said = parse(line)
-            self._zygote_said = self._clock.now
-            if "refuses" in said:
-                raise CannotStartError(said["refuses"], said["exit"])
-            if "started" in said:
-                worker = self._workers.get(said["started"])
+    async def _handle_forkserver_events(self) -> None:
+        events = self._forkserver.stdout
+        assert events is not None  # a pipe
+        while line := await events.readline():
+            event = parse(line)
+            self._forkserver_answered_at = self._clock.now
+            if "refuses" in event:
+                raise ProgramRefusedError(event["refuses"], event["exit"])
+            if "started" in event:
+                worker = self._workers.get(event["started"])
                 if worker is None:  # killed before its process existed
-                    os.kill(said["pid"], signal.SIGKILL)
+                    os.kill(event["pid"], signal.SIGKILL)
                     continue
-                worker.pid = said["pid"]
+                worker.pid = event["pid"]
                 _log.info("worker %d is process %d", worker.rank, worker.pid)
-                self._ask(worker)
-            elif "ended" in said and said["ended"] in self._workers:
-                self._has_ended(self._workers[said["ended"]], said["code"])
-        raise LostError(
+                self._forward_stop_signal(worker)
+            elif "ended" in event and event["ended"] in self._workers:
+                self._report_exit(self._workers[event["ended"]], event["code"])
+        raise DependencyLostError(
             "the process that workers are forked from has died. Fix: look at what it wrote above",
             code="zygote-lost",
         )
 
-    def _has_ended(self, worker: _Process, code: int) -> None:
+    def _report_exit(self, worker: _WorkerProcess, code: int) -> None:
         del self._workers[worker.name]
-        self._unnoted[worker.name] = worker, code
-        self._link.tell(**_end_of(worker, code))
+        self._unacknowledged[worker.name] = worker, code
+        self._link.send(**_exit_message(worker, code))
 
-    def _hello(self) -> tuple[dict, list[dict]]:
+    def _make_hello(self) -> tuple[dict, list[dict]]:
         """Returns this node's state for a controller, and messages that an earlier controller may have missed."""
-        there = {one.rank for one in self._workers.values() if not one.guest}  # exits of replaced workers are known
-        dead = [(worker, code) for worker, code in self._unnoted.values() if worker.rank not in there]
-        workers = [worker.told for worker in [*self._workers.values(), *(w for w, _ in dead)]]
-        hello = dict(node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.asked)
-        return hello, [_end_of(worker, code) for worker, code in dead]
+        live_ranks = {
+            one.rank for one in self._workers.values() if not one.is_joining
+        }  # exits of replaced workers are known
+        exited = [(worker, code) for worker, code in self._unacknowledged.values() if worker.rank not in live_ranks]
+        workers = [worker.to_message() for worker in [*self._workers.values(), *(w for w, _ in exited)]]
+        hello = dict(
+            node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.stop_signal
+        )
+        return hello, [_exit_message(worker, code) for worker, code in exited]
 
-    def _obey(self, order: dict) -> None:
+    def _execute(self, order: dict) -> None:
         kind = order["kind"]
         if kind == "start":
             self._start(order)
         elif kind == "kill" and (worker := self._workers.pop(order["worker"], None)):
             self._signal(worker, signal.SIGKILL)
         elif kind == "seat" and (worker := self._workers.get(order["worker"])):
-            worker.rank, worker.born, worker.size = order["rank"], order["generation"], order["size"]
-            worker.guest, worker.helpers = False, order["helpers"]
+            worker.rank, worker.rank_generation, worker.size = order["rank"], order["generation"], order["size"]
+            worker.is_joining, worker.partial_model_parts = False, order["helpers"]
         elif kind == "leave":
             for worker in self._workers.values():
                 self._signal(worker, signal.SIGTERM)
         elif kind == "welcome":
             for worker in self._workers.values():
-                self._pass_on(worker, order)
+                self._forward(worker, order)
         elif kind == "noted":
-            self._unnoted.pop(order["worker"], None)
+            self._unacknowledged.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
             self._generation, self._cause = order["generation"], order.get("cause", self._cause)
             self._reason = order.get("reason", self._reason)
-            self._news = self._clock.now
+            self._notified_at = self._clock.now
             for worker in self._workers.values():
-                worker.gives_back = None if kind == "abort" else worker.gives_back  # needed to resume
-                if kind == "abort" or not worker.guest:
-                    seat = {"rank": worker.rank, "size": worker.size, "helpers": worker.helpers}
-                    self._pass_on(worker, order | {"store": self._controllers[self._link.follows]} | seat)
-        elif kind == "give_up" and not self._ended.done():
-            self._ended.set_exception(GaveUpError(order["why"]))
+                worker.released_memory = None if kind == "abort" else worker.released_memory  # needed to resume
+                if kind == "abort" or not worker.is_joining:
+                    assignment = {"rank": worker.rank, "size": worker.size, "helpers": worker.partial_model_parts}
+                    self._forward(worker, order | {"store": self._controllers[self._link.leader]} | assignment)
+        elif kind == "give_up" and not self._end.done():
+            self._end.set_exception(NodeRemovedError(order["why"]))
         elif kind == "end":
-            self._link.tell("heard")
-            self._link.over = True
-            if not self._ended.done():
-                self._ended.set_result(order)
+            self._link.send("heard")
+            self._link.is_closed = True
+            if not self._end.done():
+                self._end.set_result(order)
 
     def _start(self, order: dict) -> None:
-        born = order["generation"]
-        worker = _Process(order["worker"], self._flags.node_rank, order["rank"], order["together"], born=born)
-        worker.guest, worker.size, worker.helpers = order["guest"], order["size"], order["helpers"]
+        generation = order["generation"]
+        worker = _WorkerProcess(
+            order["worker"], self._flags.node_rank, order["rank"], order["together"], rank_generation=generation
+        )
+        worker.is_joining, worker.size, worker.partial_model_parts = order["guest"], order["size"], order["helpers"]
         self._workers[worker.name] = worker
-        self._generation = max(self._generation, born)
+        self._generation = max(self._generation, generation)
         values = {
             "RANK": worker.rank,
             "LOCAL_RANK": worker.rank % self._flags.nproc_per_node,
@@ -296,145 +303,155 @@ class Agent:
             "LOCAL_WORLD_SIZE": self._flags.nproc_per_node,
             "GROUP_RANK": order["place"],
             environment.NODE: self._flags.node_rank,
-            environment.PLACES: self._flags.nnodes,
-            environment.LEAST_PLACES: self._flags.least_nodes,
+            environment.MAX_NODES: self._flags.nnodes,
+            environment.MIN_NODES: self._flags.min_nodes,
             environment.AGENT: self._address,
             environment.LEASE: self._lease.descriptor,
             environment.WORKER: worker.name,
-            environment.GENERATION: born,
-            environment.TOGETHER: int(worker.together),
-            environment.HELPERS: ",".join(map(str, worker.helpers)),
+            environment.GENERATION: generation,
+            environment.STARTS_TOGETHER: int(worker.starts_together),
+            environment.PARTIAL_MODEL_PARTS: ",".join(map(str, worker.partial_model_parts)),
             environment.REPLICA_SERVER: self._replica_server,
-            environment.SILENCE: self._flags.silence_s,
-        } | self._network()
+            environment.SILENCE_TIMEOUT: self._flags.silence_timeout_s,
+        } | self._interface_variables()
         logs = self._flags.log_dir
         output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")
-        self._order({"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}})
+        self._send_to_forkserver(
+            {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}
+        )
 
-    def _network(self) -> dict[str, str]:
+    def _interface_variables(self) -> dict[str, str]:
         """Returns variables that make gloo and NCCL use the job's interface, not the address of the host's name."""
         name = self._flags.network_interface
-        if name is None and self._link.door is not None:
-            name = name_of_interface(self._link.door.rpartition(":")[0])
-        given = () if self._flags.network_interface is not None else os.environ
-        return {variable: name for variable in environment.INTERFACES if name is not None and variable not in given}
+        if name is None and self._link.liveness_address is not None:
+            name = interface_name(self._link.liveness_address.rpartition(":")[0])
+        preset = () if self._flags.network_interface is not None else os.environ
+        return {variable: name for variable in environment.INTERFACES if name is not None and variable not in preset}
 
-    def _order(self, request: dict) -> None:
-        assert self._zygote.stdin is not None  # a pipe
-        self._zygote.stdin.write(json.dumps(request).encode() + b"\n")
+    def _send_to_forkserver(self, request: dict) -> None:
+        assert self._forkserver.stdin is not None  # a pipe
+        self._forkserver.stdin.write(json.dumps(request).encode() + b"\n")
 
-    async def _serve_worker(self, connection: wire.AsyncConnection) -> None:
+    async def _serve_worker(self, connection: async_connections.AsyncConnection) -> None:
         worker = self._workers.get((await connection.recv()).header["worker"])
         if worker is None:  # killed, but still connecting
             return
-        worker.connection, worker.heard = connection, self._clock.now
-        if worker.born > 0 or not worker.together:
-            self._ask(worker)
+        worker.connection, worker.last_message_at = connection, self._clock.now
+        if worker.rank_generation > 0 or not worker.starts_together:
+            self._forward_stop_signal(worker)
         if self._generation:
-            why = {"cause": self._cause, "reason": self._reason}
-            self._pass_on(worker, {"kind": "abort", "generation": self._generation, **why})
+            notice = {"cause": self._cause, "reason": self._reason}
+            self._forward(worker, {"kind": "abort", "generation": self._generation, **notice})
         while True:
-            said = (await connection.recv()).header
-            worker.heard = self._clock.now
-            if said["kind"] == "built":
-                worker.built, worker.stays = True, said["stays"]
-            elif said["kind"] in ("here", "met", "parted"):
-                setattr(worker, said["kind"], said["generation"])
-            elif said["kind"] == "alive":
-                worker.section, worker.since, worker.waits = said["section"], said["since"], said["waits"]
-                self._limits.learn(said["longest"])
-                worker.iteration = said["iteration"]
-                self._completed(said["iteration"])
-            elif said["kind"] == "gives_back":
-                worker.gives_back = said["memory"]  # reported with the worker's exit, when it takes effect
-            elif said["kind"] == "broken":
-                worker.broken = said["code"]
-                self._kill(worker, said["why"])
-            if said["kind"] not in ("alive", "gives_back", "broken"):
-                self._link.tell(**said, worker=worker.name)
+            message = (await connection.recv()).header
+            worker.last_message_at = self._clock.now
+            if message["kind"] == "built":
+                worker.is_ready, worker.survives_resize = True, message["stays"]
+            elif message["kind"] == "here":
+                worker.reported_generation = message["generation"]
+            elif message["kind"] == "met":
+                worker.connected_generation = message["generation"]
+            elif message["kind"] == "parted":
+                worker.drained_generation = message["generation"]
+            elif message["kind"] == "alive":
+                worker.section, worker.section_s, worker.is_waiting = (
+                    message["section"],
+                    message["since"],
+                    message["waits"],
+                )
+                self._limits.learn(message["longest"])
+                worker.iteration = message["iteration"]
+                self._record_iteration(message["iteration"])
+            elif message["kind"] == "gives_back":
+                worker.released_memory = message["memory"]  # reported with the worker's exit, when it takes effect
+            elif message["kind"] == "broken":
+                worker.error_code = message["code"]
+                self._kill(worker, message["why"])
+            if message["kind"] not in ("alive", "gives_back", "broken"):
+                self._link.send(**message, worker=worker.name)
 
-    def _pass_on(self, worker: _Process, order: dict) -> None:
+    def _forward(self, worker: _WorkerProcess, order: dict) -> None:
         if worker.connection is not None:
             with contextlib.suppress(WireError):  # a disconnected worker's exit is reported separately
                 worker.connection.post(Message(order))
 
-    async def _watch(self) -> None:
-        silence_s = self._flags.silence_s
+    async def _watch_workers(self) -> None:
+        silence_s = self._flags.silence_timeout_s
         while True:
-            await asyncio.sleep(min(WATCHES_S, max(0.05, self._lease.left)))
+            await asyncio.sleep(min(WATCH_INTERVAL_S, max(0.05, self._lease.remaining_s)))
             self._clock.tick()
-            self._watch_zygote()
-            if self._workers and self._lease.left <= 0:  # other workers may have taken their rank blocks
+            self._check_forkserver()
+            if self._workers and self._lease.remaining_s <= 0:  # other workers may have taken their rank blocks
                 for worker in self._workers.values():
-                    self._kill(worker, f"had been without a controller for {Times(silence_s).runs_s:g} s")
+                    self._kill(worker, f"had no controller for {SilenceLimits(silence_s).worker_limit_s:g} s")
             for worker in list(self._workers.values()):
-                silent = self._clock.now - worker.heard
-                if worker.pid is not None and children.is_dying(worker.pid):
+                silent_s = self._clock.now - worker.last_message_at
+                if worker.pid is not None and child_processes.is_dying(worker.pid):
                     self._wait_for_death(worker)
                 # building an index may hold the GIL for minutes
-                elif worker.built and silent > silence_s:
-                    self._kill(worker, f"had said nothing for {silent:.0f} s")
+                elif worker.is_ready and silent_s > silence_s:
+                    self._kill(worker, f"sent no heartbeat for {silent_s:.0f} s")
                 elif worker.section is not None:
-                    self._judge(worker, worker.section, worker.since + silent)
+                    self._check_section(worker, worker.section, worker.section_s + silent_s)
 
-    def _watch_zygote(self) -> None:
-        """Raises LostError if the warm forkserver has not answered for ``silence_s``, or sends a health check."""
-        if self._zygote_said is None:
+    def _check_forkserver(self) -> None:
+        """Raises DependencyLostError if the warm forkserver was silent for ``silence_s``; else sends a health check."""
+        if self._forkserver_answered_at is None:
             return
-        silence_s = self._flags.silence_s
-        if self._clock.now - self._zygote_said > silence_s:
-            raise LostError(
+        silence_s = self._flags.silence_timeout_s
+        if self._clock.now - self._forkserver_answered_at > silence_s:
+            raise DependencyLostError(
                 f"the process that workers are forked from has not answered for {silence_s:g} s. Fix: raise "
                 "--silence-timeout, or look at the load of this machine",
                 code="zygote-lost",
             )
-        self._order({"ask": True})
+        self._send_to_forkserver({"ask": True})
 
-    def _wait_for_death(self, worker: _Process) -> None:
-        """Reports a dying worker as ended after :data:`DIES_S`, since a thread of it may hang in a file system."""
-        if worker.dies_since is None:
-            worker.dies_since = self._clock.now
-        elif self._clock.now - worker.dies_since > DIES_S:
+    def _wait_for_death(self, worker: _WorkerProcess) -> None:
+        """Reports a worker as ended if it outlives :data:`KILL_TIMEOUT_S`: a file system may block its thread."""
+        if worker.dying_since is None:
+            worker.dying_since = self._clock.now
+        elif self._clock.now - worker.dying_since > KILL_TIMEOUT_S:
             _log.warning("worker %d was killed and hangs in the kernel: it is not waited for", worker.rank)
-            self._has_ended(worker, -signal.SIGKILL)
+            self._report_exit(worker, -signal.SIGKILL)
 
-    def _judge(self, worker: _Process, section: str, seconds: float) -> None:
+    def _check_section(self, worker: _WorkerProcess, section: str, seconds: float) -> None:
         """Checks how long a worker has been in its section.
 
         Waiting workers cannot always be distinguished from a hung worker.  So the limit starts a generation without a
         loss: waiting workers wake and rejoin; the hung worker does not rejoin and is killed.
         """
-        met = worker.here == self._generation
-        if seconds <= self._limits.of(section, waits=worker.waits and met):
+        has_reported = worker.reported_generation == self._generation
+        if seconds <= self._limits.limit(section, waits=worker.is_waiting and has_reported):
             return
-        if met:
+        if has_reported:
             how = f"has been in its {section} for {seconds:.0f} s"
-            self._link.tell("hangs", worker=worker.name, generation=self._generation, how=how)
-        elif worker.here < 0 or self._clock.now - self._news > self._flags.silence_s:
-            self._kill(worker, f"had been in its {section} for {seconds:.0f} s")
+            self._link.send("hangs", worker=worker.name, generation=self._generation, how=how)
+        elif worker.reported_generation < 0 or self._clock.now - self._notified_at > self._flags.silence_timeout_s:
+            self._kill(worker, f"was in its {section} for {seconds:.0f} s")
 
-    def _kill(self, worker: _Process, why: str) -> None:
-        if not worker.why_killed:
-            worker.why_killed = why
-            _log.warning("worker %d %s: killed", worker.rank, why)
+    def _kill(self, worker: _WorkerProcess, reason: str) -> None:
+        if not worker.kill_reason:
+            worker.kill_reason = reason
+            _log.warning("worker %d %s: killed", worker.rank, reason)
         self._signal(worker, signal.SIGKILL)
 
-    async def _let_leave(self) -> int:
+    async def _wait_for_exits(self) -> int:
         """Waits a limited time for workers that are about to exit; returns the job's exit code."""
-        end = self._ended.result()
+        end = self._end.result()
         deadline = time.monotonic() + (self._flags.patience_s if end["leaving"] else 0.2)
         while self._workers and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return end["code"]
 
-    def _signal(self, worker: _Process, number: int) -> None:
+    def _signal(self, worker: _WorkerProcess, signal_number: int) -> None:
         if worker.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, number)
+                os.kill(worker.pid, signal_number)
 
 
-def _end_of(worker: _Process, code: int) -> dict:
+def _exit_message(worker: _WorkerProcess, code: int) -> dict:
     """Returns the message that reports a worker's exit."""
-    told = {"why": worker.why_killed, "gives_back": worker.gives_back, "broken": worker.broken}
-    told["iteration"] = worker.iteration
-    return {"kind": "ended", "worker": worker.name, "code": code} | told
+    details = {"why": worker.kill_reason, "gives_back": worker.released_memory, "broken": worker.error_code}
+    details["iteration"] = worker.iteration
+    return {"kind": "ended", "worker": worker.name, "code": code} | details

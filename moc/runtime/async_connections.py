@@ -12,20 +12,27 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from moc.runtime.addresses import candidates, listening_socket, peer_of, reason_of, set_up, short, text_of
-from moc.runtime.connections import AGAIN_S, HANDSHAKE_SECONDS
-from moc.runtime.message import Message
-from moc.runtime.wire import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, PeerGoneError, WireError
+from moc.runtime.addresses import (
+    format_address,
+    listening_socket,
+    peer_name,
+    resolve,
+    set_tcp_options,
+    short_socket_address,
+    socket_error_reason,
+)
+from moc.runtime.connections import HANDSHAKE_TIMEOUT_S, RETRY_S
+from moc.runtime.protocol import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, Message, PeerGoneError, WireError
 
-STRANGERS = 128
+MAX_HANDSHAKES = 128
 """Most peers in the handshake at a time; the oldest is dropped to admit another."""
 
-_PAUSE = 0.2  # seconds to wait after accept() failed, as when descriptors run out
+_ACCEPT_RETRY_S = 0.2  # seconds to wait after accept() failed, as when descriptors run out
 _log = logging.getLogger(__name__)
 
 
 class AsyncConnection:
-    """Message connection over a socket, in one event loop; created by :func:`open` and :func:`serve`.
+    """Message connection over a socket, in one event loop; created by :func:`open_connection` and :func:`serve`.
 
     Any task may send; one task receives. Computing a MAC blocks the event loop for about 0.6 ms per MiB of body.
     """
@@ -52,34 +59,35 @@ class AsyncConnection:
         try:
             await self._writer.drain()
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._disconnected(error) from error
 
-    async def recv(self, silence: float | None = None) -> Message:
+    async def recv(self, silence_s: float | None = None) -> Message:
         """Receives the next message. Cancellation loses no data.
 
         Args:
-            silence: timeout in seconds without any received byte, so a slow message does not time out. None: no limit.
+            silence_s: timeout in seconds without any received byte, so a slow message does not time out. None: no
+                limit.
 
         Raises:
-            TimeoutError: no byte arrived within ``silence``.
+            TimeoutError: no byte arrived within ``silence_s``.
             PeerGoneError: the peer has closed the connection.
             WireError: the peer violated the protocol; the connection is closed.
         """
         while not self._messages:
             try:
-                await asyncio.wait_for(self._read(), silence)
+                await asyncio.wait_for(self._read(), silence_s)
             except TimeoutError as error:
                 if getattr(error, "errno", None) is not None:  # ETIMEDOUT of the kernel: the peer's machine is down
-                    raise self._gone(error) from error
-                raise TimeoutError(f"{self.peer} has sent nothing for {silence:g} s") from None
+                    raise self._disconnected(error) from error
+                raise TimeoutError(f"{self.peer} has sent nothing for {silence_s:g} s") from None
             except OSError as error:
-                raise self._gone(error) from error
+                raise self._disconnected(error) from error
         return self._messages.popleft()
 
     async def _read(self) -> None:
         data = await self._reader.read(READ_BYTES)
         if not data:
-            self._channel.end()
+            self._channel.handle_end()
         try:
             self._messages.extend(self._channel.receive(data))
         except WireError:
@@ -94,12 +102,12 @@ class AsyncConnection:
         """Closes the connection immediately, without flushing."""
         self._writer.transport.abort()
 
-    def _gone(self, error: OSError) -> PeerGoneError:
-        return PeerGoneError(f"the connection with {self.peer} has broken: {reason_of(error)}")
+    def _disconnected(self, error: OSError) -> PeerGoneError:
+        return PeerGoneError(f"the connection with {self.peer} has broken: {socket_error_reason(error)}")
 
 
-async def open(
-    address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
+async def open_connection(
+    address: str, token: bytes, timeout: float = HANDSHAKE_TIMEOUT_S, body_limit: int = DEFAULT_BODY_LIMIT
 ) -> AsyncConnection:
     """Connects to a process of the same job, and authenticates it by the token.
 
@@ -111,21 +119,21 @@ async def open(
     except TimeoutError as error:
         raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
     except OSError as error:
-        raise PeerGoneError(f"{address} cannot be reached: {reason_of(error)}") from error
-    return await _connection(sock, channel, address)
+        raise PeerGoneError(f"{address} cannot be reached: {socket_error_reason(error)}") from error
+    return await _wrap_socket(sock, channel, address)
 
 
-async def ask(address: str, token: bytes, timeout: float) -> dict:
+async def check_health(address: str, token: bytes, timeout: float) -> dict:
     """Sends a health check to a process and returns the header of its answer.
 
     Raises:
         WireError: the process cannot be reached, or does not belong to this job.
         TimeoutError: the process has not answered within ``timeout`` seconds.
     """
-    connection = await open(address, token, timeout)
+    connection = await open_connection(address, token, timeout)
     try:
         await connection.send(Message({"kind": "ask"}))
-        return (await connection.recv(silence=timeout)).header
+        return (await connection.recv(silence_s=timeout)).header
     finally:
         connection.abort()
 
@@ -133,19 +141,19 @@ async def ask(address: str, token: bytes, timeout: float) -> dict:
 class RefusalLog:
     """Rate-limited log of refused peers, which counts excess peers instead of logging them."""
 
-    def __init__(self, most: int = 20, every_s: float = 10.0):
-        self._most, self._every_s = most, every_s
+    def __init__(self, limit: int = 20, interval_s: float = 10.0):
+        self._limit, self._interval_s = limit, interval_s
         self._since, self._count = -math.inf, 0
 
     def __call__(self, peer: str, sentence: str) -> None:
         """Logs the refusal of a peer with a one-sentence reason; called by one thread."""
         now = time.monotonic()
-        if now - self._since > self._every_s:
-            if self._count > self._most:
-                _log.warning("refused %d more peers, in %.0f s", self._count - self._most, now - self._since)
+        if now - self._since > self._interval_s:
+            if self._count > self._limit:
+                _log.warning("refused %d more peers, in %.0f s", self._count - self._limit, now - self._since)
             self._since, self._count = now, 0
         self._count += 1
-        if self._count <= self._most:
+        if self._count <= self._limit:
             _log.warning("refused %s: %s", peer, sentence)
 
 
@@ -160,7 +168,7 @@ async def serve(
     *,
     on_refused: Callable[[str, str], None] = log_refusal,
     body_limit: int = DEFAULT_BODY_LIMIT,
-    handshake_timeout: float = HANDSHAKE_SECONDS,
+    handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     beyond_loopback: bool = False,
     listener: socket.socket | None = None,
 ) -> Server:
@@ -180,7 +188,7 @@ async def serve(
     listener = listener or listening_socket(address, beyond_loopback)
     listener.setblocking(False)
     if listener.family != socket.AF_UNIX:  # port 0 is resolved now; the kernel has another name for a long Unix path
-        address = text_of(listener.family, listener.getsockname())
+        address = format_address(listener.family, listener.getsockname())
     return Server(address, listener, token, on_connection, on_refused, body_limit, handshake_timeout)
 
 
@@ -191,7 +199,7 @@ class Server:
         self.address = address
         self._listener, self._token, self._body_limit = listener, token, body_limit
         self._on_connection, self._on_refused, self._timeout = on_connection, on_refused, handshake_timeout
-        self._strangers: dict[asyncio.Task, str] = {}  # oldest first
+        self._handshakes: dict[asyncio.Task, str] = {}  # oldest first
         self._tasks: set[asyncio.Task] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -218,27 +226,27 @@ class Server:
             try:
                 sock, _ = await loop.sock_accept(self._listener)
             except OSError as error:
-                self._on_refused("a peer", f"it could not be accepted: {reason_of(error)}")
-                await asyncio.sleep(_PAUSE)
+                self._on_refused("a peer", f"it could not be accepted: {socket_error_reason(error)}")
+                await asyncio.sleep(_ACCEPT_RETRY_S)
                 continue
-            self._make_room()
-            peer = peer_of(sock, self.address)
+            self._drop_oldest_handshake()
+            peer = peer_name(sock, self.address)
             task = asyncio.create_task(self._serve(sock, peer))
-            self._strangers[task] = peer
+            self._handshakes[task] = peer
             self._tasks.add(task)
-            task.add_done_callback(self._done)
+            task.add_done_callback(self._finish)
             await asyncio.sleep(0)  # lets the task start, because cancelling an unstarted task would leak the socket
 
-    def _make_room(self) -> None:
-        if len(self._strangers) >= STRANGERS:
-            task = next(iter(self._strangers))
-            self._on_refused(self._strangers.pop(task), f"it made room: {STRANGERS} peers are in the handshake")
+    def _drop_oldest_handshake(self) -> None:
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            task = next(iter(self._handshakes))
+            self._on_refused(self._handshakes.pop(task), f"it made room: {MAX_HANDSHAKES} peers are in the handshake")
             task.cancel()
 
     async def _serve(self, sock: socket.socket, peer: str) -> None:
         channel = Channel(self._token, "server", self._body_limit)
         try:
-            await self._let_in(sock, channel)
+            await self._authenticate(sock, channel)
         except WireError as error:
             sock.close()
             self._on_refused(peer, str(error))
@@ -248,8 +256,8 @@ class Server:
             raise
         own = asyncio.current_task()
         assert own is not None  # in a coroutine
-        self._strangers.pop(own, None)
-        connection = await _connection(sock, channel, peer)
+        self._handshakes.pop(own, None)
+        connection = await _wrap_socket(sock, channel, peer)
         try:
             await self._on_connection(connection)
         except PeerGoneError:
@@ -259,32 +267,32 @@ class Server:
         finally:
             connection.close()
 
-    async def _let_in(self, sock: socket.socket, channel: Channel) -> None:
+    async def _authenticate(self, sock: socket.socket, channel: Channel) -> None:
         try:
-            set_up(sock)
-            await asyncio.wait_for(_shake_hands(sock, channel), self._timeout)
+            set_tcp_options(sock)
+            await asyncio.wait_for(_handshake(sock, channel), self._timeout)
         except TimeoutError as error:
             raise PeerGoneError(f"the peer has not proved itself within {self._timeout:g} s") from error
         except OSError as error:
-            raise PeerGoneError(f"the connection broke during the handshake: {reason_of(error)}") from error
+            raise PeerGoneError(f"the connection broke during the handshake: {socket_error_reason(error)}") from error
 
-    def _done(self, task: asyncio.Task) -> None:
+    def _finish(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
-        self._strangers.pop(task, None)
+        self._handshakes.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler({"message": "serving a connection failed", "exception": error})
 
 
 async def _dial(address: str, channel: Channel) -> socket.socket:
     failure = OSError(f"{address} stands for no address")
-    for family, where in await asyncio.to_thread(candidates, address):
+    for family, socket_address in await asyncio.to_thread(resolve, address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            with short(where) as target:
+            with short_socket_address(socket_address) as target:
                 await _connect(sock, target)
-            set_up(sock)
-            await _shake_hands(sock, channel)
+            set_tcp_options(sock)
+            await _handshake(sock, channel)
             return sock
         except OSError as error:
             sock.close()
@@ -295,30 +303,30 @@ async def _dial(address: str, channel: Channel) -> socket.socket:
     raise failure
 
 
-async def _connect(sock: socket.socket, where: tuple | str) -> None:
+async def _connect(sock: socket.socket, socket_address: tuple | str) -> None:
     """Connects a socket; waits while a Unix socket's queue is full, which asyncio would treat as connected."""
     while sock.family == socket.AF_UNIX:
         try:
-            return sock.connect(where)
+            return sock.connect(socket_address)
         except BlockingIOError:
-            await asyncio.sleep(AGAIN_S)
-    await asyncio.get_running_loop().sock_connect(sock, where)
+            await asyncio.sleep(RETRY_S)
+    await asyncio.get_running_loop().sock_connect(sock, socket_address)
 
 
-async def _shake_hands(sock: socket.socket, channel: Channel) -> None:
+async def _handshake(sock: socket.socket, channel: Channel) -> None:
     """Performs the handshake on the socket; a stream would read too much from an unauthenticated peer."""
     loop = asyncio.get_running_loop()
     while True:
         await loop.sock_sendall(sock, channel.handshake_bytes())
         if channel.is_open:
             return
-        if data := await loop.sock_recv(sock, channel.wants):
+        if data := await loop.sock_recv(sock, channel.bytes_wanted):
             channel.receive(data)
         else:
-            channel.end()
+            channel.handle_end()
 
 
-async def _connection(sock: socket.socket, channel: Channel, peer: str) -> AsyncConnection:
+async def _wrap_socket(sock: socket.socket, channel: Channel, peer: str) -> AsyncConnection:
     try:
         reader, writer = await asyncio.open_connection(sock=sock, limit=READ_BYTES)
     except BaseException:

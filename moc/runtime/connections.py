@@ -10,16 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from moc.runtime.addresses import candidates, reason_of, set_up, short
-from moc.runtime.message import Message
-from moc.runtime.wire import DEFAULT_BODY_LIMIT, Channel, PeerGoneError, WireError
+from moc.runtime.addresses import resolve, set_tcp_options, short_socket_address, socket_error_reason
+from moc.runtime.protocol import DEFAULT_BODY_LIMIT, Channel, Message, PeerGoneError, WireError
 
-HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_TIMEOUT_S = 5.0
 
-AGAIN_S = 0.05
+RETRY_S = 0.05
 """Seconds between two attempts to connect."""
 
-PATIENCE_S = 60.0
+CONNECT_TIMEOUT_S = 60.0
 """Seconds for a process of the same node to start, or for a hung process to be restarted."""
 
 
@@ -53,7 +52,7 @@ class Connection:
             try:
                 _send_all(self._socket, buffers)
             except OSError as error:  # stays open, because the peer's last messages may still be readable
-                raise self._gone(error) from error
+                raise self._disconnected(error) from error
             except BaseException:  # a partially sent message makes the stream unusable
                 self.close()
                 raise
@@ -71,14 +70,14 @@ class Connection:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._messages:
-            self._wait(deadline)
+            self._wait_readable(deadline)
             try:
-                data = self._socket.recv(self._channel.wants)
+                data = self._socket.recv(self._channel.bytes_wanted)
             except OSError as error:
-                raise self._gone(error) from error
+                raise self._disconnected(error) from error
             if not data:
-                self._check_ours()
-                self._channel.end()
+                self._check_not_closed()
+                self._channel.handle_end()
             try:
                 self._messages.extend(self._channel.receive(data))
             except WireError:
@@ -103,7 +102,7 @@ class Connection:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _wait(self, deadline: float | None) -> None:
+    def _wait_readable(self, deadline: float | None) -> None:
         if deadline is None:
             return  # recv() itself blocks
         # a socket timeout would also apply to sending threads
@@ -111,22 +110,22 @@ class Connection:
         try:
             poll.register(self._socket, select.POLLIN)
         except ValueError:  # already closed
-            self._check_ours()
+            self._check_not_closed()
             raise
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError("no message has come in time")
+            raise TimeoutError("no message has arrived in time")
 
-    def _check_ours(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise PeerGoneError(f"this process has closed the connection with {self.peer}")
 
-    def _gone(self, error: OSError) -> PeerGoneError:
-        self._check_ours()
-        return PeerGoneError(f"the connection with {self.peer} has broken: {reason_of(error)}")
+    def _disconnected(self, error: OSError) -> PeerGoneError:
+        self._check_not_closed()
+        return PeerGoneError(f"the connection with {self.peer} has broken: {socket_error_reason(error)}")
 
 
 def connect(
-    address: str, token: bytes, timeout: float = HANDSHAKE_SECONDS, body_limit: int = DEFAULT_BODY_LIMIT
+    address: str, token: bytes, timeout: float = HANDSHAKE_TIMEOUT_S, body_limit: int = DEFAULT_BODY_LIMIT
 ) -> Connection:
     """Connects to a process of the same job, and authenticates it by the token.
 
@@ -146,7 +145,7 @@ def connect(
     try:
         sock = _dial(address, deadline)
         try:
-            _shake_hands(sock, channel, deadline)
+            _handshake(sock, channel, deadline)
             sock.settimeout(None)
         except BaseException:
             sock.close()
@@ -154,36 +153,38 @@ def connect(
     except TimeoutError as error:
         raise PeerGoneError(f"{address} has not answered within {timeout:g} s") from error
     except OSError as error:
-        raise PeerGoneError(f"{address} cannot be reached: {reason_of(error)}") from error
+        raise PeerGoneError(f"{address} cannot be reached: {socket_error_reason(error)}") from error
     return Connection(sock, channel, address)
 
 
-def patiently[T](attempt: Callable[[], T], patience_s: float = PATIENCE_S, unless: type[OSError] | tuple[()] = ()) -> T:
+def retry_connect[T](
+    attempt: Callable[[], T], timeout_s: float = CONNECT_TIMEOUT_S, except_cause: type[OSError] | tuple[()] = ()
+) -> T:
     """Repeats an attempt to connect, because the peer may not listen yet or may have too many peers.
 
     Args:
         attempt: calls :func:`connect`; repeated if it raises :class:`PeerGoneError`.
-        patience_s: seconds after which the error is raised.
-        unless: cause of an error that is raised immediately.
+        timeout_s: seconds after which the error is raised.
+        except_cause: cause of an error that is raised immediately.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return attempt()
         except PeerGoneError as error:
-            if isinstance(error.__cause__, unless) or time.monotonic() > deadline:
+            if isinstance(error.__cause__, except_cause) or time.monotonic() > deadline:
                 raise
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_S)
 
 
 def _dial(address: str, deadline: float) -> socket.socket:
     failure = OSError(f"{address} stands for no address")
-    for family, where in candidates(address):
+    for family, socket_address in resolve(address):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            with short(where) as target:
+            with short_socket_address(socket_address) as target:
                 _connect(sock, target, deadline)
-            set_up(sock)
+            set_tcp_options(sock)
             return sock
         except OSError as error:
             sock.close()
@@ -191,29 +192,29 @@ def _dial(address: str, deadline: float) -> socket.socket:
     raise failure
 
 
-def _connect(sock: socket.socket, where: tuple | str, deadline: float) -> None:
+def _connect(sock: socket.socket, socket_address: tuple | str, deadline: float) -> None:
     """Connects a socket; waits while a Unix socket's queue is full, which the kernel reports as an error."""
     while True:
-        _limit(sock, deadline)
+        _set_timeout(sock, deadline)
         try:
-            return sock.connect(where)
+            return sock.connect(socket_address)
         except BlockingIOError:
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
 
 
-def _shake_hands(sock: socket.socket, channel: Channel, deadline: float) -> None:
+def _handshake(sock: socket.socket, channel: Channel, deadline: float) -> None:
     while True:
-        _limit(sock, deadline)
+        _set_timeout(sock, deadline)
         sock.sendall(channel.handshake_bytes())
         if channel.is_open:
             return
-        if data := sock.recv(channel.wants):
+        if data := sock.recv(channel.bytes_wanted):
             channel.receive(data)
         else:
-            channel.end()
+            channel.handle_end()
 
 
-def _limit(sock: socket.socket, deadline: float) -> None:
+def _set_timeout(sock: socket.socket, deadline: float) -> None:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError

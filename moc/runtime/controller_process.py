@@ -9,14 +9,14 @@ import socket
 import time
 
 from moc.errors import with_code
-from moc.runtime import children
-from moc.runtime.addresses import listening_socket, text_of
-from moc.runtime.controller import STEPS_DOWN
-from moc.runtime.controller_link import LostError
-from moc.runtime.election import Times
-from moc.runtime.flags import Flags
+from moc.runtime import child_processes
+from moc.runtime.addresses import format_address, listening_socket
+from moc.runtime.controller import STEPPED_DOWN
+from moc.runtime.controller_link import DependencyLostError
+from moc.runtime.election import SilenceLimits
+from moc.runtime.flags import LauncherFlags
 
-_LIVES_S, _MOST_S = 5.0, 10.0
+_HEALTHY_S, _MAX_BACKOFF_S = 5.0, 10.0
 
 _log = logging.getLogger("moc")
 
@@ -28,7 +28,7 @@ class ControllerProcess:
         endpoints: addresses of all candidates; this candidate's address has its actual port.
     """
 
-    def __init__(self, flags: Flags, token: bytes):
+    def __init__(self, flags: LauncherFlags, token: bytes):
         self._flags, self._token = flags, token
         self._process: asyncio.subprocess.Process | None = None
         self._listener: socket.socket | None = None
@@ -53,56 +53,56 @@ class ControllerProcess:
         """Starts the process.
 
         Raises:
-            LostError: the process does not start.
+            DependencyLostError: the process does not start.
             OSError: the address cannot be bound.
         """
         host = self._address.rpartition(":")[0]
-        beyond = host not in ("127.0.0.1", "localhost", "[::1]")
+        beyond_loopback = host not in ("127.0.0.1", "localhost", "[::1]")
         if self._listener is None:  # stays open in this process to reserve the port across restarts
-            self._listener = await asyncio.to_thread(listening_socket, self._address, beyond)
-            port = text_of(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
+            self._listener = await asyncio.to_thread(listening_socket, self._address, beyond_loopback)
+            port = format_address(self._listener.family, self._listener.getsockname()).rpartition(":")[2]
             self.endpoints[self._flags.node_rank] = f"{host}:{port}"
         flags, descriptor = self._flags, self._listener.fileno()
-        self._process = await children.start_reporting(
+        self._process = await child_processes.start_reporting(
             *("moc.runtime.controller", "--listen", self._address, "--listen-fd", str(descriptor)),
-            *("--nnodes", f"{flags.least_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
+            *("--nnodes", f"{flags.min_nodes}:{flags.nnodes}", "--nproc-per-node", str(flags.nproc_per_node)),
             *("--spares", str(flags.spares), "--max-restarts", str(flags.max_restarts)),
             *("--max-standstill", str(flags.max_standstill)),
-            *("--silence-timeout", str(flags.silence_s), "--max-wait", str(flags.max_wait_s)),
+            *("--silence-timeout", str(flags.silence_timeout_s), "--max-wait", str(flags.max_wait_s)),
             *("--grow-wait", str(flags.grow_wait_s)),
             *("--candidate", f"{flags.node_rank}/{len(self.endpoints)}"),
-            *(["--beyond-loopback"] if beyond else []),
+            *(["--beyond-loopback"] if beyond_loopback else []),
             pass_fds=(descriptor,),
         )
         assert self._process.stdout is not None  # a pipe
         if not (await self._process.stdout.readline()).strip():
-            raise LostError(
+            raise DependencyLostError(
                 f"the controller does not start at {self._address}. Fix: look at what it wrote above",
                 code="controller-cannot-start",
             )
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Restarts the controller when it dies or hangs, until the job is over.  Agents restore its state."""
         pause = 0.0
         while True:
             begun = time.monotonic()
-            why = await self._end()
+            why = await self._wait_until_ended()
             if why is None:
                 return
             if why:
                 _log.warning("the controller %s: started again", why)
             # back off if it dies repeatedly
-            pause = 0.0 if time.monotonic() - begun > _LIVES_S else min(_MOST_S, 2 * pause + 0.1)
+            pause = 0.0 if time.monotonic() - begun > _HEALTHY_S else min(_MAX_BACKOFF_S, 2 * pause + 0.1)
             await asyncio.sleep(pause if pause > 0.1 else 0)
             try:
                 await self.start()
-            except LostError as error:
+            except DependencyLostError as error:
                 _log.error("%s", with_code(error))
 
-    async def _end(self) -> str | None:
+    async def _wait_until_ended(self) -> str | None:
         """Waits for the process to end; returns the reason, empty if it stepped down, or None if the job is over."""
         assert self._process is not None  # it was started
-        hangs_s = Times(self._flags.silence_s).hangs_s
-        why = await children.until_over(self._process, self._address, self._token, hangs_s / 2, hangs_s)
+        hangs_s = SilenceLimits(self._flags.silence_timeout_s).controller_timeout_s
+        why = await child_processes.wait_or_kill(self._process, self._address, self._token, hangs_s / 2, hangs_s)
         code = self._process.returncode
-        return None if code == 0 else "" if code == STEPS_DOWN else why
+        return None if code == 0 else "" if code == STEPPED_DOWN else why

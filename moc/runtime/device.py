@@ -1,7 +1,11 @@
-"""Checks whether this worker's compute device still works.
+"""Waits for and checks this worker's compute device, and the values that collectives compute on it.
 
 A CUDA context fails in every call after its first failure: a device-side assert, an uncorrectable memory error, or the
 loss of a peer's memory.  Only another process gets a new context.
+
+After an abort, values are undefined (:mod:`moc.runtime.groups`).  Code that uses values on the host, or installs them
+in state that outlives the generation, calls :func:`synchronize_and_check` or :func:`copy_to_host`.  Nothing else
+detects that the generation ended meanwhile.
 """
 
 from __future__ import annotations
@@ -9,8 +13,11 @@ from __future__ import annotations
 import threading
 
 import torch
+import torch.distributed as dist
 
-PATIENCE_S = 60.0
+from moc.runtime.process_group import Group
+
+SYNCHRONIZE_TIMEOUT_S = 60.0
 """Seconds to wait for enqueued work; kernels of aborted groups end immediately."""
 
 
@@ -30,19 +37,19 @@ def query(device: torch.device) -> None:
         torch.cuda.current_stream(device).query()
 
 
-def check(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     """Raises BrokenDeviceError if the device is known to have failed; does not wait."""
     try:
         query(device)
     except RuntimeError as error:
-        raise _broken(error) from error
+        raise _broken_device_error(error) from error
 
 
-def check_patiently(device: torch.device, patience_s: float = PATIENCE_S) -> None:
+def check_with_timeout(device: torch.device, timeout_s: float = SYNCHRONIZE_TIMEOUT_S) -> None:
     """Waits for all enqueued work, with a timeout.
 
     Raises:
-        BrokenDeviceError: the device has failed, or does not answer within ``patience_s``.
+        BrokenDeviceError: the device has failed, or does not answer within ``timeout_s``.
     """
     failures: list[RuntimeError | None] = []
 
@@ -53,20 +60,50 @@ def check_patiently(device: torch.device, patience_s: float = PATIENCE_S) -> Non
         except RuntimeError as error:
             failures.append(error)
 
-    waiting = threading.Thread(target=wait, name="device", daemon=True)
-    waiting.start()
-    waiting.join(patience_s)
+    thread = threading.Thread(target=wait, name="device", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
     if not failures:
-        raise BrokenDeviceError(f"has a device that has not answered for {patience_s:g} s")
+        raise BrokenDeviceError(f"has a device that has not answered for {timeout_s:g} s")
     if failures[0] is not None:
-        raise _broken(failures[0]) from failures[0]
+        raise _broken_device_error(failures[0]) from failures[0]
 
 
-def denies(error: Exception) -> bool:
+def is_device_error(error: Exception) -> bool:
     """Returns whether an error reports an unusable device, such as one that is no longer on the bus."""
     kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
     return kind is not None and isinstance(error, kind)
 
 
-def _broken(error: Exception) -> BrokenDeviceError:
+def _broken_device_error(error: Exception) -> BrokenDeviceError:
     return BrokenDeviceError(f"has a device that does not work any more ({str(error).strip().partition(chr(10))[0]})")
+
+
+def synchronize_and_check(device: torch.device) -> None:
+    """Waits until all work enqueued on this process's device is complete; checks that this process has not aborted it.
+
+    Raises:
+        Aborted: the generation of our groups is over, so results are undefined.
+    """
+    synchronize(device)
+    check_generation()
+
+
+def copy_to_host(values: torch.Tensor) -> torch.Tensor:
+    """Copies values to host memory, which waits for the device; checks that this process has not aborted them.
+
+    Peers may have aborted them, unless all workers agree on the values later, as in a commit all-reduce.
+
+    Raises:
+        Aborted: the generation of our groups is over, so the values are undefined.
+    """
+    copied = values.cpu()
+    check_generation()
+    return copied
+
+
+def check_generation() -> None:
+    """Raises Aborted if this generation is over; on a GPU, results of collectives may then be undefined."""
+    world = dist.group.WORLD
+    if isinstance(world, Group):
+        world.connected_group()

@@ -11,22 +11,22 @@ WORKER = "MOC_WORKER"
 GENERATION = "MOC_GENERATION"
 """Number of the generation that a worker was started for."""
 
-TOGETHER = "MOC_TOGETHER"
+STARTS_TOGETHER = "MOC_TOGETHER"
 """1 if all workers start together; 0 for a replacement, which initializes independently."""
 
 NODE = "MOC_NODE"
 """Number of the worker's node; several nodes may share a machine, and the number does not determine ranks."""
 
-PLACES = "MOC_PLACES"
+MAX_NODES = "MOC_PLACES"
 """Number of rank blocks of the job, which is the number of training nodes if none is missing."""
 
-LEAST_PLACES = "MOC_LEAST_PLACES"
+MIN_NODES = "MOC_LEAST_PLACES"
 """Fewest nodes that the job continues on after it has lost the others."""
 
-SIZE = "MOC_SIZE"
+JOB_SIZE = "MOC_SIZE"
 """Number of workers of the job with all nodes, for the forkserver."""
 
-HELPERS = "MOC_HELPERS"
+PARTIAL_MODEL_PARTS = "MOC_HELPERS"
 """Comma-separated model parts of the partial-model nodes, which are the last nodes in the order of ranks."""
 
 REPLICA_SERVER = "MOC_REPLICA_SERVER"
@@ -35,13 +35,13 @@ REPLICA_SERVER = "MOC_REPLICA_SERVER"
 LEASE = "MOC_LEASE"
 """Descriptor of the shared memory with the lease of this node's workers."""
 
-SILENCE = "MOC_SILENCE_TIMEOUT"
+SILENCE_TIMEOUT = "MOC_SILENCE_TIMEOUT"
 """Seconds of silence after which a worker or a node is lost (``--silence-timeout``)."""
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables with the network interfaces of gloo and NCCL."""
 
-UNLESS_SET = {
+DEFAULT_VARIABLES = {
     # Each generation has its own threads. With one glibc heap arena per thread, long-lived allocations pin otherwise
     # free pages: memory in use stays constant, but resident memory grows by 20 MB in 50 generations.
     "MALLOC_ARENA_MAX": "1",
@@ -50,19 +50,19 @@ UNLESS_SET = {
 }
 """Environment of workers, unless the launcher's environment sets these variables."""
 
-SET = {
+FIXED_VARIABLES = {
     # the NVML-based check does not initialize CUDA, so forked workers can use CUDA
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 """Environment of workers, regardless of the launcher's environment."""
 
 
-def numbers_of_nodes() -> tuple[int, int]:
+def node_limits() -> tuple[int, int]:
     """Returns MIN and MAX of the job's nodes, for its workers; equal if the number of nodes is fixed."""
-    return int(os.environ.get(LEAST_PLACES, "1")), int(os.environ.get(PLACES, "1"))
+    return int(os.environ.get(MIN_NODES, "1")), int(os.environ.get(MAX_NODES, "1"))
 
 
-def fewest_nodes() -> int | None:
+def min_nodes() -> int | None:
     """Returns MIN of a job with MIN to MAX nodes, which continues after lost nodes; None if the number is fixed."""
-    least, most = numbers_of_nodes()
+    least, most = node_limits()
     return least if least < most else None

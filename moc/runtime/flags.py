@@ -8,31 +8,31 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Flags:
+class LauncherFlags:
     """Parsed command line."""
 
     nnodes: int  # most nodes that train
-    least_nodes: int  # fewest nodes that train
+    min_nodes: int  # fewest nodes that train
     nproc_per_node: int
     spares: int  # additional nodes, which wait until a node is lost
     node_rank: int  # number of this node, spares last; ranks follow from its rank block, not from this
     endpoints: tuple[str, ...]  # host:port of each controller candidate, from node 0 on; port 0 for any free one
-    own_controllers: bool  # candidates run on the job's nodes; otherwise controllers are started separately
-    alone: bool  # single-machine job, whose spares are child processes of this launcher
+    runs_controllers: bool  # candidates run on the job's nodes; otherwise controllers are started separately
+    is_single_machine: bool  # single-machine job, whose spares are child processes of this launcher
     max_restarts: int  # lost workers that are replaced before the job gives up
     max_standstill: int  # generations in a row that may lose a worker at one iteration before the job gives up
     log_dir: Path | None  # for the workers' output; None to inherit this process's streams
-    silence_s: float  # seconds of silence after which a worker or a node is lost
-    hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.hangs
+    silence_timeout_s: float  # seconds of silence after which a worker or a node is lost
+    hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.progress
     max_wait_s: float  # seconds to wait for missing nodes
     grow_wait_s: float  # seconds to wait for more nodes, once enough or new nodes have joined
     patience_s: float  # seconds for a lost controller to return, and for workers to exit
     network_interface: str | None  # for traffic between workers; None for the interface to the controller
-    own: list[str]  # the flags as given, for spares
+    launcher_arguments: list[str]  # the flags as given, for spares
     command: list[str]  # script and arguments
 
     @property
-    def workers(self) -> int:
+    def max_workers(self) -> int:
         """Number of workers of the job with all nodes."""
         return self.nnodes * self.nproc_per_node
 
@@ -42,15 +42,15 @@ class Flags:
         return self.nnodes + self.spares > 1
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
+def parse_node_range(text: str) -> tuple[int, int]:
     """Parses ``--nnodes``: ``MAX``, or ``MIN:MAX`` if training continues on fewer nodes; returns both.
 
     Raises:
         argparse.ArgumentTypeError: the text has neither form.
     """
-    least, _, most = text.rpartition(":")
+    minimum, _, maximum = text.rpartition(":")
     try:
-        numbers = int(least or most), int(most)
+        numbers = int(minimum or maximum), int(maximum)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor MIN:MAX") from None
     if not 1 <= numbers[0] <= numbers[1]:

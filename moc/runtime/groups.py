@@ -16,11 +16,11 @@ of a generation and the beginning of the next, every use raises :class:`Aborted`
     groups.begin(store, generation=2)
 
 **Valid results.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued.  After an
-abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.results` synchronizes
+abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.device` synchronizes
 and checks.  Results up to then are valid once all peers have done so and confirmed it in host memory
-(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.agreement.settled_among`.
+(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.collectives.synchronize_group`.
 
-**Exceptions.**  :class:`Aborted`: this generation is over.  :class:`Suspicion`, in a generation that was not aborted: a
+**Exceptions.**  :class:`Aborted`: this generation is over.  :class:`PeerFailure`: the generation was not aborted, but a
 peer may be lost, which the controller must confirm.
 
 **Store.**  Another process must serve the store.  Connections that this process accepts while it connects would be
@@ -29,6 +29,7 @@ treated as gloo's and shut down with them.  The same holds for TCP connections t
 
 from __future__ import annotations
 
+import hmac
 import os
 import threading
 from collections import deque
@@ -41,14 +42,59 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import host_group, sealed_objects
+from moc.runtime import host_group
 from moc.runtime.abort import NCCL_FLAGS
-from moc.runtime.generation import Generation, backend_config
-from moc.runtime.group import Aborted, Group, Suspicion
-from moc.runtime.interruptible import CalledAway
+from moc.runtime.device import copy_to_host
+from moc.runtime.generation import CallInterrupted, Generation, backend_config
+from moc.runtime.process_group import Aborted, Group, PeerFailure
 from moc.runtime.progress import PROGRESS
 
-__all__ = ["Aborted", "Group", "Groups", "Suspicion"]
+_OBJECT_MAC_BYTES = 32
+
+
+class ObjectAuthenticationError(RuntimeError):
+    """An object was not sent by a worker of this job, in this generation and to this group."""
+
+
+def authenticated_object_functions(
+    token: bytes, scope_of: Callable[[Any], tuple[str, int, str]]
+) -> dict[str, Callable]:
+    """Returns authenticating versions of the two functions of ``distributed_c10d`` that convert all objects.
+
+    Args:
+        token: the job's secret.
+        scope_of: returns the job's id, the generation and the name of a group; its argument is None for the world.
+    """
+    key = hmac.digest(token, b"objects of groups", "sha256")
+    to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
+
+    def mac_of(pickled: bytes, group) -> bytes:
+        job, generation, name = scope_of(group)
+        return hmac.digest(key, f"{job} {generation} {name} ".encode() + pickled, "sha256")
+
+    def to_authenticated_tensor(obj, device, group, *more):  # torch passes weights_only from 2.14 on
+        pickled, _ = to_tensor(obj, torch.device("cpu"), group, *more)
+        data = pickled.numpy().tobytes()
+        authenticated = torch.frombuffer(bytearray(data + mac_of(data, group)), dtype=torch.uint8)
+        authenticated = authenticated.to(
+            device, copy=True
+        )  # torch resizes it to the largest object, which a buffer does not allow
+        return authenticated, torch.tensor([authenticated.numel()], dtype=torch.int64, device=device)
+
+    def to_verified_object(tensor, tensor_size, group, *more):
+        data = copy_to_host(tensor).numpy().tobytes()[: int(copy_to_host(tensor_size))]
+        pickled, seal = data[:-_OBJECT_MAC_BYTES], data[-_OBJECT_MAC_BYTES:]
+        if not hmac.compare_digest(seal, mac_of(pickled, group)):
+            _, generation, name = scope_of(group)
+            raise ObjectAuthenticationError(
+                f"an object in {name} is not of a worker of this job in generation {generation}"
+            )
+        return to_object(torch.frombuffer(bytearray(pickled), dtype=torch.uint8), len(pickled), group, *more)
+
+    return {"_object_to_tensor": to_authenticated_tensor, "_tensor_to_object": to_verified_object}
+
+
+__all__ = ["Aborted", "Group", "Groups", "PeerFailure"]
 
 _BACKENDS = ("gloo", "nccl")
 
@@ -64,7 +110,7 @@ class Groups:
         backend: default backend of a group, ``gloo`` or ``nccl``.
         timeout: default timeout of a group's operations.
         device: compute device of this process, which NCCL connects.
-        token: the job's secret, which authenticates pickled objects (:mod:`moc.runtime.sealed_objects`); or None.
+        token: the job's secret, which authenticates pickled objects (:func:`authenticated_object_functions`); or None.
         collectives_only: descriptions of groups used only for collectives, in the same order on all members.  They
             connect at their first use, not at the beginning of a generation.
         unbatched: descriptions of groups whose members transfer to their neighbours outside of batches.
@@ -84,15 +130,15 @@ class Groups:
         collectives_only: Collection[str] = (),
         unbatched: Collection[str] = (),
     ):
-        self._rank, self._size, self._backend = _checked_rank(rank, size), size, _checked_backend(backend)
+        self._rank, self._size, self._backend = _validate_rank(rank, size), size, _validate_backend(backend)
         self._timeout, self._device, self._token = timeout, device, token
         self._collectives_only, self._unbatched = collectives_only, unbatched
         self._groups: list[Group] = []  # of this rank, in order of creation
         self._job = ""
         self._created = 0  # equal on all ranks
-        self._moving: deque[Group] = deque()  # groups that will get other members, in order of creation
+        self._recreated: deque[Group] = deque()  # groups that will get other members, in order of creation
         self._generation: Generation | None = None
-        self._over: int | None = None  # generations up to this one are over
+        self._aborted_generation: int | None = None  # generations up to this one are over
         self._lock = threading.Lock()
         self._replaced: dict[str, Callable] = {}  # torch.distributed's functions before install()
 
@@ -105,27 +151,28 @@ class Groups:
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is initialised already: install Groups instead of initialising it")
         os.environ.update(NCCL_FLAGS)
-        PROGRESS.use(self._device)
-        ours = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
+        PROGRESS.use_stream_of(self._device)
+        replacements = {"new_group": self.new_group, "batch_isend_irecv": _batch_isend_irecv}
         if self._token is not None:
-            ours |= sealed_objects.functions(self._token, self._where)
-        self._replaced = {name: getattr(c10d, name) for name in ours}
-        _replace(ours)
-        world, host = self._groups_of_all()
+            replacements |= authenticated_object_functions(self._token, self._object_scope)
+        self._replaced = {name: getattr(c10d, name) for name in replacements}
+        _replace_functions(replacements)
+        world, host = self._create_world_groups()
         c10d._update_default_pg(world)
-        host_group.use(host)
+        host_group.set_host_group(host)
 
-    def _groups_of_all(self) -> tuple[Group, Group | None]:
+    def _create_world_groups(self) -> tuple[Group, Group | None]:
         """Returns the group of all ranks, and a second group in host memory unless the first uses gloo."""
         world = self.new_group(group_desc="default_pg")
         host = None if self._backend == "gloo" else self.new_group(backend="gloo", group_desc="host_pg")
         assert isinstance(world, Group) and (host is None or isinstance(host, Group))  # every rank is a member
         return world, host
 
-    def _where(self, group: Group | None) -> tuple[str, int, str]:
-        asked: Any = group or dist.group.WORLD
-        asked.live()  # raises if the generation is over, since an object just copied from a device may be undefined
-        return self._job, self.generation or 0, asked.group_name
+    def _object_scope(self, group: Group | None) -> tuple[str, int, str]:
+        target: Any = group or dist.group.WORLD
+        # raises if the generation is over, since an object just copied from a device may be undefined
+        target.connected_group()
+        return self._job, self.generation or 0, target.group_name
 
     def destroy(self) -> None:
         """Frees all groups and uninitializes torch.distributed.  No other thread may be using a group.
@@ -135,8 +182,8 @@ class Groups:
         """
         if dist.is_initialized():
             dist.destroy_process_group()
-        _replace(self._replaced)
-        host_group.use(None)
+        _replace_functions(self._replaced)
+        host_group.set_host_group(None)
         self._end_generation()
         self._groups, self._replaced = [], {}
 
@@ -147,7 +194,7 @@ class Groups:
 
     def check(self) -> None:
         """Raises Aborted if the current generation is over or none has begun."""
-        if self._generation is None or self._generation.over:
+        if self._generation is None or self._generation.is_over:
             raise Aborted(f"generation {self.generation} is over: unwind and begin the next one")
 
     def new_group(
@@ -167,7 +214,7 @@ class Groups:
 
         Args:
             ranks: global ranks of its members; None for all.  Negative ranks are vacant positions: see
-                :class:`moc.runtime.group.Group`.
+                :class:`moc.runtime.process_group.Group`.
             timeout: timeout of its operations.
             backend: ``gloo``, ``nccl``, or None for the backend of the world group.
             pg_options: ``ProcessGroupNCCL.Options``; gloo has none.
@@ -185,14 +232,14 @@ class Groups:
         """
         if use_local_synchronization:
             raise ValueError("groups are named by order of creation: call new_group without use_local_synchronization")
-        backend = _checked_backend(backend or self._backend)
-        members = self._checked_ranks(range(self._size) if ranks is None else ranks, sort_ranks)
+        backend = _validate_backend(backend or self._backend)
+        members = self._validate_ranks(range(self._size) if ranks is None else ranks, sort_ranks)
         name = f"group{self._created}"
         self._created += 1
         if self._rank not in members:
             return dist.GroupMember.NON_GROUP_MEMBER
-        if self._moving:
-            group = self._moved(name, members, group_desc)
+        if self._recreated:
+            group = self._recreate(name, members, group_desc)
         else:
             group = Group(
                 name,
@@ -207,11 +254,11 @@ class Groups:
             )
         self._groups.append(group)
         _register(group)
-        if self._generation is not None and not self._generation.over and not group.lacks_members:
+        if self._generation is not None and not self._generation.is_over and not group.has_vacant_positions:
             self._connect([group], name, members, group.timeout)
         return group
 
-    def move(self, rank: int, size: int) -> None:
+    def change_rank(self, rank: int, size: int) -> None:
         """Changes this process's rank and the world size, between two generations.
 
         The program then creates its groups again in the same order.  :meth:`new_group` returns the same objects, which
@@ -221,22 +268,22 @@ class Groups:
             ValueError: the rank is invalid.
         """
         self._end_generation()
-        self._rank, self._size = _checked_rank(rank, size), size
-        self._moving, self._groups, self._created = deque(self._present()), [], 0
-        for group in self._moving:
+        self._rank, self._size = _validate_rank(rank, size), size
+        self._recreated, self._groups, self._created = deque(self._existing()), [], 0
+        for group in self._recreated:
             _unregister(group)
-        self._groups_of_all()
+        self._create_world_groups()
 
-    def _moved(self, name: str, members: list[int], description: str | None) -> Group:
-        group = self._moving.popleft()
+    def _recreate(self, name: str, members: list[int], description: str | None) -> Group:
+        group = self._recreated.popleft()
         if group.group_desc != (description or "undefined"):
             raise RuntimeError(
                 f"{description} is created in place of {group}: create groups in the same order as before"
             )
-        group.move(name, members, self._rank)
+        group.set_members(name, members, self._rank)
         return group
 
-    def _present(self) -> list[Group]:
+    def _existing(self) -> list[Group]:
         """Returns the groups of this rank that were not destroyed."""
         return [group for group in self._groups if group in c10d._world.pg_map]
 
@@ -253,21 +300,21 @@ class Groups:
             Aborted: :meth:`abort` was called meanwhile, or earlier for this generation.
             RuntimeError: a peer or the store could not be reached.  The generation has no connections.
         """
-        if self._moving:
-            raise RuntimeError(f"{self._moving[0]} was not created again after the move to {self._size} ranks")
+        if self._recreated:
+            raise RuntimeError(f"{self._recreated[0]} was not created again after the move to {self._size} ranks")
         self._end_generation()
         self._job = job
         with self._lock:
-            if self._over is not None and generation <= self._over:
+            if self._aborted_generation is not None and generation <= self._aborted_generation:
                 raise Aborted(f"generation {generation} is over before it began: wait for the next one")
             self._generation = Generation(generation, store, self._rank, self._device)
-        self._groups = self._present()
+        self._groups = self._existing()
         for group in self._groups:
             group.connection = None
             # left by an exception within coalescing; operations would be recorded but not issued
             c10d._world.pg_coalesce_state.pop(group, None)
-        there = [group for group in self._groups if not group.lacks_members]
-        self._connect(there, "all", list(range(self._size)), self._timeout)
+        connectable = [group for group in self._groups if not group.has_vacant_positions]
+        self._connect(connectable, "all", list(range(self._size)), self._timeout)
 
     def abort(self, generation: int | None = None) -> None:
         """Ends a generation: wakes threads that wait in it with an exception, and makes later uses raise ``Aborted``.
@@ -287,11 +334,13 @@ class Groups:
                 if current is None:
                     return
                 generation = current.number
-            self._over = generation if self._over is None else max(self._over, generation)
-            if current is None or current.number > self._over:
+            self._aborted_generation = (
+                generation if self._aborted_generation is None else max(self._aborted_generation, generation)
+            )
+            if current is None or current.number > self._aborted_generation:
                 return
-            current.over = True
-        current.end()
+            current.is_over = True
+        current.abort()
 
     def _end_generation(self) -> None:
         self.abort()
@@ -305,40 +354,40 @@ class Groups:
         generation = self._generation
         assert generation is not None  # set by begin()
         try:
-            connections = generation.deputy.do(lambda: generation.connect(groups, key, ranks, timeout))
-        except (CalledAway, RuntimeError) as error:
-            if generation.over:
+            connections = generation.deputy.run(lambda: generation.connect(groups, key, ranks, timeout))
+        except (CallInterrupted, RuntimeError) as error:
+            if generation.is_over:
                 raise Aborted(f"generation {generation.number} ended while it began: wait for the next one") from error
             raise
-        generation.keep(connections)
+        generation.add_connections(connections)
         for group, connection in zip(groups, connections, strict=True):
             assert connection.store is not None  # set for a new connection
             group.connection = connection
             c10d._world.pg_map[group] = (group.backend, connection.store)
 
-    def _checked_ranks(self, ranks: Iterable[int], sort: bool) -> list[int]:
+    def _validate_ranks(self, ranks: Iterable[int], sort: bool) -> list[int]:
         members = list(ranks)
         if sort and min(members, default=0) >= 0:
             members.sort()
-        strangers = [rank for rank in members if rank >= self._size]
-        if strangers or not members or len(set(members)) != len(members):
+        invalid = [rank for rank in members if rank >= self._size]
+        if invalid or not members or len(set(members)) != len(members):
             raise ValueError(f"a group has different ranks from 0 to {self._size - 1}, each once, and not {members}")
         return members
 
 
-def _checked_rank(rank: int, size: int) -> int:
+def _validate_rank(rank: int, size: int) -> int:
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} is not one of a world of {size}: give a rank from 0 to {size - 1}")
     return rank
 
 
-def _checked_backend(backend: str) -> str:
+def _validate_backend(backend: str) -> str:
     if str(backend) not in _BACKENDS:
         raise ValueError(f"groups cannot use the backend {backend}: choose one of {', '.join(_BACKENDS)}")
     return str(backend)
 
 
-def _replace(functions: dict[str, Callable]) -> None:
+def _replace_functions(functions: dict[str, Callable]) -> None:
     for name, function in functions.items():
         if hasattr(dist, name):
             setattr(dist, name, function)

@@ -1,4 +1,4 @@
-"""A worker's view of its job: its rank, its connections to other workers, and recovery from lost workers."""
+"""A worker's job: its rank, its connections to other workers, recovery from lost workers, and its position."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime import host_group
-from moc.runtime.exchange import from_rank0
+from moc.runtime.host_group import broadcast_from_rank0
 
-_JOB = "moc/job"
+_LAUNCH_KEY = "moc/job"
 """Key of the launch's id, in a store that outlives workers."""
 
 
@@ -30,15 +30,15 @@ class Interruption:
         generation: generation that began with it.
         cause: a value of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
         reason: a sentence about the loss.
-        noticed_s: seconds from the abort message until this worker had unwound.
-        met_s: seconds from then until all workers were reconnected.
+        detection_s: seconds from the abort message until this worker had unwound.
+        reconnection_s: seconds from then until all workers were reconnected.
     """
 
     generation: int
     cause: str
     reason: str
-    noticed_s: float
-    met_s: float
+    detection_s: float
+    reconnection_s: float
 
 
 class Job:
@@ -49,21 +49,21 @@ class Job:
         size: number of workers.
         id: unique id of the launch, equal on all its workers; set by :meth:`connect`.
         term: controller epoch and generation; only grows within a launch, and differs between its worlds.
-        regroup: callback that creates the program's process groups again, in the original order, when the number of
-            workers has changed; None if this process then cannot continue.
-        parts: nodes per copy of the program's model; must be set before :meth:`connect`.  When that returns, the
-            workers outside partial-model nodes form complete copies.
+        recreate_groups: callback that creates the program's process groups again, in the original order, when the
+            number of workers has changed; None if this process then cannot continue.
+        nodes_per_model: nodes per copy of the program's model; must be set before :meth:`connect`.  When that returns,
+            the workers outside partial-model nodes form complete copies.
         collectives_only: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
         unbatched: as in :class:`moc.runtime.groups.Groups`; must be set before :meth:`connect`.
-        helpers: model part of each partial-model node; these are the last nodes in rank order
-            (:mod:`moc.runtime.seats`).
+        partial_model_parts: model part of each partial-model node; these are the last nodes in rank order
+            (:mod:`moc.runtime.seating`).
     """
 
-    regroup: Callable[[], None] | None = None
-    parts: int = 1
+    recreate_groups: Callable[[], None] | None = None
+    nodes_per_model: int = 1
     collectives_only: Collection[str] = ()
     unbatched: Collection[str] = ()
-    helpers: tuple[int, ...] = ()
+    partial_model_parts: tuple[int, ...] = ()
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -73,32 +73,32 @@ class Job:
         """Initializes ``torch.distributed`` with a backend, ``gloo`` or ``nccl``, and the timeout of a collective."""
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        device_id, store, mine = device if backend == "nccl" else None, None, secrets.token_hex(8)
+        device_id, store, new_id = device if backend == "nccl" else None, None, secrets.token_hex(8)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             # torchrun's store outlives workers, and still holds addresses of earlier attempts
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             server = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
-            self.id = server.compare_set(_JOB, "", mine).decode()
+            self.id = server.compare_set(_LAUNCH_KEY, "", new_id).decode()
             store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
         if backend != "gloo":
-            host_group.use(dist.new_group(backend="gloo", timeout=timeout))
+            host_group.set_host_group(dist.new_group(backend="gloo", timeout=timeout))
         if not self.id:  # no store outlives these workers, so they are the only ones of the launch
-            self.id = from_rank0(mine)
+            self.id = broadcast_from_rank0(new_id)
 
     @property
-    def others_wait(self) -> bool:
+    def joins_running_job(self) -> bool:
         """Whether this worker joins others that already train: as a replacement, or on a new node."""
         return False
 
     @property
-    def has_begun_before(self) -> bool:
+    def is_restart(self) -> bool:
         """Whether earlier workers of this launch may have trained."""
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
-    def built(self) -> Interruption | None:
+    def report_ready(self) -> Interruption | None:
         """Reports that this worker is ready to train, and waits until all workers are.
 
         Returns:
@@ -106,33 +106,59 @@ class Job:
         """
         return None
 
-    def go_on_after(self, error: Exception) -> Interruption:
+    def rejoin_after(self, error: Exception) -> Interruption:
         """Waits until the job is complete again, if a lost worker caused the error; otherwise raises the error."""
         raise error
 
     @property
-    def guests_wait(self) -> bool:
+    def has_scale_up_notice(self) -> bool:
         """Whether this worker has received a notice that joining workers are ready."""
         return False
 
-    def meet_guests(self) -> Interruption:
+    def admit_joining_workers(self) -> Interruption:
         """Leaves this generation between two iterations, and waits until all old and joining workers are connected.
 
         All workers call it after the same iteration, on which they agree in a commit all-reduce.
         """
-        raise RuntimeError("only a job that goes on in the same processes has guests")
+        raise RuntimeError("only a job that continues in the same processes has joining workers")
 
     def start_over(self) -> NoReturn:
         """Ends this process to be replaced; raises RuntimeError if the launcher replaces no workers."""
         raise RuntimeError("only a worker of a job that replaces workers can start over")
 
-    def gives_back(self, memory: Path) -> None:
+    def allow_memory_release(self, memory: Path) -> None:
         """Allows nodes to free the run's memory when the job ends, since storage has all of it.
 
-        The path is equal on all nodes: :func:`moc.store.tiers.memory_of_run`.
+        The path is equal on all nodes: :func:`moc.store.host_memory.memory_path_of_run`.
         """
 
     def leave(self) -> None:
         """Leaves the job after its work is done."""
-        host_group.use(None)
+        host_group.set_host_group(None)
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class World:
+    """This worker's position in ``job``.  Ranks and sizes are as in torch.distributed and megatron-core.
+
+    ``data_size`` counts the copies of the model that compute samples.  Other workers of a pipeline stage *help*: they
+    have higher data-parallel ranks, and no samples.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    job: Job
+
+    @property
+    def is_partial_model(self) -> bool:
+        """Whether this worker belongs to no complete copy of the model."""
+        return self.data_rank >= self.data_size

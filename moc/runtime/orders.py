@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 
 class Cause(StrEnum):
@@ -17,10 +18,10 @@ class Cause(StrEnum):
     NODE_LOST = "node-lost"
     NODE_GAVE_UP = "node-gave-up"
     NODE_JOINED = "node-joined"
-    NODES_CAME = "nodes-came"
+    NODES_ARRIVED = "nodes-came"
     NODES_WAITED = "nodes-waited"
     NODE_MOVES = "node-moves"
-    GUESTS_LOST = "guests-lost"
+    JOINING_NODES_LOST = "guests-lost"
     NODES_REFUSED = "nodes-refused"
     PARTS_CHANGED = "parts-changed"
     STORE_LOST = "store-lost"
@@ -28,11 +29,11 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Why:
+class GenerationReason:
     """Cause of a new generation, as a code (also of an error) and as a sentence."""
 
     cause: str
-    sentence: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class StartWorker:
     worker: str  # unique name
     rank: int
     generation: int
-    together: bool  # all workers start now; otherwise it initializes separately
-    place: int  # rank block of the node
+    starts_together: bool  # all workers start now; otherwise it initializes separately
+    rank_block: int  # rank block of the node
     size: int  # number of workers
-    guest: bool = False  # it initializes while others train, and gets a rank when it is ready
-    helpers: tuple[int, ...] = ()  # model part of each partial-model node; these are the last nodes
+    is_joining: bool = False  # it initializes while others train, and gets a rank when it is ready
+    partial_model_parts: tuple[int, ...] = ()  # model part of each partial-model node; these are the last nodes
 
 
 @dataclass(frozen=True)
-class Seat:
+class AssignRank:
     """Order to a node to continue a worker under another rank, starting with a generation."""
 
     node: int
@@ -59,16 +60,16 @@ class Seat:
     rank: int
     generation: int
     size: int  # number of workers
-    helpers: tuple[int, ...] = ()  # as in StartWorker
+    partial_model_parts: tuple[int, ...] = ()  # as in StartWorker
 
 
 @dataclass(frozen=True)
-class Leave:
+class SaveAndExit:
     """Order to all nodes to ask the workers to save and exit, since more are about to start."""
 
 
 @dataclass(frozen=True)
-class Welcome:
+class ScaleUpNotice:
     """Order to all workers to leave this generation after an iteration, since joining workers are ready."""
 
     generation: int
@@ -83,11 +84,11 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class GiveUp:
+class RemoveNode:
     """Order to a node to leave the job, since one of its devices is broken."""
 
     node: int
-    why: str  # one sentence, and the code of the error
+    reason: str  # one sentence, and the code of the error
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class Go:
+class Connect:
     """Order to all workers to connect, since all have reported."""
 
     generation: int
@@ -112,33 +113,67 @@ class End:
 
     code: int  # exit code of the job
     reason: str  # one sentence, with the code of an error of the job itself; empty on success
-    leaving: bool  # workers are about to exit on their own, and get time to do so
-    gives_back: str | None = None  # the run's memory on each node, if workers have released it
-    asked: int | None = None  # number of the signal that requested this end; launchers report it
+    workers_exiting: bool  # workers are about to exit on their own, and get time to do so
+    released_memory: str | None = None  # the run's memory on each node, if workers have released it
+    stop_signal: int | None = None  # number of the signal that requested this end; launchers report it
+
+    def to_message(self) -> dict:
+        """Returns its description in messages and in the controller's state."""
+        return {
+            "code": self.code,
+            "reason": self.reason,
+            "leaving": self.workers_exiting,
+            "gives_back": self.released_memory,
+            "asked": self.stop_signal,
+        }
+
+    @classmethod
+    def from_message(cls, values: dict) -> End:
+        """Returns the order of a description."""
+        return cls(*(values[key] for key in ("code", "reason", "leaving", "gives_back", "asked")))
 
 
-Order = StartWorker | Seat | Leave | Welcome | Kill | GiveUp | Abort | Go | End
+Order = StartWorker | AssignRank | SaveAndExit | ScaleUpNotice | Kill | RemoveNode | Abort | Connect | End
 
 
 @dataclass
-class Worker:
+class WorkerRecord:
     """A live worker."""
 
     name: str  # name of the process
     node: int
     rank: int
-    together: bool  # started with all others
-    built: bool = False  # ready to train, and so able to survive the loss of others
-    here: int = -1  # generation in which it last reported
-    met: int = -1  # generation in which it last connected with the others
-    parted: int = -1  # generation that it last left after an iteration, for joining workers
-    born: int = 0  # generation in which it got its rank
-    stays: bool = False  # the program continues in the same processes when their number changes
-    guest: bool = False  # initializes on a new node, and belongs to no generation yet
+    starts_together: bool  # started with all others
+    is_ready: bool = False  # ready to train, and so able to survive the loss of others
+    reported_generation: int = -1  # generation in which it last reported
+    connected_generation: int = -1  # generation in which it last connected with the others
+    drained_generation: int = -1  # generation that it last left after an iteration, for joining workers
+    rank_generation: int = 0  # generation in which it got its rank
+    survives_resize: bool = False  # the program continues in the same processes when their number changes
+    is_joining: bool = False  # initializes on a new node, and belongs to no generation yet
     size: int = 0  # number of workers in the generations of its rank
-    helpers: Sequence[int] = ()  # as StartWorker.helpers, in these generations
+    partial_model_parts: Sequence[int] = ()  # as StartWorker.helpers, in these generations
 
-    @property
-    def told(self) -> dict:
-        """Description that an agent sends to its controller."""
-        return {each.name: getattr(self, each.name) for each in fields(Worker)}
+    def to_message(self) -> dict:
+        """Returns the description that an agent sends to its controller."""
+        return {_WIRE_NAMES.get(each.name, each.name): getattr(self, each.name) for each in fields(WorkerRecord)}
+
+    @classmethod
+    def from_message(cls, values: dict[str, Any]) -> WorkerRecord:
+        """Returns the worker of a description; raises TypeError if it is malformed."""
+        names = {key: name for name, key in _WIRE_NAMES.items()}
+        return cls(**{names.get(key, key): value for key, value in values.items()})
+
+
+_WIRE_NAMES = {
+    "starts_together": "together",
+    "is_ready": "built",
+    "reported_generation": "here",
+    "connected_generation": "met",
+    "drained_generation": "parted",
+    "rank_generation": "born",
+    "survives_resize": "stays",
+    "is_joining": "guest",
+    "partial_model_parts": "helpers",
+}
+"""Keys of a worker's fields in messages, if they differ from the names."""

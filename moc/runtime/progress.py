@@ -1,6 +1,7 @@
-"""Records progress of the compute thread: its section, the time in it, and whether it waits for other workers.
+"""Detects hung workers: progress of the compute thread, and time limits of its sections.
 
-progress("step")        # enters this section, and completes the previous one
+``progress("step")`` enters this section, and completes the previous one.  The worker reports its section, the time in
+it, and whether it waits for other workers.  The agent compares the time with the limit of the section.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moc import stream
+from moc.errors import UserError
 from moc.stream import StreamSpans
 
 if TYPE_CHECKING:
@@ -22,12 +25,12 @@ class Progress:
     """Progress of the compute thread, which writes it; another thread reads it."""
 
     def __init__(self):
-        self._at: tuple[str | None, float] = None, time.monotonic()
+        self._section_since: tuple[str | None, float] = None, time.monotonic()
         self._longest: dict[str, float] = {}
-        self._waits, self._waited_s = False, 0.0
+        self._is_waiting, self._waited_s = False, 0.0
         self._iteration: int | None = None
         self._unreported = threading.Event()
-        self._on_stream: StreamSpans | None = None
+        self._stream_spans: StreamSpans | None = None
         self._lock = threading.Lock()
 
     @property
@@ -44,28 +47,28 @@ class Progress:
         """Waits until there is an iteration to report, at most for ``timeout`` seconds."""
         self._unreported.wait(timeout)
 
-    def use(self, device: torch.device) -> None:
+    def use_stream_of(self, device: torch.device) -> None:
         """Also counts waits of this device's stream."""
         mark = stream.marker_of(device)
-        self._on_stream = None if mark is None else StreamSpans(mark)
+        self._stream_spans = None if mark is None else StreamSpans(mark)
 
     def enter(self, section: str) -> None:
         """Enters a section, possibly the same one; completes the previous one and records its duration."""
-        before, since = self._at
+        before, since = self._section_since
         self._begin(section)
         if before is not None:
-            self._longest[before] = max(self._longest.get(before, 0.0), self._at[1] - since)
+            self._longest[before] = max(self._longest.get(before, 0.0), self._section_since[1] - since)
 
-    def forget(self, section: str | None = None) -> None:
+    def discard(self, section: str | None = None) -> None:
         """Discards an interrupted section's duration, and enters the given section, if any."""
-        if self._on_stream is not None:
-            self._on_stream.clear()
+        if self._stream_spans is not None:
+            self._stream_spans.clear()
         self._begin(section)
 
     def _begin(self, section: str | None) -> None:
         with self._lock:
-            self._waited_on_stream()
-            self._at, self._waited_s = (section, time.monotonic()), 0.0
+            self._take_stream_waits()
+            self._section_since, self._waited_s = (section, time.monotonic()), 0.0
 
     @contextlib.contextmanager
     def waiting(self, on_stream: bool = False) -> Iterator[None]:
@@ -75,12 +78,14 @@ class Progress:
             on_stream: the block enqueues an operation in which the device's stream waits.
         """
         begun = time.monotonic()
-        self._waits = True
+        self._is_waiting = True
         try:
-            with self._on_stream.span() if on_stream and self._on_stream is not None else contextlib.nullcontext():
+            with (
+                self._stream_spans.span() if on_stream and self._stream_spans is not None else contextlib.nullcontext()
+            ):
                 yield
         finally:
-            self._waits = False
+            self._is_waiting = False
             with self._lock:
                 self._waited_s += time.monotonic() - begun
 
@@ -93,18 +98,83 @@ class Progress:
         """
         self._unreported.clear()
         with self._lock:
-            waits = self._waits or (self._on_stream is not None and self._on_stream.under_way)
-            self._waited_s += self._waited_on_stream()
-            section, since = self._at
+            waits = self._is_waiting or (self._stream_spans is not None and self._stream_spans.under_way)
+            self._waited_s += self._take_stream_waits()
+            section, since = self._section_since
             seconds = max(0.0, time.monotonic() - since - self._waited_s)
         longest = dict(self._longest)
         return dict(section=section, since=seconds, waits=waits, longest=longest, iteration=self.iteration)
 
-    def _waited_on_stream(self) -> float:
-        return 0.0 if self._on_stream is None else self._on_stream.take()
+    def _take_stream_waits(self) -> float:
+        return 0.0 if self._stream_spans is None else self._stream_spans.take()
 
 
 PROGRESS = Progress()
 """Progress of this process, which has one compute thread."""
 
 progress = PROGRESS.enter
+
+
+class HangCapError(UserError, ValueError):
+    """The longest times of sections are invalid."""
+
+
+HANG_CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
+"""Upper limits of the time in a section, in seconds, by section."""
+
+LEARNED_SECTIONS = ("step", "evaluation")
+"""Sections of steady duration; the duration of others depends on the amount to build or write."""
+
+HANG_FACTOR, HANG_FLOOR_S = 10.0, 60.0
+"""A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
+
+
+def parse_hang_caps(text: str) -> dict[str, float]:
+    """Returns the default caps, updated from text such as ``step=600,save=1800``.
+
+    Raises:
+        ValueError: a section is unknown, or a value is not a positive number of seconds.
+    """
+    caps = dict(HANG_CAPS)
+    for part in filter(None, text.split(",")):
+        section, _, seconds = part.partition("=")
+        if section not in HANG_CAPS:
+            known = f"{', '.join(HANG_CAPS)}, as in step=600,save=1800"
+            raise HangCapError(
+                f"there is no section {section!r}. Fix: name some of {known}",
+                code="hang-timeout-malformed",
+            )
+        try:
+            caps[section] = float(seconds)
+        except ValueError:
+            raise HangCapError(
+                f"{part!r} has no number of seconds. Fix: write {section}=600",
+                code="hang-timeout-malformed",
+            ) from None
+        if not caps[section] > 0:
+            raise HangCapError(
+                f"{part!r} leaves no time. Fix: give a positive number of seconds",
+                code="hang-timeout-malformed",
+            )
+    return caps
+
+
+@dataclass
+class HangLimits:
+    """Time limits in seconds, by section, learned from workers' reports."""
+
+    caps: dict[str, float]
+    longest: dict[str, float] = field(default_factory=dict)  # measured by any worker of this node
+
+    def learn(self, longest: dict[str, float]) -> None:
+        """Merges a worker's measured durations."""
+        for section in LEARNED_SECTIONS:
+            if section in longest:
+                self.longest[section] = max(self.longest.get(section, 0.0), longest[section])
+
+    def limit(self, section: str, waits: bool) -> float:
+        """Returns the seconds that a worker may stay in a section; a waiting worker gets the largest cap."""
+        if waits or section not in self.caps:
+            return max(self.caps.values())
+        cap, longest = self.caps[section], self.longest.get(section)
+        return cap if longest is None else min(cap, max(HANG_FLOOR_S, HANG_FACTOR * longest))

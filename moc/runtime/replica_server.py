@@ -2,8 +2,8 @@
 
 Each node has one, started by its agent, so that copies take no time of the workers' interpreters.  It listens on:
 
-* a Unix socket, for workers of this node: *offer* registers a directory in memory and cancels pending orders for that
-  node, and *pull* copies a snapshot into it.  The agent's health check is *ask*;
+* a Unix socket, for workers of this node (:class:`ReplicaClient`): *offer* registers a directory in memory and cancels
+  pending orders for that node, and *pull* copies a snapshot into it.  The agent's health check is *ask*;
 * a port, for the replica servers of other nodes: only reads of snapshot files in the offered directories.
 """
 
@@ -11,28 +11,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
 import time
 from pathlib import Path
 
+from moc.cli_output import Parser, log_to_stderr
 from moc.errors import UserError, cause_of, with_code
-from moc.output import Parser, log_to_stderr
-from moc.runtime import async_connections as wire
-from moc.runtime import children
-from moc.runtime.addresses import address_of_interface, interface_towards
-from moc.runtime.exit_codes import FAILED
-from moc.runtime.job_token import token_from_environment
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, AbsentError, Pulled, Wanted, file_in, part_of, pull
-from moc.runtime.wire import WireError
-from moc.store.errors import NO_ROOM, CheckpointError, DamagedRegionError, NoRoomError
+from moc.runtime import async_connections, child_processes, environment
+from moc.runtime.addresses import interface_address, local_address_towards
+from moc.runtime.connections import Connection, connect, retry_connect
+from moc.runtime.protocol import Message, WireError, token_from_environment
+from moc.runtime.replica_transfer import (
+    REQUEST_BYTES,
+    AbsentError,
+    CopyRequest,
+    CopyResult,
+    copy_snapshot,
+    snapshot_file,
+    snapshots_directory,
+)
+from moc.runtime.termination import FAILED
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, DamagedTensorError, InsufficientMemoryError
 
-_AGAIN_S = 0.02
-_TELL_S = 5.0
-_ASK_S = 5.0
-_HANGS_S = 15.0
+_RETRY_S = 0.02
+_WARN_AFTER_S = 5.0
+_HEALTH_CHECK_S = 5.0
+_HANG_TIMEOUT_S = 15.0
 
 _log = logging.getLogger("moc")
 
@@ -47,16 +54,16 @@ class ReplicaServer:
     def __init__(self, token: bytes, address: str = ""):
         self._token, self.address = token, address
         self._roots: dict[str, Path] = {}
-        self._leaders: dict[str, wire.AsyncConnection] = {}
-        self._orders: dict[str, set[asyncio.Task]] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._clients: dict[str, async_connections.AsyncConnection] = {}
+        self._pending: dict[str, set[asyncio.Task]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
-    async def serve_reads(self, connection: wire.AsyncConnection) -> None:
+    async def serve_reads(self, connection: async_connections.AsyncConnection) -> None:
         """Serves another replica server."""
         while True:
             await connection.send(self._read((await connection.recv()).header))
 
-    async def serve_orders(self, connection: wire.AsyncConnection) -> None:
+    async def serve_orders(self, connection: async_connections.AsyncConnection) -> None:
         """Executes the orders of the worker that leads a node; cancels pending ones when it disconnects."""
         node = None
         try:
@@ -66,61 +73,65 @@ class ReplicaServer:
                     connection.post(Message({"kind": "well"}))
                 elif order["kind"] == "offer":
                     node = order["node"]
-                    await self._rest(node)
-                    self._roots[node], self._leaders[node] = Path(order["root"]), connection
+                    await self._cancel_orders(node)
+                    self._roots[node], self._clients[node] = Path(order["root"]), connection
                     connection.post(Message({"kind": "offered", "address": self.address}))
                 elif node is None:
                     raise WireError("the worker gives an order before it has offered anything")
                 elif order["kind"] == "pull":
-                    task = asyncio.create_task(self._follow(node, Wanted(**order["wanted"]), connection))
-                    self._orders[node].add(task)
-                    task.add_done_callback(self._orders[node].discard)
+                    task = asyncio.create_task(self._execute(node, CopyRequest(**order["wanted"]), connection))
+                    self._pending[node].add(task)
+                    task.add_done_callback(self._pending[node].discard)
         finally:
-            if node is not None and self._leaders.get(node) is connection:
-                await self._rest(node)
+            if node is not None and self._clients.get(node) is connection:
+                await self._cancel_orders(node)
 
-    async def _rest(self, node: str) -> None:
+    async def _cancel_orders(self, node: str) -> None:
         """Cancels all orders for a node, and waits until none is pending."""
-        orders = list(self._orders.setdefault(node, set()))
+        orders = list(self._pending.setdefault(node, set()))
         for order in orders:
             order.cancel()
         await asyncio.gather(*orders, return_exceptions=True)
-        self._turns[node] = asyncio.Lock()
+        self._locks[node] = asyncio.Lock()
 
-    async def _follow(self, node: str, wanted: Wanted, connection: wire.AsyncConnection) -> None:
-        async with self._turns[node]:
+    async def _execute(self, node: str, request: CopyRequest, connection: async_connections.AsyncConnection) -> None:
+        async with self._locks[node]:
             begun = time.perf_counter()
             try:
-                pulled = await self._pull(node, wanted)
+                pulled = await self._copy(node, request)
                 answer = {"kind": "pulled", "seconds": time.perf_counter() - begun, **pulled._asdict()}
-            except (AbsentError, CheckpointError, DamagedRegionError, WireError, ValueError, OSError) as error:
-                no_room = isinstance(error, NoRoomError) or isinstance(error, OSError) and error.errno in NO_ROOM
+            except (AbsentError, CheckpointError, DamagedTensorError, WireError, ValueError, OSError) as error:
+                no_room = (
+                    isinstance(error, InsufficientMemoryError)
+                    or isinstance(error, OSError)
+                    and error.errno in OUT_OF_SPACE_ERRNOS
+                )
                 answer = {"kind": "failed", "why": with_code(error), "no_room": no_room}
         with contextlib.suppress(WireError):
             connection.post(Message(answer))
 
-    async def _pull(self, node: str, wanted: Wanted) -> Pulled:
-        root, own = self._roots[node], None if node == wanted.of else self._roots[node]
-        tell_at = time.monotonic() + _TELL_S
+    async def _copy(self, node: str, request: CopyRequest) -> CopyResult:
+        root, own = self._roots[node], None if node == request.of else self._roots[node]
+        warn_at = time.monotonic() + _WARN_AFTER_S
         while True:
             try:
-                return await pull(wanted, self._token, part_of(root, node, wanted.of), own)
+                return await copy_snapshot(request, self._token, snapshots_directory(root, node, request.of), own)
             except (AbsentError, WireError) as error:  # the holder may still commit, or be restarted
-                if not wanted.patient:
+                if not request.patient:
                     raise
-                if time.monotonic() > tell_at:
-                    _log.warning("node %s waits for the snapshot of node %s: %s", node, wanted.of, error)
-                    tell_at = float("inf")
-                await asyncio.sleep(_AGAIN_S)
+                if time.monotonic() > warn_at:
+                    _log.warning("node %s waits for the snapshot of node %s: %s", node, request.of, error)
+                    warn_at = float("inf")
+                await asyncio.sleep(_RETRY_S)
 
-    def _read(self, asked: dict) -> Message:
+    def _read(self, request: dict) -> Message:
         try:
-            root = self._roots[asked["node"]]
+            root = self._roots[request["node"]]
         except (KeyError, TypeError):
             return Message({"kind": "absent"})
         try:
-            where = (asked[name] for name in ("node", "of", "iteration", "file"))
-            return _piece(file_in(root, *where), asked["start"], min(asked["bytes"], CHUNK))
+            where = (request[name] for name in ("node", "of", "iteration", "file"))
+            return _read_range(snapshot_file(root, *where), request["start"], min(request["bytes"], REQUEST_BYTES))
         except FileNotFoundError:
             return Message({"kind": "absent"})
         except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:
@@ -128,7 +139,7 @@ class ReplicaServer:
             return Message({"kind": "refused", "why": cause_of(error)})
 
 
-def _piece(path: Path, start: int, nbytes: int) -> Message:
+def _read_range(path: Path, start: int, nbytes: int) -> Message:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         return Message({"kind": "data", "size": os.fstat(descriptor).st_size}, os.pread(descriptor, nbytes, start))
@@ -136,8 +147,8 @@ def _piece(path: Path, start: int, nbytes: int) -> Message:
         os.close(descriptor)
 
 
-async def keep(
-    controllers: list[str], orders: str, token: bytes, hangs_s: float = _HANGS_S, interface: str | None = None
+async def run_replica_server(
+    controllers: list[str], orders: str, token: bytes, timeout_s: float = _HANG_TIMEOUT_S, interface: str | None = None
 ) -> None:
     """Runs a replica server as a child process, restarted at the same address when it dies or hangs.
 
@@ -145,42 +156,44 @@ async def keep(
         controllers: addresses; reads are served on the interface that routes to the first one that resolves.
         orders: ``unix:/path`` for the workers of this node.
         token: the job's secret.
-        hangs_s: seconds without an answer after which it is killed.
+        timeout_s: seconds without an answer after which it is killed.
         interface: name of another network interface for reads.
 
     Raises:
         OSError: it cannot be started, or there is no such interface.
     """
-    host = address_of_interface(interface) if interface is not None else await _interface_towards(controllers)
+    host = interface_address(interface) if interface is not None else await _local_address_towards(controllers)
     listen = f"{host}:0"
     while True:
         command = "moc.runtime.replica_server", "--listen", listen, "--orders", orders
-        process = await children.start_reporting(*command)
+        process = await child_processes.start_reporting(*command)
         try:
             assert process.stdout is not None  # a pipe
             address = (await process.stdout.readline()).decode().strip()
             if address:
                 listen = address
-                why = await children.until_over(process, orders, token, min(_ASK_S, hangs_s), hangs_s)
+                reason = await child_processes.wait_or_kill(
+                    process, orders, token, min(_HEALTH_CHECK_S, timeout_s), timeout_s
+                )
             elif listen.endswith(":0"):
                 raise ReplicaServerError(
                     f"the replica server does not start at {listen}. Fix: look at what it wrote above",
                     code="replica-server-cannot-start",
                 )
             else:  # another process has taken its port
-                why, listen = "cannot listen where it was", f"{listen.rpartition(':')[0]}:0"
+                reason, listen = "cannot listen where it was", f"{listen.rpartition(':')[0]}:0"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        _log.warning("what keeps copies of snapshots %s: started again", why)
+        _log.warning("the replica server %s: it is started again", reason)
 
 
-async def _interface_towards(controllers: list[str]) -> str:
+async def _local_address_towards(controllers: list[str]) -> str:
     while True:
         for controller in controllers:
             with contextlib.suppress(OSError):  # the host may not resolve yet; the agent reports it if it never does
-                return await asyncio.to_thread(interface_towards, controller)
+                return await asyncio.to_thread(local_address_towards, controller)
         await asyncio.sleep(0.5)
 
 
@@ -188,18 +201,18 @@ async def _serve(listen: str, orders: str, token: bytes) -> None:
     replica_server = ReplicaServer(token)
     # reads use the interface towards the controller, which is loopback only if the controller's is
     async with (
-        await wire.serve(listen, token, replica_server.serve_reads, beyond_loopback=True) as reads,
-        await wire.serve(orders, token, replica_server.serve_orders),
+        await async_connections.serve(listen, token, replica_server.serve_reads, beyond_loopback=True) as reads,
+        await async_connections.serve(orders, token, replica_server.serve_orders),
     ):
         replica_server.address = reads.address
-        with open(children.reports(), "w") as agent:
+        with open(child_processes.report_descriptor(), "w") as agent:
             agent.write(f"{reads.address}\n")
         await asyncio.Event().wait()
 
 
 def main() -> None:
     """Runs a replica server as a separate process."""
-    children.belong()
+    child_processes.attach_to_parent()
     parser = Parser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--listen", required=True)
     parser.add_argument("--orders", required=True)
@@ -213,3 +226,49 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+class ReplicaClient:
+    """Sends orders for the node that this worker leads, from one thread at a time; closing it cancels pending ones.
+
+    Args:
+        connection: connection to the replica server.
+        node: name of the node.
+        root: directory of its memory.
+
+    Attributes:
+        address: address for reads by other nodes' replica servers.
+    """
+
+    def __init__(self, connection: Connection, node: str, root: Path):
+        self._connection = connection
+        connection.send(Message({"kind": "offer", "node": node, "root": str(root)}))
+        self.address: str = connection.recv().header["address"]
+
+    @classmethod
+    def connect(cls, node: str, root: Path) -> ReplicaClient:
+        """Offers a node's memory to the replica server that the environment names; cancels its earlier orders.
+
+        Raises:
+            PeerGoneError: no replica server answers.
+        """
+        address, token = os.environ[environment.REPLICA_SERVER], token_from_environment()
+        return retry_connect(lambda: cls(connect(address, token), node, root))
+
+    def copy(self, request: CopyRequest) -> tuple[CopyResult, float]:
+        """Copies a snapshot to this node; returns the result and the duration in seconds.
+
+        Raises:
+            InsufficientMemoryError: this node lacks memory for the copy.
+            CheckpointError: the copy failed.
+            PeerGoneError: the replica server has disconnected, or this client was closed.
+        """
+        self._connection.send(Message({"kind": "pull", "wanted": dataclasses.asdict(request)}))
+        answer = self._connection.recv().header
+        if answer["kind"] == "failed":
+            raise (InsufficientMemoryError if answer["no_room"] else CheckpointError)(answer["why"])
+        return CopyResult(*(answer[name] for name in CopyResult._fields)), answer["seconds"]
+
+    def close(self) -> None:
+        """Closes the connection; any thread may call it."""
+        self._connection.close()

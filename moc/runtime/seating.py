@@ -1,4 +1,16 @@
-"""Assigns ranks to a job's nodes: selects the nodes that train or help, and their parts of the model."""
+"""Assigns nodes to rank blocks and to parts of the model, and adds newly arrived nodes; no I/O.
+
+A job has one *rank block* for each node of ``--nnodes``.  A block determines the ranks of its node's workers.  Surplus
+nodes are spares, which replace lost nodes.  A job may run on fewer nodes than it has blocks.  Its *members* are the
+blocks that train in this generation.
+
+A copy of the model is cut into *parts* of one node each, such as pipeline stages.  A job trains with the complete
+copies that its nodes form.  *Seats* (rank assignments) are numbered copy by copy: seat i has part i % parts.  The last
+seats belong to *helpers* (partial-model nodes): surplus nodes of a part, with its state.
+
+New nodes initialize their workers in the background.  When they are ready, the next generation includes them.  A
+partial-model node moves to another part of the model in the same way.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +18,236 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moc.runtime.assignment import NodeAssignment
-from moc.runtime.crew import Crew
-from moc.runtime.orders import Worker
-from moc.runtime.seats import Candidate, copies_at_once, helpers, part_of, seats
+from moc.runtime.orders import Cause, GenerationReason, Kill, Order, StartWorker, WorkerRecord
+from moc.runtime.termination import USAGE
+
+
+@dataclass
+class LiveWorkers:
+    """Training workers, and joining workers of new nodes.
+
+    Attributes:
+        workers: workers with a rank among the members, by name.
+        joining: joining workers, which initialize in the background, by name.
+        started_count: number of workers ever started.
+    """
+
+    workers: dict[str, WorkerRecord] = field(default_factory=dict)
+    joining: dict[str, WorkerRecord] = field(default_factory=dict)
+    started_count: int = 0
+
+    def new_name(self, generation: int) -> str:
+        """Returns a name, unique in the job, for a worker to be started."""
+        self.started_count += 1
+        return f"{generation}.{self.started_count}"
+
+    @property
+    def survive_resize(self) -> bool:
+        """Whether the program continues in the same processes when the members change."""
+        return any(worker.survives_resize for worker in self.workers.values())
+
+    def remove_node(self, node: int) -> None:
+        """Drops all workers of a node."""
+        self.workers = {name: worker for name, worker in self.workers.items() if worker.node != node}
+        self.joining = {name: guest for name, guest in self.joining.items() if guest.node != node}
+
+
+@dataclass
+class RankBlocks:
+    """Assignment of nodes to rank blocks, which are numbered from 0 and determine the ranks of workers.
+
+    A node keeps its number in any block.
+
+    Attributes:
+        count: number of rank blocks.
+        min_members: fewest members that the job can run on; default: ``count``.
+        members: rank blocks that train, in the order of ranks: all of them if the job needs all, otherwise none before
+            the job begins.
+        node_of_block: by rank block, the node that fills it or filled it last.
+        vacant: rank blocks whose node is lost.
+        connected: connected nodes, including spares.
+    """
+
+    count: int
+    min_members: int = 0
+    members: tuple[int, ...] = ()
+    node_of_block: dict[int, int] = field(default_factory=dict)
+    vacant: set[int] = field(default_factory=set)
+    connected: set[int] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.min_members = self.min_members or self.count
+        if not self.is_elastic:
+            self.members = tuple(range(self.count))
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of members may change."""
+        return self.min_members < self.count
+
+    def block_of(self, node: int) -> int | None:
+        """Returns the rank block of a node, or its last one if the node is lost; None if it has none."""
+        return next((place for place, other in self.node_of_block.items() if other == node), None)
+
+    def add_node(self, node: int, previous_block: int | None) -> int | None:
+        """Adds a node and assigns its previous rank block, the block of its number, or the block of a lost node.
+
+        Args:
+            node: its number.
+            previous_block: rank block of its live workers; None if it has none.
+
+        Returns:
+            Its rank block; None for a spare.
+        """
+        self.connected.add(node)
+        block = self.block_of(node)
+        if block is None:
+            own_block = node if node < self.count else None
+            free_blocks = (
+                p
+                for p in (previous_block, own_block)
+                if p is not None and (p in self.vacant or p not in self.node_of_block)
+            )
+            block = next(free_blocks, min(self.vacant, default=None))  # at first, rank block i waits for node i
+        if block is not None:
+            self._fill(block, node)
+        return block
+
+    def remove_node(self, node: int) -> tuple[int | None, int | None]:
+        """Marks a node as lost.
+
+        Returns:
+            The rank block that it filled, and the spare that fills it now; each None if there is none or the node was
+            lost already.
+        """
+        self.connected.discard(node)
+        block = self.block_of(node)
+        if block is None or block in self.vacant:
+            return None, None
+        self.vacant.add(block)
+        spare = min((other for other in self.connected if self.block_of(other) is None), default=None)
+        if spare is not None:
+            self._fill(block, spare)
+        return block, spare
+
+    def node_in(self, block: int) -> int | None:
+        """Returns the connected node that fills a rank block, or None."""
+        node = self.node_of_block.get(block)
+        return node if node in self.connected and block not in self.vacant else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are members and each has a connected node."""
+        return bool(self.members) and all(self.node_in(place) is not None for place in self.members)
+
+    @property
+    def filled_blocks(self) -> tuple[int, ...]:
+        """Rank blocks with a connected node, ascending."""
+        return tuple(place for place in range(self.count) if self.node_in(place) is not None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether each member's node is connected or lost; after a takeover the state of others is still unknown."""
+        return all(place in self.vacant or self.node_in(place) is not None for place in self.members)
+
+    def missing_nodes(self) -> list[int]:
+        """Returns the nodes to wait for: lost nodes that left a vacant rank block, and nodes that never joined."""
+        if self.is_complete or (self.is_elastic and len(self.filled_blocks) >= self.min_members):
+            return []
+        blocks = (place for place in range(self.count) if place in self.vacant or place not in self.node_of_block)
+        return [self.node_of_block.get(place, place) for place in blocks]
+
+    def _fill(self, block: int, node: int) -> None:
+        self.node_of_block[block] = node
+        self.vacant.discard(block)
+
+
+@dataclass(frozen=True)
+class NodeCandidate:
+    """A node that could train.
+
+    Attributes:
+        block: rank block of the node.
+        model_part: part of the model for which its workers are initialized; None if it has no workers.
+        has_state: its workers have the state of that part.
+    """
+
+    block: int
+    model_part: int | None = None
+    has_state: bool = False
+
+
+def model_part_of(seat: int, seats: int, nodes_per_model: int, partial_model_parts: Sequence[int]) -> int:
+    """Returns the part of the model of a seat.
+
+    Args:
+        seat: number of the seat.
+        seats: number of seats, with helpers.
+        nodes_per_model: nodes of a copy.
+        partial_model_parts: parts of the last seats.
+    """
+    index = seat - (seats - len(partial_model_parts))
+    return partial_model_parts[index] if partial_model_parts and index >= 0 else seat % nodes_per_model
+
+
+def ready_copies(candidates: Iterable[NodeCandidate], nodes_per_model: int) -> int:
+    """Returns the number of model copies that nodes form without initializing workers."""
+    model_parts = [candidate.model_part for candidate in candidates]
+    return min(model_parts.count(part) for part in range(nodes_per_model))
+
+
+def assign_seats(candidates: Iterable[NodeCandidate], nodes_per_model: int, copies: int) -> tuple[int, ...]:
+    """Assigns seats: each node keeps its part, unless the part has more nodes than there are copies.
+
+    Among surplus nodes of a part, those with its state have priority.  Remaining seats go to nodes without workers,
+    then to nodes initialized for another part.
+
+    Args:
+        candidates: nodes, at least ``parts * copies``.
+        nodes_per_model: nodes of a copy.
+        copies: number of copies.
+
+    Returns:
+        The place in each seat.
+    """
+    ordered, by_part = sorted(candidates, key=lambda one: one.block), []
+    for part in range(nodes_per_model):
+        same_part = [one for one in ordered if one.model_part == part]
+        by_part.append(sorted(same_part, key=lambda one: not one.has_state)[:copies])
+    assigned = [one for of_part in by_part for one in of_part]
+    remaining = iter(sorted((one for one in ordered if one not in assigned), key=_preference))
+    for copy in range(copies):
+        for of_part in by_part:
+            of_part += [next(remaining)] if len(of_part) <= copy else []
+    in_order = [sorted(one.block for one in of_part) for of_part in by_part]
+    return tuple(of_part[copy] for copy in range(copies) for of_part in in_order)
+
+
+def partial_model_nodes(
+    candidates: Iterable[NodeCandidate], nodes_per_model: int, assigned: Sequence[int], later: Sequence[int]
+) -> tuple[NodeCandidate, ...]:
+    """Returns the partial-model nodes: they have state of a part, no seat in a copy, and no other part later.
+
+    If two parts differ by two nodes or more, a node that changes its part forms another copy.  It does not help, and is
+    free for initialization with the other part.
+
+    Args:
+        candidates: nodes.
+        nodes_per_model: nodes of a copy.
+        assigned: places in the current seats of copies.
+        later: places in these seats when workers are initialized for the maximum number of copies.
+
+    Returns:
+        Helpers, sorted by part and place.
+    """
+    later_parts = {place: seat % nodes_per_model for seat, place in enumerate(later)}
+    free = (one for one in candidates if one.has_state and one.model_part is not None and one.block not in assigned)
+    unmoved = (one for one in free if later_parts.get(one.block, one.model_part) == one.model_part)
+    return tuple(sorted(unmoved, key=lambda one: (one.model_part, one.block)))
+
+
+def _preference(candidate: NodeCandidate) -> tuple[bool, bool, int]:
+    return candidate.model_part is not None, candidate.has_state, candidate.block
 
 
 @dataclass
@@ -17,97 +255,217 @@ class Seating:
     """Rank assignment of nodes (*seats*), in rank order; the seats of complete model copies are first.
 
     Attributes:
-        places: assignment of nodes to rank blocks; its members have the seats.
-        per_node: workers per node.
-        crew: live workers.
-        parts: nodes per copy of the program's model.
-        helpers: model part of each partial-model node; these are the last members.
-        refused: numbers of nodes in complete copies that the program refuses.
+        blocks: assignment of nodes to rank blocks; its members have the seats.
+        workers_per_node: workers per node.
+        live: live workers.
+        nodes_per_model: nodes per copy of the program's model.
+        partial_model_parts: model part of each partial-model node; these are the last members.
+        refused_sizes: numbers of nodes in complete copies that the program refuses.
     """
 
-    places: NodeAssignment
-    per_node: int
-    crew: Crew
-    parts: int = 1
-    helpers: tuple[int, ...] = ()
-    refused: set[int] = field(default_factory=set)
+    blocks: RankBlocks
+    workers_per_node: int
+    live: LiveWorkers
+    nodes_per_model: int = 1
+    partial_model_parts: tuple[int, ...] = ()
+    refused_sizes: set[int] = field(default_factory=set)
 
     @property
-    def whole(self) -> int:
+    def nodes_in_copies(self) -> int:
         """Number of members in complete copies; the others are partial-model nodes."""
-        return len(self.places.members) - len(self.helpers)
+        return len(self.blocks.members) - len(self.partial_model_parts)
 
     @property
-    def ready(self) -> tuple[int, ...]:
+    def ready_blocks(self) -> tuple[int, ...]:
         """Rank blocks of connected nodes that are members, or whose joining workers are all ready to train."""
-        built = Counter(self.places.of(guest.node) for guest in self.crew.guests.values() if guest.built)
-        members = self.places.members
-        return tuple(place for place in self.places.filled if place in members or built[place] == self.per_node)
+        ready = Counter(self.blocks.block_of(guest.node) for guest in self.live.joining.values() if guest.is_ready)
+        members = self.blocks.members
+        return tuple(
+            place for place in self.blocks.filled_blocks if place in members or ready[place] == self.workers_per_node
+        )
 
-    def fits(self, places: Sequence[int]) -> tuple[int, ...]:
+    def best_seats(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Returns seats for the maximum number of copies that these places form and the program accepts, or none.
 
         Nodes without workers, or with another part of the model, must initialize workers first.
         """
-        there = self._candidates(places)
-        return self._seats(there, len(there) // self.parts) if len(there) >= self.places.least else ()
+        candidates = self._candidates(blocks)
+        return (
+            self._seats_of_copies(candidates, len(candidates) // self.nodes_per_model)
+            if len(candidates) >= self.blocks.min_members
+            else ()
+        )
 
-    def fits_at_once(self, places: Sequence[int]) -> tuple[int, ...]:
+    def ready_seats(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Returns seats for the maximum number of copies that these places form without initialization, or none."""
-        there = self._candidates(places)
-        return self._seats(there, copies_at_once(there, self.parts))
+        candidates = self._candidates(blocks)
+        return self._seats_of_copies(candidates, ready_copies(candidates, self.nodes_per_model))
 
-    def _seats(self, there: Sequence[Candidate], copies: int) -> tuple[int, ...]:
-        numbers = range(copies, max(1, self.places.least // self.parts) - 1, -1)
-        copies = next((number for number in numbers if number * self.parts not in self.refused), 0)
-        return seats(there, self.parts, copies)
+    def _seats_of_copies(self, candidates: Sequence[NodeCandidate], copies: int) -> tuple[int, ...]:
+        copy_counts = range(copies, max(1, self.blocks.min_members // self.nodes_per_model) - 1, -1)
+        copies = next((number for number in copy_counts if number * self.nodes_per_model not in self.refused_sizes), 0)
+        return assign_seats(candidates, self.nodes_per_model, copies)
 
-    def seat_anew(self, stay: bool) -> None:
+    def reassign(self, keeps_workers: bool) -> None:
         """Assigns the seats to the connected nodes.
 
         Args:
-            stay: ready workers keep their part of the model.  The copies that they form train immediately, and surplus
-                nodes help.  Otherwise all workers are initialized again.
+            keeps_workers: ready workers keep their part of the model.  The copies that they form train immediately, and
+                surplus nodes help.  Otherwise all workers are initialized again.
         """
-        later = self.fits(self.places.filled)
-        copies = (self.fits_at_once(self.ready) if stay else ()) or later
-        there = self._candidates(self.places.filled)
-        extra = helpers(there, self.parts, copies, later) if stay and self.parts > 1 else ()
-        self.places.members = (*copies, *(one.place for one in extra))
-        self.helpers = tuple(one.part for one in extra if one.part is not None)
+        later = self.best_seats(self.blocks.filled_blocks)
+        copies = (self.ready_seats(self.ready_blocks) if keeps_workers else ()) or later
+        candidates = self._candidates(self.blocks.filled_blocks)
+        partial = (
+            partial_model_nodes(candidates, self.nodes_per_model, copies, later)
+            if keeps_workers and self.nodes_per_model > 1
+            else ()
+        )
+        self.blocks.members = (*copies, *(one.block for one in partial))
+        self.partial_model_parts = tuple(one.model_part for one in partial if one.model_part is not None)
 
-    def dismiss_helpers(self) -> None:
+    def remove_partial_model_nodes(self) -> None:
         """Removes the partial-model nodes from the members."""
-        self.places.members, self.helpers = self.places.members[: self.whole], ()
+        self.blocks.members, self.partial_model_parts = self.blocks.members[: self.nodes_in_copies], ()
 
-    def moves(self, later: Sequence[int]) -> bool:
+    def moves_member(self, later: Sequence[int]) -> bool:
         """Returns whether a member has another part of the model in these later seats."""
-        parts = {place: self._part_of_seat(seat) for seat, place in enumerate(self.places.members)}
-        return any(parts.get(place, seat % self.parts) != seat % self.parts for seat, place in enumerate(later))
+        model_parts = {place: self._model_part_of_seat(seat) for seat, place in enumerate(self.blocks.members)}
+        return any(
+            model_parts.get(place, seat % self.nodes_per_model) != seat % self.nodes_per_model
+            for seat, place in enumerate(later)
+        )
 
-    def _candidates(self, places: Iterable[int]) -> list[Candidate]:
+    def _candidates(self, blocks: Iterable[int]) -> list[NodeCandidate]:
         """Returns places as candidates for seats, with the model parts of their nodes' workers."""
-        return [self._candidate(place) for place in places]
+        return [self._candidate(place) for place in blocks]
 
-    def _candidate(self, place: int) -> Candidate:
-        if place in self.places.members:
-            built = sum(worker.built for worker in self.crew.workers.values() if self.places.of(worker.node) == place)
-            return Candidate(place, self._part_of_seat(self.places.members.index(place)), built == self.per_node)
-        node = self.places.filler(place)
-        guest = next((guest for guest in self.crew.guests.values() if guest.node == node), None)
-        return Candidate(place, guest and self.part(guest))
+    def _candidate(self, block: int) -> NodeCandidate:
+        if block in self.blocks.members:
+            ready = sum(
+                worker.is_ready for worker in self.live.workers.values() if self.blocks.block_of(worker.node) == block
+            )
+            return NodeCandidate(
+                block, self._model_part_of_seat(self.blocks.members.index(block)), ready == self.workers_per_node
+            )
+        node = self.blocks.node_in(block)
+        joining = next((guest for guest in self.live.joining.values() if guest.node == node), None)
+        return NodeCandidate(block, joining and self.model_part(joining))
 
-    def part(self, worker: Worker) -> int:
+    def model_part(self, worker: WorkerRecord) -> int:
         """Returns a worker's part of the model, by its rank."""
-        seat, seats = worker.rank // self.per_node, worker.size // self.per_node
-        return part_of(seat, seats, self.parts, worker.helpers)
+        seat, seats = worker.rank // self.workers_per_node, worker.size // self.workers_per_node
+        return model_part_of(seat, seats, self.nodes_per_model, worker.partial_model_parts)
 
-    def keeps_its_part(self, worker: Worker) -> bool:
+    def keeps_model_part(self, worker: WorkerRecord) -> bool:
         """Returns whether a worker's node has a seat with the worker's part of the model."""
-        place = self.places.of(worker.node)
-        if place is None or place not in self.places.members:
+        block = self.blocks.block_of(worker.node)
+        if block is None or block not in self.blocks.members:
             return False
-        return self._part_of_seat(self.places.members.index(place)) == self.part(worker)
+        return self._model_part_of_seat(self.blocks.members.index(block)) == self.model_part(worker)
 
-    def _part_of_seat(self, seat: int) -> int:
-        return part_of(seat, len(self.places.members), self.parts, self.helpers)
+    def _model_part_of_seat(self, seat: int) -> int:
+        return model_part_of(seat, len(self.blocks.members), self.nodes_per_model, self.partial_model_parts)
+
+
+@dataclass
+class ScaleUp:
+    """Progress of adding nodes.
+
+    Attributes:
+        seating: current and possible assignments of nodes to ranks.
+        in_progress: whether joining workers were started, or a generation change was requested, since nodes arrived.
+        candidates_waited: whether, at the last change of members, connected nodes could train once their workers are
+            initialized.
+        announced_generation: newest generation whose workers received a scale-up notice; -1 if none.
+    """
+
+    seating: Seating
+    in_progress: bool = False
+    candidates_waited: bool = False
+    announced_generation: int = -1
+
+    def __post_init__(self):
+        self._blocks, self._live, self._workers_per_node = (
+            self.seating.blocks,
+            self.seating.live,
+            self.seating.workers_per_node,
+        )
+
+    @property
+    def more_can_train(self) -> bool:
+        """Whether the connected nodes, once initialized, form more model replicas than train now."""
+        return len(self.seating.best_seats(self._blocks.filled_blocks)) > self.seating.nodes_in_copies
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether to wait for no more nodes: all rank blocks are filled, or the new nodes have waited already."""
+        return self.candidates_waited or len(self._blocks.filled_blocks) == self._blocks.count
+
+    @property
+    def joining_workers_are_ready(self) -> bool:
+        """Whether joining workers can be included: all are initialized, and more nodes can train with them."""
+        joining = self._live.joining.values()
+        return bool(joining) and all(guest.is_ready for guest in joining) and bool(self.arrival_reason)
+
+    @property
+    def arrival_reason(self) -> GenerationReason | None:
+        """Reason to include nodes whose workers can train immediately; None if there are no such nodes."""
+        if len(self.seating.ready_seats(self.seating.ready_blocks)) <= self.seating.nodes_in_copies:
+            return None
+        if self.candidates_waited:
+            return GenerationReason(Cause.NODES_WAITED, "nodes have waited, and are ready")
+        return GenerationReason(Cause.NODES_ARRIVED, "nodes have joined")
+
+    @property
+    def move_reason(self) -> GenerationReason | None:
+        """Reason to move a partial-model node to another part of the model; None if no node moves."""
+        moves_member = self.seating.moves_member(self.seating.best_seats(self._blocks.filled_blocks))
+        return (
+            GenerationReason(Cause.NODE_MOVES, "a partial-model node moves to another part of the model")
+            if moves_member
+            else None
+        )
+
+    def start_joining_workers(self, generation: int) -> list[Order]:
+        """Starts the missing workers of joining nodes, which initialize in the background.
+
+        Joining workers that initialized a different part of the model are killed first.
+        """
+        wanted = self.seating.best_seats(self._blocks.filled_blocks)
+        orders = self._kill(self._initialized_for_another_part(wanted))
+        size = len(wanted) * self._workers_per_node
+        present = {(guest.node, guest.rank % self._workers_per_node) for guest in self._live.joining.values()}
+        for rank in range(size):
+            block = wanted[rank // self._workers_per_node]
+            node = self._blocks.node_in(block)
+            if block in self._blocks.members or node is None or (node, rank % self._workers_per_node) in present:
+                continue
+            name = self._live.new_name(generation)
+            self._live.joining[name] = WorkerRecord(
+                name, node, rank, starts_together=False, rank_generation=generation, is_joining=True, size=size
+            )
+            orders.append(StartWorker(node, name, rank, generation, False, block, size, is_joining=True))
+        return orders
+
+    def joining_worker_exited(self, name: str, code: int) -> list[Order]:
+        """Handles the exit of a joining worker: kills the joining workers of its node; training continues."""
+        node = self._live.joining.pop(name).node
+        if code == USAGE:
+            self.seating.refused_sizes.add(len(self.seating.best_seats(self._blocks.filled_blocks)))
+        return self._kill([other for other in self._live.joining.values() if other.node == node])
+
+    def _initialized_for_another_part(self, wanted: tuple[int, ...]) -> list[WorkerRecord]:
+        """Returns joining workers whose model part differs from their node's in ``wanted`` (rank blocks by seat)."""
+        wanted_parts = {
+            self._blocks.node_in(place): seat % self.seating.nodes_per_model for seat, place in enumerate(wanted)
+        }
+        model_parts = {guest.name: self.seating.model_part(guest) for guest in self._live.joining.values()}
+        return [
+            one
+            for one in self._live.joining.values()
+            if wanted_parts.get(one.node, model_parts[one.name]) != model_parts[one.name]
+        ]
+
+    def _kill(self, workers: Iterable[WorkerRecord]) -> list[Order]:
+        return [Kill(guest.node, self._live.joining.pop(guest.name).name) for guest in workers]

@@ -1,9 +1,9 @@
 """Creates the directory of a node's Unix sockets, which other users cannot enter.
 
 It has mode 0700.  Its path is ``/dev/shm/moc-UID/.sockets/NAME``, in the user's directory of a memory file system
-(:func:`moc.store.tiers.memory_home`).  If that is impossible, it is a temporary directory.  The creating process holds
-a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over from a killed
-job, and the next job of the user removes it.
+(:func:`moc.store.host_memory.user_directory`).  If that is impossible, it is a temporary directory.  The creating
+process holds a lock on it, which the kernel releases when the process dies.  A directory without a lock is left over
+from a killed job, and the next job of the user removes it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moc.errors import UserError
-from moc.files.tree import Tree, remove_own
+from moc.files.safe_directory import SafeDirectory, remove_owned
 from moc.store.errors import CheckpointError
-from moc.store.tiers import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS_DIRECTORY, user_directory
 
 _MEMORY = "/dev/shm"
 _ATTEMPTS = 100  # another job may remove a new directory before it is locked
 
 
-def memory_of_program(command: list[str]) -> str:
+def memory_directory_of(command: list[str]) -> str:
     """Returns the memory file system in ``--ckpt-memory-dir`` of a program's command line, or ``/dev/shm``."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ckpt-memory-dir", nargs="?")
@@ -46,38 +46,38 @@ def socket_directory(memory_dir: str = _MEMORY) -> Iterator[Path]:
     Raises:
         OSError: no directory can be created, not even a temporary one.
     """
-    path, lock = _make(memory_dir)
+    path, lock = _create(memory_dir)
     try:
         yield path
     finally:
         with contextlib.suppress(OSError):
-            remove_own(path)
+            remove_owned(path)
         os.close(lock)
-        if path.parent.name == SOCKETS:  # other jobs may have directories there
+        if path.parent.name == SOCKETS_DIRECTORY:  # other jobs may have directories there
             with contextlib.suppress(OSError):
-                Tree(path.parent.parent).remove_if_empty(SOCKETS)
+                SafeDirectory(path.parent.parent).remove_if_empty(SOCKETS_DIRECTORY)
 
 
-def _make(memory_dir: str) -> tuple[Path, int]:
+def _create(memory_dir: str) -> tuple[Path, int]:
     """Creates a directory in the first possible location; returns it and the descriptor of its lock."""
     for memory in dict.fromkeys((memory_dir, _MEMORY)):
         with contextlib.suppress(CheckpointError, OSError):
-            return _make_in(memory_home(memory).absolute() / SOCKETS, "")
+            return _create_in(user_directory(memory).absolute() / SOCKETS_DIRECTORY, "")
     prefix = f"moc-sockets-{os.geteuid()}-"
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         with contextlib.suppress(OSError):
-            return _make_in(Path(runtime), prefix)
-    return _make_in(Path(tempfile.gettempdir()), prefix)
+            return _create_in(Path(runtime), prefix)
+    return _create_in(Path(tempfile.gettempdir()), prefix)
 
 
-def _make_in(parent: Path, prefix: str) -> tuple[Path, int]:
+def _create_in(parent: Path, prefix: str) -> tuple[Path, int]:
     for _ in range(_ATTEMPTS):
-        if parent.name == SOCKETS:
+        if parent.name == SOCKETS_DIRECTORY:
             parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
             if (lock := _lock(path)) is not None:
-                _sweep(parent, prefix)
+                _remove_abandoned(parent, prefix)
                 return path, lock
     raise SocketDirectoryError(
         f"no directory for sockets can be made in {parent}. Fix: make room there, or set XDG_RUNTIME_DIR",
@@ -85,13 +85,13 @@ def _make_in(parent: Path, prefix: str) -> tuple[Path, int]:
     )
 
 
-def _sweep(parent: Path, prefix: str) -> None:
+def _remove_abandoned(parent: Path, prefix: str) -> None:
     """Removes the directories of killed jobs; one that cannot be removed stays."""
     for path in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if (lock := _lock(path)) is not None:
                 try:
-                    remove_own(path)
+                    remove_owned(path)
                 finally:
                     os.close(lock)
 
@@ -107,8 +107,8 @@ def _lock(path: Path) -> int | None:
         stack.callback(os.close, descriptor)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(descriptor)
-            if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and os.path.samestat(status, path.lstat()):
                 stack.pop_all()
                 return descriptor
     return None

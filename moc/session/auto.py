@@ -19,30 +19,28 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
+from moc.backoff import Harmless
 from moc.files import decode
 from moc.files.decode import Count, Positive
-from moc.policy import POLICIES, Observed
-from moc.policy.full import Full
-from moc.policy.interval import BLOCK, BLOCKS
-from moc.policy.limits import rounded_up
-from moc.policy.measurements import Measurements
-from moc.policy.pec import busiest_by_experts
-from moc.policy.plan import Busiest, Load
-from moc.policy.sparse import operators_by_stage
-from moc.runtime.agreement import gather
+from moc.policy import POLICIES, ObservedIteration, full_policy_name
+from moc.policy.errors import rounded_up
+from moc.policy.interval import BLOCK, BLOCKS, Measurements
+from moc.policy.pec_tuner import bytes_by_expert_count
+from moc.policy.plan import Load, SnapshotSizer
+from moc.policy.windows import operators_by_stage
+from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
 from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.simulate.lasting import Lasting
-from moc.simulate.live_costs import NAMES, Running, Saved, flags_of_candidate, host_bytes, options_of
+from moc.simulate.elastic import Lasting
+from moc.simulate.live_costs import NAMES, Running, SavedBytes, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
 from moc.snapshot.background import within
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
-from moc.trouble import Harmless
 
 DRIFT = 2.0
 """Factor of change, up or down, of an input figure that triggers a new choice."""
@@ -104,7 +102,7 @@ class AutoState:
     @classmethod
     def read(cls, state: Any) -> AutoState:
         """Decodes a state; raises ValueError if it is invalid."""
-        stored = decode.state(state, cls, "--ckpt-policy auto")
+        stored = decode.convert_state(state, cls, "--ckpt-policy auto")
         Measurements.from_state(stored.measured)
         return stored
 
@@ -156,7 +154,7 @@ class AutoPolicy:
         self._flags = {}
         return self._measuring()
 
-    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: SnapshotSizer, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Receives functions for sizes (:meth:`moc.session.elsewhere.Chooser.on_sizes`); most are called on first use.
 
         Raises:
@@ -166,8 +164,8 @@ class AutoPolicy:
         ep = self._asked.parallel[2]
         whole = dict.fromkeys((operator.name for operator in operators), Detail.FULL)
 
-        def saved() -> Saved:
-            by_k = busiest_by_experts(busiest, operators, ep)
+        def saved() -> SavedBytes:
+            by_k = bytes_by_expert_count(busiest, operators, ep)
             by_stage = operators_by_stage(busiest, operators, ep, stages)
             gradient = None
             if self._asked.gradients:  # gradients are fp32, like master weights
@@ -176,7 +174,7 @@ class AutoPolicy:
                     for detail in (Detail.MASTER, Detail.FULL)
                 )
                 gradient = masters / states
-            return Saved(busiest(whole), by_k, by_stage, gradient)
+            return SavedBytes(busiest(whole), by_k, by_stage, gradient)
 
         self._saved, self._may_replay = cache(saved), cache(may_replay)
         if (limit := self._asked.host_memory_gb) is not None:
@@ -188,7 +186,7 @@ class AutoPolicy:
                     code="host-memory-too-small",
                 )
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, seen: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
         with self._harmless():
             self._measured.observe(seen)
@@ -196,7 +194,7 @@ class AutoPolicy:
     def plans_anew(self, iteration: int, load: Load | None = None) -> bool:
         """Returns whether another policy is in force from this iteration on; reports the reason.
 
-        It is called between two iterations.  ``load`` is as in :meth:`moc.policy.plan.Policy.plan`.  After a failed
+        It is called between two iterations.  ``load`` is as in :meth:`moc.policy.Policy.plan`.  After a failed
         choice, no other one is made.  All workers choose by the same figures, so a choice fails on all of them.
         """
         if not self._fails:
@@ -208,7 +206,7 @@ class AutoPolicy:
         return False
 
     def _chooses_anew(self, iteration: int, load: Load | None) -> bool:
-        figures = self._measured.figures
+        figures = self._measured.medians
         wanted = (*_MEASURED, "replicate_rate") if max(self._replicas) else _MEASURED
         if not figures.keys() >= set(wanted) or self._flags and iteration < self._looked + HOLDS:
             return False
@@ -296,7 +294,7 @@ class AutoPolicy:
 
     def _measuring(self) -> dict[str, object]:
         """Returns flags that measure bandwidths with little memory."""
-        flags: dict[str, object] = {"ckpt_policy": Full.name}
+        flags: dict[str, object] = {"ckpt_policy": full_policy_name()}
         if self._asked.tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})
@@ -319,7 +317,7 @@ class AutoPolicy:
 
     def _may_be(self, policy: str) -> bool:
         """Whether the model and the other flags permit a policy."""
-        if POLICIES[policy].replays and not self._may_replay():
+        if POLICIES[policy].can_replay and not self._may_replay():
             return False
         try:
             self._choices.check({"ckpt_policy": policy})
@@ -375,7 +373,7 @@ def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, 
 def _newest_in(store: Store) -> tuple[int, Any] | None:
     for iteration in reversed(store.iterations()):
         with contextlib.suppress(CheckpointError, ValueError):
-            if state := store.manifest(iteration).state.get("auto"):
+            if state := store.read_manifest(iteration).state.get("auto"):
                 AutoState.read(state)
             return iteration, state
     return None

@@ -2,8 +2,8 @@
 
 For each snapshot, it reads and writes about ten headers and manifests.  A thread of the worker would hold the GIL
 meanwhile, and training would wait.  The node's leading worker starts this process, and sends it calls of
-:class:`~moc.recovery.carrying.Carrier` (:mod:`moc.runtime.helper`).  The process imports no torch, runs at low priority
-and dies with the worker.  It then leaves the same files as a worker killed while carrying.
+:class:`~moc.recovery.expert_versions.Carrier` (:mod:`moc.runtime.helper_process`).  The process imports no torch, runs
+at low priority and dies with the worker.  It then leaves the same files as a worker killed while carrying.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from moc.errors import with_code
-from moc.recovery.carrying import Carrier
+from moc.recovery.expert_versions import Carrier
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
-from moc.runtime import children
-from moc.runtime.helper import serve
+from moc.runtime import child_processes
+from moc.runtime.helper_process import answer_calls
 from moc.state.operators import Operator
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.storage import LocalPlace
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 _LOW = 10
@@ -29,10 +29,10 @@ _LOW = 10
 
 def main() -> None:
     """Executes calls until the worker ends."""
-    children.belong_beside()
+    child_processes.attach_in_background()
     os.nice(_LOW)
     carriers: dict[str, Carrier] = {}
-    serve(lambda call: _answer(carriers, call))
+    answer_calls(lambda call: _answer(carriers, call))
 
 
 def _answer(carriers: dict[str, Carrier], call: dict[str, Any]) -> dict[str, Any]:
@@ -56,11 +56,11 @@ def _carry_out(carriers: dict[str, Carrier], memory: str, compares: bool, does: 
 
 
 def _open(memory: str, claim: Mapping[str, Any] | None, experts: list[Mapping[str, Any]]) -> Carrier:
-    place = LocalPlace(memory, in_memory=True)
+    place = LocalStorage(memory, in_memory=True)
     if claim is not None:
-        place = LocalPlace(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
-        place.taken = True  # the worker has taken it, and this process writes on its behalf
-    return Carrier(Store(place, slack=True), [Operator(**one) for one in experts])
+        place = LocalStorage(memory, in_memory=True, claim=Claim(claim["job"], tuple(claim["term"]), claim["run"]))
+        place.is_locked = True  # the worker has taken it, and this process writes on its behalf
+    return Carrier(Store(place, allows_slack=True), [Operator(**one) for one in experts])
 
 
 if __name__ == "__main__":

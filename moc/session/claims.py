@@ -7,20 +7,18 @@ from pathlib import Path
 
 from moc.errors import with_code
 from moc.runtime import environment
-from moc.runtime.agreement import first_reported, gather, run_on_all, run_on_rank0
-from moc.runtime.world import World
+from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
+from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import DEFAULT_S, record_lease
-from moc.store.leftovers import Leftover, leftover
-from moc.store.locate import place_of
+from moc.store.host_memory import DEFAULT_LEASE_S, Leftover, leftover, memory_paths_of_other_runs, record_lease
+from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalPlace, Storage
-from moc.store.tiers import memory_of_other_runs
+from moc.store.storage import LocalStorage, Storage
 
 
 def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:
@@ -33,7 +31,7 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
     """
     run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
     if run is None:
-        place = place_of(settings.directory)
+        place = storage_at(settings.directory)
         run = run_on_rank0(lambda: begin_run(place, settings.directory).run, f"cannot use {place.name} for snapshots")
         log.message(f"run {run}: its snapshots are in {place.name}")
     if mine is not None:
@@ -47,8 +45,8 @@ _FILES = 1 << 15
 
 def make_room_for_files(place: Storage) -> None:
     """Releases spare memory of an earlier generation for the ownership files, if the file system is full."""
-    if isinstance(place, LocalPlace) and place.free_bytes() < _FILES:
-        place.spare.spend(_FILES)
+    if isinstance(place, LocalStorage) and place.free_bytes() < _FILES:
+        place.reserve.release(_FILES)
 
 
 def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, log: Listener) -> bool:
@@ -70,12 +68,12 @@ def take_places(settings: Settings, tiers: Tiers, world: World, trained: bool, l
         if world.rank == 0 and begins:
             problem = _take_storage(tiers, settings.directory)
         if tiers.memory is not None and tiers.leads_node:
-            make_room_for_files(tiers.memory.place)
+            make_room_for_files(tiers.memory.storage)
             tiers.memory.take()
-            record_run(tiers.memory.place, Run(tiers.memory.place.run, settings.directory, 0.0))
-            record_lease(tiers.memory.place, float(os.environ.get(environment.SILENCE, DEFAULT_S)))
+            record_run(tiers.memory.storage, Run(tiers.memory.storage.run, settings.directory, 0.0))
+            record_lease(tiers.memory.storage, float(os.environ.get(environment.SILENCE_TIMEOUT, DEFAULT_LEASE_S)))
 
-    used = settings.directory if tiers.memory is None else tiers.memory.place.name
+    used = settings.directory if tiers.memory is None else tiers.memory.storage.name
     run_on_all(take, f"cannot use {used} for snapshots")
     if problem := first_reported(problem):
         log.message(f"WARNING: snapshots are only in memory until storage works: {problem}")
@@ -88,12 +86,12 @@ def _take_storage(tiers: Tiers, address: str) -> str | None:
     """Takes storage; if it cannot be used, returns the reason, or raises it if there is no memory tier."""
     try:
         tiers.storage.take()
-        record_run(tiers.storage.place, Run(tiers.storage.place.run, address, 0.0))
+        record_run(tiers.storage.storage, Run(tiers.storage.storage.run, address, 0.0))
     except OSError as error:
         why = error.strerror or error
         problem = CheckpointError(
-            f"{tiers.storage.place.name} cannot be used for snapshots ({why}). Fix: correct its permissions, make room "
-            "or repair it",
+            f"{tiers.storage.storage.name} cannot be used for snapshots ({why}). Fix: correct its permissions, make "
+            "room or repair it",
             code="storage-unwritable",
         )
         if tiers.memory is None:
@@ -105,8 +103,8 @@ def _take_storage(tiers: Tiers, address: str) -> str | None:
 def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None:
     found: list[Leftover] = []
     if tiers.memory is not None and tiers.leads_node:
-        run = tiers.memory.place.run
-        paths: list[Path] = memory_of_other_runs(settings.memory_directory, settings.directory, run)
+        run = tiers.memory.storage.run
+        paths: list[Path] = memory_paths_of_other_runs(settings.memory_directory, settings.directory, run)
         found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
     told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}
     for path, nbytes in told.items():

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moc.policy import Policy
-from moc.recovery.redundancy import Redundancy, redundancy
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.results import check_generation
-from moc.runtime.world import World
+from moc.policy import Capability, Policy, full_plan
+from moc.recovery.copy_placement import Redundancy, redundancy
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.device import check_generation
+from moc.runtime.job import World
 from moc.session.carriers import Carriers
 from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
 from moc.session.folds import Folds
 from moc.session.hashers import Hasher
-from moc.session.meter import Meter
 from moc.session.peers import Peers, join_peers
-from moc.session.publishing import Publisher
-from moc.session.report import SnapshotReport
 from moc.session.resume.replay import check_freezing
+from moc.session.saving.committing import Committer
+from moc.session.saving.metrics import Meter, SnapshotReport
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers, check_nodes, memory_of
 from moc.session.tokens import TokenTracker
-from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, nodes_alike, pack, unpack
-from moc.snapshot.bubbles import bubbles_on
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import (
+    StageReplicas,
+    describe_replicas,
+    pack_descriptors,
+    replicated_operators,
+    unpack_descriptors,
+)
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Contents
-from moc.snapshot.kept import KeptBuffers
+from moc.snapshot.device_copy import bubbles_on
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 
 
@@ -52,7 +58,7 @@ class Components:
     peers: Peers | None
     contents: Contents
     saver: Saver
-    publisher: Publisher
+    committer: Committer
     tokens: TokenTracker | None
     tap: PipelineTap
     meter: Meter
@@ -61,6 +67,34 @@ class Components:
     folds: Folds | None
     hasher: Hasher
     digests: Digests
+
+
+class SizesByPlan:
+    """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
+
+    Args:
+        parts: components of this generation.
+    """
+
+    def __init__(self, parts: Components):
+        self._contents, self._rank = parts.contents, parts.world.rank
+        names = list(dict.fromkeys(parts.tiers.nodes))
+        self.nodes = tuple(map(names.index, parts.tiers.nodes))
+        self.replicas = parts.peers.replicas if parts.peers is not None else 0
+
+    def __call__(self, operators: Mapping[str, Detail]) -> int:
+        """Returns the bytes of operators, each at its detail, on the rank that saves the most; a collective call."""
+        return max(gather(max(self._contents.loads(operators).values(), default=0)))
+
+    def by_rank(self, plans: Mapping[str, Mapping[str, Detail]]) -> dict[str, dict[int, int]]:
+        """Returns the bytes of each rank by plan, if not 0; a collective call."""
+        loads = {name: self._contents.loads(plan).get(self._rank, 0) for name, plan in plans.items()}
+        mine = {name: amount for name, amount in loads.items() if amount}
+        found: dict[str, dict[int, int]] = {name: {} for name in plans}
+        for rank, its in enumerate(gather(mine)):
+            for name, amount in its.items():
+                found[name][rank] = amount
+        return found
 
 
 def build(
@@ -94,35 +128,55 @@ def build(
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
-        publisher = Publisher(world, policy, tiers, engine.layout, log, alike)
-        undo.callback(publisher.close)
+        committer = Committer(world, policy, tiers, engine.layout, log, alike)
+        undo.callback(committer.close)
         tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
         if tokens is not None:
             undo.callback(tokens.close)
         if settings.upstream_logging:
-            claim = tiers.storage.place.claim
+            claim = tiers.storage.storage.claim
             assert claim is not None  # every tier of a session has one
             logs = memory_of(settings, world, tiers.nodes, claim).root
             run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
             undo.callback(tap.close)
         nodes = tiers.nodes if tiers.memory is not None else ()
-        contents = Contents(engine.state, holdings, world.rank, scheme_named(settings.sharding), nodes)
-        bubbles = tap.bubbles = bubbles_on(world.device) if policy.in_bubbles else None
+        contents = Contents(engine.state, holdings, world.rank, parse_scheme(settings.sharding), nodes)
+        bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = Hasher()
         undo.callback(hasher.close)
-        places = tiers.memory, tiers.storage
-        saver = Saver(world.rank, world.device, *places, bubbles, kept, check_generation, hasher.digests)
+        saver = Saver(
+            world.rank,
+            world.device,
+            tiers.memory,
+            tiers.storage,
+            gate=bubbles,
+            kept=kept,
+            check=check_generation,
+            hashes=hasher.digests,
+        )
         undo.callback(saver.close)
-        folds = Folds() if policy.folds_beside else None
+        folds = Folds() if Capability.BACKGROUND_UPDATES in policy.requires else None
         if peers is not None and peers.replicas == 1:
             # with several copies of a node's snapshots, each copy would have a different base
             peers.folds = folds
         undo.pop_all()
-    meter = Meter(world.size, float if bubbles is None else bubbles.take)
-    report = SnapshotReport(log, settings.tier)
-    saving = contents, saver, publisher, tokens, tap, meter, report, carriers, folds, hasher
-    digests = Digests(engine, settings.digest_interval, known)
-    return Components(world, tiers, policy, peers, *saving, digests)
+    return Components(
+        world=world,
+        tiers=tiers,
+        policy=policy,
+        peers=peers,
+        contents=contents,
+        saver=saver,
+        committer=committer,
+        tokens=tokens,
+        tap=tap,
+        meter=Meter(world.size, float if bubbles is None else bubbles.take),
+        report=SnapshotReport(log, settings.tier),
+        carriers=carriers,
+        folds=folds,
+        hasher=hasher,
+        digests=Digests(engine, settings.digest_interval, known),
+    )
 
 
 def close(parts: Components, patience_s: float) -> None:
@@ -134,29 +188,36 @@ def close(parts: Components, patience_s: float) -> None:
     parts.carriers.close()
     parts.hasher.close()  # before the saver, which would wait for a hanging hasher
     parts.saver.close(patience_s)
-    parts.publisher.close(patience_s)
+    parts.committer.close(patience_s)
     if parts.tokens is not None:
         parts.tokens.close()
     parts.tap.close()
 
 
-def holdings_of(engine: Engine, policy: Policy) -> StageHoldings:
+def holdings_of(engine: Engine, policy: Policy) -> StageReplicas:
     """Returns the replica descriptors of this pipeline stage's workers; replicas are in the same stage."""
-    state, gradients = engine.state, (Detail.GRAD,) if policy.saves_gradients else ()
+    state, gradients = engine.state, (Detail.GRAD,) if Capability.GRADIENTS in policy.requires else ()
     told = [
         holding
         for detail in (Detail.FULL, Detail.MASTER, Detail.MOMENTS, Detail.COMPUTE, *gradients)
-        for holding in describe(state.fragments(state.operators(), detail), detail)
+        for holding in describe_replicas(state.fragments(state.operators(), detail), detail)
     ]
-    return StageHoldings({rank: unpack(text) for rank, text in gather((engine.world.rank, pack(told)), engine.peers)})
+    return StageReplicas(
+        {
+            rank: unpack_descriptors(text)
+            for rank, text in gather((engine.world.rank, pack_descriptors(told)), engine.peers)
+        }
+    )
 
 
-def _redundancy(engine: Engine, holdings: StageHoldings, tiers: Tiers, policy: Policy) -> Redundancy:
+def _redundancy(engine: Engine, holdings: StageReplicas, tiers: Tiers, policy: Policy) -> Redundancy:
     """Returns the replicated state that several nodes save in their memory; empty without a memory tier."""
     if tiers.memory is None or len(set(tiers.nodes)) == 1:
         return Redundancy()
     first = engine.world.rank == min(holdings.ranks)  # the other workers of its stage have the same descriptors
-    return redundancy(gather(nodes_alike(holdings, policy.everything(0).operators, tiers.nodes) if first else {}))
+    return redundancy(
+        gather(replicated_operators(holdings, full_plan(policy, 0).operators, tiers.nodes) if first else {})
+    )
 
 
 def check_saving(engine: Engine, tiers: Tiers, tier: str) -> None:

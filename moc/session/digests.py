@@ -23,11 +23,21 @@ from dataclasses import dataclass, field
 import xxhash
 from torch import Tensor
 
-from moc.recovery.replicas import pieces
-from moc.runtime.agreement import gather, sum_over_workers
+from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import Engine, VoteParticipant
+from moc.session.resume.rank_transfers import part_ids
 from moc.snapshot.background import background
-from moc.state.digests import MASK, Key, StateDigest, differing, from_limbs, keys_of, to_limbs, to_text, total_of
+from moc.state.digests import (
+    MASK,
+    Key,
+    StateDigest,
+    differing_operators,
+    from_limbs,
+    keys_of,
+    to_limbs,
+    to_text,
+    total_of,
+)
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
 
@@ -93,14 +103,14 @@ class Verification:
         text = f"{self.verified} operators have the digests of the original iteration"
         unknown = set(self.unverified) - set(self.replayed)
         counts = (
-            (self.replayed, "those of an earlier one"),
+            (self.replayed, "the digests of an earlier iteration"),
             (unknown, "no known digest"),
             (self.wrong, "another digest"),
         )
         return text + "".join(f", {len(operators)} {what}" for operators, what in counts if operators)
 
 
-def compare(
+def compare_digests(
     iteration: int,
     parts: Sequence[Mapping[str, LocalPart]],
     total: Mapping[Key, int],
@@ -132,7 +142,7 @@ def compare(
     if reference is not None:
         # an absent digest is 0; tensors whose padding depends on the layout have other keys in other layouts
         lacking = {name for name, slot in total if (name, slot) not in reference and ":" in slot}
-        wrong |= set(differing(total, reference, {*stale, *lacking}))
+        wrong |= set(differing_operators(total, reference, {*stale, *lacking}))
         known = names - lacking - set(stale)
     return Verification(
         iteration,
@@ -241,7 +251,7 @@ class Digests(VoteParticipant):
             return result
         rest = {name for is_replayed, of_rank, frozen in told for name in (frozen if is_replayed else of_rank)}
         compared = {name for is_replayed, of_rank, _ in told if is_replayed for name in of_rank} - rest
-        wrong = compared.intersection(differing(total, reference))
+        wrong = compared.intersection(differing_operators(total, reference))
         replayed = tuple(name for name in result.unverified if name in compared - wrong)
         unverified = tuple(name for name in result.unverified if name not in wrong)
         found = tuple(sorted(wrong | set(result.wrong)))
@@ -262,7 +272,7 @@ class Digests(VoteParticipant):
             keeps: this worker has kept its state since this iteration was committed.
             saved: by file of a snapshot of this iteration, the digests that this worker has read.
             writers: number of the snapshot's writers; 0 without a snapshot.
-            stale: as for :func:`compare`.
+            stale: as for :func:`compare_digests`.
 
         Returns:
             The result; None without digests.
@@ -275,7 +285,7 @@ class Digests(VoteParticipant):
         told = gather({name: [part.chunks, part.sums, part.is_kept] for name, part in mine.items()})
         parts = [{name: LocalPart(*values) for name, values in of_rank.items()} for of_rank in told]
         reference = self._reference(iteration, saved or {}, writers)
-        result = compare(iteration, parts, self._total(sums), reference, stale)
+        result = compare_digests(iteration, parts, self._total(sums), reference, stale)
         if not result.wrong:
             self._set(iteration, sums)
         return result
@@ -298,7 +308,7 @@ class Digests(VoteParticipant):
         self.renew()
         assert self._digest is not None  # as before
         sums = self._digest.compute()
-        if before is not None and (wrong := differing(self._total(sums), before)):
+        if before is not None and (wrong := differing_operators(self._total(sums), before)):
             raise CheckpointError(
                 f"a move of state between workers has changed {named(wrong)} after iteration {iteration}. Fix: start "
                 "again, which loads the newest snapshot; if it happens again, report it",
@@ -323,14 +333,14 @@ class Digests(VoteParticipant):
         by_operator: dict[str, list] = defaultdict(list)
         for (operator, slot), value in sums.items():
             by_operator[operator].append((slot, value))
-        changed = None if own is None else set(differing(sums, own))
+        changed = None if own is None else set(differing_operators(sums, own))
         return {
             name: LocalPart(
                 chunks,
                 xxhash.xxh3_64_hexdigest(repr(by_operator[name]).encode()),
                 None if changed is None else name not in changed,
             )
-            for name, chunks in pieces(self._engine.state).items()
+            for name, chunks in part_ids(self._engine.state).items()
         }
 
     def _reference(self, iteration: int, saved: Mapping[str, StateDigests], writers: int) -> dict[Key, int] | None:

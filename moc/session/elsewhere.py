@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from moc.policy import Observed
-from moc.policy.plan import Busiest
+from moc.policy import ObservedIteration
+from moc.policy.plan import SnapshotSizer
 from moc.session.engine import Engine
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings
@@ -51,14 +51,14 @@ class Chooser(Protocol):
         """Restores measurements and choice, and returns the settings in force; a collective call."""
         ...
 
-    def on_sizes(self, busiest: Busiest, engine: Engine, may_replay: Callable[[], bool]) -> None:
+    def on_sizes(self, busiest: SnapshotSizer, engine: Engine, may_replay: Callable[[], bool]) -> None:
         """Receives functions for snapshot sizes and for the feasibility of a replay; both are collective calls.
 
         ``busiest`` returns the bytes of a plan's operators on the rank that saves the most.  ``may_replay`` returns
         whether iterations can be replayed with frozen operators.
         """
 
-    def observe(self, seen: Observed) -> None:
+    def observe(self, seen: ObservedIteration) -> None:
         """Records the measurements of one iteration."""
 
     def state_dict(self) -> dict[str, Any]:

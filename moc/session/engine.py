@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from moc.events import EventLog
 from moc.policy import SnapshotPlan
-from moc.runtime.world import World
-from moc.snapshot.bubbles import Bubbles
+from moc.runtime.job import World
+from moc.snapshot.device_copy import BubbleGate
 from moc.state.adam import Rules
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
@@ -42,7 +42,7 @@ class Listener(Protocol):
     def message(self, text: str) -> None:
         """Prints a line for users, once for all workers.
 
-        The text may contain file names: :func:`moc.output.print_lines` escapes control characters.
+        The text may contain file names: :func:`moc.cli_output.print_lines` escapes control characters.
         """
 
 
@@ -64,7 +64,7 @@ class PipelineTap(VoteParticipant):
     """Values to report with every iteration."""
     feeds: Mapping[int, Collection[int]] = MappingProxyType({})
     """By stage, the stages whose logs it needs for a replay; empty without logging."""
-    bubbles: Bubbles | None = None
+    bubbles: BubbleGate | None = None
     """Times waits for other stages, during which snapshots are copied first; None if neither is wanted."""
 
     def computing(self) -> AbstractContextManager[None]:
@@ -142,8 +142,8 @@ class RouterTally(Protocol):
         """Lets experts that owe tokens, by layer and expert, process more than their capacity from now on.
 
         The excess is at most this fraction, and at most the unused capacity of the other experts of their rank.
-        Routing does not change.  If nothing is owed, the original capacity applies.  Not called if ``makes_up`` is
-        None.
+        Routing does not change.  If nothing is owed, the original capacity applies.  Not called without a
+        :attr:`~moc.policy.RecoveryResponse.capacity_boost`.
         """
 
     def beyond(self, tally: dict) -> dict[int, list[int]]:
@@ -154,7 +154,7 @@ class RouterTally(Protocol):
         """Stops counting and boosting."""
 
 
-class Outcome(NamedTuple):
+class ReplayOutcome(NamedTuple):
     """Results of a replayed iteration on this worker.
 
     Attributes:
@@ -234,7 +234,7 @@ class Engine(Protocol):
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
-    ) -> Outcome:
+    ) -> ReplayOutcome:
         """Replays the iteration after a position by its step record; frozen operators do not change.
 
         ``completing`` returns a context to enter once the gradients are reduced, and to leave after the update.  With

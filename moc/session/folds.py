@@ -16,12 +16,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from moc.cli_output import print_lines
 from moc.errors import with_code
-from moc.output import print_lines
-from moc.recovery.carrying import Carrier
-from moc.recovery.chains import Chain
-from moc.recovery.folds import Outcome
-from moc.runtime.helper import Helper, HelperError
+from moc.recovery.expert_versions import Carrier
+from moc.recovery.gradient_chains import Chain
+from moc.recovery.gradient_folding import FoldOutcome
+from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.store.errors import CheckpointError
 
 LEAST = 4
@@ -37,8 +37,8 @@ class Folds:
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
-        self._helper = Helper("moc.session.folder", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
-        self._under_way: dict[str, Future[Outcome]] = {}
+        self._helper = HelperProcess("moc.session.folder", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+        self._under_way: dict[str, Future[FoldOutcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
         self._trusted = self._over = False
@@ -48,7 +48,7 @@ class Folds:
     @property
     def processes(self) -> list[int]:
         """Id of the background optimizer, once it has started."""
-        return self._helper.processes
+        return self._helper.pids
 
     def take_over(self, carrier: Carrier) -> None:
         """Adopts the background optimizer's committed results for a carrier's snapshots.
@@ -113,11 +113,11 @@ class Folds:
         self._helper.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> Outcome:
+    def _order(self, memory: str, compare: list[Chain], fold: list[Chain]) -> FoldOutcome:
         begun = time.perf_counter()
         try:
             self._helper.start()  # on this thread, since the process dies with the thread that starts it
-            answer = self._helper.ask({"memory": memory, "compare": compare, "fold": fold})
+            answer = self._helper.call_process({"memory": memory, "compare": compare, "fold": fold})
         except HelperError as error:
             raise CheckpointError(
                 f"the process that folds gradients {error}. Fix: read its output above; it starts again with the next "
@@ -126,7 +126,7 @@ class Folds:
             ) from None
         with self._changing:
             self._counts["seconds"] += time.perf_counter() - begun
-        return Outcome(**answer)
+        return FoldOutcome(**answer)
 
     def _has_failed(self, error: Exception) -> None:
         self._died += 1

@@ -1,8 +1,8 @@
 """Runs a worker's process that hashes the entries of its snapshots in memory.
 
 A snapshot has hundreds of entries.  A thread of the worker would acquire and release the GIL for each of them, while
-training needs it continuously.  The worker starts this process (:mod:`moc.runtime.helper`), and sends it path and size
-of a buffer, and the byte spans of its entries.  The process returns the hashes.
+training needs it continuously.  The worker starts this process (:mod:`moc.runtime.helper_process`), and sends it path
+and size of a buffer, and the byte spans of its entries.  The process returns the hashes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
-from moc.files.tree import Tree
-from moc.runtime import children
-from moc.runtime.helper import serve
-from moc.store.digest import digest_of
+from moc.files.safe_directory import SafeDirectory
+from moc.runtime import child_processes
+from moc.runtime.helper_process import answer_calls
+from moc.store.manifest import compute_digest
 
 
 def main() -> None:
     """Hashes until the worker ends."""
-    children.belong_beside()
-    serve(_answer)
+    child_processes.attach_in_background()
+    answer_calls(_answer)
 
 
 def _answer(call: list) -> list[str] | str:
@@ -36,7 +36,7 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
     Raises:
         OSError, ValueError: the file cannot be mapped, or is another file, of another size.
     """
-    opened = Tree(Path(path).parent).open(Path(path).name)
+    opened = SafeDirectory(Path(path).parent).open(Path(path).name)
     with open(opened, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
         if len(mapped) != nbytes:
             raise ValueError(f"{path} has {len(mapped):,} bytes, not {nbytes:,}")
@@ -44,7 +44,7 @@ def digests(path: str, nbytes: int, spans: Sequence[tuple[int, int]]) -> list[st
             found = []
             for start, stop in spans:
                 with memory[start:stop] as entry:
-                    found.append(digest_of(entry))
+                    found.append(compute_digest(entry))
             return found
 
 

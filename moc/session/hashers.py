@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moc.cli_output import print_lines
 from moc.errors import warning
-from moc.output import print_lines
-from moc.runtime.helper import Helper, HelperError
+from moc.runtime.helper_process import HelperError, HelperProcess
 from moc.snapshot.saver import hashed
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 
 Spans = Sequence[tuple[int, int]]
 
@@ -24,10 +24,10 @@ class Hasher:
     """
 
     def __init__(self):
-        self._helper = Helper("moc.session.hasher")
+        self._helper = HelperProcess("moc.session.hasher")
         self._begun = self._failed = False
 
-    def digests(self, buffer: Buffer, spans: Spans) -> tuple[str, ...]:
+    def digests(self, buffer: HostBuffer, spans: Spans) -> tuple[str, ...]:
         """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
         found = None
         if buffer.path is not None and not self._failed:
@@ -41,7 +41,7 @@ class Hasher:
     @property
     def processes(self) -> list[int]:
         """Process id, once the process has started."""
-        return self._helper.processes
+        return self._helper.pids
 
     def close(self) -> None:
         """Ends the process; the calling thread computes pending and later hashes."""
@@ -51,7 +51,7 @@ class Hasher:
     def _ask(self, call: list) -> tuple[str, ...] | None:
         if not self._started():
             return None
-        answer = self._helper.ask(call)
+        answer = self._helper.call_process(call)
         if isinstance(answer, list):
             return tuple(answer)
         self._fails(f"has failed ({answer})")

@@ -9,14 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moc.policy import Load, Policy, SnapshotPlan
-from moc.policy.tables import experts_by_layer
-from moc.recovery.carrying import most_carried, slot_of
+from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan
+from moc.policy.partial import experts_by_layer
+from moc.recovery.expert_versions import most_carried, slot_of
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.snapshot.contents import Contents
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
-from moc.store.layout import FileLayout
+from moc.state.operators import Detail, operator_of
+from moc.store.header import FileLayout
 
 _SETTLED = 3  # earlier windows: the current one, and the first one of its kind
 _PLANS = 16  # until the number of carried experts is constant
@@ -29,7 +28,7 @@ _POPULARITIES: tuple[Callable[[int], float], ...] = (
 """Uniform popularity of experts, and Zipf's law: the fewer experts are busy, the longer chains of gradients become."""
 
 
-class Window(NamedTuple):
+class SnapshotWindow(NamedTuple):
     """Snapshots of a policy that a run resumes from together.
 
     Attributes:
@@ -43,7 +42,7 @@ class Window(NamedTuple):
     snapshot: int | None = None
 
 
-def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
+def next_window(policy: Policy, contents: Contents, iteration: int) -> SnapshotWindow:
     """Returns the window that a policy would plan after the current ones; changes nothing.
 
     Args:
@@ -65,7 +64,7 @@ def next_window(policy: Policy, contents: Contents, iteration: int) -> Window:
             plans.append(plan)
             kept = max(kept, len(held))
     shares = (contents.with_gradients(plan.operators, plan.compared) for plan in plans if not plan.complete)
-    return Window(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
+    return SnapshotWindow(max(1, len(plans)), kept, max((share.layout.nbytes for share in shares), default=None))
 
 
 class Now(NamedTuple):
@@ -85,11 +84,11 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
     """
     trial, passed = trial_of(policy), 0
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
-    yield _available(trial.everything(0), 0)
-    for number in range(1, _PLANS_OF_CHAINS if policy.saves_gradients else _PLANS):
-        passed += trial.iterations_apart
+    yield _available(full_plan(trial, 0), 0)
+    for number in range(1, _PLANS_OF_CHAINS if Capability.GRADIENTS in policy.requires else _PLANS):
+        passed += trial.schedule.iterations_apart
         load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
-        plan = trial.plan_as_due(now.iteration + passed, load)
+        plan = trial.schedule.plan_as_due(now.iteration + passed, load)
         trial.on_snapshot(plan, load)
         yield _available(plan, number)
 
@@ -125,7 +124,7 @@ def carried_files(
     Args:
         policy: policy of the run.
         parts: :func:`bytes_of_experts` of each rank of the node.
-        behind: as in :func:`~moc.recovery.carrying.most_carried`.
+        behind: as in :func:`~moc.recovery.expert_versions.most_carried`.
         now: as in :func:`plans_ahead`.
     """
     sizes: dict[str, Counter[str]] = defaultdict(Counter)
@@ -136,7 +135,7 @@ def carried_files(
     if not here:
         return {}
     numbers: Counter[Detail] = Counter()
-    for popularity in _POPULARITIES[: 1 + policy.saves_gradients]:
+    for popularity in _POPULARITIES[: 1 + (Capability.GRADIENTS in policy.requires)]:
         numbers |= Counter(most_carried(plans_ahead(policy, popularity, now), here, behind))
     numbers = numbers or Counter({Detail.FULL: len(here)})
     return {slot_of(detail): [max(sizes[detail.value].values())] * number for detail, number in numbers.items()}

@@ -1,6 +1,6 @@
 """Copies snapshots to the memory of other nodes, and restores them after the loss of a node (Gemini).
 
-:mod:`moc.recovery.placement` assigns the copies to nodes.  Each node's replica server
+:mod:`moc.recovery.copy_placement` assigns the copies to nodes.  Each node's replica server
 (:mod:`moc.runtime.replica_server`), a separate process, transfers the bytes when the node's leading worker requests it.
 """
 
@@ -16,34 +16,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
-from moc.faults import reach
-from moc.policy import Policy
-from moc.recovery.adoption import Fetch
-from moc.recovery.carrying import Carrier
-from moc.recovery.copies import copies_of_use, partly_copied, to_copy
+from moc.fault_points import reach
+from moc.policy import Policy, recovers_exactly
+from moc.recovery.copy_placement import Placement, Redundancy, describe_placement, not_sent, place, survival
+from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
-from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
-from moc.recovery.placement import Placement, describe, not_sent, place, survival
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.restore_nodes import Fetch, NodeInventory, Restore, to_restore
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.pull import Pulled, Wanted, part_of
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.wire import PeerGoneError, WireError
-from moc.session.carriers import Carriers, RemoteCarrier
-from moc.session.carrying import carry, experts_of
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.protocol import PeerGoneError, WireError
+from moc.runtime.replica_server import ReplicaClient
+from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
+from moc.session.carriers import Carriers, RemoteCarrier, carry, experts_of
 from moc.session.engine import Listener
 from moc.session.folds import Folds
 from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
-from moc.state.detail import Detail
-from moc.store.errors import CheckpointError, MissingRegionError, NoRoomError
-from moc.store.regions import RegionReader
-from moc.store.slots import DIRECTORY, reserve_slots
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, file_of
+from moc.state.operators import Detail
+from moc.store.errors import CheckpointError, InsufficientMemoryError, MissingTensorError
+from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, shard_file_name
 
 DEFAULT_REPLICAS = 2
 _NAMED = 3  # operators in a message
@@ -98,8 +94,8 @@ def join_peers(
     if not replicas:
         if settings.tier == "peers" and not again:
             log.message(
-                "--ckpt-tier peers: with one node there are no peers, so snapshots are in its own memory alone, and "
-                "after the loss of the node the run resumes from --ckpt-dir"
+                "--ckpt-tier peers: the only node has no peers, so snapshots are only in its own memory. After the "
+                "loss of the node, the run resumes from --ckpt-dir"
             )
         return None
     alike = {frozenset(map(nodes.index, of)): amount for of, amount in redundancy.nbytes.items()}
@@ -125,7 +121,7 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
             "with torchrun",
             code="launcher-missing",
         )
-    return copies_wanted(settings.replicas, len(set(nodes)), environment.fewest_nodes())
+    return copies_wanted(settings.replicas, len(set(nodes)), environment.min_nodes())
 
 
 def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
@@ -159,7 +155,7 @@ def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> 
 
 
 def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:
-    log.message(describe(placement, nodes, unsent))
+    log.message(describe_placement(placement, nodes, unsent))
     log.events.write(
         "placement",
         replicas=placement.replicas,
@@ -191,7 +187,7 @@ class Peers:
     ):
         assert tiers.memory is not None  # copies are in it
         self._memory, self._leads = tiers.memory, tiers.leads_node
-        self._operators, self._exact, self._experts = policy.operators, policy.exact, experts_of(policy)
+        self._operators, self._exact, self._experts = policy.operators, recovers_exactly(policy), experts_of(policy)
         self._names = frozenset(one.name for one in self._experts)
         self._safe, self._beside = 0, carriers
         self.folds: Folds | None = None
@@ -244,23 +240,23 @@ class Peers:
         """
         ranks = [(node, rank) for node in self.kept for rank, of in enumerate(self._nodes) if of == node]
         for node, rank in ranks[turn::turns]:
-            into = part_of(self._root, self._node, node)
-            for name, sizes in {file_of(rank): needed[rank].copies, **needed[rank].experts}.items():
-                reserve_slots(into / DIRECTORY, name, sizes, tidies)
-            LocalPlace(into, in_memory=True).spare.fill(small)
+            into = snapshots_directory(self._root, self._node, node)
+            for name, sizes in {shard_file_name(rank): needed[rank].copies, **needed[rank].experts}.items():
+                reserve_files(into / SLOTS_DIRECTORY, name, sizes, tidies)
+            LocalStorage(into, in_memory=True).reserve.allocate(small)
 
     def fetch(self, fetches: Iterable[Fetch]) -> list[str]:
         """Fetches parts of snapshots, on the worker that leads a node; returns the problems."""
         problems = []
         for iteration, of, held_by, operators in fetches:
-            wanted = Wanted(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
+            wanted = CopyRequest(iteration, of, held_by, self._addresses[held_by], self._rate, False, dict(operators))
             try:
                 self._thread.submit(self._pull, wanted).result()
             except (CheckpointError, WireError) as error:
                 problems.append(_described(error))
         return problems
 
-    def give_up_older(self, iteration: int) -> None:
+    def release_before(self, iteration: int) -> None:
         """Reduces copies of snapshots before an iteration, which are superseded by copies on all nodes."""
         for copies in self._carriers.values():
             copies.retire(iteration)
@@ -339,9 +335,9 @@ class Peers:
     def _remove_others(self, iterations: Collection[int]) -> None:
         if not self._leads:
             return
-        for name in self._memory.place.names():
+        for name in self._memory.storage.list_names():
             if name.startswith("of_") and name[len("of_") :] not in self.kept:
-                self._memory.place.remove(name)
+                self._memory.storage.remove(name)
         for copies in self._copies().values():
             for other in copies.iterations():
                 if other not in iterations:
@@ -349,7 +345,7 @@ class Peers:
         for copies in self._carriers.values():
             copies.delete()
         for copies in self._copies().values():
-            copies.clear_unpublished()
+            copies.remove_unpublished()
 
     def quiesce(self) -> None:
         """Ends pending work for this node; afterwards nothing is written to its memory."""
@@ -387,9 +383,9 @@ class Peers:
         for node in self.kept:
             try:
                 pulled, took = self._pull(self._wanted(node, iteration, operators, patient=True))
-            except NoRoomError as error:
+            except InsufficientMemoryError as error:
                 missing.append(str(error))
-                self._copies()[node].give_up(iteration)
+                self._copies()[node].abandon_save(iteration)
                 continue
             amount, alike, seconds = amount + pulled.bytes, alike + pulled.alike, seconds + took
             trouble += self._trouble(node, iteration, pulled)
@@ -398,7 +394,7 @@ class Peers:
         reach("peers_published")
         return Copied(amount, seconds, alike, trouble, missing)
 
-    def _trouble(self, node: str, iteration: int, pulled: Pulled) -> list[str]:
+    def _trouble(self, node: str, iteration: int, pulled: CopyResult) -> list[str]:
         """Describes problems of state that this node should hold as an identical replica."""
         found = []
         if pulled.differs:
@@ -418,14 +414,16 @@ class Peers:
             found.append(with_code(damaged))
         return found
 
-    def _wanted(self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False) -> Wanted:
-        return Wanted(iteration, node, node, self._addresses[node], self._rate, patient, operators)
+    def _wanted(
+        self, node: str, iteration: int, operators: Mapping[str, str] | None, patient: bool = False
+    ) -> CopyRequest:
+        return CopyRequest(iteration, node, node, self._addresses[node], self._rate, patient, operators)
 
-    def _pull(self, wanted: Wanted) -> tuple[Pulled, float]:
+    def _pull(self, wanted: CopyRequest) -> tuple[CopyResult, float]:
         while True:
             try:
                 assert self._client is not None  # only leaders pull
-                return self._client.pull(wanted)
+                return self._client.copy(wanted)
             except PeerGoneError:
                 if self._left:
                     raise
@@ -442,9 +440,9 @@ class Peers:
         """Restores a part from a copy; returns the copy's problem, or None."""
         where = restore.iteration, restore.of, restore.held_by, self._addresses[restore.held_by]
         try:
-            self._pull(Wanted(*where))
+            self._pull(CopyRequest(*where))
             _verify(self._memory, restore.iteration)
-        except (CheckpointError, MissingRegionError, WireError, OSError) as error:
+        except (CheckpointError, MissingTensorError, WireError, OSError) as error:
             self._memory.remove(restore.iteration)
             return _described(error)
         return None
@@ -456,17 +454,17 @@ class Peers:
         copies = self._copies()[restore.of]
         try:
             _verify(copies, restore.iteration)
-        except (CheckpointError, MissingRegionError):
+        except (CheckpointError, MissingTensorError):
             copies.remove(restore.iteration)
 
     def _copies(self) -> dict[str, Store]:
-        parts = {node: part_of(self._root, self._node, node) for node in self.kept}
-        return {node: Store(LocalPlace(path, in_memory=True), slack=True) for node, path in parts.items()}
+        parts = {node: snapshots_directory(self._root, self._node, node) for node in self.kept}
+        return {node: Store(LocalStorage(path, in_memory=True), allows_slack=True) for node, path in parts.items()}
 
     @property
     def _root(self) -> Path:
-        place = self._memory.place
-        assert isinstance(place, LocalPlace)  # the memory tier is local
+        place = self._memory.storage
+        assert isinstance(place, LocalStorage)  # the memory tier is local
         return place.root
 
     @cached_property
@@ -500,8 +498,8 @@ def _described(error: Exception) -> str:
 
 
 def _verify(store: Store, iteration: int) -> None:
-    manifest = store.manifest(iteration)
-    files = (store.blob(iteration, name, entry) for name, entry in manifest.files.items())
-    for source in RegionReader(files).sources():
-        if damage := source.damage():
+    manifest = store.read_manifest(iteration)
+    files = (store.open_verified(iteration, name, entry) for name, entry in manifest.files.items())
+    for source in ShardReader(files).sources():
+        if damage := source.find_damage():
             raise CheckpointError(f"{damage}. Fix: test the memory of the node", code="checkpoint-damaged")

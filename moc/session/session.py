@@ -24,13 +24,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moc.policy import AUTO, Load, Policy, interval_named, policy_named
-from moc.policy.errors import refusal_of
-from moc.recovery.folds import RULES
-from moc.runtime.agreement import gather
+from moc.policy import AUTO, Capability, Load, Policy, parse_interval, policy_named
+from moc.policy.errors import policy_refusal
+from moc.recovery.gradient_folding import RULES
+from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
-from moc.session.components import Components, build, close, holdings_of, may_replay
+from moc.session.components import Components, SizesByPlan, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import Engine, Listener, VoteParticipant
 from moc.session.peers import copies_of
@@ -38,14 +38,12 @@ from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.replay import check_freezing
 from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
+from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
-from moc.session.sizes import SnapshotSizes
-from moc.session.snapshots import Describer, Snapshots
-from moc.session.storage_health import storage_of
 from moc.session.tiers import memory_of, nodes_of, tiers_of
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.leftovers import give_back_unused
+from moc.store.host_memory import give_back_unused
 
 _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""
@@ -77,7 +75,7 @@ class Session(VoteParticipant):
         self._elsewhere, self._chooser = elsewhere, chooser
         self.remains = LocalRemains() if remains is None else remains
         self.position, self.record = Position(), None
-        self._running: tuple[Components, Snapshots] | None = None  # None without a policy, and before resume()
+        self._running: tuple[Components, SavingPipeline] | None = None  # None without a policy, and before resume()
         self._memory: Path | None = None  # this node's memory, if the job uses and owns it
         self._whole = True  # False while the update changes the state
 
@@ -125,10 +123,10 @@ class Session(VoteParticipant):
             settings = chooser.in_force(engine, tiers, mine)
             tiers = dataclasses.replace(tiers_of(settings, engine.world, nodes, claim), storage=tiers.storage)
         policy = make_policy(settings, engine) if policy is None else policy
-        for remark in policy.remarks() if mine is None else ():
+        for remark in policy.report.remarks() if mine is None else ():
             log.message(remark)
         kept = self.remains.buffers
-        counts = policy.counts_tokens or chooser is not None and chooser.counts_tokens
+        counts = Capability.TOKEN_COUNTS in policy.requires or chooser is not None and chooser.counts_tokens
         again, known = mine is not None, self.remains.digests
         parts = build(engine, settings, policy, tiers, log, counts=counts, again=again, kept=kept, known=known)
         undo.callback(close, parts, _patience_s(parts))
@@ -142,12 +140,12 @@ class Session(VoteParticipant):
             tidies=not beside,
             deterministic=settings.deterministic,
         )
-        storage = storage_of(settings, parts, start, log, beside)
-        sizes = SnapshotSizes(parts)
+        health = storage_health(settings, parts, start, log, in_background=beside)
+        sizes = SizesByPlan(parts)
         try:
             policy.on_sizes(sizes)
         except ValueError as error:  # on all workers
-            refused = refusal_of(policy.name, error)
+            refused = policy_refusal(policy.name, error)
             raise SettingsError(str(refused), code=refused.code) from None
         if chooser is not None:
             chooser.on_sizes(sizes, engine, lambda: may_replay(engine, parts, settings.tier))
@@ -156,18 +154,18 @@ class Session(VoteParticipant):
         self.position, self.record = start.position, start.record
         if parts.tokens is not None:
             parts.report.boost(start.position.iteration, parts.tokens.debt)
-        snapshots = Snapshots(parts, settings, storage, start, self._describer(parts))
-        undo.callback(snapshots.close)
-        snapshots.reserve(first=not any(gather(mine is not None or engine.world.job.has_begun_before)))
-        snapshots.take_again()
-        self._running = parts, snapshots
+        saving = SavingPipeline(parts, settings, health, start, self._describer(parts))
+        undo.callback(saving.close)
+        saving.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
+        saving.begin_again()
+        self._running = parts, saving
 
     def ballot(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:
             return {}
-        parts, snapshots = self._running
-        mine = snapshots.ballot()
+        parts, saving = self._running
+        mine = saving.contribution()
         return mine if parts.tokens is None else parts.tokens.ballot() | mine
 
     def on_vote(self, tally: dict[str, float]) -> None:
@@ -177,11 +175,11 @@ class Session(VoteParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            parts, snapshots = self._running
-            snapshots.on_vote(tally)
+            parts, saving = self._running
+            saving.receive(tally)
             if parts.tokens is not None:
                 parts.tokens.on_vote(tally)
-            snapshots.wait_for_copies()
+            saving.wait_for_copies()
         self._whole = False
 
     def completed(self, record: StepRecord, begun: float) -> Position:
@@ -207,7 +205,7 @@ class Session(VoteParticipant):
         if parts.tokens is not None:
             parts.tokens.completed(skipped=record.skipped)
             parts.report.boost(self.position.iteration, parts.tokens.debt)
-            if parts.policy.counts_probabilities and not record.skipped:
+            if Capability.GATING_PROBABILITIES in parts.policy.requires and not record.skipped:
                 parts.policy.on_routing(parts.tokens.probabilities)
         return self.position
 
@@ -218,7 +216,7 @@ class Session(VoteParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            self._running[1].take(self.position, self.record)
+            self._running[1].begin_if_planned(self.position, self.record)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -232,8 +230,8 @@ class Session(VoteParticipant):
         if self._running is None:
             yield
             return
-        parts, snapshots = self._running
-        snapshots.wait_for_copies()
+        parts, saving = self._running
+        saving.wait_for_copies()
         with parts.digests.moving(self.position.iteration):
             yield
             parts.contents.renew(holdings_of(self._engine, parts.policy))
@@ -255,11 +253,11 @@ class Session(VoteParticipant):
     def interrupt(self) -> None:
         """Ends this generation after the loss of another worker, and keeps this worker's state for the next one."""
         if self._running is not None:
-            parts, snapshots = self._running
+            parts, saving = self._running
             state = self._describer(parts)(self.position, self.record) if self._whole else None
             parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
-            self.remains.begun, self.remains.workers = snapshots.begun, self._engine.world.size
+            self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
         self._end()
 
     def close(self) -> None:
@@ -272,24 +270,24 @@ class Session(VoteParticipant):
 
     def _end(self) -> None:
         if self._running is not None:
-            parts, snapshots = self._running
-            snapshots.close()
+            parts, saving = self._running
+            saving.close()
             close(parts, _patience_s(parts))
         self._running = None
 
     @property
     def run(self) -> str | None:
         """Id of the run that the snapshots belong to; None before :meth:`resume` and without a policy."""
-        return None if self._running is None else self._running[0].tiers.storage.place.run
+        return None if self._running is None else self._running[0].tiers.storage.storage.run
 
     @property
     def gauges(self) -> Mapping[str, float]:
         """Values to report with every iteration."""
         if self._running is None:
             return {}
-        parts, snapshots = self._running
+        parts, saving = self._running
         lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.gauges() | dict(parts.tap.gauges) | snapshots.gauges
+        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | saving.gauges
 
     @property
     def load(self) -> Load | None:
@@ -300,12 +298,12 @@ class Session(VoteParticipant):
     @property
     def memory_is_free(self) -> bool:
         """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
-        return self._running is not None and self._running[1].memory_is_free
+        return self._running is not None and self._running[1].storage.memory_is_free
 
     @property
     def storage_fails(self) -> bool:
         """Whether the last snapshot meant for storage failed to get there; identical on all workers."""
-        return self._running is not None and self._running[1].storage_fails
+        return self._running is not None and bool(self._running[1].storage.problem)
 
     def _describer(self, parts: Components) -> Describer:
         """Returns a function for the non-tensor state at a position."""
@@ -319,7 +317,7 @@ class Session(VoteParticipant):
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
             "auto": chooser.state_dict() if chooser is not None else None,
-            **({RULES: self._engine.rules().to_plain()} if policy.folds_beside else {}),
+            **({RULES: self._engine.rules().to_plain()} if Capability.BACKGROUND_UPDATES in policy.requires else {}),
         }
 
 
@@ -343,19 +341,23 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             code="chooser-missing",
         )
     try:
-        interval = interval_named(str(settings.interval), settings.overhead_budget)
+        interval = parse_interval(str(settings.interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
     except ValueError as error:
-        refused = refusal_of(name, error)
+        refused = policy_refusal(name, error)
         raise SettingsError(str(refused), code=refused.code) from None
     except TypeError as error:
         raise SettingsError(
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
             code="policy-option-unknown",
         ) from None
-    if policy.replays:
+    if Capability.REPLAY in policy.requires:
         check_freezing(engine.state)
-    needs = {"router_tally": policy.counts_tokens, "replay": policy.replays, "rules": policy.folds_beside}
+    needs = {
+        "router_tally": Capability.TOKEN_COUNTS in policy.requires,
+        "replay": Capability.REPLAY in policy.requires,
+        "rules": Capability.BACKGROUND_UPDATES in policy.requires,
+    }
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(

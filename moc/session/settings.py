@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moc.errors import UserError, code_of
-from moc.policy import interval_named
-from moc.sharding import scheme_named
+from moc.policy import parse_interval
+from moc.sharding import parse_scheme
 
 TIERS = ("disk", "memory", "peers")
 """Tiers that can make snapshots durable."""
@@ -106,8 +106,8 @@ class Settings:
                     code="setting-without-effect",
                 )
         valid = (
-            ("interval", lambda: interval_named(str(self.interval), self.overhead_budget)),
-            ("sharding", lambda: scheme_named(self.sharding)),
+            ("interval", lambda: parse_interval(str(self.interval), self.overhead_budget)),
+            ("sharding", lambda: parse_scheme(self.sharding)),
             ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
         )
         for name, parse in valid:

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.runtime import environment
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.session.settings import Settings, SettingsError, node_names
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import renew_lease
-from moc.store.locate import place_of
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import memory_storage, renew_lease
+from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 
 LOOKING_S = 5.0
 """Seconds that storage may take to list its snapshots, if a run can resume without it."""
@@ -47,24 +46,24 @@ class Tiers:
     keep: int
 
     def renew_lease(self) -> None:
-        """Shows that the job in this node's memory is alive (:mod:`moc.store.leases`)."""
+        """Shows that the job in this node's memory is alive (:mod:`moc.store.host_memory`)."""
         if self.memory is not None and self.leads_node:
-            renew_lease(Path(self.memory.place.name))
+            renew_lease(Path(self.memory.storage.name))
 
     @property
     def before(self) -> Store | None:
         """Experts of superseded memory on this node, kept until a snapshot that replaces them is durable."""
         if self.memory is None:
             return None
-        return Store(LocalPlace(Path(self.memory.place.name) / "before", in_memory=True), slack=True)
+        return Store(LocalStorage(Path(self.memory.storage.name) / "before", in_memory=True), allows_slack=True)
 
 
 def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> Tiers:
     """Builds the tiers of a job; ``nodes`` has the node names by rank."""
     node = tuple(rank for rank, other in enumerate(nodes) if other == nodes[world.rank])
-    memory = Store(memory_of(settings, world, nodes, claim), slack=True) if settings.tier != "disk" else None
+    memory = Store(memory_of(settings, world, nodes, claim), allows_slack=True) if settings.tier != "disk" else None
     return Tiers(
-        storage=Store(place_of(settings.directory, claim)),
+        storage=Store(storage_at(settings.directory, claim)),
         memory=memory,
         nodes=tuple(nodes),
         leads_node=world.rank == node[0],
@@ -74,12 +73,12 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
     )
 
 
-def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalPlace:
+def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalStorage:
     """Returns the location of the memory tier on this node."""
-    several = len(set(nodes)) > 1 or environment.numbers_of_nodes()[1] > 1  # they may share a machine
+    several = len(set(nodes)) > 1 or environment.node_limits()[1] > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.nodes else launched
-    return memory_place(settings.memory_directory, settings.directory, claim.run, emulated, claim)
+    return memory_storage(settings.memory_directory, settings.directory, claim.run, emulated, claim)
 
 
 def nodes_of(told: str | None, world: World) -> list[str]:
@@ -93,7 +92,7 @@ def nodes_of(told: str | None, world: World) -> list[str]:
     """
     if told is None:
         return gather(os.environ["GROUP_RANK"] if environment.AGENT in os.environ else socket.gethostname())
-    if (fewest := environment.fewest_nodes()) is not None:
+    if (fewest := environment.min_nodes()) is not None:
         raise SettingsError(
             f"--node-of-rank names the nodes of all workers, and --nnodes {fewest}:... continues with fewer. Fix: drop "
             "it, or start the job with a fixed number of nodes",

@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from moc.policy import Load, Policy, SnapshotPlan
-from moc.policy.debt import Debt
-from moc.policy.ledger import Ledger
-from moc.policy.risk import lost_by_layer
+from moc.policy import Capability, Load, Policy, SnapshotPlan
+from moc.policy.expert_selection import lost_tokens_by_layer
+from moc.policy.token_ledger import TokenDebt, TokenLedger
 from moc.recovery.sources import RecoveryPath
 from moc.session.engine import Engine
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 Experts = dict[int, list[int]]
 
@@ -37,9 +36,10 @@ class TokenTracker:
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1
-        self._with_probabilities, self._makes_up = policy.counts_probabilities, policy.makes_up
+        self._with_probabilities = Capability.GATING_PROBABILITIES in policy.requires
+        self._boost = policy.recovery.capacity_boost
         self._counts = engine.router_tally(sorted(numbers), self._with_probabilities)
-        self._ledger, self._heard, self._beyond = Ledger.of(numbers), ({}, {}), {}
+        self._ledger, self._heard, self._beyond = TokenLedger.empty(numbers), ({}, {}), {}
         self._train_iters = max(1, train_iters)
         self.probabilities: dict[int, list[float]] = {}
         """By layer and expert, the sum of the gating probabilities over the expert's tokens of the last iteration."""
@@ -63,24 +63,24 @@ class TokenTracker:
         (counts, sent), beyond = self._heard, self._beyond
         if skipped:
             counts, sent, beyond = {layer: [0] * len(row) for layer, row in counts.items()}, dict.fromkeys(sent, 0), {}
-        self._continue(self._ledger.after(counts, sent, beyond))
+        self._continue(self._ledger.after_iteration(counts, sent, beyond))
 
     def begun(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Records the start of a snapshot, with the part of it that goes to storage."""
         stored = None if storage is None else self._saved(storage)
-        self._ledger = self._ledger.begun(self._saved(plan), stored, self._saved(plan.copied))
+        self._ledger = self._ledger.with_snapshot(self._saved(plan), stored, self._saved(plan.remote_plan))
 
     def brought_to_storage(self, plan: SnapshotPlan) -> None:
         """Records that a snapshot of this iteration, complete in memory, starts on its way to storage."""
-        self._ledger = self._ledger.begun(None, self._saved(plan))
+        self._ledger = self._ledger.with_snapshot(None, self._saved(plan))
 
     def snapshotted(self, iteration: int) -> None:
         """Records a snapshot as complete in memory."""
-        self._ledger = self._ledger.snapshotted(iteration)
+        self._ledger = self._ledger.with_snapshot_completed(iteration)
 
     def persisted(self, iteration: int) -> None:
         """Records a snapshot as complete in storage."""
-        self._ledger = self._ledger.persisted(iteration)
+        self._ledger = self._ledger.with_persist_completed(iteration)
 
     def starts_at(self, iteration: int) -> None:
         """Starts at a checkpoint without a ledger: earlier tokens are unknown."""
@@ -89,7 +89,7 @@ class TokenTracker:
 
     def goes_on(self, state: Mapping) -> None:
         """Continues a saved ledger, after a recovery without losses."""
-        self._continue(Ledger.from_state(state))
+        self._continue(TokenLedger.from_state(state))
 
     def recovered(self, way: RecoveryPath, states: Mapping[tuple[int, str], Mapping]) -> Raised:
         """Adjusts the ledger to a recovery path; returns the increase of the proportion of lost tokens.
@@ -97,15 +97,15 @@ class TokenTracker:
         ``states`` has, by checkpoint, the ledger stored with it.
         """
         self._counts.take()  # the ledger already has the replayed iterations
-        ledgers = {key: Ledger.from_state(state) for key, state in states.items()}
+        ledgers = {key: TokenLedger.from_state(state) for key, state in states.items()}
         if way.base.key not in ledgers:
             self.starts_at(way.iteration)
             return Raised()
         base, restored = ledgers.pop(way.base.key), {}
         for name, (layer, expert) in self._experts.items():
             restored.setdefault(layer, {})[expert] = way.learned_until(name)
-        recovered = base.recovered(restored, ledgers.values())
-        self._continue(recovered if self._makes_up is None else recovered.indebted(base, self._makes_up.iterations))
+        recovered = base.after_recovery(restored, ledgers.values())
+        self._continue(recovered if self._boost is None else recovered.with_debt(base, self._boost.iterations))
         raised = self._ledger.plt() - base.plt()
         return Raised(raised, self._of_training(raised))
 
@@ -142,11 +142,13 @@ class TokenTracker:
             resumed: iteration that the run would resume from; later iterations would be repeated, not lost.
         """
         each = {layer: sum(row) for layer, row in self._heard[0].items()}
-        lost = lost_by_layer(self._ledger.since_persist, {layer: each.get(layer, 0) for layer in self._ledger.layers})
+        lost = lost_tokens_by_layer(
+            self._ledger.since_persist, {layer: each.get(layer, 0) for layer in self._ledger.layers}
+        )
         return max(0.0, sum(lost) / max(1, len(lost)) - (self._ledger.iteration - resumed))
 
     @property
-    def debt(self) -> Debt | None:
+    def debt(self) -> TokenDebt | None:
         """Lost tokens that experts compensate with more capacity; None if there never were any."""
         return self._ledger.debt
 
@@ -157,11 +159,11 @@ class TokenTracker:
     def _of_training(self, plt: float) -> float:
         return plt * min(1.0, self._ledger.iteration / self._train_iters)
 
-    def _continue(self, ledger: Ledger) -> None:
+    def _continue(self, ledger: TokenLedger) -> None:
         """Replaces the ledger, and gives the experts that owe tokens in it more capacity, if wanted."""
-        self._ledger = ledger if self._makes_up is not None else dataclasses.replace(ledger, debt=None)
-        if self._makes_up is not None:
-            self._counts.boost(ledger.owed, self._makes_up.fraction)
+        self._ledger = ledger if self._boost is not None else dataclasses.replace(ledger, debt=None)
+        if self._boost is not None:
+            self._counts.boost(ledger.owed, self._boost.fraction)
 
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}

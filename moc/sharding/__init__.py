@@ -1,29 +1,38 @@
 """Assigns each byte of a checkpoint to exactly one of the ranks that hold it."""
 
-from moc.sharding.assign import SCHEMES, Scheme, ShardingError, assign, loads, scheme_named
-from moc.sharding.contents import StateBytes, contents
-from moc.sharding.ideal import equation_8, forced_bytes, ideal_bytes, pec_leaves_ranks_unequal
-from moc.sharding.item import Item, cut_large
-from moc.sharding.layout import Layout, LayoutError
+from moc.sharding.assignment import (
+    SCHEMES,
+    ShardingError,
+    ShardingScheme,
+    assign_items,
+    bytes_by_rank,
+    equation_8,
+    forced_bytes,
+    ideal_bytes,
+    parse_scheme,
+    pec_leaves_ranks_unequal,
+)
+from moc.sharding.parallel_layout import LayoutError, ParallelLayout
 from moc.sharding.rules import RULES, rule
+from moc.sharding.save_items import SaveItem, StateBytes, cut_large_items, list_save_items
 
 __all__ = [
     "RULES",
     "SCHEMES",
-    "Item",
-    "Layout",
+    "SaveItem",
+    "ParallelLayout",
     "LayoutError",
-    "Scheme",
+    "ShardingScheme",
     "ShardingError",
     "StateBytes",
-    "assign",
-    "contents",
-    "cut_large",
+    "assign_items",
+    "list_save_items",
+    "cut_large_items",
     "equation_8",
     "forced_bytes",
     "ideal_bytes",
-    "loads",
+    "bytes_by_rank",
     "pec_leaves_ranks_unequal",
     "rule",
-    "scheme_named",
+    "parse_scheme",
 ]

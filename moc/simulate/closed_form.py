@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moc.simulate.errors import SimulationError
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate import SimulationError
+from moc.simulate.policy_costs import SimulatedCosts
 
 
-def recovery_s(saving: PolicyCosts) -> float:
+def recovery_s(saving: SimulatedCosts) -> float:
     """Returns E[R]: mean seconds from a failure until the run has regained its position.
 
     A failure falls uniformly between two checkpoints, so half an interval and the lag are replayed: I / 2 for dense
@@ -18,7 +18,7 @@ def recovery_s(saving: PolicyCosts) -> float:
     return saving.restart_s + saving.replay_total_s(saving.lag + saving.interval / 2)
 
 
-def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> float:
+def expected_ettr(saving: SimulatedCosts, iteration_s: float, mtbf_s: float) -> float:
     """Returns the useful share of time: 1 / (1 + overhead) x 1 / (1 + E[R] / MTBF).
 
     It assumes that failures are so rare that none falls into a recovery.  An infinite MTBF means no failures.
@@ -28,7 +28,7 @@ def expected_ettr(saving: PolicyCosts, iteration_s: float, mtbf_s: float) -> flo
     return 1 / (1 + overhead) / (1 + recovery)
 
 
-def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
+def best_interval(saving: SimulatedCosts, iteration_s: float, mtbf_s: float, at_least: int = 1) -> int:
     """Returns the interval in iterations with the highest expected ETTR; near Young's sqrt(2 x stall x MTBF).
 
     ``saving`` is a policy with global rollback, at any interval; ``at_least`` is a checkpoint's own duration.
@@ -51,7 +51,7 @@ def best_interval(saving: PolicyCosts, iteration_s: float, mtbf_s: float, at_lea
     return low
 
 
-def at_interval(saving: PolicyCosts, interval: int, iteration_s: float) -> PolicyCosts:
+def at_interval(saving: SimulatedCosts, interval: int, iteration_s: float) -> SimulatedCosts:
     """Returns the same policy at another interval; with global rollback, checkpoints during replay take time, too."""
     slower = saving.replay_s / (iteration_s + saving.per_iteration_s())
     replay_s = slower * (iteration_s + saving.stall_s / interval)

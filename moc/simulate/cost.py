@@ -1,16 +1,146 @@
-"""Computes the duration of an iteration: computation, communication and the pipeline (MoEvement, Appendix C)."""
+"""Describes a cluster and the duration of an iteration on it (MoEvement, Appendix C)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moc.sharding import Layout
-from moc.simulate.cluster import Cluster
-from moc.simulate.errors import SimulationError
-from moc.simulate.stages import split_stages
+from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.state.operators import Operator
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Cluster of machines of one kind.  Bandwidths are in bytes per second, times in seconds.
+
+    Attributes:
+        gpus_per_node: GPUs that fail together and share a network card.
+        flops: peak of one GPU in 16-bit arithmetic, operations per second.
+        utilisation: share of the peak that a stage reaches while it computes, without pipeline bubbles.
+        memory_bandwidth: of a GPU's own memory, which bounds the optimizer's update.
+        intra_bandwidth: from a GPU to others in its node.
+        inter_bandwidth: from a node to other nodes.
+        latency_s: alpha, latency of one message or one step of a collective.
+        host_bandwidth: from one GPU to host memory during computation, with pinned copies.
+        storage_bandwidth: from all nodes of the job to storage.
+        detect_s: from a fault until all workers have stopped and groups can be rebuilt.
+        restart_s: additional time of a global rollback until replay starts: processes, groups, loading.
+        replay_slowdown: duration of a replayed iteration relative to an ordinary one, in a global rollback.
+    """
+
+    name: str
+    gpus: int
+    gpus_per_node: int
+    flops: float
+    utilisation: float
+    memory_bandwidth: float
+    intra_bandwidth: float
+    inter_bandwidth: float
+    host_bandwidth: float
+    storage_bandwidth: float
+    latency_s: float = 2e-5
+    detect_s: float = 5.0
+    restart_s: float = 155.0
+    replay_slowdown: float = 1.0
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            may_be_zero = name in ("latency_s", "detect_s", "restart_s")
+            if name != "name" and not (value >= 0 if may_be_zero else value > 0):
+                raise SimulationError(
+                    f"the cluster's {name} cannot be {value}. Fix: give a number above 0",
+                    code="value-out-of-range",
+                )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job; the last may have fewer GPUs."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+# MoEvement (NSDI '26), section 5.1: NC96ads_A100_v4, 600 GB/s NVLink, 80 Gbps between nodes, 40 Gbps to Blob Storage.
+# Pinned copies reach 25 of the 32 GB/s of PCIe 4 x16.  No data sheet gives the utilisation or restart_s (here the time
+# of the paper's recoveries): measure yours.
+_A100 = Cluster(
+    name="a100-80gb",
+    gpus=96,
+    gpus_per_node=8,
+    flops=312e12,
+    utilisation=0.4,
+    memory_bandwidth=2.0e12,
+    intra_bandwidth=300e9,
+    inter_bandwidth=10e9,
+    host_bandwidth=25e9,
+    storage_bandwidth=5e9,
+)
+
+# The same paper, section 5.7: 900 GB/s NVLink, 200 Gbps InfiniBand; 50 of the 64 GB/s of PCIe 5 x16.
+_H100 = Cluster(
+    name="h100-80gb",
+    gpus=128,
+    gpus_per_node=8,
+    flops=989e12,
+    utilisation=0.4,
+    memory_bandwidth=3.35e12,
+    intra_bandwidth=450e9,
+    inter_bandwidth=25e9,
+    host_bandwidth=50e9,
+    storage_bandwidth=5e9,
+)
+
+# MoC-System (ASPLOS '25), section 6.2.4, simulates both at 20 % of their peak; 1 and 2 GB/s to host memory.
+_A800_MOC = dataclasses.replace(
+    _A100, name="a800-moc", gpus=256, utilisation=0.2, intra_bandwidth=200e9, inter_bandwidth=100e9, host_bandwidth=1e9
+)
+_H100_MOC = dataclasses.replace(
+    _H100, name="h100-moc", gpus=256, utilisation=0.2, inter_bandwidth=200e9, host_bandwidth=2e9
+)
+
+# Not hardware: fitted to reproduce the figures of MoEvement's tables (docs/results/papers.md, "What is calibrated").
+_A100_FITTED = dataclasses.replace(
+    _A100, name="a100-moevement-fitted", utilisation=0.56, host_bandwidth=0.24e9, restart_s=155.0
+)
+_H100_FITTED = dataclasses.replace(
+    _H100, name="h100-moevement-fitted", utilisation=0.15, host_bandwidth=0.166e9, restart_s=0.0, replay_slowdown=1.45
+)
+
+FITTED: Mapping[str, Cluster] = {c.name: c for c in (_A100_FITTED, _H100_FITTED)}
+"""Clusters fitted to a paper's figures, by name; they predict nothing of a real cluster."""
+
+CLUSTERS: Mapping[str, Cluster] = {c.name: c for c in (_A100, _H100, _A800_MOC, _H100_MOC)} | FITTED
+"""All presets by name."""
+
+EXPLAINED = (
+    f"{_A100.name} and {_H100.name} have the hardware's figures, {_A800_MOC.name} and {_H100_MOC.name} the "
+    f"figures of MoC-System's simulation, {' and '.join(FITTED)} bandwidths fitted to MoEvement's tables"
+)
+"""Description of the presets, for ``--help``."""
+
+
+def cluster_named(text: str) -> Cluster:
+    """Returns the cluster of a flag's value: ``NAME`` or ``NAME:GPUS``.
+
+    Raises:
+        ValueError: the preset does not exist, or the number of GPUs is invalid.
+    """
+    name, colon, gpus = text.partition(":")
+    if name not in CLUSTERS:
+        raise SimulationError(
+            f"there is no cluster {name!r}. Fix: choose one of {', '.join(CLUSTERS)}, as in a100-80gb:96",
+            code="cluster-unknown",
+        )
+    if not colon:
+        return CLUSTERS[name]
+    if not gpus.isdigit() or not int(gpus):
+        raise SimulationError(
+            f"{gpus!r} is no number of GPUs. Fix: give one above 0, as in {name}:96",
+            code="value-out-of-range",
+        )
+    return dataclasses.replace(CLUSTERS[name], gpus=int(gpus))
+
 
 _FORWARD_AND_BACKWARD = 6  # operations per parameter and token
 _ALL_TO_ALLS = 4  # dispatch and combine, forward and backward
@@ -107,7 +237,7 @@ def message_s(cluster: Cluster, nbytes: float, ranks: int, across_nodes: bool) -
     return cluster.latency_s * math.ceil(math.log2(ranks)) + nbytes * (ranks - 1) / ranks / rate
 
 
-def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work) -> Timing:
+def estimate(operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster, work: Work) -> Timing:
     """Returns the timing of an iteration of plain or interleaved 1F1B, only from sizes.
 
     T_pipeline = (M + S - 1) max t_s (Appendix C).  With v virtual stages the warm-up is v times shorter, which gives M
@@ -122,7 +252,7 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     micro_batches, rest = divmod(work.global_batch, work.micro_batch * pipelines)
     if rest or not micro_batches:
         raise SimulationError(
-            f"a batch of {work.global_batch} is not a whole number of micro batches of {work.micro_batch} in "
+            f"a batch of {work.global_batch} is not divisible into micro batches of {work.micro_batch} in "
             f"{pipelines} pipelines. Fix: change one of them",
             code="batch-not-divisible",
         )
@@ -138,7 +268,7 @@ def estimate(operators: Sequence[Operator], layout: Layout, cluster: Cluster, wo
     return Timing(pipeline_s + sync_s + update_s, pipeline_s, sync_s, update_s, micro_batches, layout.pp, slowest_s)
 
 
-def _stage_s(stage: Sequence[Operator], layout: Layout, cluster: Cluster, work: Work, wide: int) -> float:
+def _stage_s(stage: Sequence[Operator], layout: ParallelLayout, cluster: Cluster, work: Work, wide: int) -> float:
     """Returns t_s: computation and communication of one micro batch."""
     tokens = work.micro_batch * work.seq_length
     operations = _FORWARD_AND_BACKWARD * tokens * sum(active(stage, work.topk))
@@ -157,3 +287,31 @@ def active(stage: Sequence[Operator], topk: int) -> Iterator[float]:
     yield from (o.parameters for o in stage if o.kind not in ("expert", "embedding"))
     experts = {o.layer: o.parameters for o in stage if o.kind == "expert"}
     yield from (topk * parameters for parameters in experts.values())
+
+
+def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operator]]:
+    """Returns the operators of each stage: contiguous layers, split evenly, the embedding first, the output last.
+
+    If the layers do not divide evenly, the middle stages hold one more, since the first and the last also have
+    embedding and output.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+    """
+    layers = 1 + max((o.layer for o in operators if o.layer is not None), default=-1)
+    if layers < stages:
+        raise SimulationError(
+            f"{layers} layers cannot fill {stages} pipeline stages. Fix: take fewer stages",
+            code="stages-exceed-layers",
+        )
+    base, more = divmod(layers, stages)
+    first = (stages - more) // 2
+    counts = [base + (first <= stage < first + more) for stage in range(stages)]
+    of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    split: list[list[Operator]] = [[] for _ in range(stages)]
+    for operator in operators:
+        if operator.layer is not None:
+            split[of_layer[operator.layer]].append(operator)
+        else:
+            split[-1 if operator.kind == "output" else 0].append(operator)
+    return split

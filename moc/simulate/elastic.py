@@ -1,29 +1,29 @@
 """Simulates an elastic job (Lazarus): losses that leave every expert, and the duration of an iteration afterwards.
 
-The planner of elastic training (:mod:`moc.elastic`) plans for each number of nodes that occurs.
+The planner of elastic training (:mod:`moc.elastic`) plans for each number of nodes that occurs. ``--ckpt-policy auto``
+uses how rarely a loss destroys an expert, which then requires a checkpoint (:class:`Lasting`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
-from math import comb
+from math import comb, prod
 from statistics import fmean
 
 import numpy
 
-from moc.elastic.domains import MOST_RANKS
-from moc.elastic.plan import Plan, Settings, plan
-from moc.elastic.survival import TooManyNodesError, least_survival, survived
-from moc.policy.selection import Counts
-from moc.sharding import Layout
-from moc.simulate.cost import active
-from moc.simulate.errors import SimulationError
-from moc.simulate.members import Members, steps
-from moc.simulate.policy_costs import Loss, PolicyCosts
-from moc.simulate.stages import split_stages
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
+from moc.elastic.plan import Plan, PlanSettings, make_plan
+from moc.elastic.survival import TooManyNodesError, count_survived, survival_lower_bound
+from moc.policy.expert_selection import CountsByLayer
+from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
+from moc.simulate.cost import active, split_stages
+from moc.simulate.policy_costs import Loss, SimulatedCosts, VaryingNodes, steps
 from moc.state.operators import Operator
 
 REGROUP_S = 30.0
@@ -51,11 +51,11 @@ class ElasticSettings:
     everywhere: int | None = None
     regroup_s: float = REGROUP_S
     losses: tuple[int, ...] = (1,)
-    domain: int = MOST_RANKS
+    domain: int = MAX_DOMAIN_RANKS
 
 
 @dataclass(frozen=True, eq=False)
-class ElasticMembers(Members):
+class ElasticMembers(VaryingNodes):
     """Nodes of an elastic job.
 
     Stages get equally many nodes, or one more.  With fewer nodes than stages, a node has several stages.  Every rank of
@@ -135,8 +135,8 @@ class ElasticMembers(Members):
         @cache
         def planned(rows: _Rows, nodes: int, ranks: int) -> Plan:
             asked = self.settings
-            settings = Settings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
-            return plan(range(nodes), dict(enumerate(rows)), settings)
+            settings = PlanSettings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
+            return make_plan(range(nodes), dict(enumerate(rows)), settings)
 
         return planned
 
@@ -173,24 +173,24 @@ class ElasticMembers(Members):
             held = numpy.ones((1, nodes), numpy.int64)  # the dense part
             if rows:
                 placed = self._plan(rows, nodes, self.ranks)
-                held = numpy.vstack([held, *(placed.held_by_nodes(layer) for layer in placed.tables)])
+                held = numpy.vstack([held, *(placed.replicas_by_node(layer) for layer in placed.tables)])
             most = min(lost, nodes)
             try:
-                return survived(held, most)
+                return count_survived(held, most)
             except TooManyNodesError:
-                return [int(Fraction(least_survival(held, n)) * comb(nodes, n)) for n in range(most + 1)]
+                return [int(Fraction(survival_lower_bound(held, n)) * comb(nodes, n)) for n in range(most + 1)]
 
         return choices
 
 
 def elastic_members(
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
     micro_batches: int,
     topk: int,
-    loads: Sequence[Counts],
+    loads: Sequence[CountsByLayer],
     settings: ElasticSettings,
-    members: Members,
+    members: VaryingNodes,
     ranks: int,
 ) -> ElasticMembers:
     """Returns the members of an elastic job of a model.
@@ -242,10 +242,10 @@ def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ElasticCosts(PolicyCosts):
+class ElasticCosts(SimulatedCosts):
     """Costs of a job that continues without a checkpoint while every expert is left."""
 
-    def way_back(self, loss: Loss, chance: float) -> PolicyCosts:
+    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns :meth:`PolicyCosts.way_back` by the members' survival."""
         assert isinstance(self.members, ElasticMembers) and self.beyond is not None
         return self if chance < self.members.survival(loss.of, loss.total) else self.beyond
@@ -258,3 +258,111 @@ def _product(one: Sequence[int], other: Sequence[int], most: int) -> list[int]:
         for j, b in enumerate(other[: most + 1 - i]):
             result[i + j] += a * b
     return result
+
+
+AT_ONCE = 4
+"""Maximum number of nodes lost together that is considered; a larger loss counts as the loss of an expert."""
+MEMBERSHIPS = 8
+"""Numbers of nodes that are considered, from the smallest, where a loss hurts most."""
+
+Tokens = Mapping[int, Sequence[int]]
+"""Tokens of each expert, by layer."""
+Survival = Callable[[int, int], float]
+"""Probability that all of a part of the model is left, by its number of nodes and of nodes that lose their state."""
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Losses that an elastic job survives without a checkpoint.
+
+    Attributes:
+        least: MIN nodes.
+        most: MAX nodes.
+        ranks: ranks of a node that hold experts of a layer.
+        experts: experts of a layer.
+        settings: settings of the plans.
+        parts: layers with experts of each part of the model, one part per node; one part if each node has complete
+            copies.
+    """
+
+    least: int
+    most: int
+    ranks: int
+    experts: int
+    settings: ElasticSettings
+    parts: tuple[tuple[int, ...], ...] = ((0,),)
+
+    def survivals(self, loads: Tokens | None = None) -> tuple[float, ...]:
+        """Returns, by nodes lost together (from 1), the probability that every expert is left, at the worst membership.
+
+        Args:
+            loads: loads that plans follow; equal for all experts if unknown.
+        """
+        sizes = range(self.least, min(self.most, self.least + MEMBERSHIPS - 1) + 1)
+        parts = [self._survival(layers, loads) for layers in self.parts]
+        return tuple(min(loss_survival(parts, n, lost, self.least) for n in sizes) for lost in range(1, AT_ONCE + 1))
+
+    def _survival(self, layers: Sequence[int], loads: Tokens | None) -> Survival:
+        known, alike, parts = loads or {}, (1,) * self.experts, len(self.parts)
+        rows = dict.fromkeys(tuple(known.get(layer, alike)) for layer in layers)  # equal layers have equal plans
+        copies = self.least // parts, self.most // parts
+        return ElasticMembers(*copies, ranks=self.ranks, stages=(tuple(rows),), settings=self.settings).survival
+
+    def rarer(self, mtbf_s: float, loads: Tokens | None = None) -> float:
+        """Returns the number of losses per loss that destroys an expert.
+
+        The probability of another loss before all have continued is the probability of a loss in :data:`REGROUP_S`
+        seconds.
+
+        Args:
+            mtbf_s: seconds between losses.
+            loads: as in :meth:`survivals`.
+        """
+        again, fatal, here = min(1.0, REGROUP_S / mtbf_s), 0.0, 1.0
+        for number, survives in enumerate((*self.survivals(loads), 0.0)):
+            last = number == AT_ONCE
+            fatal += here * (1.0 if last else 1 - again) * (1 - survives)
+            here *= again
+        return 1 / max(fatal, 1e-12)
+
+
+def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) -> float:
+    """Returns the probability that a loss of ``lost`` random nodes leaves all of every part of the model.
+
+    Nodes beyond complete copies count as nodes without state, although partial-model nodes have some.
+
+    Args:
+        parts: probabilities of the parts of the model.
+        nodes: total number of nodes, at least the number of parts.
+        lost: nodes lost together.
+        least: minimum number of nodes to continue (MIN).
+    """
+    copies, waiting = divmod(nodes, len(parts))
+    found = 0.0
+    for of_parts in itertools.product(range(min(lost, copies) + 1), repeat=len(parts)):
+        of_waiting = lost - sum(of_parts)
+        if not 0 <= of_waiting <= waiting:
+            continue
+        ways = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
+        kept = nodes_kept(copies, of_parts, nodes - lost, least)
+        found += ways * prod(part(copies, copies - number) for part, number in zip(parts, kept, strict=True))
+    return found / comb(nodes, lost) if lost <= nodes else 0.0
+
+
+def nodes_kept(copies: int, lost: Sequence[int], left: int, least: int) -> list[int]:
+    """Returns the nodes of each part that keep their state after a loss; pure, as is the controller's choice.
+
+    A node moves to another part if that completes one more copy.  If several parts could give it, each counts as giving
+    a node.  With fewer than MIN nodes left, all keep their state and wait.
+
+    Args:
+        copies: copies of the model before.
+        lost: lost nodes of each part.
+        left: remaining nodes, including nodes without a part.
+        least: MIN nodes.
+    """
+    there = [copies - of_part for of_part in lost]
+    later = left // len(lost) if left >= least else 0
+    free = left - sum(there)
+    move = max(0, sum(max(0, later - of_part) for of_part in there) - free)
+    return [of_part - min(max(0, of_part - later), move) for of_part in there]

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from moc.files.tree import MANIFEST, open_named
-from moc.simulate.errors import SimulationError
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
+from moc.simulate import SimulationError
 
 _NUMBER = re.compile(r"[0-9]{1,15}")
 """Pattern of a number in a trace."""
 
 
 @dataclass(frozen=True)
-class Event:
+class ClusterEvent:
     """Loss or return of nodes, ``at_s`` seconds after the start or, if given, ``after_s`` after the last event."""
 
     at_s: float
@@ -49,7 +49,7 @@ class Faults:
     mtbf_s: float | None = None
     evenly: bool = False
     together: int = 1
-    trace: tuple[Event, ...] = ()
+    trace: tuple[ClusterEvent, ...] = ()
     while_training: bool = False
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class Faults:
                 code="value-out-of-range",
             )
 
-    def events(self, rng: random.Random) -> Iterator[Event]:
+    def events(self, rng: random.Random) -> Iterator[ClusterEvent]:
         """Yields the events in order of time; endless unless they are from a trace."""
         yield from self.trace
         if self.mtbf_s is None or math.isinf(self.mtbf_s):
@@ -81,7 +81,7 @@ class Faults:
                 at_s = (number + rng.random()) * self.mtbf_s
             else:
                 at_s += rng.expovariate(1 / self.mtbf_s)
-            yield Event(at_s, self.together)
+            yield ClusterEvent(at_s, self.together)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Trace:
     """Recorded trace: nodes at the start, changes, and a sentence on lines out of order (empty if there are none)."""
 
     nodes: int
-    events: tuple[Event, ...]
+    events: tuple[ClusterEvent, ...]
     doubt: str = ""
 
 
@@ -106,7 +106,7 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ValueError: a line has neither format; the message names it.
     """
-    with open(open_named(path, MANIFEST), encoding="utf-8") as lines:
+    with open(open_user_file(path, MAX_MANIFEST_BYTES), encoding="utf-8") as lines:
         numbered = enumerate(csv.reader(lines), 1)
         rows = ((number, [cell.strip() for cell in row]) for number, row in numbered if row)
         try:
@@ -145,7 +145,7 @@ def _by_node(rows: Rows) -> Trace:
     events = []
     for at_s, together in itertools.groupby(rest, key=lambda one: one[0]):
         together = [change for _, change in together]
-        events.append(Event(at_s, lost=together.count(-1), gained=together.count(1)))
+        events.append(ClusterEvent(at_s, lost=together.count(-1), gained=together.count(1)))
     return Trace(nodes, tuple(events), doubt)
 
 
@@ -167,12 +167,12 @@ def _by_count(rows: Rows) -> Trace:
         while valid and valid[-1][1] > count[1]:
             valid.pop()
         valid.append(count)
-    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines that told of later times were dropped")
+    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines with later times were dropped")
     start, events = valid[0][1], []
     for (_, _, before), (_, when, alive) in itertools.pairwise(valid):
         if alive != before:
             at_s = (when - start) / timedelta(seconds=1)
-            events.append(Event(at_s, lost=max(0, before - alive), gained=max(0, alive - before)))
+            events.append(ClusterEvent(at_s, lost=max(0, before - alive), gained=max(0, alive - before)))
     return Trace(valid[0][2], tuple(events), doubt)
 
 

@@ -15,22 +15,22 @@ from typing import Any
 
 import numpy
 
-from moc.policy import POLICIES, owners
-from moc.policy.adaptive import candidates
+from moc.policy import POLICIES, policy_by_flag
+from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.pec_tuner import candidate_expert_counts
 from moc.policy.plan import Load
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.risk import by_share
-from moc.policy.window import OperatorBytes, order_operators
-from moc.sharding import Layout
+from moc.policy.tokens_at_risk import risk_by_share
+from moc.policy.windows import OperatorBytes, order_operators
+from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, longest
-from moc.simulate.errors import SimulationError
+from moc.simulate.cost import split_stages
 from moc.simulate.planner import Candidate
 from moc.simulate.planner import every_candidate as every_candidate
 from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
-from moc.simulate.policy_costs import PolicyCosts, Traffic, at_risk
+from moc.simulate.policy_costs import SimulatedCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
-from moc.simulate.stages import split_stages
 from moc.state.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Operator
 
@@ -47,7 +47,7 @@ NAMES = tuple(POLICIES)
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedBytes:
     """Bytes that the busiest rank saves.
 
     Attributes:
@@ -92,7 +92,7 @@ class Running:
     tier: str
     nodes: int
     ranks: int
-    saved: Saved
+    saved: SavedBytes
     iteration_s: float
     forward_backward_s: float
     copy_rate: float
@@ -138,37 +138,37 @@ class Running:
             rate = min(rate, self.write_rate * self.iteration_s / self.forward_backward_s)
         return Machine(
             ranks=ranks,
-            everything=Sizes(self.saved.full, ranks * self.saved.full),
-            with_experts=lambda k: Sizes(one := self.saved.with_experts(k), ranks * one),
+            full_snapshot=SnapshotSizes(self.saved.full, ranks * self.saved.full),
+            with_experts=lambda k: SnapshotSizes(one := self.saved.with_experts(k), ranks * one),
             stages=self.saved.stages,
-            hidden_s=self.forward_backward_s,
-            rate=rate,
-            ks=sorted(self.saved.by_k),
-            at_risk=None if self.loads is None else by_share([self.loads]),
+            overlap_s=self.forward_backward_s,
+            copy_rate=rate,
+            expert_counts=sorted(self.saved.by_k),
+            tokens_at_risk=None if self.loads is None else risk_by_share([self.loads]),
         )
 
     def machine_with(self, options: Options) -> Machine:
         """Returns the machine with these copies; with a snapshot in every iteration, they may have gradients."""
         may = options.replicas and options.interval in (None, 1)
-        return dataclasses.replace(self.machine, gradient=self.saved.gradient) if may else self.machine
+        return dataclasses.replace(self.machine, gradient_ratio=self.saved.gradient) if may else self.machine
 
     def price(self, name: str, options: Options) -> Price:
         """Returns the price of a policy."""
-        return POLICIES[name].price(self.machine_with(options), options.settings)
+        return POLICIES[name].costs.price(self.machine_with(options), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """Yields :meth:`moc.simulate.planner.Priced.offered`, without settings whose snapshots are too slow."""
         for number in replicas if self.tier == "peers" else (0,):
             options = dataclasses.replace(basic, replicas=number)
-            for settings in POLICIES[name].candidates(self.machine_with(options)):
+            for settings in POLICIES[name].costs.candidates(self.machine_with(options)):
                 found = options.with_settings(settings)
-                every = self.price(name, found).every
+                every = self.price(name, found).interval
                 if every is None or shortest_interval(self, name, found) <= every:
                     yield found
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """Returns :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
-        if POLICIES[name].replays:
+        if POLICIES[name].can_replay:
             saving, plt = _windows(self, name, options), 0.0
         else:
             saving, plt = _at_interval(self, name, options)
@@ -177,13 +177,13 @@ class Running:
         options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
         saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
         host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, price)
-        host += (1 + options.replicas) * (self.ranks * _carried(self, price) + price.chained / self.nodes)
+        host += (1 + options.replicas) * (self.ranks * _carried(self, price) + price.chained_bytes / self.nodes)
         return Weighed(options, saving, plt, host)
 
 
 def saved_by_rules(
-    operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED, gradients: bool = False
-) -> Saved:
+    operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED, gradients: bool = False
+) -> SavedBytes:
     """Returns sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
     alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
@@ -193,9 +193,9 @@ def saved_by_rules(
         ordered = order_operators(stage, None, layout.ep)
         stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
     experts = len({operator.expert for operator in operators if operator.expert is not None})
-    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidates(experts)}
+    by_k = {k: pec_sizes(operators, layout, k, state).busiest for k in candidate_expert_counts(experts)}
     gradient = state.gradient if gradients else None
-    return Saved(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
+    return SavedBytes(full_sizes(operators, layout, state).busiest, by_k, stages, gradient)
 
 
 def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price | None = None) -> float:
@@ -212,8 +212,8 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price |
     if tier == "disk":
         return ranks * full * spare
     kept, window, snapshot = 1, 1, None
-    if price is not None and price.kept is not None and price.length > 1:
-        kept, window, snapshot = price.kept, price.length, max(price.snapshots)
+    if price is not None and price.snapshots_in_memory is not None and price.window_length > 1:
+        kept, window, snapshot = price.snapshots_in_memory, price.window_length, max(price.snapshots)
     own = reserved_bytes(most_buffers(kept, window, spare, stores=True), full, snapshot)
     return ranks * (own + replicas * reserved_bytes(most_copies(kept, spare), full, snapshot))
 
@@ -222,9 +222,9 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
     """Returns the training flags of a candidate, by name with underscores."""
     options, kind = found.options, POLICIES[found.saving.name]
     flags: dict[str, object] = {"ckpt_policy": kind.name}
-    if not kind.replays:  # a window's interval is its length
+    if not kind.can_replay:  # a window's interval is its length
         flags["snapshot_interval"] = str(options.interval)
-    kinds = {flag.name: flag.kind for flag in kind.flags}
+    kinds = {flag.name: flag.value_type for flag in kind.flags.specs}
     for name, value in options.settings.items():
         flags[f"{kind.name}_{name}"] = kinds[f"{kind.name}_{name}"](value)
     if options.persist_interval is not None:
@@ -234,7 +234,7 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
 
 def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     """Returns the inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
-    interval, whose = flags.get("snapshot_interval"), owners()
+    interval, whose = flags.get("snapshot_interval"), policy_by_flag()
     fixed, replicas = None if interval is None else int(interval), int(flags.get("replicas", 0))
     basic = Options(interval=fixed, mtbf_s=mtbf_s, dynamic=False, replicas=replicas)
     settings = {
@@ -245,33 +245,33 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     return basic.with_settings(settings)
 
 
-def _at_interval(run: Running, name: str, options: Options) -> tuple[PolicyCosts, float]:
+def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCosts, float]:
     """Returns costs of snapshots, full or with some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
     nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
-    waits_s, update_s = price.waits / run.copy_rate, run.iteration_s - run.forward_backward_s
+    waits_s, update_s = price.blocking_bytes / run.copy_rate, run.iteration_s - run.forward_backward_s
     stall_s = max(0.0, copy_s - waits_s - run.forward_backward_s) + waits_s
-    saving = PolicyCosts(
+    saving = SimulatedCosts(
         name=name,
         interval=1,
         stall_s=stall_s,
         lag=run.iterations(copy_s + safe_s),
-        restart_s=_load_s(run, run.saved.full) + price.folded * update_s,
+        restart_s=_load_s(run, run.saved.full) + price.repeated_updates * update_s,
         replay_s=run.iteration_s + stall_s,
         traffic=_traffic(run, price, options.replicas),
         exact=not fewer,
         at_risk=at_risk(price, most),
     )
     least = shortest_interval(run, name, options)
-    interval = options.interval or price.every or best_interval(saving, run.iteration_s, options.mtbf_s, least)
+    interval = options.interval or price.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
     if k is None or not fewer:
         return at_interval(saving, interval, run.iteration_s), 0.0
     # any lost memory leaves copies, or every snapshot's experts in storage, which is equally recent
     rate = run.iteration_s / options.mtbf_s
     of_one = rate * saving.at_risk
-    if not (options.interval or price.every):
+    if not (options.interval or price.interval):
         interval = longest(least, interval, of_one, options.plt_limit)
     return at_interval(saving, interval, run.iteration_s), interval * of_one
 
@@ -284,19 +284,19 @@ def shortest_interval(run: Running, name: str, options: Options) -> int:
     if run.tier == "disk":
         return run.iterations(copy_s + nbytes / run.write_rate)
     # states of fewer experts are also written to storage, which holds the other experts
-    return run.iterations(safe_s if price.k is None or price.every else max(safe_s, write_s))
+    return run.iterations(safe_s if price.k is None or price.interval else max(safe_s, write_s))
 
 
-def _windows(run: Running, name: str, options: Options) -> PolicyCosts:
+def _windows(run: Running, name: str, options: Options) -> SimulatedCosts:
     """Returns costs of saving each operator once per window; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
-    window, snapshots, nbytes = price.length, price.snapshots, price.size.busiest
+    window, snapshots, nbytes = price.window_length, price.snapshots, price.size.busiest
     copying_s = sum(max(0.0, one / run.copy_rate - run.forward_backward_s) for one in snapshots)
     safe_s = run.safe_s(nbytes, options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
     traffic = _traffic(run, price, options.replicas)
-    saving = PolicyCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
+    saving = SimulatedCosts(name=name, stall_s=stall_s, restart_s=_load_s(run, nbytes), traffic=traffic)
     saving = sparse_replay(saving, window, run.iteration_s)
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
 
@@ -319,12 +319,12 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 
-def _of_rank(run: Running, saving: PolicyCosts) -> float:
+def _of_rank(run: Running, saving: SimulatedCosts) -> float:
     """Returns the bytes of a rank's checkpoint; for a window, of all its snapshots."""
     return saving.traffic.host / (run.ranks * run.nodes)
 
 
-def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | None:
+def _persist_interval(run: Running, saving: SimulatedCosts, price: Price) -> int | None:
     """Returns the shortest persist interval that storage sustains, for a tier in memory; None for disk.
 
     With fewer experts every snapshot is persisted.  If a snapshot would have gradients, storage takes half of the
@@ -333,12 +333,12 @@ def _persist_interval(run: Running, saving: PolicyCosts, price: Price) -> int | 
     if run.tier == "disk":
         return None
     every = run.iterations(run.persist_s(_of_rank(run, saving)))
-    if price.every:
+    if price.interval:
         return max(_SELDOM, every)
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval
 
 
-def _from_storage(run: Running, saving: PolicyCosts, every: int | None) -> PolicyCosts | None:
+def _from_storage(run: Running, saving: SimulatedCosts, every: int | None) -> SimulatedCosts | None:
     """Returns the costs of recovery from storage if memory is lost; None if recovery is always from storage."""
     if every is None:
         return None

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moc.policy import POLICIES as REGISTERED
-from moc.policy.dynamic_k import PLT_LIMIT
+from moc.policy.pec_selection import PLT_LIMIT
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import expected_ettr, recovery_s
-from moc.simulate.errors import SimulationError
 from moc.simulate.policies import POLICIES, Options, Setup, Weighed, checkfreq
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 
 NEAR = 1e-3
 """ETTR difference up to which candidates count as equal."""
@@ -58,7 +58,7 @@ class Candidate:
     """Priced policy (:class:`~moc.simulate.policies.Weighed`) with its expected ETTR."""
 
     options: Options
-    saving: PolicyCosts
+    saving: SimulatedCosts
     ettr: float
     plt: float
     host_bytes: float
@@ -72,10 +72,10 @@ class Candidate:
     def name(self) -> str:
         """Policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
-        if kind is not None and kind.replays:
+        if kind is not None and kind.can_replay:
             how = [f"window {self.saving.interval}"]
         else:
-            settings = kind.described(self.options.settings) if kind is not None else ""
+            settings = kind.costs.describe(self.options.settings) if kind is not None else ""
             how = [settings, f"interval {self.saving.interval}"]
         how.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
         return ", ".join(filter(None, (self.saving.name, *how)))
@@ -179,4 +179,4 @@ def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, others: list[Ca
         yield f"Failures are expected to lose {100 * best.plt:.2g} % of the tokens of experts."
     if others:
         next_s = recovery_s(others[0].saving)
-        yield f"The next best, {others[0].name}, comes to {others[0].ettr:.3f}: a failure costs it {next_s:.3g} s."
+        yield f"The next best, {others[0].name}, has ETTR {others[0].ettr:.3f}: a failure costs it {next_s:.3g} s."

@@ -1,4 +1,4 @@
-"""Prices the policies in simulation, with sizes from their sharding rules and windows."""
+"""Computes the costs of policies on a cluster, with sizes from their sharding rules and windows."""
 
 from __future__ import annotations
 
@@ -8,28 +8,78 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from statistics import fmean
+from typing import Any
 
 from moc.policy import POLICIES as REGISTERED
-from moc.policy import Policy
-from moc.policy.adaptive import candidates
-from moc.policy.dynamic_k import DynamicK
-from moc.policy.prices import Machine, Price, Sizes
-from moc.policy.risk import by_share
-from moc.policy.selection import Counts
-from moc.policy.window import OperatorBytes
-from moc.recovery.placement import place
-from moc.sharding import Layout
+from moc.policy import RegisteredPolicy
+from moc.policy.costs import Machine, PolicySettings, Price, SnapshotSizes
+from moc.policy.expert_selection import CountsByLayer
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK
+from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.tokens_at_risk import risk_by_share
+from moc.policy.windows import OperatorBytes
+from moc.recovery.copy_placement import place
+from moc.sharding import ParallelLayout
+from moc.simulate import SimulationError
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, longest
-from moc.simulate.cluster import Cluster
-from moc.simulate.cost import Timing, Work
+from moc.simulate.cost import Cluster, Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
-from moc.simulate.errors import SimulationError
-from moc.simulate.members import Members, WholePipelines
-from moc.simulate.options import Options as Options
-from moc.simulate.policy_costs import NEVER, PecStrategy, PolicyCosts, Strategy, Traffic, at_risk
-from moc.simulate.program_recovery import RecoveryCosts, program_way
-from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, full_sizes, operator_sizes, pec_sizes
+from moc.simulate.policy_costs import (
+    NEVER,
+    PecStrategy,
+    RecoveryCosts,
+    SimulatedCosts,
+    Strategy,
+    Traffic,
+    VaryingNodes,
+    WholePipelines,
+    at_risk,
+    program_way,
+)
+from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, busiest_operator_bytes, full_sizes, pec_sizes
 from moc.state.operators import Operator
+
+_NAMED = ("k", "window")  # settings of policies that are fields of Options
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that a user can fix.
+
+    Attributes:
+        interval: iterations between checkpoints; None for the best, or the policy's own rule.
+        mtbf_s: MTBF that determines intervals.
+        k: experts of each layer in a partial checkpoint; None for one in eight.
+        dynamic: raise K when faults have used up its share of ``plt_limit``.
+        plt_limit: see ``moc.policy.pec_selection``.
+        window: W; None for Algorithm 1's.
+        replicas: copies in peers' memory.
+        persist_interval: iterations between checkpoints in storage; None for the shortest possible.
+        own: further settings of a policy.
+    """
+
+    interval: int | None = None
+    mtbf_s: float = 3600.0
+    k: int | None = None
+    dynamic: bool = True
+    plt_limit: float = PLT_LIMIT
+    window: int | None = None
+    replicas: int = 2
+    persist_interval: int | None = None
+    own: PolicySettings = field(default_factory=dict, hash=False)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The policy's own settings."""
+        fixed = {name: getattr(self, name) for name in _NAMED if getattr(self, name) is not None}
+        return fixed | dict(self.own)
+
+    def with_settings(self, settings: PolicySettings) -> Options:
+        """Returns a copy with other policy settings."""
+        named = {name: value for name, value in settings.items() if name in _NAMED}
+        others = {name: value for name, value in settings.items() if name not in _NAMED}
+        return dataclasses.replace(self, **named, own={**self.own, **others})
+
 
 _VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
 _B_WEIGHT = 1 / 3  # share of forward and backward that a frozen operator skips (MoEvement, sections 3.5 and 5.6)
@@ -60,7 +110,7 @@ class Setup:
     """
 
     operators: Sequence[Operator]
-    layout: Layout
+    layout: ParallelLayout
     cluster: Cluster
     timing: Timing
     work: Work = Work()
@@ -68,8 +118,8 @@ class Setup:
     total_iterations: int = 100_000
     overhead: float = SNAPSHOT_OVERHEAD
     program: RecoveryCosts | None = None
-    loads: Sequence[Counts] = ()
-    members: Members | None = None
+    loads: Sequence[CountsByLayer] = ()
+    members: VaryingNodes | None = None
     shrinks: bool = False
     elastic: ElasticSettings = field(default_factory=ElasticSettings)
 
@@ -86,20 +136,20 @@ class Setup:
         return 1 + max((o.expert for o in self.operators if o.expert is not None), default=-1)
 
     @cached_property
-    def varying(self) -> Members:
+    def varying(self) -> VaryingNodes:
         """Nodes of a job that continues with fewer."""
         nodes = self.cluster.nodes
-        return self.members or Members(-(-nodes // 2), nodes)
+        return self.members or VaryingNodes(-(-nodes // 2), nodes)
 
     @cached_property
-    def full(self) -> Sizes:
+    def full(self) -> SnapshotSizes:
         """Sizes of a full snapshot."""
         return full_sizes(self.operators, self.layout, self.state)
 
     @cached_property
     def by_operator(self) -> list[OperatorSize]:
         """Operator sizes of the busiest rank."""
-        return operator_sizes(self.operators, self.layout, self.state)
+        return busiest_operator_bytes(self.operators, self.layout, self.state)
 
     def stall_s(self, nbytes: float, waits: float = 0.0) -> float:
         """Returns the seconds that a snapshot adds to an iteration.
@@ -130,12 +180,12 @@ class Setup:
         return self.timing.iteration_s
 
     @cached_property
-    def _with_experts(self) -> Callable[[int], Sizes]:
+    def _with_experts(self) -> Callable[[int], SnapshotSizes]:
         return cache(lambda k: pec_sizes(self.operators, self.layout, k, self.state))
 
     @cached_property
     def _at_risk(self) -> Callable[[float, float], float] | None:
-        return by_share(self.loads)
+        return risk_by_share(self.loads)
 
     def machine(self, replicas: int, interval: int | None = None) -> Machine:
         """Returns the machine for which policies are priced, with this many copies in peers' memory.
@@ -145,20 +195,20 @@ class Setup:
         rate = self.cluster.host_bandwidth
         return Machine(
             ranks=self.layout.world,
-            everything=self.full,
+            full_snapshot=self.full,
             with_experts=self._with_experts,
             # the busiest rank's operators, which bound all others
             stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
-            hidden_s=self.timing.forward_backward_s,
-            rate=min(rate, self.network_rate / replicas) if replicas else rate,
-            ks=candidates(self.num_experts),
-            at_risk=self._at_risk,
-            gradient=self.state.gradient if replicas and interval in (None, 1) else None,
+            overlap_s=self.timing.forward_backward_s,
+            copy_rate=min(rate, self.network_rate / replicas) if replicas else rate,
+            expert_counts=candidate_expert_counts(self.num_experts),
+            tokens_at_risk=self._at_risk,
+            gradient_ratio=self.state.gradient if replicas and interval in (None, 1) else None,
         )
 
-    def price(self, kind: type[Policy], options: Options) -> Price:
+    def price(self, kind: RegisteredPolicy, options: Options) -> Price:
         """Returns the price of a training policy."""
-        return kind.price(self.machine(options.replicas, options.interval), options.settings)
+        return kind.costs.price(self.machine(options.replicas, options.interval), options.settings)
 
     def offered(self, name: str, basic: Options, replicas: Sequence[int]) -> Iterator[Options]:
         """Yields :meth:`moc.simulate.planner.Priced.offered`; systems for comparison have no settings."""
@@ -167,14 +217,14 @@ class Setup:
             return
         for number in replicas:
             options = dataclasses.replace(basic, replicas=number)
-            for settings in REGISTERED[name].candidates(self.machine(number)):
+            for settings in REGISTERED[name].costs.candidates(self.machine(number)):
                 yield options.with_settings(settings)
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """Returns :meth:`moc.simulate.planner.Priced.weighed`."""
         price = self.price(REGISTERED[name], options) if name in REGISTERED else None
-        if price is not None and price.every is not None:
-            options = dataclasses.replace(options, interval=price.every)
+        if price is not None and price.interval is not None:
+            options = dataclasses.replace(options, interval=price.interval)
         k = None if price is None else price.k
         every = 1 if k is not None and options.interval is None else options.interval
         saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
@@ -195,7 +245,7 @@ class Weighed:
     """Policy with settings, costs, expected proportion of lost tokens, and bytes in a node's memory."""
 
     options: Options
-    saving: PolicyCosts
+    saving: SimulatedCosts
     plt: float
     host_bytes: float
 
@@ -221,7 +271,7 @@ def checkfreq(setup: Setup, options: Options) -> Strategy:
     return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
-def sparse_replay(saving: PolicyCosts, window: int, replay_s: float) -> PolicyCosts:
+def sparse_replay(saving: SimulatedCosts, window: int, replay_s: float) -> SimulatedCosts:
     """Returns costs with a window: a lost stage replays its W iterations and all later ones (MoEvement, 3.6).
 
     ``saving`` has the other costs; ``replay_s`` is for one iteration of only this stage, without frozen operators.
@@ -275,15 +325,15 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(saving)
 
 
-def _of(kind: type[Policy]) -> Callable[[Setup, Options], Strategy]:
+def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
     """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
-        if kind.replays:
+        if kind.can_replay:
             return Strategy(_windows(setup, options, kind))
         price = setup.price(kind, options)
         if price.k is None:
-            options = dataclasses.replace(options, interval=price.every or options.interval)
+            options = dataclasses.replace(options, interval=price.interval or options.interval)
             least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
             return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
         return _partial(setup, options, kind, price.k)
@@ -301,10 +351,10 @@ POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
 
 def _global(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
-) -> PolicyCosts:
+) -> SimulatedCosts:
     """Returns costs with a global rollback."""
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
-    saving = PolicyCosts(name, interval=interval, stall_s=stall_s, lag=lag)
+    saving = SimulatedCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
         saving = program_way(saving, setup.program, iteration_s, lag)
     else:
@@ -316,7 +366,7 @@ def _global(
     return dataclasses.replace(saving, members=_whole_pipelines(setup, saving)) if setup.shrinks else saving
 
 
-def _whole_pipelines(setup: Setup, saving: PolicyCosts) -> Members:
+def _whole_pipelines(setup: Setup, saving: SimulatedCosts) -> VaryingNodes:
     """Returns the members of a job whose workers save, and restart from storage, when nodes arrive."""
     members, layout, work = setup.varying, setup.layout, setup.work
     return WholePipelines(
@@ -344,7 +394,7 @@ def _micro_batches(setup: Setup) -> int:
     return setup.work.global_batch * setup.layout.dp // (setup.work.micro_batch * pipelines)
 
 
-def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
+def _to_storage(setup: Setup, name: str, interval: int) -> SimulatedCosts:
     """Returns costs of full snapshots in the background that are then written to storage."""
     sizes, write_s = setup.full, _write_s(setup)
     lag = setup.iterations(_copy_s(setup, sizes) + write_s)
@@ -353,43 +403,43 @@ def _to_storage(setup: Setup, name: str, interval: int) -> PolicyCosts:
     return dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total)
 
 
-def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> PolicyCosts:
+def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> SimulatedCosts:
     """Returns costs with checkpoints in own and peers' memory, as in Gemini, with buffers for the full state."""
     sizes = price.size
-    held = _VERSIONS * setup.full.total + price.chained
-    if price.kept is not None:  # and one in progress
-        held = (price.kept + 1) * sizes.total
-    stall_s = setup.stall_s(sizes.busiest, price.waits)
+    held = _VERSIONS * setup.full.total + price.chained_bytes
+    if price.snapshots_in_memory is not None:  # and one in progress
+        held = (price.snapshots_in_memory + 1) * sizes.total
+    stall_s = setup.stall_s(sizes.busiest, price.blocking_bytes)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
         host_bytes=(1 + options.replicas) * held,
-        restart_s=saving.restart_s + price.folded * setup.timing.update_s,
+        restart_s=saving.restart_s + price.repeated_updates * setup.timing.update_s,
         exact=price.k in (None, setup.num_experts),
         at_risk=at_risk(price, setup.num_experts),
     )
     return _with_storage(setup, options, saving)
 
 
-def _partial(setup: Setup, options: Options, kind: type[Policy], k: int) -> Strategy:
+def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> Strategy:
     """Returns a strategy of some experts of each layer at a time, in every iteration by default."""
-    by_k, key, count = {}, k, setup.num_experts
+    by_k, key, count, doubled = {}, k, setup.num_experts, kind.costs.doubled_setting
     while key not in by_k:
-        now = options if kind.grows is None else options.with_settings({kind.grows: key})
+        now = options if doubled is None else options.with_settings({doubled: key})
         by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
-        key = k if kind.grows is None else min(2 * key, count)
-    fixed = kind.grows is None or not options.dynamic
+        key = k if doubled is None else min(2 * key, count)
+    fixed = doubled is None or not options.dynamic
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
 
 
-def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
+def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> SimulatedCosts:
     """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
-    window, largest, held = price.length, max(price.snapshots), price.size.total
+    window, largest, held = price.window_length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
-    saving = PolicyCosts(
+    saving = SimulatedCosts(
         name=kind.name,
         stall_s=window * setup.stall_s(largest),
         restart_s=cluster.detect_s + price.size.busiest / setup.network_rate,
@@ -403,7 +453,7 @@ def _windows(setup: Setup, options: Options, kind: type[Policy]) -> PolicyCosts:
     return _with_storage(setup, options, saving)
 
 
-def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> PolicyCosts:
+def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> SimulatedCosts:
     """Adds recovery from the newest checkpoint in storage, for losses that memory does not survive.
 
     A snapshot in memory is complete only with the nodes that wrote it, so other numbers of nodes use the one in
@@ -420,13 +470,13 @@ def _with_storage(setup: Setup, options: Options, saving: PolicyCosts) -> Policy
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
-def _at_best_interval(setup: Setup, options: Options, saving: PolicyCosts, least: int) -> PolicyCosts:
+def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, least: int) -> SimulatedCosts:
     iteration_s = setup.timing.iteration_s
     interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
     return at_interval(saving, interval, iteration_s)
 
 
-def _copy_s(setup: Setup, sizes: Sizes) -> float:
+def _copy_s(setup: Setup, sizes: SnapshotSizes) -> float:
     return sizes.busiest / setup.cluster.host_bandwidth
 
 

@@ -8,13 +8,20 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moc.policy.costs import SnapshotSizes
 from moc.policy.pec_selection import sequential_experts
-from moc.policy.prices import Sizes
-from moc.policy.window import order_operators
-from moc.sharding import SCHEMES, Item, Layout, StateBytes, assign, contents, cut_large
-from moc.simulate.stages import split_stages
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.policy.windows import order_operators
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    SaveItem,
+    StateBytes,
+    assign_items,
+    cut_large_items,
+    list_save_items,
+)
+from moc.simulate.cost import split_stages
+from moc.state.operators import Detail, Operator
 
 MIXED = StateBytes()
 """16-bit compute weights, fp32 master weights and Adam's moments: 2 + 4 + 8 bytes."""
@@ -31,7 +38,7 @@ class OperatorSize:
     compute: float
 
 
-def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> Sizes:
+def full_sizes(operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED) -> SnapshotSizes:
     """Returns the sizes of a full snapshot: master weights and moments, which determine compute weights.
 
     The stages of the layout need not divide the layers of the unpartitioned model.
@@ -42,7 +49,9 @@ def full_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes 
     return _sizes(operators, layout, state, None)
 
 
-def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: StateBytes = MIXED) -> Sizes:
+def pec_sizes(
+    operators: Sequence[Operator], layout: ParallelLayout, k: int, state: StateBytes = MIXED
+) -> SnapshotSizes:
     """Returns the sizes of a snapshot with K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
     layers = sorted({o.place[0] for o in operators if o.place is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
@@ -54,7 +63,9 @@ def pec_sizes(operators: Sequence[Operator], layout: Layout, k: int, state: Stat
     return _sizes(operators, layout, state, chosen)
 
 
-def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes = MIXED) -> list[OperatorSize]:
+def busiest_operator_bytes(
+    operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes = MIXED
+) -> list[OperatorSize]:
     """Returns the operators of the busiest rank, with its share of each, in the order of a sparse window."""
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
@@ -70,7 +81,7 @@ def operator_sizes(operators: Sequence[Operator], layout: Layout, state: StateBy
 
 
 class SizesByRules:
-    """Sizes as :class:`moc.policy.plan.Busiest`, for a model that is not loaded; operators are in full, or gradients.
+    """Sizes as :class:`moc.policy.plan.SnapshotSizer`, of a model that is not loaded; in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.
@@ -87,17 +98,17 @@ class SizesByRules:
     def __init__(
         self,
         operators: Sequence[Operator],
-        layout: Layout,
+        layout: ParallelLayout,
         state: StateBytes = MIXED,
         nodes: tuple[int, ...] = (),
         replicas: int = 0,
         zero: bool = True,
     ):
         self.nodes, self.replicas = nodes, replicas
-        self._items: dict[tuple[str, bool], list[Item]] = defaultdict(list)
+        self._items: dict[tuple[str, bool], list[SaveItem]] = defaultdict(list)
         gradients = dataclasses.replace(_saved(state), moments=0)  # the size of fp32 weights
         for gradient, of_each in enumerate((_saved(state), gradients)):
-            for item in contents(operators, layout, of_each, zero=zero):
+            for item in list_save_items(operators, layout, of_each, uses_zero=zero):
                 self._items[item.operator, bool(gradient)].append(item)
 
     def __call__(self, operators: Mapping[str, Detail]) -> int:
@@ -110,9 +121,9 @@ class SizesByRules:
 
     def _loads(self, operators: Mapping[str, Detail]) -> dict[int, int]:
         details = ((name, detail is Detail.GRAD) for name, detail in operators.items())
-        items = cut_large([item for one in details for item in self._items[one]])
+        items = cut_large_items([item for one in details for item in self._items[one]])
         found: Counter[int] = Counter()
-        for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+        for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
             found[rank] += item.nbytes
         return dict(found)
 
@@ -122,23 +133,25 @@ def _saved(state: StateBytes) -> StateBytes:
     return dataclasses.replace(state, weights=0) if state.master else state
 
 
-def _sizes(operators: Sequence[Operator], layout: Layout, state: StateBytes, chosen: Collection[str] | None) -> Sizes:
+def _sizes(
+    operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes, chosen: Collection[str] | None
+) -> SnapshotSizes:
     state, busiest, total = _saved(state), 0, 0
     for stage, times in _distinct_stages(operators, layout):
         alone, fewer = _stage_layout(layout)
         loads = [sum(share.values()) for share in _shares(stage, alone, state, chosen).values()]
         busiest, total = max(busiest, math.ceil(max(loads) / fewer)), total + times * sum(loads)
-    return Sizes(busiest, total)
+    return SnapshotSizes(busiest, total)
 
 
-def _stage_layout(layout: Layout) -> tuple[Layout, int]:
+def _stage_layout(layout: ParallelLayout) -> tuple[ParallelLayout, int]:
     """Returns the layout of one stage with a manageable number of replicas, and their reduction factor."""
     fewer = max((d for d in range(1, layout.expert_dp + 1) if _divides(layout, d)), default=1)
     world = layout.world // layout.pp // fewer
     return dataclasses.replace(layout, world=world, pp=1, vpp=1), fewer
 
 
-def _divides(layout: Layout, by: int) -> bool:
+def _divides(layout: ParallelLayout, by: int) -> bool:
     """Returns whether dividing the replicas by this gives a valid layout with enough replicas to simulate."""
     ranks = layout.world // layout.pp
     whole = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
@@ -146,17 +159,17 @@ def _divides(layout: Layout, by: int) -> bool:
 
 
 def _shares(
-    stage: Sequence[Operator], alone: Layout, state: StateBytes, chosen: Collection[str] | None = None
+    stage: Sequence[Operator], alone: ParallelLayout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
     """Returns the bytes of each operator that each rank of a stage saves."""
-    items: list[Item] = cut_large(contents(stage, alone, state, chosen=chosen))
+    items: list[SaveItem] = cut_large_items(list_save_items(stage, alone, state, chosen_experts=chosen))
     shares = {rank: Counter() for rank in range(alone.world)}
-    for item, rank in zip(items, assign(items, SCHEMES["EE+AN"]), strict=True):
+    for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
         shares[rank][item.operator] += item.nbytes
     return shares
 
 
-def _distinct_stages(operators: Sequence[Operator], layout: Layout) -> Iterator[tuple[list[Operator], int]]:
+def _distinct_stages(operators: Sequence[Operator], layout: ParallelLayout) -> Iterator[tuple[list[Operator], int]]:
     """Yields one stage of each distinct set of sizes, with the number of such stages."""
     alike: dict[tuple, list[list[Operator]]] = {}
     for stage in split_stages(operators, layout.pp):

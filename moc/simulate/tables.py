@@ -7,12 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moc.output import print_json, print_lines, pyplot, replacing
-from moc.simulate.engine import SimulatedJob
+from moc.cli_output import print_json, print_lines, pyplot, replacing
+from moc.simulate.engine import Result, SimulatedJob
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PolicyChoice
 from moc.simulate.policies import Setup
-from moc.simulate.result import Result
 
 _COLUMNS = (
     "ettr overhead recovery_each_s longest_s failures replayed useful_s saving_s slower_s recovery_s idle_s wall_s "
@@ -56,7 +55,7 @@ def _title(setup: Setup, faults: Faults, job: SimulatedJob) -> list[str]:
     when = f"{sum(bool(e.lost) for e in faults.trace)} losses in the trace" if faults.trace else _mtbf(faults)
     rates = (cluster.host_bandwidth, cluster.inter_bandwidth, cluster.storage_bandwidth)
     host, network, storage = (f"{rate / 1e9:.3g}" for rate in rates)
-    rollback = "" if setup.program else f"; everybody replays after {cluster.detect_s + cluster.restart_s:.4g} s"
+    rollback = "" if setup.program else f"; all workers replay after {cluster.detect_s + cluster.restart_s:.4g} s"
     return [
         f"{parameters / 1e9:.1f} B parameters on {cluster.gpus:,} GPUs ({cluster.name}): "
         f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}",

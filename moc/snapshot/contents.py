@@ -10,13 +10,20 @@ from operator import attrgetter
 
 import torch
 
-from moc.sharding import Scheme
-from moc.sharding.shares import ByteRange, StageHoldings, rank_loads, share_of, shares, stored_shares
-from moc.state.detail import Detail
+from moc.sharding import ShardingScheme
+from moc.sharding.save_plan import (
+    ByteRange,
+    StageReplicas,
+    plan_shards,
+    plan_storage_shards,
+    planned_bytes_by_rank,
+    select_fragments,
+)
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
+from moc.state.operators import Detail
 from moc.store.manifest import OperatorEntry
-from moc.store.regions import Entry, FileLayout
+from moc.store.shard_file import FileLayout, TensorBox
 
 _REMEMBERED = 64  # plans; experts selected by load form arbitrarily many sets
 
@@ -35,7 +42,7 @@ class Share:
     layout: FileLayout
     sources: tuple[torch.Tensor, ...]
     elements: Mapping[str, Mapping[str, int]]
-    stored: frozenset[Entry] | None = None
+    stored: frozenset[TensorBox] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +59,7 @@ class _Saved:
     """
 
     operator: str
-    entry: Entry
+    entry: TensorBox
     values: torch.Tensor
     elements: int
     memory: tuple[str, int]
@@ -69,7 +76,7 @@ def share(fragments: Iterable[Fragment]) -> Share:
 
 def _saved(fragment: Fragment) -> _Saved:
     one, view = fragment, fragment.view
-    entry = Entry(one.name, one.slot, one.global_shape, one.region, view.dtype)
+    entry = TensorBox(one.name, one.slot, one.global_shape, one.region, view.dtype)
     memory = one.slot, view.untyped_storage().data_ptr()
     order = one.slot, view.storage_offset(), one.name, one.region.offset
     return _Saved(one.operator, entry, view.view(-1), view.numel(), memory, order)
@@ -83,7 +90,7 @@ def _share_of(saved: Iterable[_Saved]) -> Share:
     return _laid_out(((one.entry, one.values) for one in ordered), {o: dict(n) for o, n in elements.items()})
 
 
-def _laid_out(parts: Iterable[tuple[Entry, torch.Tensor]], elements: Mapping[str, Mapping[str, int]]) -> Share:
+def _laid_out(parts: Iterable[tuple[TensorBox, torch.Tensor]], elements: Mapping[str, Mapping[str, int]]) -> Share:
     ordered = sorted(parts, key=lambda part: -part[0].itemsize)  # the file then keeps this order
     return Share(FileLayout(entry for entry, _ in ordered), tuple(source for _, source in ordered), elements)
 
@@ -117,13 +124,18 @@ class Contents:
     """
 
     def __init__(
-        self, state: TrainingState, holdings: StageHoldings, rank: int, scheme: Scheme, nodes: Sequence[str] = ()
+        self,
+        state: TrainingState,
+        holdings: StageReplicas,
+        rank: int,
+        scheme: ShardingScheme,
+        nodes: Sequence[str] = (),
     ):
         self._state, self._rank, self._scheme = state, rank, scheme
         self._nodes = nodes if len(set(nodes)) > 1 else ()
         self.renew(holdings)
 
-    def renew(self, holdings: StageHoldings) -> None:
+    def renew(self, holdings: StageReplicas) -> None:
         """Replaces the holdings of ranks, and discards views of the previous state."""
         self.holdings = holdings
         self._known: dict[tuple, Share] = {}
@@ -140,10 +152,10 @@ class Contents:
         return self._known[key]
 
     def _share(self, operators: Mapping[str, Detail]) -> Share:
-        mine = _share_of(self._mine(operators, shares))
+        mine = _share_of(self._mine(operators, plan_shards))
         if not self._nodes:
             return mine
-        stored = _share_of(self._mine(operators, stored_shares)).layout.entries
+        stored = _share_of(self._mine(operators, plan_storage_shards)).layout.entries
         return mine if len(stored) == len(mine.layout.entries) else dataclasses.replace(mine, stored=frozenset(stored))
 
     def _mine(
@@ -161,7 +173,7 @@ class Contents:
         if parts not in known:
             if len(known) == _REMEMBERED:
                 known.pop(next(iter(known)))
-            mine = share_of(self._held(operator, detail), parts, joins=not self._nodes)
+            mine = select_fragments(self._held(operator, detail), parts, merges_adjacent=not self._nodes)
             known[parts] = list(map(_saved, mine))
         return known[parts]
 
@@ -175,7 +187,7 @@ class Contents:
 
     def loads(self, operators: Mapping[str, Detail]) -> Mapping[int, int]:
         """Returns the bytes of these operators by rank of this stage, where any, without file headers."""
-        return rank_loads(self.holdings, operators, self._scheme, self._nodes)
+        return planned_bytes_by_rank(self.holdings, operators, self._scheme, self._nodes)
 
     def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
         """Returns the :meth:`share` of operators, and the gradients of some of them in addition to their state."""

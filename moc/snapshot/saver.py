@@ -17,22 +17,20 @@ from typing import NoReturn
 
 import torch
 
-from moc.faults import reach
-from moc.files.tree import Tree, remove_own
+from moc.fault_points import reach
+from moc.files.safe_directory import SafeDirectory, remove_owned
 from moc.snapshot.background import GivenUpError, background, with_retries
-from moc.snapshot.capture import Capture, Captures, Gate, capturer
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Share
-from moc.snapshot.copies import Copy, coalesced
-from moc.snapshot.kept import KeptBuffers
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
-from moc.store.buffers import Buffer
-from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
+from moc.snapshot.device_copy import Capture, Captures, Copy, Gate, capturer, coalesced
+from moc.state.operators import Detail, operator_of
+from moc.store.buffers import HostBuffer
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, InsufficientMemoryError
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, StateDigests
-from moc.store.regions import Entry, FileLayout, digest_of
-from moc.store.slots import DIRECTORY
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.shard_file import FileLayout, TensorBox, compute_digest
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 
 _CHUNK = 16 << 20  # bytes per write
 _GRAD = "grad"
@@ -40,7 +38,7 @@ _OVERWRITTEN = bytes(8)  # no header starts like this, so overwritten snapshots 
 _REMEMBERED = 16  # shares per buffer; the shares of a window take turns
 
 
-Hashes = Callable[[Buffer, Sequence[tuple[int, int]]], tuple[str, ...]]
+Hashes = Callable[[HostBuffer, Sequence[tuple[int, int]]], tuple[str, ...]]
 """Returns the hashes of spans of a buffer."""
 
 
@@ -72,13 +70,13 @@ class Snapshot:
 
     iteration: int
     layout: FileLayout
-    buffer: Buffer
+    buffer: HostBuffer
     operators: Mapping[str, OperatorEntry]
     capture: Capture
     gradients: Capture | None = None
     in_memory: bool = True
     after: Future | None = None
-    stored: Collection[Entry] | None = None
+    stored: Collection[TensorBox] | None = None
     digests: Callable[[], StateDigests | None] = lambda: None
     sealed: Future = field(init=False)
     hashes: tuple[str, ...] = ()
@@ -97,9 +95,9 @@ class Saver:
         device: of the live memory.
         memory: tier in this node's memory, if there is one.
         storage: tier beyond it; needed by :meth:`persist`.
-        gate: delays copies; see :class:`~moc.snapshot.capture.ThreadCapturer`.
+        gate: delays copies; see :class:`~moc.snapshot.device_copy.ThreadCapturer`.
         kept: provides an earlier generation's buffers, and receives this one's; None to free them.
-        check: as in :func:`~moc.snapshot.capture.capturer`.
+        check: as in :func:`~moc.snapshot.device_copy.capturer`.
         hashes: hashes entries, on the thread that finalizes.
     """
 
@@ -121,14 +119,14 @@ class Saver:
         self._capturer = capturer(device, gate, check)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
-        self._buffers: dict[int, Buffer] = {}
-        self._copies: dict[Buffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
+        self._buffers: dict[int, HostBuffer] = {}
+        self._copies: dict[HostBuffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
 
     def reserve(self, slot: int, nbytes: int, most: float = math.inf) -> None:
         """Allocates a buffer of ``nbytes`` bytes for a slot; keeps an existing one of ``nbytes`` to ``most`` bytes.
 
         Raises:
-            NoRoomError: there is too little memory.
+            InsufficientMemoryError: there is too little memory.
         """
         buffer = self._buffers.get(slot)
         if buffer is not None and nbytes <= buffer.nbytes <= most:
@@ -136,7 +134,7 @@ class Saver:
         self._give_back(slot)
         directory = self._directory
         buffer = self._kept.take(nbytes, directory)
-        self._buffers[slot] = buffer or Buffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
+        self._buffers[slot] = buffer or HostBuffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
 
     def trim(self, slots: int) -> None:
         """Frees the buffers of all slots from ``slots`` on, and kept ones without a slot."""
@@ -164,7 +162,7 @@ class Saver:
             here = {_slot_of(rank) for rank in node}
             gone += [path for path in self._directory.glob("rank_*") if path.stem not in here]
         for path in gone:
-            remove_own(path)
+            remove_owned(path)
 
     def beside(self) -> Saver:
         """Returns another saver with the same memory and storage, which shares the kept buffers."""
@@ -202,7 +200,7 @@ class Saver:
             digests: as in :class:`Snapshot`.
 
         Returns:
-            The snapshot; if memory is insufficient, ``sealed`` raises NoRoomError.
+            The snapshot; if memory is insufficient, ``sealed`` raises InsufficientMemoryError.
         """
         others, least = [other for other in others if other != slot], share.layout.nbytes
         size = max(least, nbytes or 0)
@@ -210,9 +208,9 @@ class Saver:
         self._swap(slot, others, least, most)
         try:
             self._reserve_or_make_room(slot, others, least, size, most)
-        except NoRoomError as error:
+        except InsufficientMemoryError as error:
             snapshot = Snapshot(
-                iteration, share.layout, Buffer(0), operators, Captures([]), None, in_memory, after, share.stored
+                iteration, share.layout, HostBuffer(0), operators, Captures([]), None, in_memory, after, share.stored
             )
             snapshot.sealed = self._sealing.submit(_fail, after, error)
             return snapshot
@@ -233,7 +231,7 @@ class Saver:
             return
         try:
             self.reserve(slot, size, most)
-        except NoRoomError:
+        except InsufficientMemoryError:
             for other in others:
                 self._give_back(other)
             self.reserve(slot, size, most)
@@ -253,7 +251,7 @@ class Saver:
             self._copies.pop(buffer, None)
             buffer.close()
 
-    def _copies_into(self, buffer: Buffer, share: Share) -> tuple[list[Copy], list[Copy]]:
+    def _copies_into(self, buffer: HostBuffer, share: Share) -> tuple[list[Copy], list[Copy]]:
         """Returns the copies of gradients, and all others."""
         known = self._copies[buffer]
         if share not in known:
@@ -307,12 +305,12 @@ class Saver:
         snapshot.hashes = self._hashes(snapshot.buffer, layout.spans)
         header = layout.header(snapshot.hashes)
         memory[: len(header)] = header
-        entry = FileEntry(layout.nbytes, len(header), digest_of(header))
-        part = RankReport(file_of(self._rank), entry, snapshot.operators, digests=snapshot.digests())
+        entry = FileEntry(layout.nbytes, len(header), compute_digest(header))
+        part = RankReport(shard_file_name(self._rank), entry, snapshot.operators, digests=snapshot.digests())
         if self._memory is not None and snapshot.in_memory:
             try:
                 part = self._name_in_memory(snapshot, part)
-            except NoRoomError as error:
+            except InsufficientMemoryError as error:
                 _fail(snapshot.after, error)
         snapshot.seal_s = time.perf_counter() - begun
         if snapshot.after is not None:
@@ -358,12 +356,12 @@ class Saver:
             for name, slots in elements.items()
         }
         pieces = [snapshot.buffer.memory[start:stop] for _, (start, stop), _ in chosen]
-        file = FileEntry(layout.nbytes, len(header), digest_of(header))
-        return RankReport(file_of(self._rank), file, entries), [memoryview(header), *pieces]
+        file = FileEntry(layout.nbytes, len(header), compute_digest(header))
+        return RankReport(shard_file_name(self._rank), file, entries), [memoryview(header), *pieces]
 
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
         assert self._storage is not None  # persist() needs storage
-        place = self._storage.place
+        place = self._storage.storage
         free = place.free_bytes()
         if free is not None and free < part.file.bytes:
             raise CheckpointError(
@@ -375,7 +373,7 @@ class Saver:
             self._storage.write_file(iteration, self._rank, self._chunks(parts))
             reach("persisting")
             self._unless_given_up()
-            self._storage.report(iteration, self._rank, part)
+            self._storage.store_report(iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of iteration {iteration} cannot be written to {place.name} "
@@ -400,10 +398,10 @@ class Saver:
         assert memory is not None  # checked by _seal()
         try:
             self._link(snapshot)
-            return memory.report(snapshot.iteration, self._rank, part)
+            return memory.store_report(snapshot.iteration, self._rank, part)
         except OSError as error:
-            raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
-                f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.place.name} "
+            raise (InsufficientMemoryError if error.errno in OUT_OF_SPACE_ERRNOS else CheckpointError)(
+                f"the snapshot of iteration {snapshot.iteration} cannot be named in {memory.storage.name} "
                 f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
                 "again",
                 code="storage-unwritable",
@@ -414,15 +412,17 @@ class Saver:
         assert snapshot.buffer.path is not None  # _new_path() gave it one
         root = self._memory_place().root
         source = snapshot.buffer.path.relative_to(root).as_posix()
-        Tree(root, ours=True).link(source, f"{directory_of(snapshot.iteration)}/{file_of(self._rank)}")
+        SafeDirectory(root, is_owned=True).link(
+            source, f"{checkpoint_name(snapshot.iteration)}/{shard_file_name(self._rank)}"
+        )
 
     def _published(self, iteration: int) -> Path:
-        return self._memory_place().root / directory_of(iteration) / file_of(self._rank)
+        return self._memory_place().root / checkpoint_name(iteration) / shard_file_name(self._rank)
 
     @property
     def _directory(self) -> Path | None:
         """Directory with the buffers' own names; None without a memory tier."""
-        return None if self._memory is None else self._memory_place().root / DIRECTORY
+        return None if self._memory is None else self._memory_place().root / SLOTS_DIRECTORY
 
     def _new_path(self) -> Path | None:
         directory = self._directory
@@ -431,34 +431,34 @@ class Saver:
         taken = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
         names = (directory / f"{_slot_of(self._rank)}.{number}" for number in range(len(taken) + 1))
         path = next(name for name in names if name not in taken)
-        remove_own(path)
+        remove_owned(path)
         return path
 
-    def _memory_place(self) -> LocalPlace:
+    def _memory_place(self) -> LocalStorage:
         assert self._memory is not None  # checked by callers
-        place = self._memory.place
-        if not isinstance(place, LocalPlace):
+        place = self._memory.storage
+        if not isinstance(place, LocalStorage):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
 
 
-def _fail(after: Future | None, error: NoRoomError) -> NoReturn:
+def _fail(after: Future | None, error: InsufficientMemoryError) -> NoReturn:
     """Raises an error after ``after`` is done."""
     if after is not None:
         after.result()
     raise error
 
 
-def hashed(buffer: Buffer, spans: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+def hashed(buffer: HostBuffer, spans: Iterable[tuple[int, int]]) -> tuple[str, ...]:
     """Returns the hashes of spans of a buffer, each of bytes [start, stop)."""
-    return tuple(digest_of(buffer.memory[start:stop]) for start, stop in spans)
+    return tuple(compute_digest(buffer.memory[start:stop]) for start, stop in spans)
 
 
 def _slot_of(rank: int) -> str:
     return f"rank_{rank:05d}"
 
 
-def _copies(buffer: Buffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[Copy]:
+def _copies(buffer: HostBuffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[Copy]:
     copies = []
     for run in _runs(coalesced((source for source, _ in parts), (span for _, span in parts))):
         sources, starts, stops = zip(*run, strict=True)

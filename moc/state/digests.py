@@ -22,10 +22,9 @@ from functools import cached_property
 import torch
 import xxhash
 
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
@@ -226,7 +225,7 @@ def total_of(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[Key, int]
     return total
 
 
-def differing(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
+def differing_operators(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
     """Returns the operators whose digests differ; a digest that is absent is 0.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from moc.errors import UserError
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 
 
 class FreezingError(UserError, RuntimeError):

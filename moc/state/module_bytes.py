@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from moc.errors import UserError
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name, Sizes
 
 _ALIGNMENT = 16
@@ -85,7 +85,7 @@ def unpack(source: torch.Tensor, current: Mapping[str, Any]) -> dict[str, Any]:
     if length == 0:
         return {}
     try:
-        if length > min(source.numel() - 8, tree.HEADER):
+        if length > min(source.numel() - 8, safe_directory.MAX_HEADER_BYTES):
             raise ValueError(f"the header cannot have {length:,} bytes")
         header = decode.decode(_plain(source[8 : 8 + length]), _Header)
         reader = _Reader(source, _start_after(length), header.tensors)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import Operator, UnsupportedStateError, operator_of
+from moc.state.operators import Detail, Operator, UnsupportedStateError, operator_of
 from moc.state.region import Region
 
 

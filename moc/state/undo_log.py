@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 @dataclass(eq=False)
-class Saved:
+class SavedValue:
     """The record of a value: the object and its content.
 
     Attributes:
@@ -76,7 +76,7 @@ class Saved:
 
     value: Any
     content: Any = None
-    parts: dict[Any, Saved] = field(default_factory=dict)
+    parts: dict[Any, SavedValue] = field(default_factory=dict)
     version: int = 0
 
     @property
@@ -125,18 +125,18 @@ def _skipped(kind: type) -> frozenset[str]:
     return _OF_EVERY_MODULE | getattr(kind, "not_module_state", frozenset()) | named
 
 
-def record(value: Any, copies: bool = True, is_holder: bool = False) -> Saved:
+def record(value: Any, copies: bool = True, is_holder: bool = False) -> SavedValue:
     """Record a value; for a holder, also the attributes of its nested objects."""
     if isinstance(value, torch.Tensor):
-        return Saved(value, value.detach().clone() if copies else None, version=value._version)
+        return SavedValue(value, value.detach().clone() if copies else None, version=value._version)
     if isinstance(value, torch.Generator):
-        return Saved(value, value.get_state())
+        return SavedValue(value, value.get_state())
     if isinstance(value, numpy.ndarray):
-        return Saved(value, value.copy())
+        return SavedValue(value, value.copy())
     if isinstance(value, (set, collections.deque)):
-        return Saved(value, list(value))
+        return SavedValue(value, list(value))
     parts = {key: record(part, copies, is_holder and _is_object(part)) for key, part in _parts(value, is_holder)}
-    return Saved(value, parts=parts)
+    return SavedValue(value, parts=parts)
 
 
 def _parts(value: Any, is_holder: bool = False) -> Iterator[tuple[Any, Any]]:
@@ -152,7 +152,7 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict) or dataclasses.is_dataclass(value)
 
 
-def _restore(saved: Saved) -> Any:
+def _restore(saved: SavedValue) -> Any:
     """Restore the content of a recorded value, and return the value."""
     value = saved.value
     if isinstance(value, torch.Tensor):
@@ -187,7 +187,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
-def differs(saved: Saved, value: Any) -> bool:
+def differs(saved: SavedValue, value: Any) -> bool:
     """Return whether a value differs from its record; tensors without a copy are compared by their version counter."""
     if value is not saved.value:
         is_same_number = type(value) is type(saved.value) and isinstance(value, _NUMBERS)
@@ -226,13 +226,13 @@ class UndoLog:
         self._modules, self._holders = list(modules), list(holders)
         self._excluded = {id(tensor) for tensor in excluded}
         self._commits, self._slices = 0, itertools.cycle(range(SCANS))
-        self._known: dict[tuple[int, str], Saved] = {}  # every value when it was last checked, without copies
+        self._known: dict[tuple[int, str], SavedValue] = {}  # every value when it was last checked, without copies
         self._changing: dict[tuple[int, str], Place] = {}
         self._in_place: set[tuple[int, str]] = set()  # changing tensors that need copies
         self._copies: dict[tuple[int, str], torch.Tensor] = {}  # memory for these, reused in each iteration
-        self._before: dict[tuple[int, str], tuple[Place, Saved]] | None = None
-        self._of_holders: list[Saved] = []
-        self._after: list[tuple[Place, Saved]] = []
+        self._before: dict[tuple[int, str], tuple[Place, SavedValue]] | None = None
+        self._of_holders: list[SavedValue] = []
+        self._after: list[tuple[Place, SavedValue]] = []
         self._is_full = True
 
     @property
@@ -305,7 +305,7 @@ class UndoLog:
     def _places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
         return (place for place in places(modules) if id(place.value) not in self._excluded)
 
-    def _record_changing(self) -> dict[tuple[int, str], tuple[Place, Saved]]:
+    def _record_changing(self) -> dict[tuple[int, str], tuple[Place, SavedValue]]:
         """Record the changing values; tensors are copied together, which on a GPU is one launch for each dtype."""
         before, batches = {}, collections.defaultdict(lambda: ([], []))
         for name, place in self._changing.items():
@@ -332,7 +332,7 @@ class UndoLog:
             known = self._copies[name] = torch.empty_like(like, requires_grad=False)
         return known
 
-    def _note_changes(self, before: dict[tuple[int, str], tuple[Place, Saved]]) -> None:
+    def _note_changes(self, before: dict[tuple[int, str], tuple[Place, SavedValue]]) -> None:
         """Add the values that have changed or appeared in the iteration."""
         for place in self._places(self._modules):
             _, saved = before.get(place.id, (place, None))

@@ -13,12 +13,12 @@ import numpy
 import psutil
 import torch
 
-from moc.files.tree import remove_own
-from moc.store.errors import NO_ROOM, CheckpointError, NoRoomError
-from moc.store.slots import reserve
+from moc.files.safe_directory import remove_owned
+from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, InsufficientMemoryError
+from moc.store.reserved_memory import allocate_file
 
 
-class Buffer:
+class HostBuffer:
     """Shared memory of a fixed size, allocated up front, so that later writes cannot run out of memory.
 
     Args:
@@ -26,10 +26,10 @@ class Buffer:
         path: file in a memory file system, which outlives the process; None for anonymous memory.
         pin: page-lock it for CUDA, so that copies run asynchronously.
         purpose: purpose of the buffer, for the error message.
-        otherwise: the remedy without a buffer, for the error message.
+        remedy: the remedy without a buffer, for the error message.
 
     Raises:
-        NoRoomError: memory is insufficient.
+        InsufficientMemoryError: memory is insufficient.
         CheckpointError: the file cannot be made, or CUDA cannot lock the memory.
     """
 
@@ -39,24 +39,24 @@ class Buffer:
         path: Path | None = None,
         pin: bool = False,
         purpose: str = "a snapshot",
-        otherwise: str = "pass --ckpt-tier disk",
+        remedy: str = "pass --ckpt-tier disk",
     ):
         self.nbytes, self.path = nbytes, path
         try:
             self._map = _allocate(nbytes, path)
         except OSError as error:
             where = path.parent if path else "host memory"
-            raise (NoRoomError if error.errno in NO_ROOM else CheckpointError)(
+            raise (InsufficientMemoryError if error.errno in OUT_OF_SPACE_ERRNOS else CheckpointError)(
                 f"{where} has no room for {purpose} buffer of {nbytes:,} bytes ({error.strerror}). Fix: free memory, "
                 "enlarge the file system (Docker: --shm-size), name another one with --ckpt-memory-dir, or "
-                f"{otherwise}",
+                f"{remedy}",
                 code="memory-full",
             ) from None
         self.memory: memoryview = memoryview(self._map)
         self.values: torch.Tensor = torch.from_numpy(numpy.frombuffer(self._map, dtype=numpy.uint8))
         self._pinned = pin and nbytes > 0
         if self._pinned:
-            _check(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
+            _check_cuda(_cudart().cudaHostRegister(self.values.data_ptr(), nbytes, 0))
 
     def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes [start, stop) as a flat tensor."""
@@ -70,17 +70,17 @@ class Buffer:
     def close(self) -> None:
         """Frees the memory, which invalidates all views of it."""
         if self._pinned:
-            _check(_cudart().cudaHostUnregister(self.values.data_ptr()))
+            _check_cuda(_cudart().cudaHostUnregister(self.values.data_ptr()))
             self._pinned = False
         if self.path is not None:
-            remove_own(self.path)
+            remove_owned(self.path)
         # use after close raises
         self.values = self.memory = self._map = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
     if path is not None:
-        descriptor = reserve(path, nbytes)
+        descriptor = allocate_file(path, nbytes)
     else:
         if nbytes > psutil.virtual_memory().available:  # otherwise only the OOM killer would limit it
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -90,7 +90,7 @@ def _allocate(nbytes: int, path: Path | None) -> mmap.mmap:
         return mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError:
         if path is not None:
-            remove_own(path)
+            remove_owned(path)
         raise
     finally:
         os.close(descriptor)
@@ -100,7 +100,7 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # untyped in torch
 
 
-def _check(status) -> None:
+def _check_cuda(status) -> None:
     if int(status) != 0:
         raise CheckpointError(
             f"CUDA cannot lock host memory (error {int(status)}). Fix: raise the limit with `ulimit -l unlimited`",

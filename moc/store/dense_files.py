@@ -14,29 +14,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
-from moc.files.text import shown
-from moc.files.tree import SMALL, RefusedFileError, Tree
+from moc.files.safe_directory import (
+    MAX_SMALL_FILE_BYTES,
+    RefusedFileError,
+    SafeDirectory,
+    sync_directory,
+    write_durably,
+)
+from moc.files.text import short_repr
 from moc.store import store
-from moc.store.digest import digest_of_file
-from moc.store.durable import sync_directory, write_durably
 from moc.store.errors import CheckpointError, TakenError
-from moc.store.fence import Fence
-from moc.store.manifest import NAME as MANIFEST
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
+from moc.store.manifest import compute_file_digest
+from moc.store.ownership import Fence
 
-STATE = "training_state.json"
-DATA = "data.json"
+STATE_FILE = "training_state.json"
+DATA_FILE = "data.json"
 """Identity of the training data, in checkpoints without ``training_state.json``."""
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
-OF_MEGATRON = "megatron-lm checkpoint 1"
+MEGATRON_FORMAT = "megatron-lm checkpoint 1"
 """Format of a checkpoint that Megatron-LM's code has written, with a manifest in its directory."""
 _UNFINISHED = ".iter_*.incomplete*"
 
 
 @dataclass(frozen=True)
-class _Listed:
+class _ListedFile:
     """Size in bytes and hash of a file."""
 
     bytes: Count
@@ -48,7 +53,7 @@ class _Listing:
     """Fields of every manifest."""
 
     iteration: Count
-    files: dict[Name, _Listed]
+    files: dict[Name, _ListedFile]
     job: Name = ""
     run: Name = ""
     origin: str = ""
@@ -85,15 +90,15 @@ class Published:
     is_announced: bool = True
 
 
-def directory_of(root: str | Path, iteration: int) -> Path:
+def checkpoint_path(root: str | Path, iteration: int) -> Path:
     """Returns Megatron's directory name for the checkpoint of an iteration, such as ``iter_0000100``."""
-    return Path(root) / store.directory_of(iteration)
+    return Path(root) / store.checkpoint_name(iteration)
 
 
-def saved_iterations(root: str | Path) -> list[int]:
+def list_iterations(root: str | Path) -> list[int]:
     """Returns the iterations that have a published checkpoint under ``root``, ascending."""
-    found = map(store.iteration_of, Tree(root).directories())
-    return sorted(iteration for iteration in found if iteration is not None)
+    iterations = map(store.parse_iteration, SafeDirectory(root).list_directories())
+    return sorted(iteration for iteration in iterations if iteration is not None)
 
 
 def published(root: str | Path) -> list[Published]:
@@ -103,9 +108,9 @@ def published(root: str | Path) -> list[Published]:
     (``.metadata``) or a file of a rank is there.
     """
     root, complete = Path(root), []
-    announced = _modified(root / TRACKER)
-    for iteration in saved_iterations(root):
-        directory = directory_of(root, iteration)
+    announced = _modified(root / TRACKER_FILE)
+    for iteration in list_iterations(root):
+        directory = checkpoint_path(root, iteration)
         try:
             manifest = read_manifest(directory)
             listing = decode.convert(manifest, _Listing) if manifest is not None else None
@@ -134,9 +139,9 @@ def latest_iteration(root: str | Path) -> int | None:
     Raises:
         CheckpointError: the tracker contains neither a number nor ``release``.
     """
-    tracker = Path(root) / TRACKER
+    tracker = Path(root) / TRACKER_FILE
     try:
-        text = Tree(root).read(TRACKER, SMALL).decode(errors="replace").strip()
+        text = SafeDirectory(root).read(TRACKER_FILE, MAX_SMALL_FILE_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except RefusedFileError as error:
@@ -148,8 +153,8 @@ def latest_iteration(root: str | Path) -> int | None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise CheckpointError(
-            f"{tracker} holds {shown(text)} instead of an iteration. Fix: write the iteration to load into it, or load "
-            "with --ckpt-step",
+            f"{tracker} holds {short_repr(text)} instead of an iteration. Fix: write the iteration to load into it, or "
+            "load with --ckpt-step",
             code="tracker-invalid",
         )
     return int(text)
@@ -167,59 +172,63 @@ def read_manifest(directory: Path) -> dict | None:
         )
     path = directory / MANIFEST
     if not path.is_file():
-        if (directory / STATE).is_file():
-            raise damaged(f"{path} is missing although {STATE} is there")
+        if (directory / STATE_FILE).is_file():
+            raise damage_error(f"{path} is missing although {STATE_FILE} is there")
         return None
     try:
-        manifest = {**decode.table(decode.parse(Tree(directory).read(MANIFEST, tree.MANIFEST)), "it")}
-        if manifest.get("format") not in (FORMAT, OF_MEGATRON):
+        manifest = {
+            **decode.require_object(
+                decode.parse(SafeDirectory(directory).read(MANIFEST, safe_directory.MAX_MANIFEST_BYTES)), "it"
+            )
+        }
+        if manifest.get("format") not in (FORMAT, MEGATRON_FORMAT):
             raise CheckpointError(
-                f"{path} is of format {shown(manifest.get('format'))}, and this program reads {FORMAT!r}. Fix: load it "
-                "with the release that wrote it",
+                f"{path} is of format {short_repr(manifest.get('format'))}, and this program reads {FORMAT!r}. Fix: "
+                "load it with the release that wrote it",
                 code="checkpoint-format-unknown",
             )
         for name in decode.convert(manifest, _Listing).files:
-            decode.inner_path(name)
+            decode.require_inner_path(name)
         return manifest
     except (RefusedFileError, ValueError) as error:
-        raise damaged(f"{path} is damaged ({error})") from None
+        raise damage_error(f"{path} is damaged ({error})") from None
 
 
-def damaged(what: str) -> CheckpointError:
+def damage_error(problem: str) -> CheckpointError:
     """Returns the error of a damaged checkpoint, with the remedy."""
     return CheckpointError(
-        f"{what}. Fix: load an older one with --ckpt-step, and save to another --save", code="checkpoint-damaged"
+        f"{problem}. Fix: load an older one with --ckpt-step, and save to another --save", code="checkpoint-damaged"
     )
 
 
-def staging_of(root: str | Path, iteration: int, tag: str = "") -> Path:
+def staging_path(root: str | Path, iteration: int, tag: str = "") -> Path:
     """Returns the staging directory of an unpublished checkpoint; its name has the tag of the writer's claim."""
     return Path(root) / f".iter_{iteration:07d}.{f'{tag}.' if tag else ''}incomplete"
 
 
-def describe(path: Path) -> dict:
+def describe_file(path: Path) -> dict:
     """Syncs a file to disk, and returns its entry in the manifest."""
-    with open(Tree(path.parent).open(path.name), "rb", buffering=0) as file:
+    with open(SafeDirectory(path.parent).open(path.name), "rb", buffering=0) as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-        return {"bytes": size, "xxh3_128": digest_of_file(file, size)}
+        return {"bytes": size, "xxh3_128": compute_file_digest(file, size)}
 
 
-def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
+def begin_save(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
     """Makes an empty staging directory in ``--save``, and removes the leftovers of killed saves.
 
     Raises:
         TakenError: another job, or a newer generation of this one, saves there.
     """
     root = Path(root)
-    with Tree(root).directory(make=True):
+    with SafeDirectory(root).directory(creates=True):
         pass
     if fence is not None:  # its file needs room, which this launch's last save may have taken
         _remove_all(root, f".iter_*.{_tag(fence)}.incomplete")
         fence.take(lambda: _remove_all(root, _UNFINISHED))
     restore_replaced(root)
     _remove_all(root, _UNFINISHED)
-    staging = staging_of(root, iteration, _tag(fence))
+    staging = staging_path(root, iteration, _tag(fence))
     staging.mkdir()
     return staging
 
@@ -227,15 +236,15 @@ def start(root: str | Path, iteration: int, fence: Fence | None = None) -> Path:
 def give_up(root: str | Path, iteration: int, fence: Fence) -> None:
     """Removes the staging directory of a failed save, unless the file system fails."""
     with contextlib.suppress(OSError):
-        Tree(root).remove(staging_of(root, iteration, _tag(fence)).name)
+        SafeDirectory(root).remove(staging_path(root, iteration, _tag(fence)).name)
 
 
 def _remove_all(root: Path, pattern: str) -> None:
     for leftover in root.glob(pattern):
-        Tree(root).remove(leftover.name)
+        SafeDirectory(root).remove(leftover.name)
 
 
-def publish(
+def publish_save(
     root: str | Path,
     iteration: int,
     files: dict[str, dict],
@@ -259,7 +268,7 @@ def publish(
         SupersededError: a newer generation of this job, or another job, saves there now.
         TakenError: another run has saved this iteration meanwhile.
     """
-    root, staging, final = Path(root), staging_of(root, iteration, _tag(fence)), directory_of(root, iteration)
+    root, staging, final = Path(root), staging_path(root, iteration, _tag(fence)), checkpoint_path(root, iteration)
     author = {} if fence is None else {"job": fence.claim.job, "term": fence.claim.term}
     if lineage is not None:
         _refuse_other_run(final, lineage, author)
@@ -272,20 +281,20 @@ def publish(
             sync_directory(directory if directory.is_dir() else directory.parent)
         _replace(staging, final, check)
         sync_directory(root)
-        Tree(root).write(TRACKER, [str(iteration).encode()], tag=_tag(fence), check=check)
+        SafeDirectory(root).write(TRACKER_FILE, [str(iteration).encode()], tag=_tag(fence), check=check)
     except FileNotFoundError:  # a successor has removed the unfinished files
         if check is not None:
             check()
         raise
     with contextlib.suppress(OSError):
-        Tree(root).remove(_replaced(final).name)
+        SafeDirectory(root).remove(_replaced_path(final).name)
     if not retain_interval:
         return final
-    for older in saved_iterations(root):
+    for older in list_iterations(root):
         if older < iteration and older % retain_interval:
             if check is not None:
                 check()
-            remove(root, older)
+            remove_checkpoint(root, older)
     return final
 
 
@@ -293,7 +302,7 @@ def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> No
     if check is not None:
         check()
     if os.path.lexists(final):  # saved at this iteration before: keep the old one until the new one is in place
-        os.rename(final, _replaced(final))
+        os.rename(final, _replaced_path(final))
     try:
         os.rename(staging, final)
     except FileNotFoundError:
@@ -304,14 +313,14 @@ def _replace(staging: Path, final: Path, check: Callable[[], None] | None) -> No
 def _refuse_other_run(final: Path, lineage: Lineage, author: Mapping) -> None:
     for other in published(final.parent) if final.is_dir() else ():
         is_ours = other.lineage is None or other.lineage.run == lineage.run or other.job == author.get("job")
-        if directory_of(final.parent, other.iteration) == final and not is_ours:
+        if checkpoint_path(final.parent, other.iteration) == final and not is_ours:
             raise TakenError(
                 f"another run has saved {final} since this one began. Fix: give this run another --save",
                 code="save-of-another-run",
             )
 
 
-def _replaced(final: Path) -> Path:
+def _replaced_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.replaced")
 
 
@@ -324,19 +333,19 @@ def restore_replaced(root: str | Path) -> None:
     for replaced in Path(root).glob(".iter_*.replaced"):
         original = replaced.with_name(replaced.name[1 : -len(".replaced")])
         if os.path.lexists(original):
-            Tree(root).remove(replaced.name)
+            SafeDirectory(root).remove(replaced.name)
         else:
             os.rename(replaced, original)
 
 
-def remove(root: str | Path, iteration: int) -> None:
+def remove_checkpoint(root: str | Path, iteration: int) -> None:
     """Deletes a checkpoint; a kill midway leaves no partial one under its name."""
-    doomed = staging_of(root, iteration)
-    os.rename(directory_of(root, iteration), doomed)
-    Tree(root).remove(doomed.name)
+    hidden = staging_path(root, iteration)
+    os.rename(checkpoint_path(root, iteration), hidden)
+    SafeDirectory(root).remove(hidden.name)
 
 
-def damage_in(directory: Path, files: Mapping[str, Any]) -> str | None:
+def find_damage(directory: Path, files: Mapping[str, Any]) -> str | None:
     """Describes the first file that is missing, truncated or altered, or whose entry is invalid; None if there is none.
 
     Args:
@@ -345,15 +354,15 @@ def damage_in(directory: Path, files: Mapping[str, Any]) -> str | None:
     """
     for name, entry in files.items():
         try:
-            path, known = directory / decode.inner_path(name), decode.convert(entry, _Listed)
+            path, expected = directory / decode.require_inner_path(name), decode.convert(entry, _ListedFile)
         except ValueError as error:
-            return f"{directory} has an invalid entry of {shown(name)} in its list of files ({error})"
+            return f"{directory} has an invalid entry of {short_repr(name)} in its list of files ({error})"
         try:
-            with open(Tree(directory).open(name), "rb", buffering=0) as file:
+            with open(SafeDirectory(directory).open(name), "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                if size != known.bytes:
-                    return f"{path} has {size} bytes instead of {known.bytes}: it is truncated or overwritten"
-                if digest_of_file(file, size) != known.xxh3_128:
+                if size != expected.bytes:
+                    return f"{path} has {size} bytes instead of {expected.bytes}: it is truncated or overwritten"
+                if compute_file_digest(file, size) != expected.xxh3_128:
                     return f"{path} does not match its hash: its content is damaged"
         except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"

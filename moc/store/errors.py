@@ -4,7 +4,7 @@ import errno
 
 from moc.errors import UserError
 
-NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 """Error numbers of too little memory."""
 
 
@@ -12,7 +12,7 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged or incompatible; the message names the cause and the remedy."""
 
 
-class NoRoomError(CheckpointError):
+class InsufficientMemoryError(CheckpointError):
     """Memory does not suffice: the message names the remedy, and a later attempt may succeed."""
 
     code = "memory-full"
@@ -30,13 +30,13 @@ class SupersededError(TakenError):
     code = "directory-taken-over"
 
 
-class MissingRegionError(UserError, RuntimeError):
+class MissingTensorError(UserError, RuntimeError):
     """Files do not hold all of a requested tensor; the message names it."""
 
     code = "tensor-missing"
 
 
-class DamagedRegionError(MissingRegionError):
+class DamagedTensorError(MissingTensorError):
     """Files hold the tensor, but its bytes were altered; the message names file and tensor."""
 
     code = "checkpoint-damaged"

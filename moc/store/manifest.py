@@ -1,24 +1,101 @@
-"""``manifest.json``: the contents of a checkpoint; writing it, last, publishes the checkpoint."""
+"""``manifest.json``: the contents of a checkpoint.
+
+Each rank reports its shard file.  The publisher merges the reports into a manifest (:func:`assemble`).  Writing the
+manifest, as the last file, publishes the checkpoint.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase, RawIOBase
 from typing import Any
+
+import xxhash
 
 from moc.files import decode
 from moc.files.decode import Count, Digest, FileName, Name, StateSum
-from moc.files.text import shown
-from moc.state.detail import Detail, DetailName
-from moc.store.digest import digest_of
+from moc.files.text import short_repr
+from moc.state.operators import Detail, DetailName, Operator
+from moc.state.record import StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.saved_state import SavedState
 
-NAME = "manifest.json"
+_LARGEST_BATCH = 1 << 24  # samples of an iteration
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Everything in a snapshot that is not a tensor; engines add fields, such as ``shape``, and check them.
+
+    Attributes:
+        iteration: iterations completed.
+        consumed_samples: samples consumed.
+        skipped_iterations: number of completed iterations without an update.
+        record: step record of the last iteration; None at the start of a run.
+        interval: state of the policy's interval.
+        policy_state: state of the policy.
+        ledger: state of the token ledger; None if tokens are not counted.
+        auto: measurements and choice of ``--ckpt-policy auto``.
+        alike: in a snapshot in memory, names of operators that several nodes save, by the number of nodes.
+        copied: in a snapshot in memory, the operators that are copied to other nodes; None for all.
+    """
+
+    iteration: Count | None = None
+    consumed_samples: Count = 0
+    skipped_iterations: Count = 0
+    record: StepRecord | None = None
+    interval: dict[str, Any] | None = None
+    policy_state: dict[str, Any] | None = None
+    ledger: dict[str, Any] | None = None
+    auto: dict[str, Any] | None = None
+    alike: Mapping[Count, list[Name]] = field(default_factory=dict)
+    copied: list[Name] | None = None
+
+    def validate(self, iteration: int) -> None:
+        """Checks the iterations and samples of state and record against the manifest's iteration.
+
+        Raises:
+            ValueError: the values contradict each other.
+        """
+        for source, saved_iteration in (("state", self.iteration), ("record", self.record and self.record.iteration)):
+            if saved_iteration is not None and saved_iteration != iteration:
+                raise ValueError(f"its {source} is of iteration {saved_iteration}, not of {iteration}")
+        if self.consumed_samples > _LARGEST_BATCH * max(iteration, 1) or self.skipped_iterations > iteration:
+            samples, skipped = self.consumed_samples, self.skipped_iterations
+            raise ValueError(
+                f"{samples} samples and {skipped} skipped iterations are impossible at iteration {iteration}"
+            )
+
+
+_BLOCK = 4 << 20
+
+
+def compute_digest(data) -> str:
+    """Returns the xxh3-128 of a buffer, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def compute_file_digest(
+    file: BufferedIOBase | RawIOBase, size: int, on_progress: Callable[[int], object] = lambda count: None
+) -> str:
+    """Returns the xxh3-128 of the next ``size`` bytes of a file, or of fewer if it ends, in hex.
+
+    Calls ``on_progress`` with the number of bytes of each block read.
+    """
+    hasher, block = xxhash.xxh3_128(), memoryview(bytearray(min(size, _BLOCK)))
+    while size and (count := file.readinto(block[: min(size, len(block))])):
+        hasher.update(block[:count])
+        on_progress(count)
+        size -= count
+    return hasher.hexdigest()
+
+
+MANIFEST_FILE = "manifest.json"
 FORMAT = "moc-megatron checkpoint 1"
 _OPTIONAL = ("run", "job", "term", "digests")
-ALIKE = "alike"
+REPLICAS_KEY = "alike"
 """Key in the state of a snapshot in memory: operator names, by the number of nodes that save each element."""
 
 
@@ -40,7 +117,7 @@ class OperatorEntry:
     """The saved state of an operator.
 
     Attributes:
-        detail: value of the :class:`~moc.state.detail.Detail`.
+        detail: value of the :class:`~moc.state.operators.Detail`.
         step: number of updates of its moments; None if not counted.
         elements: number of elements by slot.
     """
@@ -49,7 +126,7 @@ class OperatorEntry:
     step: Count | None
     elements: Mapping[Name, Count]
 
-    def at(self, detail: Detail) -> OperatorEntry:
+    def restricted_to(self, detail: Detail) -> OperatorEntry:
         """Returns the part of an entry that a state subset includes; the entry itself if that is everything."""
         elements = {slot: count for slot, count in self.elements.items() if detail.holds(slot)}
         return self if elements == self.elements else OperatorEntry(detail.value, self.step, elements)
@@ -77,10 +154,10 @@ class RankReport:
 
     def to_json(self) -> str:
         """Returns JSON text."""
-        described = {"file": decode.values_of(self.file), "operators": _plain(self.operators)}
+        described = {"file": decode.field_values(self.file), "operators": _entries_to_json(self.operators)}
         if self.digests is not None:
             described["digests"] = self.digests
-        return json.dumps({"name": self.name, **described, **_author(self.job, self.term)})
+        return json.dumps({"name": self.name, **described, **_author_fields(self.job, self.term)})
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
@@ -107,31 +184,31 @@ class Manifest:
     digests: Mapping[FileName, StateDigests] = field(default_factory=dict)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the manifest lists the files of all writers; in a node's memory it may list only some."""
         return len(self.files) == self.writers
 
     @property
-    def alike(self) -> dict[str, int]:
+    def replica_counts(self) -> dict[str, int]:
         """Number of nodes that save identical replicas of an operator in their memory; only operators with several."""
-        known = decode.convert(self.state.get(ALIKE, {}), dict[Count, list[Name]])
-        return {name: number for number, names in known.items() for name in names if name in self.operators}
+        names_by_count = decode.convert(self.state.get(REPLICAS_KEY, {}), dict[Count, list[Name]])
+        return {name: number for number, names in names_by_count.items() for name in names if name in self.operators}
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Total size of the files."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_json(self) -> str:
         """Returns the text of ``manifest.json``; not indented, since indenting takes ten times as long."""
-        described = {"files": _plain(self.files), "operators": _plain(self.operators)}
+        described = {"files": _entries_to_json(self.files), "operators": _entries_to_json(self.operators)}
         described["state"] = decode.parse(json.dumps(self.state))  # keys that are numbers become text
-        fields = {name: value for name, value in decode.values_of(self).items() if name not in _OPTIONAL}
-        optional = {"run": self.run, **_author(self.job, self.term)} if self.job else {}
+        fields = {name: value for name, value in decode.field_values(self).items() if name not in _OPTIONAL}
+        optional = {"run": self.run, **_author_fields(self.job, self.term)} if self.job else {}
         if self.digests:
             optional["digests"] = self.digests
-        text = _canonical({"format": FORMAT, **fields, **described, **optional})
-        return _signed(text, digest_of(text.encode()))
+        text = _canonical_json({"format": FORMAT, **fields, **described, **optional})
+        return _with_digest(text, compute_digest(text.encode()))
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str) -> Manifest:
@@ -141,9 +218,9 @@ class Manifest:
             CheckpointError: the manifest is damaged or of another format.
         """
         try:
-            manifest = decode.convert(checked_fields(text, name), cls)
+            manifest = decode.convert(parse_verified(text, name), cls)
             _check_sizes(manifest.files)
-            decode.convert(manifest.state, SavedState).check(manifest.iteration)
+            decode.convert(manifest.state, SavedState).validate(manifest.iteration)
             return manifest
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
@@ -152,7 +229,7 @@ class Manifest:
             ) from None
 
 
-def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
+def parse_verified(text: str | bytes, name: str) -> dict[str, Any]:
     """Returns the fields of a manifest, called ``name`` in messages, after verifying its hash.
 
     Text in canonical form repeats no key; only other text is searched for repeated keys.
@@ -162,58 +239,58 @@ def checked_fields(text: str | bytes, name: str) -> dict[str, Any]:
         ValueError: the text is not a JSON object, or repeats a key.
         KeyError: the hash or the format is missing.
     """
-    plain = {**decode.table(decode.parse(text, unique_keys=False), "it")}
-    digest, written = plain.pop("xxh3_128"), plain.pop("format")
-    if written != FORMAT:
+    fields = {**decode.require_object(decode.parse(text, unique_keys=False), "it")}
+    digest, format_name = fields.pop("xxh3_128"), fields.pop("format")
+    if format_name != FORMAT:
         raise CheckpointError(
-            f"{name} is of format {shown(written)}, and this program reads {FORMAT!r}. Fix: load it with the release "
-            "that wrote it",
+            f"{name} is of format {short_repr(format_name)}, and this program reads {FORMAT!r}. Fix: load it with the "
+            "release that wrote it",
             code="checkpoint-format-unknown",
         )
-    canonical = _canonical({"format": written, **plain})
-    if digest != digest_of(canonical.encode()):
+    canonical = _canonical_json({"format": format_name, **fields})
+    if digest != compute_digest(canonical.encode()):
         raise CheckpointError(
             f"{name} is damaged: it does not match its hash. Fix: restore it from a copy, or load another checkpoint "
             "(--ckpt-step)",
             code="checkpoint-damaged",
         )
-    if (text.encode() if isinstance(text, str) else text) != _signed(canonical, digest).encode():
+    if (text.encode() if isinstance(text, str) else text) != _with_digest(canonical, digest).encode():
         decode.parse(text)
-    return plain
+    return fields
 
 
-def merge(parts: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
+def merge_reports(reports: Iterable[RankReport]) -> tuple[dict[str, FileEntry], dict[str, OperatorEntry]]:
     """Merges the files and operators of all reports.
 
     Raises:
         CheckpointError: two ranks disagree about an operator, or belong to different launches.
     """
-    parts, files, operators = list(parts), {}, {}
-    if len(jobs := {part.job for part in parts}) > 1:
+    reports, files, operators = list(reports), {}, {}
+    if len(jobs := {report.job for report in reports}) > 1:
         raise CheckpointError(
             f"different launches wrote parts of one checkpoint: {', '.join(sorted(jobs))}. Fix: stop all but one, and "
             "load another checkpoint (--ckpt-step)",
             code="parts-contradictory",
         )
-    for part in parts:
-        files[part.name] = part.file
-        for name, entry in part.operators.items():
-            operators[name] = entry if name not in operators else _add(name, operators[name], entry)
+    for report in reports:
+        files[report.name] = report.file
+        for name, entry in report.operators.items():
+            operators[name] = entry if name not in operators else _merge_entries(name, operators[name], entry)
     return files, operators
 
 
-def _add(name: str, one: OperatorEntry, other: OperatorEntry) -> OperatorEntry:
-    steps = {entry.step for entry in (one, other) if entry.step is not None}
-    if one.detail != other.detail or len(steps) > 1:
+def _merge_entries(name: str, first: OperatorEntry, second: OperatorEntry) -> OperatorEntry:
+    steps = {entry.step for entry in (first, second) if entry.step is not None}
+    if first.detail != second.detail or len(steps) > 1:
         raise CheckpointError(
-            f"ranks disagree about {name}: {one.detail}, {other.detail}, updates {sorted(steps)}. Fix: load another "
+            f"ranks disagree about {name}: {first.detail}, {second.detail}, updates {sorted(steps)}. Fix: load another "
             "checkpoint (--ckpt-step)",
             code="parts-contradictory",
         )
-    elements = dict(one.elements)
-    for slot, count in other.elements.items():
+    elements = dict(first.elements)
+    for slot, count in second.elements.items():
         elements[slot] = elements.get(slot, 0) + count
-    return OperatorEntry(one.detail, steps.pop() if steps else None, elements)
+    return OperatorEntry(first.detail, steps.pop() if steps else None, elements)
 
 
 def _check_sizes(files: Mapping[str, FileEntry]) -> None:
@@ -222,18 +299,97 @@ def _check_sizes(files: Mapping[str, FileEntry]) -> None:
             raise ValueError(f"the header of {name} has {entry.header_bytes} bytes, and the file {entry.bytes}")
 
 
-def _author(job: str, term: tuple[int, int]) -> dict:
+def _author_fields(job: str, term: tuple[int, int]) -> dict:
     return {"job": job, "term": list(term)} if job else {}
 
 
-def _plain(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
-    return {name: decode.values_of(entry) for name, entry in entries.items()}
+def _entries_to_json(entries: Mapping[str, FileEntry | OperatorEntry]) -> dict[str, dict]:
+    return {name: decode.field_values(entry) for name, entry in entries.items()}
 
 
-def _canonical(plain: dict) -> str:
+def _canonical_json(fields: dict) -> str:
     """Returns the text that a manifest's hash covers; equal objects have equal texts."""
-    return json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
-def _signed(canonical: str, digest: str) -> str:
+def _with_digest(canonical: str, digest: str) -> str:
     return f'{canonical[:-1]},"xxh3_128":"{digest}"}}'
+
+
+_PARAM = "param"
+
+
+def assemble(
+    reports: Iterable[RankReport],
+    iteration: int,
+    policy: str,
+    writers: int,
+    planned_operators: Iterable[Operator],
+    layout: Mapping[str, int],
+    state: Mapping[str, object],
+) -> Manifest:
+    """Builds a manifest from reports, and refuses an incomplete one.
+
+    Args:
+        reports: reports of all ranks, or of the ranks whose files are in one node's memory.
+        iteration: iterations completed.
+        policy: name of the policy.
+        writers: number of ranks that write, over all nodes.
+        planned_operators: operators that the checkpoint must hold, with all parameters in each of their slots.
+        layout: sizes of the layout.
+        state: state that is not a tensor.
+
+    Raises:
+        CheckpointError: an operator is missing or partial although all ranks have reported, or reports contradict.
+    """
+    reports = list(reports)
+    files, operators = merge_reports(reports)
+    digests = {report.name: report.digests for report in reports if report.digests is not None}
+    manifest = Manifest(iteration, policy, writers, files, operators, layout, state, digests=digests)
+    if manifest.is_complete:
+        slots = _slots_by_detail(operators.values())
+        for operator in planned_operators:
+            if missing_part := _missing_part(operator, operators.get(operator.name), slots):
+                raise CheckpointError(
+                    f"the checkpoint of iteration {iteration} is not published: it lacks {missing_part}. Fix: let the "
+                    "ranks of each pipeline stage describe all fragments of their operators",
+                    code="operator-incomplete",
+                )
+    return manifest
+
+
+def merge_manifests(manifests: Sequence[Manifest]) -> Manifest:
+    """Merges the manifests of a checkpoint whose parts are in the memories of several nodes.
+
+    Raises:
+        CheckpointError: two nodes disagree about an operator, or hold parts of different launches.
+    """
+    reports = []
+    for manifest in manifests:
+        operators = [manifest.operators, *[{}] * (len(manifest.files) - 1)]  # covers all files, so count it once
+        jobs = [manifest.job] * len(manifest.files)
+        reports += map(RankReport, manifest.files, manifest.files.values(), operators, jobs)
+    files, operators = merge_reports(reports)
+    digests = {name: value for manifest in manifests for name, value in manifest.digests.items()}
+    return dataclasses.replace(manifests[0], files=files, operators=operators, digests=digests)
+
+
+def _slots_by_detail(entries: Iterable[OperatorEntry]) -> dict[str, set[str]]:
+    """Returns the slots of each saved state subset, equal for all its operators; drops slots outside of the subset."""
+    slots_by_detail: dict[str, set[str]] = {}
+    for entry in entries:
+        slots_by_detail.setdefault(entry.detail, set()).update(entry.elements)
+    return {
+        detail: {slot for slot in slots if Detail(detail).holds(slot) and (slot != _PARAM or detail == "compute")}
+        for detail, slots in slots_by_detail.items()
+    }
+
+
+def _missing_part(operator: Operator, entry: OperatorEntry | None, slots: Mapping[str, set[str]]) -> str | None:
+    if entry is None:
+        return operator.name
+    for slot in sorted(slots[entry.detail]):
+        missing = operator.elements(slot) - entry.elements.get(slot, 0)
+        if missing > 0 or (missing and slot != _PARAM):  # a router's biases are not among its parameters
+            return f"{missing} of {operator.elements(slot)} {slot} of {operator.name}"
+    return None if slots[entry.detail] else f"all slots of {operator.name}"

@@ -4,14 +4,14 @@ import secrets
 import time
 from dataclasses import dataclass
 
+from moc.cli_output import print_once
 from moc.files import decode
-from moc.files.tree import SMALL, RefusedFileError
-from moc.output import print_once
+from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError
 from moc.store.errors import CheckpointError
 from moc.store.storage import Storage
 from moc.store.store import Store
 
-NAME = ".run.json"
+RUN_FILE = ".run.json"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Run:
     made: decode.Seconds
 
 
-def run_of(place: Storage) -> Run | None:
+def find_run(storage: Storage) -> Run | None:
     """Returns the run whose checkpoints, on storage or in memory, are in a location; None if no run has begun there.
 
     If the record of the run is damaged or lost, the newest checkpoint names the run.
@@ -37,10 +37,10 @@ def run_of(place: Storage) -> Run | None:
     Raises:
         OSError: the location cannot be read.
     """
-    return _recorded(place) or _published(place)
+    return _read_record(storage) or _run_of_newest_manifest(storage)
 
 
-def begin_run(place: Storage, address: str) -> Run:
+def begin_run(storage: Storage, address: str) -> Run:
     """Returns the run of a location, begun if there is none, with the address that the flags give.
 
     A damaged record stays until the owner of the location replaces it (:func:`record_run`).
@@ -48,44 +48,46 @@ def begin_run(place: Storage, address: str) -> Run:
     Raises:
         OSError: the location cannot be read or written.
     """
-    if (found := run_of(place)) is not None:
-        return found
+    if (run := find_run(storage)) is not None:
+        return run
     new = Run(secrets.token_hex(8), address, round(time.time(), 3))
-    place.create(NAME, _parts(new))
-    return _recorded(place) or new
+    storage.create(RUN_FILE, _encode_record(new))
+    return _read_record(storage) or new
 
 
-def record_run(place: Storage, run: Run) -> None:
+def record_run(storage: Storage, run: Run) -> None:
     """Records the run of a location that this process owns, unless there is a valid record.
 
     Raises:
         OSError: the location cannot be read or written.
     """
-    if _recorded(place) is None and not place.create(NAME, _parts(run)):
-        place.remove(NAME)
-        place.create(NAME, _parts(run))
+    if _read_record(storage) is None and not storage.create(RUN_FILE, _encode_record(run)):
+        storage.remove(RUN_FILE)
+        storage.create(RUN_FILE, _encode_record(run))
 
 
-def _parts(run: Run) -> list[bytes]:
-    return [decode.sealed(decode.values_of(run)).encode()]
+def _encode_record(run: Run) -> list[bytes]:
+    return [decode.encode_with_hash(decode.field_values(run)).encode()]
 
 
-def _recorded(place: Storage) -> Run | None:
+def _read_record(storage: Storage) -> Run | None:
     try:
-        return decode.unsealed(place.read(NAME, SMALL), Run)
+        return decode.decode_verified(storage.read(RUN_FILE, MAX_SMALL_FILE_BYTES), Run)
     except FileNotFoundError:
         return None
     except (RefusedFileError, ValueError) as error:
-        print_once(f"{place.path(NAME)} is damaged ({error}): if a checkpoint there names the run, it continues")
+        print_once(
+            f"{storage.display_path(RUN_FILE)} is damaged ({error}): if a checkpoint there names the run, it continues"
+        )
         return None
 
 
-def _published(place: Storage) -> Run | None:
+def _run_of_newest_manifest(storage: Storage) -> Run | None:
     """Returns the run that the newest valid manifest names, if any."""
-    store = Store(place, slack=True)
+    store = Store(storage, allows_slack=True)
     for iteration in reversed(store.iterations()):
         try:
-            return decode.convert({"run": store.manifest(iteration).run, "address": "", "made": 0.0}, Run)
+            return decode.convert({"run": store.read_manifest(iteration).run, "address": "", "made": 0.0}, Run)
         except (CheckpointError, ValueError):  # it is damaged, or no job has published it
             continue
     return None

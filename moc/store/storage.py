@@ -1,22 +1,80 @@
-"""Storage of checkpoints: a tree of atomically and durably written files, on disk, in memory or elsewhere."""
+"""Storage of checkpoints: atomically and durably written files, read by byte ranges."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
-from moc.files import tree
-from moc.files.tree import Tree, open_single
-from moc.store.blobs import Blob, LocalBlob
-from moc.store.claims import Claim
-from moc.store.errors import NO_ROOM
-from moc.store.fence import Fence
-from moc.store.slots import DIRECTORY, free_slot
-from moc.store.spare import NAME, SpareRoom
+from moc.files import safe_directory
+from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.store.errors import OUT_OF_SPACE_ERRNOS
+from moc.store.ownership import Claim, Fence
+from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpaceReserve, find_free_file
+
+
+class Blob(Protocol):
+    """A file that is immutable while it is read."""
+
+    name: str
+    """Name in messages."""
+    size: int
+    """Size in bytes."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Returns the bytes [start, stop); writing into them does not change the file."""
+        ...
+
+    def will_read(self, start: int, stop: int) -> None:
+        """Hints that the bytes [start, stop) will be read soon."""
+
+
+_READ_AHEAD_BYTES = 4 << 20  # bytes read ahead at once
+
+
+class LocalBlob:
+    """A memory-mapped local file: ranges are read without a copy.
+
+    Args:
+        path: the file.
+        in_memory: the file is in a memory file system, so reading ahead is skipped.
+        descriptor: a descriptor of the file, which the blob takes over; by default the path is opened.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, in_memory: bool = False, descriptor: int | None = None):
+        self.name, self._in_memory = str(path), in_memory
+        descriptor = SafeDirectory(path.parent).open(path.name) if descriptor is None else descriptor
+        self._file = open(descriptor, "rb", buffering=0)  # stays open for reading ahead
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._bytes = memoryview(b"")
+        if self.size:  # private and writable, as torch expects of tensors; pages are copied only on write
+            mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped.madvise(mmap.MADV_SEQUENTIAL)
+            self._bytes = memoryview(mapped)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """See :class:`Blob`."""
+        return self._bytes[start:stop]
+
+    def will_read(self, start: int, stop: int) -> None:
+        """Reads the range into the page cache; blocks, but releases the GIL.
+
+        ``madvise`` would be cheaper, but reads less far ahead than a disk needs.
+        """
+        if self._in_memory:
+            return
+        scratch = memoryview(bytearray(min(_READ_AHEAD_BYTES, stop - start)))
+        for position in range(start, stop, _READ_AHEAD_BYTES):
+            os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
+
 
 _OWNERSHIP, _SPARE = 1 << 14, 1 << 15
 """Bytes for the ownership files, and of the reserve for them."""
@@ -29,7 +87,7 @@ class Storage(ABC):
     """Name in messages."""
     claim: Claim | None = None
     """Claim under which files are written; None if ownership is not checked."""
-    taken = False
+    is_locked = False
     """Whether the location was locked for its claim."""
 
     @property
@@ -39,10 +97,10 @@ class Storage(ABC):
         return self.claim.run
 
     @abstractmethod
-    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
+    def write(self, path: str, parts: Iterable, is_durable: bool = True) -> None:
         """Writes the concatenation of buffers as a file, atomically and durably.
 
-        Without ``final``, a machine crash may lose it until a final one is written to the same directory; faster.
+        Without ``is_durable``, a machine crash may lose it until a final one is written to the same directory; faster.
 
         Raises:
             SupersededError: another claim has taken the location.
@@ -53,23 +111,23 @@ class Storage(ABC):
         """Like :meth:`write`, unless the file exists; returns whether it was created."""
 
     @abstractmethod
-    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
+    def read(self, path: str, max_bytes: int = safe_directory.MAX_MANIFEST_BYTES) -> bytes:
         """Returns the contents of a file.
 
         Raises:
             FileNotFoundError: the file does not exist.
-            RefusedFileError: the file has more than ``most`` bytes, or is not a regular file.
+            RefusedFileError: the file has more than ``max_bytes`` bytes, or is not a regular file.
         """
 
     @abstractmethod
-    def blob(self, path: str) -> Blob:
+    def open_blob(self, path: str) -> Blob:
         """Returns a file for range reads; raises FileNotFoundError if it does not exist."""
 
     @abstractmethod
-    def names(self, directory: str = "") -> list[str]:
+    def list_names(self, directory: str = "") -> list[str]:
         """Returns the names of the files and directories in a directory; empty if it does not exist."""
 
-    def refused(self) -> list[str]:
+    def list_refused(self) -> list[str]:
         """Returns the names of entries that are neither files nor directories, such as links: they are not read."""
         return []
 
@@ -78,7 +136,7 @@ class Storage(ABC):
         """Removes a file or a directory tree, if it exists."""
 
     @abstractmethod
-    def discard(self, directory: str, first: str, mark: str) -> None:
+    def remove_directory(self, directory: str, first: str, mark: str) -> None:
         """Removes a directory of files safely even if the caller has been superseded.
 
         Args:
@@ -94,7 +152,7 @@ class Storage(ABC):
     def free_bytes(self) -> int | None:
         """Returns the free space in bytes; None if unknown."""
 
-    def path(self, path: str) -> str:
+    def display_path(self, path: str) -> str:
         """Returns the name of a file in messages."""
         return f"{self.name}/{path}"
 
@@ -118,94 +176,96 @@ class Storage(ABC):
         """
 
 
-class LocalPlace(Storage):
+class LocalStorage(Storage):
     """A local directory.
 
     Args:
         root: the directory; created on the first write.
-        patience: seconds to wait for a lock, since the previous job may still be exiting.
+        lock_timeout_s: seconds to wait for a lock, since the previous job may still be exiting.
         in_memory: whether the directory is in a memory file system.
         claim: claim under which files are written.
     """
 
-    def __init__(self, root: str | Path, patience: float = 10.0, in_memory: bool = False, claim: Claim | None = None):
+    def __init__(
+        self, root: str | Path, lock_timeout_s: float = 10.0, in_memory: bool = False, claim: Claim | None = None
+    ):
         self.root, self.name, self._in_memory = Path(root), str(root), in_memory
-        self._tree = Tree(root, ours=in_memory)
-        self._patience, self.claim = patience, claim
-        self._fence = claim and Fence(self.root, claim, patience)
+        self._directory = SafeDirectory(root, is_owned=in_memory)
+        self._lock_timeout_s, self.claim = lock_timeout_s, claim
+        self._fence = claim and Fence(self.root, claim, lock_timeout_s)
 
-    def write(self, path: str, parts: Iterable, final: bool = True) -> None:
-        """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.fence`)."""
-        with self._noticing_losses():
+    def write(self, path: str, parts: Iterable, is_durable: bool = True) -> None:
+        """See :class:`Storage`; ownership is checked after the write (:mod:`moc.store.ownership`)."""
+        with self._checking_owner_on_loss():
             if self._in_memory:
-                self._write_in_memory(path, list(parts), final)
+                self._write_in_memory(path, list(parts), is_durable)
             else:
-                self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
-        if final and "/" in path:
-            self._tree.sync()  # the directory may be new there
+                self._directory.write(path, parts, syncs_name=is_durable, tag=self._tag, check=self.check_owner)
+        if is_durable and "/" in path:
+            self._directory.sync()  # the directory may be new there
 
-    def write_into_slot(self, path: str, parts: Iterable, slot: str) -> None:
+    def write_into_reserved_file(self, path: str, parts: Iterable, reserved_name: str) -> None:
         """Like :meth:`write`, not ``final``, into a slot of a name: memory that is already allocated, if one is free.
 
         The location must be in memory.
         """
         data = [memoryview(part) for part in parts]
-        file = free_slot(self.root / DIRECTORY, slot, sum(one.nbytes for one in data))
-        with open(open_single(file, os.O_RDWR), "wb", buffering=0) as written:
-            for left in data:
-                while left:
-                    left = left[written.write(left) :]
+        file = find_free_file(self.root / SLOTS_DIRECTORY, reserved_name, sum(buffer.nbytes for buffer in data))
+        with open(open_without_links(file, os.O_RDWR), "wb", buffering=0) as written:
+            for unwritten in data:
+                while unwritten:
+                    unwritten = unwritten[written.write(unwritten) :]
         self.check_owner()
-        self._tree.link(file.relative_to(self.root).as_posix(), path)
+        self._directory.link(file.relative_to(self.root).as_posix(), path)
 
     def create(self, path: str, parts: Iterable) -> bool:
         """See :class:`Storage`."""
         try:
-            self._tree.write(path, parts, tag=self._tag, replace=False)
+            self._directory.write(path, parts, tag=self._tag, replaces=False)
         except FileExistsError:
             return False
         return True
 
-    def read(self, path: str, most: int = tree.MANIFEST) -> bytes:
+    def read(self, path: str, max_bytes: int = safe_directory.MAX_MANIFEST_BYTES) -> bytes:
         """See :class:`Storage`."""
-        return self._tree.read(path, most)
+        return self._directory.read(path, max_bytes)
 
-    def blob(self, path: str) -> Blob:
+    def open_blob(self, path: str) -> Blob:
         """See :class:`Storage`."""
-        return LocalBlob(self.root / path, self._in_memory, self._tree.open(path))
+        return LocalBlob(self.root / path, self._in_memory, self._directory.open(path))
 
-    def names(self, directory: str = "") -> list[str]:
+    def list_names(self, directory: str = "") -> list[str]:
         """See :class:`Storage`."""
-        return self._tree.names(directory)
+        return self._directory.list_names(directory)
 
-    def refused(self) -> list[str]:
+    def list_refused(self) -> list[str]:
         """See :class:`Storage`."""
-        return self._tree.refused()
+        return self._directory.list_refused()
 
     def remove(self, path: str) -> None:
         """See :class:`Storage`; the removal is durable."""
         if path:
-            self._tree.remove(path)
+            self._directory.remove(path)
         elif self._in_memory:
-            Tree(self.root.parent, ours=True).remove(self.root.name)
+            SafeDirectory(self.root.parent, is_owned=True).remove(self.root.name)
         else:
             raise ValueError(f"{self.name} is the directory of the checkpoints, which is never removed")
 
-    def discard(self, directory: str, first: str, mark: str) -> None:
+    def remove_directory(self, directory: str, first: str, mark: str) -> None:
         """See :class:`Storage`.
 
         The mark is written like a publication.  Mark and removal go through one descriptor, so a
         directory recreated under the same name is not affected.
         """
         try:
-            with self._tree.directory(directory) as descriptor:
+            with self._directory.directory(directory) as descriptor:
                 with contextlib.suppress(FileNotFoundError):  # another worker has removed it
-                    with self._noticing_losses():
-                        tree.write(descriptor, mark, [], tag=self._tag, check=self.check_owner)
-                    tree.empty(descriptor, first, mark)
+                    with self._checking_owner_on_loss():
+                        safe_directory.write_in(descriptor, mark, [], tag=self._tag, check=self.check_owner)
+                    safe_directory.delete_contents(descriptor, first, mark)
         except (FileNotFoundError, NotADirectoryError):
             return
-        self._tree.remove_if_empty(directory)
+        self._directory.remove_if_empty(directory)
 
     def free_bytes(self) -> int:
         """See :class:`Storage`."""
@@ -219,16 +279,16 @@ class LocalPlace(Storage):
         """
 
         def make_all_room() -> None:
-            self.spare.spend(_OWNERSHIP)
+            self.reserve.release(_OWNERSHIP)
             if not self._in_memory:  # there, a recovery may need parts that nothing has published
                 make_room()
 
-        self._fence = self._fence or Fence(self.root, Claim.of_process(), self._patience)
+        self._fence = self._fence or Fence(self.root, Claim.of_process(), self._lock_timeout_s)
         self._fence.take(make_all_room)
-        self.taken = True
+        self.is_locked = True
         if self.claim is not None and self.claim.run and not self._in_memory:
             with contextlib.suppress(OSError):
-                self.spare.fill(_SPARE)
+                self.reserve.allocate(_SPARE)
 
     def check_owner(self) -> None:
         """See :class:`Storage`."""
@@ -236,16 +296,18 @@ class LocalPlace(Storage):
             self._fence.check()
 
     @property
-    def spare(self) -> SpareRoom:
+    def reserve(self) -> SpaceReserve:
         """Reserve for small files when the file system is full."""
-        return SpareRoom(self.root / NAME)
+        return SpaceReserve(self.root / RESERVE_FILE)
 
-    def _write_in_memory(self, path: str, parts: list, final: bool) -> None:
+    def _write_in_memory(self, path: str, parts: list, is_durable: bool) -> None:
         while True:
             try:
-                return self._tree.write(path, parts, name_too=final, tag=self._tag, check=self.check_owner)
+                return self._directory.write(path, parts, syncs_name=is_durable, tag=self._tag, check=self.check_owner)
             except OSError as error:  # another process may take the released pages; then the next try releases more
-                if error.errno not in NO_ROOM or not self.spare.spend(sum(memoryview(part).nbytes for part in parts)):
+                if error.errno not in OUT_OF_SPACE_ERRNOS or not self.reserve.release(
+                    sum(memoryview(part).nbytes for part in parts)
+                ):
                     raise
 
     @property
@@ -253,7 +315,7 @@ class LocalPlace(Storage):
         return self.claim.tag if self.claim is not None else ""
 
     @contextlib.contextmanager
-    def _noticing_losses(self):
+    def _checking_owner_on_loss(self):
         """Checks ownership if a temporary file is gone: a new owner removes those of superseded writers."""
         try:
             yield

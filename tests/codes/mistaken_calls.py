@@ -8,25 +8,24 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from moc.elastic.boxes import transfers
 from moc.elastic.plan import Plan
-from moc.logs.files import LogEntry, LogReader, directory_of
-from moc.logs.writer import LogWriter
-from moc.policy import Every, policy_named
-from moc.policy.adaptive import TuningLimits, choose
-from moc.policy.ledger import Ledger
-from moc.sharding import Layout, StateBytes, contents
+from moc.elastic.transfers import plan_transfers
+from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
+from moc.policy import Every, full_plan, policy_named
+from moc.policy.pec_tuner import PecLimits, choose_pec_settings
+from moc.policy.token_ledger import TokenLedger
+from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 from moc.state.shape import ModelShape, model_operators
-from moc.store.claims import Claim
-from moc.store.manifest import merge
-from moc.store.storage import LocalPlace
+from moc.store.manifest import merge_reports
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from tests.unit.elastic.test_boxes import TENSORS
+from tests.unit.elastic.test_transfers import TENSORS
 from tests.unit.policy.test_adaptive import MACHINE
-from tests.unit.sharding.test_shares import StageHoldings, told, world
-from tests.unit.store.test_publish import full, made, part
+from tests.unit.sharding.test_save_plan import StageReplicas, told, world
+from tests.unit.store.test_assemble import full, made, part
 from tests.unit.store.test_store import file_parts, publish, saved, written
 
 SHAPE = ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256)
@@ -35,19 +34,19 @@ OPERATORS = model_operators(SHAPE)
 
 def store(term):
     """The snapshots, as a generation of a job sees them."""
-    return Store(LocalPlace("snapshots", 10.0, claim=Claim("job", (0, term))))
+    return Store(LocalStorage("snapshots", 10.0, claim=Claim("job", (0, term))))
 
 
 def items(layout):
     """What a layout saves of the model."""
-    contents(OPERATORS, layout, StateBytes())
+    list_save_items(OPERATORS, layout, StateBytes())
 
 
 def unannounced_log():
     """A tensor of another shape than was announced."""
     entry = LogEntry("activation", (4, 8), torch.float32)
-    words = {"name": "log", "more": "raise the limit", "otherwise": "log nothing"}
-    writer = LogWriter(directory_of(Path.cwd(), 0), [entry], limit=1e6, device=torch.device("cpu"), **words)
+    words = {"name": "log", "limit_remedy": "raise the limit", "alternative": "log nothing"}
+    writer = LogWriter(log_directory(Path.cwd(), 0), [entry], limit=1e6, device=torch.device("cpu"), **words)
     writer.begin(1)
     writer.write("activation", torch.zeros(3))
 
@@ -60,7 +59,7 @@ def policy_of(name, **settings):
 def untold():
     """A choice by the tokens of experts, which nobody counts."""
     policy = policy_of("pec", selection="load_aware")
-    policy.on_snapshot(policy.everything(1))
+    policy.on_snapshot(full_plan(policy, 1))
     policy.plan(2)
 
 
@@ -68,7 +67,7 @@ def without_everything_in_storage():
     """A part of the experts, for storage that has none."""
     policy = policy_of("pec", k=2, k_persist=1)
     policy.on_snapshot(policy.plan(1))
-    policy.for_storage(policy.plan(2))
+    policy.storage.part_of(policy.plan(2))
 
 
 def superseded():
@@ -82,7 +81,7 @@ def superseded():
 def overwritten():
     """A file that an earlier generation has written again, after its look at the fence."""
     saved(store(1), 10)
-    new, unfenced = store(2), Store(LocalPlace("snapshots", 10.0))
+    new, unfenced = store(2), Store(LocalStorage("snapshots", 10.0))
     written(new, 30)
     unfenced.write_file(30, 1, file_parts(33, 1)[0])
     publish(new, 30)
@@ -98,24 +97,24 @@ def contradictory_report():
 
 
 MISTAKES = {
-    "counts-misfit": lambda: Ledger.of({0: 2}).after({0: [1]}),
+    "counts-misfit": lambda: TokenLedger.empty({0: 2}).after_iteration({0: [1]}),
     "directory-taken-over": superseded,
     "expert-plan-invalid": lambda: Plan.from_json({"members": [0]}),
-    "experts-not-divisible": lambda: items(Layout(6, ep=3)),
-    "holdings-misfit": lambda: StageHoldings({0: told(world(tp=2))[0]}),
-    "interval-unlimited": lambda: best_interval(PolicyCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
-    "ledger-incomplete": lambda: Ledger.of({0: 1}).recovered({0: {0: 3}}),
-    "log-missing": lambda: LogReader(directory_of(Path.cwd(), 0)).read(1, "activation"),
+    "experts-not-divisible": lambda: items(ParallelLayout(6, ep=3)),
+    "holdings-misfit": lambda: StageReplicas({0: told(world(tp=2))[0]}),
+    "interval-unlimited": lambda: best_interval(SimulatedCosts("full", 1, 0.0, replay_s=1), 1, math.inf),
+    "ledger-incomplete": lambda: TokenLedger.empty({0: 1}).after_recovery({0: {0: 3}}),
+    "log-missing": lambda: LogReader(log_directory(Path.cwd(), 0)).read(1, "activation"),
     "logging-unsupported": unannounced_log,
     "operator-incomplete": lambda: made([part(0, expert=full()), part(1, expert=full(master=0))]),
     "part-overwritten": overwritten,
-    "parts-contradictory": lambda: merge([replace(part(0), job="one"), replace(part(1), job="two")]),
-    "plt-limit-too-low": lambda: choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2),
+    "parts-contradictory": lambda: merge_reports([replace(part(0), job="one"), replace(part(1), job="two")]),
+    "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
-    "saved-state-invalid": lambda: policy_of("pec").load_state_dict({"told": 1}),
-    "state-without-source": lambda: transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
+    "saved-state-invalid": lambda: policy_of("pec").loading({"told": 1}),
+    "state-without-source": lambda: plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),
     "storage-lacks-experts": without_everything_in_storage,
-    "tensors-not-divisible": lambda: items(Layout(6, tp=3, expert_tp=1)),
+    "tensors-not-divisible": lambda: items(ParallelLayout(6, tp=3, expert_tp=1)),
     "tokens-not-counted": untold,
 }
 

@@ -14,10 +14,10 @@ import pure_torch
 
 from moc import LocalRemains, ReplicatedState, Session, Settings, join_job
 from moc.policy import Policy, SnapshotPlan, policy
-from moc.runtime.groups import Suspicion
-from moc.runtime.job_token import make_token_file
+from moc.runtime.groups import PeerFailure
+from moc.runtime.protocol import make_token_file
 from moc.sharding.rules import rule
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 
 def session(engine_of=pure_torch.Engine, **settings):
@@ -73,9 +73,9 @@ def lose_connections():
     while True:
         try:
             job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
-            raise Suspicion("connection reset")
-        except Suspicion as error:
-            job.go_on_after(error)
+            raise PeerFailure("connection reset")
+        except PeerFailure as error:
+            job.rejoin_after(error)
 
 
 def no_dataclass():

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from megatron.pretraining.convert.dense import write_dense
 from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _staged
-from megatron.pretraining.data.pairs import PairWriter
-from moc.store.buffers import Buffer
-from moc.store.claims import Claim
+from megatron.pretraining.data.documents import PairWriter
+from moc.store.buffers import HostBuffer
+from moc.store.host_memory import memory_storage
+from moc.store.ownership import Claim
 from moc.store.runs import Run, record_run
-from moc.store.storage import LocalPlace
-from moc.store.store import _REMOVED as REMOVED
+from moc.store.storage import LocalStorage
+from moc.store.store import _REMOVAL_MARK as REMOVED
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip
@@ -143,16 +143,18 @@ def written_by_another(root: Path) -> None:
 
 def stale(root: Path) -> None:
     from megatron.pretraining.convert.snapshot import write_snapshot
-    from moc.policy.ledger import Ledger
+    from moc.policy.token_ledger import TokenLedger
     from tests.unit.pretraining.convert.models import EXPERTS, LAYERS
     from tests.unit.pretraining.convert.test_stale import SAVED
 
-    ledger = Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS))
+    ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
     for number, experts in SAVED.items():
-        ledger = ledger.after({layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)})
+        ledger = ledger.after_iteration(
+            {layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)}
+        )
         saved = {layer: [int(one[2]) for one in experts if int(one[0]) == layer] for layer in range(LAYERS)}
-        write_snapshot(Partial(number, ledger.begun(saved), "pec"), root, 2, lambda count: None)
-        ledger = ledger.begun(saved).snapshotted(number)
+        write_snapshot(Partial(number, ledger.with_snapshot(saved), "pec"), root, 2, lambda count: None)
+        ledger = ledger.with_snapshot(saved).with_snapshot_completed(number)
 
 
 def mixtral(root: Path, forget: tuple[str, ...] = ()) -> None:
@@ -236,7 +238,7 @@ def patched(target: str, value, make=lambda root: None):
 
 def some_logits(module: str, *arguments: str) -> None:
     """Writes logits as the processes of both models do: zeros for ours, ones for the other."""
-    theirs = module == "reference"
+    theirs = module == "transformers_logits"
     numpy.save(
         arguments[-1] if theirs else Path(arguments[0]).parent / "ours.npy", numpy.full((2, 3, 4), float(theirs))
     )
@@ -264,10 +266,10 @@ def being_written(root: Path) -> None:
 
 
 def in_use(root: Path) -> None:
-    place = memory_place(root, "/data/checkpoints", "a" * 16)
-    saved(Store(LocalPlace(place.root, claim=Claim("ended"))), 10)
+    place = memory_storage(root, "/data/checkpoints", "a" * 16)
+    saved(Store(LocalStorage(place.root, claim=Claim("ended"))), 10)
     record_run(place, Run("a" * 16, "/data/checkpoints", 0.0))
-    HELD.callback(Buffer(4096, place.root / "slots" / "rank_00001.0").close)
+    HELD.callback(HostBuffer(4096, place.root / "slots" / "rank_00001.0").close)
 
 
 def not_whole(root: Path) -> None:
@@ -323,7 +325,7 @@ CASES = {
     "logits-differ": convert("--to hf --check-logits", patched(f"{LOGITS}._run", some_logits, mixtral)),
     "logits-not-computed": convert(
         "--to hf --check-logits",
-        patched(f"{LOGITS}.children.command_of", lambda *_: ["sh", "-c", "exit 3"], mixtral),
+        patched(f"{LOGITS}.child_processes.module_command", lambda *_: ["sh", "-c", "exit 3"], mixtral),
         named="--check-logits",
     ),
     "output-unusable": convert("--to hf", without_names),

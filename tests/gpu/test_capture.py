@@ -2,9 +2,8 @@
 
 import torch
 
-from moc.snapshot.capture import capturer
-from moc.snapshot.copies import Copy, coalesced
-from moc.store.buffers import Buffer
+from moc.snapshot.device_copy import Copy, capturer, coalesced
+from moc.store.buffers import HostBuffer
 
 MIB = 1 << 20
 
@@ -15,7 +14,7 @@ def cuda():
 
 def test_what_changes_after_waiting_does_not_arrive(tmp_path):
     source = torch.arange(16 * MIB, dtype=torch.float32, device=cuda())
-    held, buffer = source.cpu(), Buffer(4 * source.numel(), tmp_path / "buffer", pin=True)
+    held, buffer = source.cpu(), HostBuffer(4 * source.numel(), tmp_path / "buffer", pin=True)
     half = source.numel() // 2
     halves = ((0, half), (half, source.numel()))
     joined = list(coalesced((source[a:b] for a, b in halves), ((4 * a, 4 * b) for a, b in halves)))
@@ -31,7 +30,7 @@ def test_what_changes_after_waiting_does_not_arrive(tmp_path):
 
 
 def test_what_was_asked_of_the_device_before_is_waited_for():
-    source, buffer = torch.ones(2048, 2048, device=cuda()), Buffer(4 * 2048 * 2048, pin=True)
+    source, buffer = torch.ones(2048, 2048, device=cuda()), HostBuffer(4 * 2048 * 2048, pin=True)
     product = torch.zeros_like(source)
     torch.cuda.synchronize()
     for _ in range(20):  # still computing when the copy is asked for
@@ -43,7 +42,7 @@ def test_what_was_asked_of_the_device_before_is_waited_for():
 
 
 def test_captures_run_in_the_order_in_which_they_were_started():
-    buffer, capturing = Buffer(MIB, pin=True), capturer(cuda())
+    buffer, capturing = HostBuffer(MIB, pin=True), capturer(cuda())
     sources = [torch.full((MIB,), value, dtype=torch.uint8, device=cuda()) for value in range(10)]
     captures = [capturing.start([Copy(source, buffer.values)]) for source in sources]
     captures[-1].wait()
@@ -53,6 +52,6 @@ def test_captures_run_in_the_order_in_which_they_were_started():
 
 def test_a_pinned_buffer_can_be_made_again_after_closing():
     for _ in range(3):
-        buffer = Buffer(MIB, pin=True)
+        buffer = HostBuffer(MIB, pin=True)
         assert buffer.values.is_pinned()
         buffer.close()

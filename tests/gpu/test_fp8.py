@@ -7,13 +7,13 @@ cpu.install()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from megatron.pretraining.model import fp8  # noqa: E402
+from megatron.pretraining.entry import formats  # noqa: E402
 
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("rows", [(64, 2), (7, 1), (0,)])
 def test_a_linear_layer_computes_what_it_does_on_the_cpu(rows, fp8_format):
-    if torch.cuda.get_device_capability() < fp8.CAPABILITY:
+    if torch.cuda.get_device_capability() < formats.CAPABILITY:
         pytest.skip("this GPU does not multiply in 8 bits")
     found = []
     for device in ("cpu", "cuda"):
@@ -21,7 +21,7 @@ def test_a_linear_layer_computes_what_it_does_on_the_cpu(rows, fp8_format):
             torch.randn(*size, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
             for seed, size in enumerate([(*rows, 64), (96, 64), (*rows, 96)])
         )
-        outputs = fp8.linear(inputs.requires_grad_(), weight.requires_grad_(), fp8_format=fp8_format)
+        outputs = formats.linear(inputs.requires_grad_(), weight.requires_grad_(), fp8_format=fp8_format)
         gradients = torch.autograd.grad(outputs, (inputs, weight), gradient)
         found.append([tensor.cpu() for tensor in (outputs.detach(), *gradients)])
     for here, there in zip(*found, strict=True):

@@ -2,8 +2,7 @@
 
 import torch
 
-from moc.logs.files import LogEntry, LogReader
-from moc.logs.writer import LogWriter
+from moc.logs.log import LogEntry, LogReader, LogWriter
 
 SHAPE = (1024, 2, 2048)
 
@@ -11,7 +10,7 @@ SHAPE = (1024, 2, 2048)
 def test_what_was_sent_is_logged_although_its_memory_is_used_again(tmp_path):
     entries = [LogEntry(f"micro batch {i}", SHAPE, torch.bfloat16) for i in range(8)]
     device = torch.device("cuda", torch.cuda.current_device())
-    writer = LogWriter(tmp_path, entries, 1e9, device, name="log", more="raise it", otherwise="do without")
+    writer = LogWriter(tmp_path, entries, 1e9, device, name="log", limit_remedy="raise it", alternative="do without")
     for iteration in range(1, 4):
         writer.begin(iteration)
         for number, entry in enumerate(entries):

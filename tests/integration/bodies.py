@@ -29,15 +29,15 @@ from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args, replaced
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
-from megatron.pretraining.process import rank0 as first_worker
 from megatron.pretraining.process import stopping
-from moc.session import snapshots
+from megatron.pretraining.process import topology as first_worker
+from moc.session.saving import pipeline
 from moc.store.errors import CheckpointError
 from tests.integration import plain
 from tests.integration.own_program import program_of
 
 first_worker.PATIENCE = 0.0  # there is no launcher that would end the others
-loop.LAST_TRIES_S = snapshots.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
+loop.LAST_TRIES_S = pipeline.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a test has filled stays full
 
 
 def train(flags: dict) -> dict:
@@ -315,8 +315,8 @@ def die_while_writing(flags: dict) -> None:
     """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
 
     def die(run):
-        real = writer.write_regions
-        writer.write_regions = lambda *args: (time.sleep(600), real(*args))
+        real = writer.write_shard_file
+        writer.write_shard_file = lambda *args: (time.sleep(600), real(*args))
         run.checkpoints.save(run.position)
         while not any(Path(flags["save"]).glob(".iter_*/optimizer")):
             time.sleep(0.01)

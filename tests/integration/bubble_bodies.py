@@ -7,20 +7,20 @@ import time
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.step import Stepper
 from moc.session import components
-from moc.snapshot import capture
-from moc.snapshot.bubbles import Bubbles
+from moc.snapshot import device_copy
+from moc.snapshot.device_copy import BubbleGate
 from tests.integration import bodies
 
 
 def slow_down_pieces(bytes_per_s: float) -> None:
     """Gives every piece of this process's copies no more than this bandwidth."""
-    copy = capture._copy_all
+    copy = device_copy._copy_all
 
     def slow(piece, non_blocking) -> None:
         time.sleep(sum(one.source.nbytes for one in piece) / bytes_per_s)
         copy(piece, non_blocking)
 
-    capture._copy_all = slow
+    device_copy._copy_all = slow
 
 
 def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
@@ -42,14 +42,14 @@ def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
 
         setattr(kind, name, noted)
 
-    class Watched(Bubbles):
+    class Watched(BubbleGate):
         """Notes waits while it is closed."""
 
         def waiting(self):
             waits.extend([self] if not self.is_open else [])
             return super().waiting()
 
-    def watched() -> Bubbles:
+    def watched() -> BubbleGate:
         gates.append(Watched())
         return gates[-1]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.pretraining.engine.reset import drop_unfinished_iteration
+from megatron.pretraining.engine.schedule import drop_unfinished_iteration
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.integration.bodies import _noting_collectives, _watch, weights_of, with_run
 from tests.integration.state_bodies import _state
 

@@ -11,15 +11,15 @@ from unittest import mock
 import torch.distributed as dist
 
 from megatron.pretraining import errors, loop
-from megatron.pretraining.elastic import placing
+from megatron.pretraining.elastic import placement
 from megatron.pretraining.elastic.groups import dispatch_group
-from megatron.pretraining.elastic.placing import plans_to_json
+from megatron.pretraining.elastic.placement import plans_to_json
 from megatron.pretraining.elastic.rebalancing import Prospect, Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.state import MegatronState
 from moc.elastic.placement import EMPTY
 from moc.errors import codes_in
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.integration import bodies
 
 
@@ -34,7 +34,7 @@ def train(flags: dict, vacant: bool = False) -> dict:
     """
     Prospect.pays = lambda self, iterations: True
     if vacant:
-        placing.plan = with_gaps(placing.plan)
+        placement.make_plan = with_gaps(placement.make_plan)
     more: dict = {"moved": [], "flows": [], "state": {}, "steps": {}}
     move, run_loop = Replicas.move_to, loop.train
 

@@ -21,13 +21,14 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
     import torch
 
     from moc.session.session import Session
-    from moc.state.detail import Detail
+    from moc.state.operators import Detail
 
     flipped = Path(os.environ["TEST_MAY_END"]).parent / "flipped"
 
     def flip(session: Session) -> None:
         engine = session._engine
         if engine.world.rank == worker and session.position.iteration == iteration and not flipped.exists():
+            session._running[0].digests.wait()
             chunks = list(engine.state.fragments(engine.state.operators(), Detail.FULL))
             chunk = random.Random(worker).choice(chunks)
             data = chunk.view.view(-1).view(torch.uint8)
@@ -42,7 +43,7 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
 
         def contribute(self) -> dict:
             if self._running is not None:
-                for taken in self._running[1]._queues.copying:
+                for taken in self._running[1]._stages.copying.queue:
                     taken.snapshot.capture.wait()
             flip(self)
             return ballot(self)

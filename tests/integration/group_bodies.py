@@ -71,17 +71,17 @@ def move_between_worlds(port: int, generations: int) -> dict:
         if mine not in there:
             continue
         if generation:
-            groups.move(there.index(mine), len(there))
+            groups.change_rank(there.index(mine), len(there))
             told["same"] &= all(a is b for a, b in zip(made, [dist.group.WORLD, *_created(len(there))], strict=True))
         groups.begin(store_at(port), generation)
         told["sums"].append([_sum(group) for group in made] + [dist.get_rank(made[1]), dist.get_world_size(made[1])])
         if generation in (2, generations - 2):  # both of three
             told["usage"].append(_settled(told["usage"][0]["threads"] if told["usage"] else _usage()["threads"]))
     if mine == 0:
-        groups.move(0, 1)
+        groups.change_rank(0, 1)
         _created(1)
         told["nobody"] = _among_nobodies(groups, port, generations)
-    told["in another order"] = outcome(lambda: [groups.move(0, 1), dist.new_group([0], group_desc="another")])
+    told["in another order"] = outcome(lambda: [groups.change_rank(0, 1), dist.new_group([0], group_desc="another")])
     told["not all"] = outcome(lambda: groups.begin(store_at(port), generations))
     return told
 
@@ -196,7 +196,7 @@ def die_in_the_middle_of_a_message(port: int, operation: str) -> str:
 
 def hear_nothing_from_gloo(port: int, operation: str) -> str:
     """The first worker waits for the second, which does not come; sockets stay open when their generation ends."""
-    moc.runtime.generation.shut_down = lambda sockets: 0
+    moc.runtime.generation.shut_down_sockets = lambda sockets: 0
     groups, store, values, part = installed(), store_at(port), torch.ones(4), torch.ones(2)
     waits = {
         "all_reduce": lambda: dist.all_reduce(values),
@@ -230,7 +230,7 @@ def end_in_the_middle_of_messages(port: int, limit: float) -> list:
         ending.join()
     groups.begin(store, 5)
     summed = _sum(None)
-    return [set(told) <= {"Aborted", "Suspicion"}, summed, _settled(before)["threads"] - before]
+    return [set(told) <= {"Aborted", "PeerFailure"}, summed, _settled(before)["threads"] - before]
 
 
 def end_while_beginning(port: int) -> dict:

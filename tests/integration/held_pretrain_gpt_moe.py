@@ -21,7 +21,7 @@ from pretrain_gpt_moe import warm_up
 def hold(may_end: Path) -> None:
     """Makes the training loop wait for a file before its last iterations."""
     from megatron.pretraining import loop
-    from moc.runtime.agreement import run_on_rank0, sum_over_workers
+    from moc.runtime.collectives import run_on_rank0, sum_over_workers
 
     iterate, before = loop.iterate, int(os.environ.get("TEST_HELD_BEFORE", "2"))
     begun = may_end.parent / f"begun by {os.getpid()}"

@@ -16,8 +16,8 @@ def main() -> None:
     """Joins the job, loses a worker, and prints the sum."""
     job = join_job()
     job.connect("gloo", timedelta(minutes=5), torch.device("cpu"))
-    job.built()
-    if job.rank == 1 and not job.has_begun_before:
+    job.report_ready()
+    if job.rank == 1 and not job.is_restart:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
         number = torch.ones(1)
@@ -25,8 +25,8 @@ def main() -> None:
             dist.all_reduce(number)
             break
         except RuntimeError as error:
-            job.go_on_after(error)
-    assert job.id and job._groups._where(None)[0] == job.id  # seals of objects name the job
+            job.rejoin_after(error)
+    assert job.id and job._groups._object_scope(None)[0] == job.id  # seals of objects name the job
     print(f"sum {number.item():g}", flush=True)
     job.leave()
 

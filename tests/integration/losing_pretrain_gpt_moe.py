@@ -22,7 +22,7 @@ def lose_whole_nodes() -> None:
     """Sends signals to all processes of a node in place of one worker."""
     import psutil
 
-    from moc.runtime import inject
+    from moc.runtime import fault_injection
 
     def lose(pid: int, number: int) -> None:
         if number not in (signal.SIGKILL, signal.SIGTERM):
@@ -32,7 +32,7 @@ def lose_whole_nodes() -> None:
             os.kill(psutil.Process(os.getpgrp()).ppid(), number)  # the launcher, which ends by itself after a kill
         os.killpg(os.getpgrp(), number)
 
-    inject.os = _Like(os, kill=lose)  # pyright: ignore[reportAttributeAccessIssue]
+    fault_injection.os = _Like(os, kill=lose)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def tell_state(directory: Path) -> None:
@@ -42,7 +42,7 @@ def tell_state(directory: Path) -> None:
 
     from megatron.pretraining import loop
     from megatron.pretraining.engine.state import MegatronState
-    from moc.state.detail import Detail
+    from moc.state.operators import Detail
 
     train = loop.train
 

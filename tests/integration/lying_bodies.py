@@ -11,12 +11,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.process import initialize
-from moc.runtime.agreement import gather, sum_over_workers
+from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.device import copy_to_host
 from moc.runtime.groups import Groups
-from moc.runtime.job import Job
+from moc.runtime.job import Job, World
 from moc.runtime.progress import PROGRESS, progress
-from moc.runtime.results import on_host
-from moc.runtime.world import World
 from tests import lying
 from tests.integration.group_operations import (
     RANK,
@@ -225,7 +224,7 @@ def votes_of_other_worlds(port: int) -> list[float]:
     for generation, there in enumerate([(0, 1, 2), (0, 2)]):
         if mine in there:
             if generation:
-                groups.move(there.index(mine), len(there))
+                groups.change_rank(there.index(mine), len(there))
             groups.begin(store_at(port), generation)
             told.append(sum_over_workers({"workers": 1.0}, world())["workers"])
     return told
@@ -237,7 +236,7 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
 
     def connected() -> int:
         found = [group for group in groups._groups if group.backend == "nccl" and group.size() > 1]
-        return sum(group.connection is not None and group.connection.later is None for group in found)
+        return sum(group.connection is not None and group.connection.connect_later is None for group in found)
 
     groups._collectives_only = initialize.COLLECTIVES_ONLY
     parallel_state.initialize_model_parallel(
@@ -277,7 +276,7 @@ def ring(port: int, unbatched: bool) -> list | str:
         ]
         for work in works:
             work.wait()
-        on_host(received)
+        copy_to_host(received)
 
     problem = outcome(transfer)
     ending.join()
@@ -297,7 +296,7 @@ def both_send_first(port: int, batched: bool) -> list | str:
         each = dist.batch_isend_irecv(operations) if batched else [o.op(o.tensor, other) for o in operations]
         for work in each:
             work.wait()
-        on_host(received)
+        copy_to_host(received)
 
     problem = outcome(receive)
     ending.join()

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron.pretraining.elastic import members
-from megatron.pretraining.elastic.placing import no_loads, plans_for
+from megatron.pretraining.elastic import membership
+from megatron.pretraining.elastic.placement import no_loads, plans_for
 from megatron.pretraining.engine.owned import MASTER, write_step
 from megatron.pretraining.entry import elastic
 from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process import initialize
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
-from moc.elastic.shards import Cut
+from moc.elastic.transfers import ShardAssignment
 from moc.runtime.job import Job
 from moc.state.fragments import OwnedSlice
 from tests.integration.group_operations import outcome, store_at
@@ -76,12 +76,12 @@ class State:
         turned = tuple(tuple((rank + turn) % size for rank in of) for of in now.holders)
         loads = {layer: [chance.choice((1, 5, 50)) for _ in of] for layer, of in no_loads(self.config).items()}
         plans = plans_for(self.config, self.replicas.nodes, loads, self.replicas.plans)
-        self.shards.move_to(Cut(now.members, now.ranks, turned))
+        self.shards.move_to(ShardAssignment(now.members, now.ranks, turned))
         self.replicas.move_to(plans)
 
     def settle(self, trained: bool) -> None:
         """Agrees with the others on what is in use, and where something has landed."""
-        assert not members.settle(self.config, self.replicas, self.shards, trained).lost
+        assert not membership.settle(self.config, self.replicas, self.shards, trained).lost
 
     @property
     def placed(self) -> tuple:
@@ -118,7 +118,7 @@ def moves(port: int, flags: dict, rounds: int, seed: int) -> dict[str, int]:
         ending = threading.Timer(delay, groups.abort)
         ending.start()
         problem = outcome(lambda chance=chance: state.move(chance))
-        assert problem in ("", "Aborted", "Suspicion"), problem
+        assert problem in ("", "Aborted", "PeerFailure"), problem
         lasted = lasted if problem else time.monotonic() - begun
         ending.join()
         if rank == victim:  # a new worker has its place

@@ -5,13 +5,13 @@ import sys
 from functools import partial
 
 from examples import pure_torch
-from moc.runtime.member import JobMember
+from moc.runtime.managed_job import ManagedJob
 
 
 def on_device() -> None:
     """Lets its groups be NCCL's, as the device has them."""
-    connect = JobMember.connect
-    JobMember.connect = lambda self, _, timeout, device: connect(self, "nccl", timeout, device)
+    connect = ManagedJob.connect
+    ManagedJob.connect = lambda self, _, timeout, device: connect(self, "nccl", timeout, device)
     if memory := os.environ.get("LYING_MEMORY"):
         pure_torch.Settings = partial(pure_torch.Settings, memory_directory=memory)
 

@@ -25,7 +25,7 @@ from moc.runtime.job import Job
 from moc.session.resume import loading, resuming
 from moc.session.resume.survivors import LocalRemains, survivors
 from moc.store.errors import CheckpointError
-from moc.store.manifest import NAME as MANIFEST
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from tests.integration.own_program import program_of
 from tests.mutated_snapshots import mutate
 from tests.mutations import changed, encoded, signed

@@ -20,15 +20,15 @@ from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.session import settings_of
 from moc.policy.selective import Selective
-from moc.policy.selective_tuner import SelectiveTuner
-from moc.runtime import environment, job_token
-from moc.session.publishing import Publisher
+from moc.policy.selective_choice import SelectiveTuner
+from moc.runtime import environment, protocol
+from moc.session.saving.committing import Committer
+from moc.session.saving.pipeline import SavingPipeline
 from moc.session.session import Session
-from moc.session.snapshots import Snapshots
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
+from moc.state.operators import Detail
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration import bodies
 from tests.integration.bodies import digest, with_run
@@ -64,9 +64,9 @@ def train_recorded(
             _stop() if snapshot.iteration >= hold_from else persist(saver, snapshot, *told)
         )
     if late is not None and rank == late[0]:
-        publish = Publisher.in_memory
-        Publisher.in_memory = lambda publisher, plan, *told: (
-            _stop() if plan.iteration >= late[1] else publish(publisher, plan, *told)
+        commit = Committer.commit_in_memory
+        Committer.commit_in_memory = lambda committer, plan, *told: (
+            _stop() if plan.iteration >= late[1] else commit(committer, plan, *told)
         )
     bodies.train(flags)
 
@@ -82,7 +82,7 @@ def load_each(flags: dict, places: list[dict]) -> list[dict]:
         For each ``start``, the iteration; ``steps``, updates that Adam reckons with; and ``hashes`` of what this
         worker holds first.
     """
-    Snapshots.reserve = lambda *_, **__: None  # buffers that nothing will be copied into
+    SavingPipeline.reserve = lambda *_, **__: None  # buffers that nothing will be copied into
 
     def use(run) -> list[dict]:
         step, told = run.stepper, []
@@ -108,13 +108,13 @@ def train_with_two_budgets(flags: dict, directory: str, experts: list[int], **to
     def on_sizes(policy: Selective, busiest) -> None:
         measure(policy, busiest)
         (sizes,) = policy.sizes
-        expert = sizes.busiest[1]
-        leasts = {"local_gb": sizes.least_of_rank, "remote_gb": sizes.least_of_node}
+        expert = sizes.busiest_rank[1]
+        leasts = {"local_gb": sizes.least_rank_bytes, "remote_gb": sizes.least_node_bytes}
         for (name, least), number in zip(leasts.items(), experts, strict=True):
             object.__setattr__(policy, name, (least + (number - 0.5) * expert) / 1e9)
 
     Selective.on_sizes = on_sizes
-    SelectiveTuner.due = lambda tuner, iteration: True  # measures nothing
+    SelectiveTuner.is_due = lambda tuner, iteration: True  # measures nothing
     with replica_server(Path(directory)):
         train_recorded(flags, **told)
 
@@ -132,7 +132,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
         ``own``: of the newest snapshot in memory, the hash of each box; ``copy``: the same
         of the copy that this node keeps.
     """
-    take, close, told = Session.take, Snapshots.flush, {}
+    take, close, told = Session.take, SavingPipeline.flush, {}
 
     def drift(session: Session) -> None:
         if session.position.iteration == at and int(os.environ["RANK"]) == 1:
@@ -140,19 +140,19 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
             next(state.fragments(["output"], Detail.MOMENTS)).view[-1] += 1
         take(session)
 
-    def look(snapshots: Snapshots) -> None:
-        snapshots.finish()
-        root = snapshots._memory.place.root
+    def look(pipeline: SavingPipeline) -> None:
+        pipeline.finish()
+        root = pipeline._parts.tiers.memory.storage.root
         for name, path in (("own", root), ("copy", *root.glob("of_*"))):
-            store = Store(LocalPlace(path, in_memory=True), slack=True)
-            manifest = store.manifest(max(store.iterations()))
-            files = [store.blob(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
-            sources = list(RegionReader(files).sources())
-            assert not [damage for source in sources if (damage := source.damage())]
-            told[name] = {f"{s.entry.name} {s.entry.slot} {s.entry.region}": s.digest for s in sources}
-        close(snapshots)
+            store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
+            manifest = store.read_manifest(max(store.iterations()))
+            files = [store.open_verified(manifest.iteration, file, entry) for file, entry in manifest.files.items()]
+            sources = list(ShardReader(files).sources())
+            assert not [damage for source in sources if (damage := source.find_damage())]
+            told[name] = {f"{s.box.name} {s.box.slot} {s.box.region}": s.digest for s in sources}
+        close(pipeline)
 
-    Session.take, Snapshots.flush = drift, look
+    Session.take, SavingPipeline.flush = drift, look
     with replica_server(Path(directory)):
         bodies.train(flags)
     return told
@@ -161,7 +161,7 @@ def train_and_drift_apart(directory: str, flags: dict, at: int) -> dict:
 @contextlib.contextmanager
 def replica_server(directory: Path) -> Iterator[None]:
     """Keeps copies for this worker's node."""
-    os.environ[job_token.VARIABLE] = "ab" * 32
+    os.environ[protocol.TOKEN_VARIABLE] = "ab" * 32
     os.environ[environment.REPLICA_SERVER] = orders = f"unix:{directory}/{os.environ['RANK']}"
     command = [sys.executable, "-m", "moc.runtime.replica_server", "--listen", "127.0.0.1:0", "--orders", orders]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:

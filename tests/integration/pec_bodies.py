@@ -10,11 +10,10 @@ from concurrent.futures import Future, wait
 from megatron.pretraining import loop
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.state import MegatronState
-from moc.session.queues import started
 from moc.session.session import Session
-from moc.snapshot import capture
-from moc.state.detail import Detail
-from moc.store.regions import bytes_of, digest_of
+from moc.snapshot import device_copy
+from moc.state.operators import Detail
+from moc.store.shard_file import compute_digest, tensor_bytes
 from tests.integration import bodies
 from tests.integration.bodies import with_run
 from tests.integration.folding_pretrain_gpt_moe import wait_for_folders
@@ -26,7 +25,9 @@ def loaded(flags: dict) -> dict:
     def use(run) -> dict:
         state = MegatronState(run.stepper.chunks, run.stepper.optimizer.core, run.stepper.modules)
         held = (f for f in state.fragments(state.operators(), Detail.FULL) if f.first_copy)
-        hashes = {f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": digest_of(bytes_of(f.view)) for f in held}
+        hashes = {
+            f"{f.name} {f.slot} {f.region.offset} {f.region.shape}": compute_digest(tensor_bytes(f.view)) for f in held
+        }
         return {"start": run.position.iteration, "hashes": hashes}
 
     return with_run(flags, use)
@@ -60,13 +61,13 @@ def die_after_slow_copies(flags: dict, iteration: int, bytes_per_s: float) -> No
 
 def slow_down_copies(bytes_per_s: float) -> None:
     """Gives the copies of this process's snapshots no more than this bandwidth."""
-    copy = capture._copy_all
+    copy = device_copy._copy_all
 
     def slow(copies, **how) -> None:
         time.sleep(sum(one.source.nbytes for one in copies) / bytes_per_s)
         copy(copies, **how)
 
-    capture._copy_all = slow
+    device_copy._copy_all = slow
 
 
 def die_after(flags: dict, iteration: int) -> None:
@@ -92,12 +93,9 @@ def die_after(flags: dict, iteration: int) -> None:
 def under_way(session: Session) -> list[Future]:
     """What this worker does beside training for snapshots that are not everywhere yet."""
     assert session._running is not None
-    _, snapshots = session._running
-    queues = snapshots._queues
-    futures = [taken.snapshot.sealed for taken in queues.copying]
-    futures += [started(taken.copied) for taken in queues.replicating]
-    futures += [started(taken.snapshot.persisted) for taken in queues.writing]
-    return futures + [started(taken.published) for taken in queues.publishing]
+    stages = session._running[1]._stages
+    moving = (stages.copying, stages.replicating, stages.writing, stages.committing)
+    return [stage.work(snapshot) for stage in moving for snapshot in stage.queue]
 
 
 def die_after_folding(flags: dict, iteration: int) -> None:

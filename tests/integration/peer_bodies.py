@@ -13,19 +13,18 @@ import torch.distributed as dist
 
 from moc.policy import Every
 from moc.policy.full import Full
-from moc.recovery.placement import place
-from moc.runtime import environment, job_token
-from moc.runtime.agreement import gather
+from moc.recovery.copy_placement import place
+from moc.runtime import environment, protocol
+from moc.runtime.collectives import gather
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.state.operators import Operator
 from moc.state.region import Region
-from moc.store.digest import digest_of
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import FileLayout, RegionTensor, write_regions
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
+from moc.store.shard_file import BoxTensor, FileLayout, write_shard_file
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 from tests.worlds import REPOSITORY
 
 
@@ -35,11 +34,11 @@ class Node:
     def __init__(self, memory: Path, directory: Path):
         dist.init_process_group("gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        os.environ[job_token.VARIABLE] = "ab" * 32
+        os.environ[protocol.TOKEN_VARIABLE] = "ab" * 32
         os.environ[environment.REPLICA_SERVER] = f"unix:{directory}/{self.rank}"
         self.address = "127.0.0.1:0"
         self.start_replica_server()
-        self.store = Store(LocalPlace(memory / str(self.rank), in_memory=True), slack=True)
+        self.store = Store(LocalStorage(memory / str(self.rank), in_memory=True), allows_slack=True)
         self.messages: list[str] = []
         self.events, self.written = self, []
         self.peers: Peers | None = None
@@ -86,37 +85,37 @@ class Node:
     def publish(self, iteration: int) -> None:
         """This node's part of a snapshot."""
         values = torch.full((100,), float(10 * iteration + self.rank))
-        tensor = RegionTensor("w", "master", (300,), Region((100 * self.rank,), (100,)), values)
-        path = Path(self.store.place.root) / directory_of(iteration) / file_of(self.rank)
+        tensor = BoxTensor("w", "master", (300,), Region((100 * self.rank,), (100,)), values)
+        path = Path(self.store.storage.root) / checkpoint_name(iteration) / shard_file_name(self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_regions(path, [tensor])
-        header_bytes = FileLayout([tensor.entry]).header_bytes
-        header = digest_of(path.read_bytes()[:header_bytes])
+        write_shard_file(path, [tensor])
+        header_bytes = FileLayout([tensor.box]).header_bytes
+        header = compute_digest(path.read_bytes()[:header_bytes])
         file = FileEntry(path.stat().st_size, header_bytes, header)
         operators = {"w": OperatorEntry("full", None, {"master": 100})}
         self.store.publish(Manifest(iteration, "full", self.size, {path.name: file}, operators))
 
     def lose_memory(self) -> None:
         """All of it."""
-        shutil.rmtree(self.store.place.root)
-        self.store.place.root.mkdir()
+        shutil.rmtree(self.store.storage.root)
+        self.store.storage.root.mkdir()
 
     def damage_copy(self, of: int, iteration: int) -> None:
         """Changes the last byte of a copy."""
-        path = self.store.place.root / f"of_{of}" / directory_of(iteration) / file_of(of)
+        path = self.store.storage.root / f"of_{of}" / checkpoint_name(iteration) / shard_file_name(of)
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
     def has(self) -> dict[str, list[int]]:
         """By directory, the iterations that are published there."""
-        root = self.store.place.root
-        found = {path.name: Store(LocalPlace(path)).iterations() for path in root.glob("of_*")}
+        root = self.store.storage.root
+        found = {path.name: Store(LocalStorage(path)).iterations() for path in root.glob("of_*")}
         return dict(sorted({"own": self.store.iterations(), **found}.items()))
 
     def value(self, iteration: int) -> float:
         """The last value of its own part."""
-        path = self.store.place.root / directory_of(iteration) / file_of(self.rank)
-        size = self.store.manifest(iteration).files[path.name].bytes
+        path = self.store.storage.root / checkpoint_name(iteration) / shard_file_name(self.rank)
+        size = self.store.read_manifest(iteration).files[path.name].bytes
         return torch.frombuffer(bytearray(path.read_bytes()[size - 4 : size]), dtype=torch.float32).item()
 
 

@@ -16,7 +16,7 @@ import torch
 from examples.pure_torch import BATCH, SEQUENCE, Engine, Log
 from moc import CheckpointError, Session, Settings, StepRecord, join_job, sum_over_workers
 from moc.errors import with_code
-from moc.store.digest import digest_of
+from moc.store.manifest import compute_digest
 
 _SETTINGS = dict(
     ckpt_dir="directory",
@@ -48,7 +48,9 @@ def train(flags: dict) -> dict:
     except CheckpointError as error:
         print(f"plain.py: error (worker {job.rank}): {with_code(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
-    told["weights"] = {name: digest_of(p.detach().numpy().tobytes()) for name, p in engine.model.named_parameters()}
+    told["weights"] = {
+        name: compute_digest(p.detach().numpy().tobytes()) for name, p in engine.model.named_parameters()
+    }
     job.leave()
     return told | {"code": 0}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from moc.recovery.going_on import Course
 from moc.recovery.sources import MASTER, STORAGE, AvailableCheckpoint, RecoveryPath, ReplayPoint
+from moc.recovery.stage_replay import Course
 from moc.session.resume import replay
 from moc.session.resume.rebuilding import Rebuilder
 from moc.session.resume.replay import Reached, Replayer
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.record import Records
 from tests.integration.bodies import with_run
 from tests.integration.state_bodies import _copies, _steps, _told, label

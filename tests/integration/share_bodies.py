@@ -8,10 +8,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.engine.state import MegatronState
-from moc.sharding import scheme_named
-from moc.sharding.shares import ByteRange, StageHoldings, describe, pack, rank_loads, share_of, shares, unpack
-from moc.state.detail import Detail
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import (
+    ByteRange,
+    StageReplicas,
+    describe_replicas,
+    pack_descriptors,
+    plan_shards,
+    planned_bytes_by_rank,
+    select_fragments,
+    unpack_descriptors,
+)
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from tests.integration.bodies import with_run
 from tests.integration.state_bodies import _state, _steps
 from tests.integration.state_files import first_copies, write
@@ -39,11 +48,11 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
         for name, plan in _plans(state).items():
             told[name] = {}
             for scheme in schemes:
-                parts = shares(stage, plan, scheme_named(scheme)).get(run.world.rank, [])
+                parts = plan_shards(stage, plan, parse_scheme(scheme)).get(run.world.rank, [])
                 mine = _share(state, plan, parts)
                 boxes = [[f.slot, f.name, f.global_shape, f.region.offset, f.region.shape] for f in mine]
                 nbytes = sum(f.view.numel() * f.view.element_size() for f in mine)
-                most = max(rank_loads(stage, plan, scheme_named(scheme)).values(), default=0)
+                most = max(planned_bytes_by_rank(stage, plan, parse_scheme(scheme)).values(), default=0)
                 told[name][scheme] = {"boxes": boxes, "bytes": nbytes, "most": most}
                 if scheme == schemes[0]:
                     write(Path(directory) / name, run.world.rank, mine)
@@ -52,12 +61,14 @@ def share_out(flags: dict, schemes: list[str], directory: str) -> dict:
     return with_run(flags, use)
 
 
-def _stage(state: MegatronState) -> StageHoldings:
+def _stage(state: MegatronState) -> StageReplicas:
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    holdings = [h for detail in DETAILS for h in describe(state.fragments(state.operators(), detail), detail)]
+    holdings = [h for detail in DETAILS for h in describe_replicas(state.fragments(state.operators(), detail), detail)]
     texts = [None] * group.size()
-    dist.all_gather_object(texts, pack(holdings), group)
-    return StageHoldings({rank: unpack(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)})
+    dist.all_gather_object(texts, pack_descriptors(holdings), group)
+    return StageReplicas(
+        {rank: unpack_descriptors(t) for rank, t in zip(dist.get_process_group_ranks(group), texts, strict=True)}
+    )
 
 
 def _plans(state: MegatronState) -> dict[str, dict[str, Detail]]:
@@ -71,4 +82,4 @@ def _plans(state: MegatronState) -> dict[str, dict[str, Detail]]:
 
 def _share(state: MegatronState, plan: dict[str, Detail], parts: list[ByteRange]) -> list[Fragment]:
     here = [f for d in DETAILS for f in state.fragments([o for o, planned in plan.items() if planned is d], d)]
-    return share_of(here, parts)
+    return select_fragments(here, parts)

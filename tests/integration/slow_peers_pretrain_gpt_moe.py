@@ -14,7 +14,7 @@ RATE = 10e6  # bytes a second
 
 def slow_down() -> None:
     """Has the replica server of this node known by the address of a slow way to it, which ends with this worker."""
-    from moc.runtime.replica_client import ReplicaClient
+    from moc.runtime.replica_server import ReplicaClient
 
     begin = ReplicaClient.__init__
 

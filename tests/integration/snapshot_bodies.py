@@ -13,18 +13,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from moc.files import direct, tree
-from moc.session import snapshots
-from moc.snapshot import capture
+from moc.files import safe_directory
+from moc.session.saving import pipeline
+from moc.snapshot import device_copy
 from moc.store import storage
-from moc.store.regions import FileLayout
+from moc.store.shard_file import FileLayout
 from moc.store.store import Store
 from tests.integration import bodies
 
 
 def train_slowly(flags: dict, write_s: float) -> dict:
     """As ``bodies.train``; on the last worker so much time passes before each file of a snapshot in storage."""
-    write = tree.Tree.write
+    write = safe_directory.SafeDirectory.write
 
     def slowly(self, *args, **how) -> None:
         if str(self.root).startswith(flags["ckpt_dir"]):
@@ -32,7 +32,7 @@ def train_slowly(flags: dict, write_s: float) -> dict:
         write(self, *args, **how)
 
     if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
-        tree.Tree.write = slowly
+        safe_directory.SafeDirectory.write = slowly
     return bodies.train(flags)
 
 
@@ -43,8 +43,8 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
         The same, and ``unpublished``: by iteration, snapshots that this run has begun and storage has no manifest of,
         and how many directories of snapshots storage has.
     """
-    sync, take, seen = os.fsync, snapshots.Snapshots.take, []
-    begun, store = set(), Store(storage.LocalPlace(flags["ckpt_dir"]))
+    sync, take, seen = os.fsync, pipeline.SavingPipeline.begin_if_planned, []
+    begun, store = set(), Store(storage.LocalStorage(flags["ckpt_dir"]))
 
     def slowly(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -53,31 +53,31 @@ def train_with_slow_names(flags: dict, sync_s: float) -> dict:
 
     def watched(self, position, record) -> None:
         take(self, position, record)
-        begun.add(self._stored.begun)
+        begun.add(self.storage.begun)
         published = set(store.iterations())
         newest = max(published, default=0)
         seen.append((sum(one > newest for one in begun), len(list(Path(flags["ckpt_dir"]).glob("iter_*")))))
 
-    os.fsync, snapshots.Snapshots.take = slowly, watched
+    os.fsync, pipeline.SavingPipeline.begin_if_planned = slowly, watched
     return bodies.train(flags) | {"unpublished": seen}
 
 
 def train_beside_fast_storage(flags: dict) -> dict:
     """As ``bodies.train``; a snapshot is in storage, if it goes there, before the next iteration begins."""
-    take = snapshots.Snapshots.take
+    take = pipeline.SavingPipeline.begin_if_planned
 
     def patiently(self, position, record) -> None:
         take(self, position, record)
-        while self._queues.to_storage:
-            self._wait_and_vote(for_storage=True)
+        while self._stages.to_storage:
+            self._all_reduce(for_storage=True)
 
-    snapshots.Snapshots.take = patiently
+    pipeline.SavingPipeline.begin_if_planned = patiently
     return bodies.train(flags)
 
 
 def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
     """As ``bodies.train``; copies begin only when training waits for them, or after 100 seconds, and take so long."""
-    copy, begin, waited = capture._copy_all, capture.ThreadCapturer.start, threading.Event()
+    copy, begin, waited = device_copy._copy_all, device_copy.ThreadCapturer.start, threading.Event()
 
     def waiting(method: Callable) -> Callable:
         def call(*args, **how):
@@ -87,11 +87,11 @@ def train_with_copies_that_wait(flags: dict, copy_s: float) -> dict:
 
         return call
 
-    capture.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
-    capture._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
-    for kind in (capture._ThreadCapture, capture._HostCapture):
+    device_copy.ThreadCapturer.start = lambda *args: (waited.clear(), begin(*args))[1]
+    device_copy._copy_all = lambda *args, **how: (waited.wait(100), time.sleep(copy_s), copy(*args, **how))[2]
+    for kind in (device_copy._ThreadCapture, device_copy._HostCapture):
         kind.wait = waiting(kind.wait)
-    snapshots.Snapshots._wait_and_vote = waiting(snapshots.Snapshots._wait_and_vote)
+    pipeline.SavingPipeline._all_reduce = waiting(pipeline.SavingPipeline._all_reduce)
     return bodies.train(flags)
 
 
@@ -104,7 +104,7 @@ def train_while_clocks_run_backwards(flags: dict) -> dict:
 
 def train_impatiently(flags: dict) -> dict:
     """As ``bodies.train``, without waiting for a job that may still be dying."""
-    storage.LocalPlace.__init__.__defaults__ = (0.2, False, None)
+    storage.LocalStorage.__init__.__defaults__ = (0.2, False, None)
     return bodies.train(flags)
 
 
@@ -170,7 +170,7 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
     for name in ("rename", "link", "unlink", "rmdir", "mkdir", "fsync", "posix_fallocate"):
         setattr(os, name, watched(name, getattr(os, name)))
 
-    write = direct._write
+    write = safe_directory._write_all
 
     def watched_write(file: int, data: memoryview) -> None:
         if data.nbytes:
@@ -178,11 +178,11 @@ def _watch_files(calls: _Calls, roots: tuple[str, ...]) -> None:
             calls.note("write half", lambda: write(file, data[: data.nbytes // 2]))
         write(file, data)
 
-    direct._write = watched_write
+    safe_directory._write_all = watched_write
 
 
 def _watch_memory(calls: _Calls) -> None:
-    copy, header = capture._copy_all, FileLayout.header
+    copy, header = device_copy._copy_all, FileLayout.header
 
     def watched_copy(copies, **how) -> None:
         middle = len(copies) // 2
@@ -196,7 +196,7 @@ def _watch_memory(calls: _Calls) -> None:
             calls.note("header")
         return header(layout, digests)
 
-    capture._copy_all, FileLayout.header = watched_copy, watched_header
+    device_copy._copy_all, FileLayout.header = watched_copy, watched_header
 
 
 def train_in_bucket(flags: dict, bucket: str, environment: dict) -> dict:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.live.job import Events
-from moc.event_types import problems
+from moc.events import problems
 from moc.store.errors import CheckpointError
-from moc.store.regions import MissingRegionError, RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
+from moc.store.host_memory import find_memory_storage
+from moc.store.shard_file import MissingTensorError, ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained
 from tests.worlds import World, start_world
 
@@ -51,31 +51,33 @@ def node_memory() -> Iterator[str]:
 
 def stores(flags: dict) -> dict[str, Store]:
     """The places of a run's snapshots, by tier."""
-    found = {"storage": Store(LocalPlace(flags["ckpt_dir"]))}
+    found = {"storage": Store(LocalStorage(flags["ckpt_dir"]))}
     if flags.get("ckpt_tier") == "memory":
         with contextlib.suppress(CheckpointError):  # no run has begun yet
-            found["memory"] = Store(memory_found(flags["ckpt_memory_dir"], flags["ckpt_dir"]), slack=True)
+            found["memory"] = Store(find_memory_storage(flags["ckpt_memory_dir"], flags["ckpt_dir"]), allows_slack=True)
     return found
 
 
 def damage(store: Store, iteration: int) -> str | None:
     """What is wrong with a published snapshot, if anything is: of every byte."""
     try:
-        manifest = store.manifest(iteration)
+        manifest = store.read_manifest(iteration)
         for name, entry in manifest.files.items():
-            if wrong := store.damage_in_header(iteration, name, entry):
+            if wrong := store.find_header_damage(iteration, name, entry):
                 return wrong
-        files = (store.place.blob(f"{directory_of(iteration)}/{name}") for name in manifest.files)
-        return next(filter(None, (source.damage() for source in RegionReader(files).sources())), None)
-    except (CheckpointError, MissingRegionError) as error:
+        files = (store.storage.open_blob(f"{checkpoint_name(iteration)}/{name}") for name in manifest.files)
+        return next(filter(None, (source.find_damage() for source in ShardReader(files).sources())), None)
+    except (CheckpointError, MissingTensorError) as error:
         return str(error)
 
 
 def contents(store: Store, iteration: int) -> dict[str, str]:
     """The hash of each box that a snapshot holds, by tensor, slot and box."""
-    files = [store.place.blob(f"{directory_of(iteration)}/{name}") for name in store.manifest(iteration).files]
-    sources = RegionReader(files).sources()
-    return {f"{source.entry.name} {source.entry.slot} {source.entry.region}": source.digest for source in sources}
+    files = [
+        store.storage.open_blob(f"{checkpoint_name(iteration)}/{name}") for name in store.read_manifest(iteration).files
+    ]
+    sources = ShardReader(files).sources()
+    return {f"{source.box.name} {source.box.slot} {source.box.region}": source.digest for source in sources}
 
 
 def whole(flags: dict) -> dict[str, list[int]]:

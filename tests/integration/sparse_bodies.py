@@ -10,8 +10,7 @@ from megatron.pretraining import loop
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
 from tests.integration import bodies, pec_bodies
 
 die_after = pec_bodies.die_after

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.entry.stock import get_args, replaced
-from moc.state.detail import Detail
 from moc.state.interface import FreezingError
+from moc.state.operators import Detail
 from tests.integration.bodies import digest, with_run
 from tests.integration.state_files import boxes, first_copies, label, load, save_split, write
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretraining.engine.state import MegatronState
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import boxes_of_range
-from moc.store.regions import RegionReader, RegionTensor, write_regions
+from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
 
 
 def label(fragment: Fragment) -> str:
@@ -64,17 +64,17 @@ def _parts(fragment: Fragment) -> list[Fragment]:
 def write(directory: Path, rank: int, fragments: list[Fragment]) -> None:
     """Writes fragments as this worker's file, and waits for the others."""
     distinct = {label(f): f for f in fragments}.values()  # biases of routers are in FULL and COMPUTE
-    entries = [RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.clone()) for f in distinct]
-    write_regions(directory / f"{rank}.safetensors", entries)
+    entries = [BoxTensor(f.name, f.slot, f.global_shape, f.region, f.view.clone()) for f in distinct]
+    write_shard_file(directory / f"{rank}.safetensors", entries)
     dist.barrier()
 
 
 def load(state: MegatronState, directory: Path) -> None:
     """Loads all state that files hold, of which the optimizer has seen two steps."""
-    reader = RegionReader(sorted(directory.glob("*.safetensors")))
+    reader = ShardReader(sorted(directory.glob("*.safetensors")))
     for fragment in state.fragments(state.operators(), Detail.FULL):
         values = torch.empty_like(fragment.view)
-        reader.read(fragment.name, fragment.slot, fragment.region, into=values)
+        reader.read_into(fragment.name, fragment.slot, fragment.region, into=values)
         state.load(fragment, values)
     state.gather_weights()
     state.set_steps(dict.fromkeys(state.operators(), 2))

@@ -7,7 +7,7 @@ import itertools
 import re
 import time
 
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from tests.integration import bodies
 from tests.integration.snapshot_files import events
 
@@ -21,18 +21,18 @@ def train(flags: dict, lag: int = 0, fails_every: int = 0, hangs_from: int | Non
         fails_every: one in so many of these writes fails; 0 for none.
         hangs_from: iteration from which on they take for ever.
     """
-    write, number = LocalPlace.write, itertools.count(1)
+    write, number = LocalStorage.write, itertools.count(1)
 
-    def slow(place: LocalPlace, path: str, parts, final: bool = True) -> None:
+    def slow(place: LocalStorage, path: str, parts, is_durable: bool = True) -> None:
         if path.endswith(".safetensors") and place.name == flags["ckpt_dir"]:
             iteration = int(re.findall(r"iter_(\d+)/", path)[0])
             while hangs_from is not None and iteration >= hangs_from or completed(flags) < iteration + lag:
                 time.sleep(0.2)
             if fails_every and next(number) % fails_every == 0:
                 raise OSError(errno.ENOSPC, "No space left on device")
-        write(place, path, parts, final)
+        write(place, path, parts, is_durable)
 
-    LocalPlace.write = slow
+    LocalStorage.write = slow
     return bodies.train(flags)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.live.job import Events
 from moc.errors import codes_in
-from moc.event_types import problems
+from moc.events import problems
 from moc.state.region import Region
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.test_peers import left_in, lose, memory_of
@@ -48,11 +48,13 @@ def copied(job: Launched) -> tuple[int, int, int]:
 
 def tensors(directory: str) -> dict[tuple[str, str], list]:
     """All that the last snapshot in storage has, each element once."""
-    store = Store(LocalPlace(directory))
-    names = store.manifest(ITERATIONS).files
-    reader = RegionReader([store.place.blob(f"{directory_of(ITERATIONS)}/{name}") for name in names], verify=True)
-    shapes = {(s.entry.name, s.entry.slot): s.entry.global_shape for s in reader.sources()}
-    return {key: reader.get(*key, Region((0,) * len(shape), shape)).tolist() for key, shape in shapes.items()}
+    store = Store(LocalStorage(directory))
+    names = store.read_manifest(ITERATIONS).files
+    reader = ShardReader(
+        [store.storage.open_blob(f"{checkpoint_name(ITERATIONS)}/{name}") for name in names], verifies=True
+    )
+    shapes = {(s.box.name, s.box.slot): s.box.global_shape for s in reader.sources()}
+    return {key: reader.read_region(*key, Region((0,) * len(shape), shape)).tolist() for key, shape in shapes.items()}
 
 
 def test_replicas_of_experts_copy_for_each_other_and_all_start_again_without_the_memory_of_a_node(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from tests.integration.test_precision import BF16, FP16
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import REPOSITORY, run_world

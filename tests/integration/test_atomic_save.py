@@ -28,9 +28,9 @@ def assert_whole(root: Path) -> int | None:
     """Checks the newest checkpoint as the next start will; its iteration."""
     iteration = dense_files.latest_iteration(root)
     if iteration is not None:
-        directory = dense_files.directory_of(root, iteration)
+        directory = dense_files.checkpoint_path(root, iteration)
         manifest = dense_files.read_manifest(directory)
-        assert dense_files.damage_in(directory, manifest["files"]) is None
+        assert dense_files.find_damage(directory, manifest["files"]) is None
     return iteration
 
 
@@ -116,20 +116,20 @@ def assert_refused(world, at_start):
 
 def test_old_checkpoints_go_but_some_stay(data, tmp_path):
     train("1", data | dict(save=str(tmp_path), save_interval=1, save_retain_interval=3, train_iters=8))
-    assert dense_files.saved_iterations(tmp_path) == [3, 6, 8]
+    assert dense_files.list_iterations(tmp_path) == [3, 6, 8]
 
 
 def test_another_run_does_not_save_over_a_checkpoint(data, tmp_path):
     flags = FLAGS | data | dict(save=str(tmp_path), train_iters=2)
     train("1", flags)
-    before = dense_files.read_manifest(dense_files.directory_of(tmp_path, 2))
+    before = dense_files.read_manifest(dense_files.checkpoint_path(tmp_path, 2))
     (result,) = start_world(1, "tests.integration.bodies:train", flags=flags | dict(seed=5)).wait()
     assert result.exit == 1 and codes_in(result.output) == ["save-of-another-run"], result.output
-    assert dense_files.read_manifest(dense_files.directory_of(tmp_path, 2)) == before
+    assert dense_files.read_manifest(dense_files.checkpoint_path(tmp_path, 2)) == before
 
 
 def test_the_writers_die_with_their_worker(data, tmp_path):
     body = "tests.integration.bodies:die_while_writing"
     world = start_world(1, body, flags=FLAGS | data | dict(save=str(tmp_path), train_iters=1))
     assert [result.exit for result in world.wait()] == [-9]  # wait() finds processes that are left
-    assert dense_files.saved_iterations(tmp_path) == []
+    assert dense_files.list_iterations(tmp_path) == []

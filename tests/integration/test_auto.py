@@ -39,7 +39,7 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
         straight = known("EP2", data | SMALL)
         assert choice["iteration"] <= resumed.start <= 48  # of the switch, all is in storage
         assert resumed.records == straight.records[resumed.start : 52]
-        newest = stores(flags)["storage"].manifest(52)
+        newest = stores(flags)["storage"].read_manifest(52)
     assert newest.policy == "sparse" and newest.state["auto"]["measured"]["faults"] == 1
     assert len(events(flags, "choice")) == 1  # who went on has kept it
 
@@ -57,6 +57,6 @@ def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(policy, numbe
     resumed, straight = train("EP2", flags | dict(exit_interval=46)), known("EP2", data | SMALL)
     assert choice["iteration"] <= resumed.start  # or where pec has begun, with everything
     assert resumed.records == straight.records[resumed.start : 46]
-    newest = stores(flags)["storage"].manifest(46)
+    newest = stores(flags)["storage"].read_manifest(46)
     assert newest.policy == policy
     assert newest.state["ledger"]["iteration"] == 46 and min(newest.state["ledger"]["routed"]) == 46 * 2 * 2 * 16

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from moc.policy.debt import Table
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenLedger, TokenTable
 from tests.integration.snapshot_files import events, start, stores, train
 from tests.integration.tiny import Trained
 
@@ -16,12 +15,12 @@ RECOMPUTED = dict(recompute_granularity="full", recompute_method="uniform", reco
 FAULT, HALF, END = 7, 9, 12
 
 
-def ledger_at(flags: dict, iteration: int) -> Ledger:
+def ledger_at(flags: dict, iteration: int) -> TokenLedger:
     """The ledger stored with a snapshot."""
-    return Ledger.from_state(stores(flags)["storage"].manifest(iteration).state["ledger"])
+    return TokenLedger.from_state(stores(flags)["storage"].read_manifest(iteration).state["ledger"])
 
 
-def recount(trained: Trained, what: str) -> Table:
+def recount(trained: Trained, what: str) -> TokenTable:
     """What all workers have counted by themselves."""
     return tuple(
         tuple(sum(worker[what].get(f"{layer} {expert}", 0) for worker in trained.workers) for expert in range(8))
@@ -29,7 +28,7 @@ def recount(trained: Trained, what: str) -> Table:
     )
 
 
-def grown(before: Table, now: Table) -> Table:
+def grown(before: TokenTable, now: TokenTable) -> TokenTable:
     """By how much a table has grown."""
     return tuple(tuple(map(operator.sub, *rows)) for rows in zip(now, before, strict=True))
 

@@ -24,10 +24,9 @@ from megatron.pretraining.reference import documented
 from moc import launch
 from moc.errors import codes_in
 from moc.inspect import memory, summary, verify
-from moc.report import loss, program
+from moc.report import loss, report
 from moc.runtime import controller
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel
+from moc.runtime.protocol import Channel, Message
 from tests import warm
 from tests.codes import elsewhere, flags, jobs, launcher, tools
 from tests.codes.case import PROGRAM, Case
@@ -40,7 +39,7 @@ MAINS = {
     "inspect_checkpoint": summary,
     "verify_checkpoint": verify,
     "clean_memory": memory,
-    "report": program,
+    "report": report,
     "plot_loss": loss,
     "plan_checkpoint": sizes,
     "simulate": simulate,
@@ -204,7 +203,7 @@ def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tm
     with launched("", tmp_path) as launcher:
         until_begun(launcher, tmp_path)
         for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
-            if b"zygote" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"moc.runtime.forkserver" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(int(child), signal.SIGKILL)
         assert launcher.wait() == 70
     assert codes_in((tmp_path / "output").read_text()) == ["zygote-lost"]

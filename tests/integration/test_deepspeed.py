@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from benchmarks.live.job import Events, free_ports
-from moc.faults import STEP
+from moc.fault_points import STEP
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.test_layouts import assert_alike

@@ -93,4 +93,4 @@ def test_it_ends_with_the_same_bits_or_has_counted_the_tokens_that_it_lost(case,
 
 def judged(policy: str, ended: End, expected: End, log: Events) -> list[str]:
     """In what a run has ended otherwise than it should."""
-    return differences(ended, expected) if POLICIES[policy].exact else mistakes(ended, expected, log)
+    return differences(ended, expected) if POLICIES[policy].is_exact else mistakes(ended, expected, log)

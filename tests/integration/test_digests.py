@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, train
@@ -53,7 +53,7 @@ def test_a_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monk
     dense = data | EACH | changes | dict(ckpt_policy="full", ckpt_tier="disk", snapshot_interval=LAST)
     dense = {name: value for name, value in dense.items() if not name.startswith(("sparse", "upstream"))}
     train(layout, dense | dict(ckpt_dir=str(tmp_path / "straight")))
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], LAST) == contents(ends[1], LAST)
 
 
@@ -77,4 +77,4 @@ def test_without_digests_nothing_is_verified(data, tmp_path):
     train("1", flags | dict(exit_interval=4))
     (resumed,) = events(places, "resume")
     assert (resumed["verified"], resumed["unverified"]) == (0, [])
-    assert not Store(LocalPlace(tmp_path / "c")).manifest(3).digests
+    assert not Store(LocalStorage(tmp_path / "c")).read_manifest(3).digests

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from moc.elastic.boxes import copies, expert_transfers, experts_held
 from moc.elastic.plan import Plan
+from moc.elastic.transfers import count_new_replicas, expert_holders, plan_expert_transfers
 from tests.integration.launched import Launched
 from tests.integration.test_layouts import CLOSE, assert_alike
 from tests.integration.test_precision import BF16
@@ -116,14 +116,14 @@ def test_workers_send_what_is_planned(data):
         before, after, sizes, _ = of_workers[0]
         old, new = (Plan.from_json(told["0"]) for told in (before, after))
         planned, came = Counter(), [0] * len(of_workers)
-        flow = expert_transfers(experts_held(old), new, {int(layer): n for layer, n in sizes.items()})
+        flow = plan_expert_transfers(expert_holders(old), new, {int(layer): n for layer, n in sizes.items()})
         for one in itertools.chain.from_iterable(flow.values()):
-            planned[one.source, one.target] += one.piece.nbytes
-            came[one.target] += one.piece.nbytes
+            planned[one.source, one.target] += one.chunk.nbytes
+            came[one.target] += one.chunk.nbytes
             rounds[one.round] += 1
         sent = {(rank, int(to)): n for rank, worker in enumerate(of_workers) for to, n in worker[3].items()}
         assert sent == planned
-        assert sum(came) == copies(old, new) * max(sizes.values())  # and no byte more than must move
+        assert sum(came) == count_new_replicas(old, new) * max(sizes.values())  # and no byte more than must move
     assert flows and set(rounds) == {0, 1}
     assert_replicas_alike(found)
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.tiny import LAYOUTS
@@ -69,7 +69,7 @@ def growing(data, tmp_path, monkeypatch):
             job = stack.enter_context(job_of(data, tmp_path, ["kill node=1 iteration=3", *faults], **of_job))
             job.is_in(5, workers=2)
             job.start(1)
-            job.tells("nodes that have come are ready")
+            job.tells("new nodes are ready")
             return job
 
         yield start
@@ -92,7 +92,7 @@ def test_nodes_are_taken_in_between_two_iterations_so_that_none_is_dropped(data,
     for rank, first in ((0, 1), (1, 6), (2, 1)):
         assert sorted({*job.begun()[before[rank]]}) == [*range(first, ITERATIONS + 1)]
     reasons = [event["reason"] for event in job.events("generation")]
-    assert reasons[-1] == "nodes have come: training continues on 3 of 3 nodes"
+    assert reasons[-1] == "nodes have joined: training continues on 3 of 3 nodes"
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes while others are about to be taken in")
@@ -134,7 +134,7 @@ def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
 def test_a_worker_that_hangs_before_it_has_left_is_replaced_and_the_others_meet_who_has_come(data, growing):
     job = growing("stop node=2 iteration=5 point=parting")
     job.go_on(5)
-    job.tells("had said nothing for")
+    job.tells("sent no heartbeat for")
     assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, layout="DP3", elastic_slots=4)
     assert job.events("start")[-1]["world_size"] == 3
@@ -220,7 +220,7 @@ def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     assert_as_of_fixed_members(job, data, **LONGER)
     (choice,) = job.events("choice")
-    kept = Store(LocalPlace(tmp_path / "snapshots")).manifest(LONGER["train_iters"]).state["auto"]
+    kept = Store(LocalStorage(tmp_path / "snapshots")).read_manifest(LONGER["train_iters"]).state["auto"]
     assert kept["flags"]["ckpt_policy"] == choice["ckpt_policy"]  # it holds for any number of nodes
     assert kept["measured"]["faults"] == 1  # a node that comes is none
     assert choice["iteration"] <= CHOSEN + 8

@@ -4,7 +4,7 @@ import pytest
 
 from moc.elastic.plan import Plan
 from moc.inspect import verify
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.tiny import DEEP, LAYOUTS, known
@@ -20,7 +20,7 @@ def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
     """One copy of the model goes on, and the former partner helps; then there are two again, in the same processes."""
     lost = 2 - number  # of the first stage, or of the second one
     with job_of(data, tmp_path, [f"kill rank={lost} iteration=4"], layout="PP2xDP2", **TIED) as job:
-        job.tells("training continues on 3 of 4 nodes, 1 of which helps")
+        job.tells("training continues on 3 of 4 nodes, 1 of them with a partial model")
         before = job.pids
         job.reach(6)
         job.start(lost)
@@ -103,7 +103,7 @@ def test_an_expert_that_a_node_that_helps_holds_survives(data, tmp_path):
     with job_of(data, tmp_path, faults, **more) as job:
         job.is_lost(0)
         assert job.wait() == 0, job.console[-4000:]
-    plan = Plan.from_json(Store(LocalPlace(tmp_path / "snapshots")).manifest(8).state["elastic"]["1"])
+    plan = Plan.from_json(Store(LocalStorage(tmp_path / "snapshots")).read_manifest(8).state["elastic"]["1"])
     assert plan.members == (1, 3, 5)
     assert (1, 2) in {plan.holders(layer, expert) for layer in plan.tables for expert in range(plan.experts)}
     assert_as_of_fixed_members(job, data, layout="PP2xDP2")
@@ -174,7 +174,8 @@ def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
         assert job.left() == []
     assert_as_of_fixed_members(job, data, layout="PP2xDP2", **SPREAD)
     assert [event["reason"] for event in job.events("generation")] == [
-        "node 1 is lost: training continues on 3 of 5 nodes, 1 of which helps",  # as long as the other one builds
+        # as long as the other one builds
+        "node 1 is lost: training continues on 3 of 5 nodes, 1 of them with a partial model",
         "nodes have waited, and are ready: training continues on 4 of 5 nodes",
     ]
     assert {event["tier"] for event in job.events("resume")} == {"live"}

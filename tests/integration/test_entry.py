@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from moc.errors import codes_in
-from moc.store.locate import place_of
+from moc.store.object_storage import storage_at
 from moc.store.store import Store
 from tests.integration.entry_jobs import (
     BASE,
@@ -214,8 +214,8 @@ def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
     assert [one.losses[i] for i in range(1, newest + 1)] == [whole.losses[i] for i in range(1, newest + 1)]
     assert one.losses[8] != whole.losses[8]
 
-    store = Store(place_of(str(tmp_path / "whole/snapshots")))
-    manifests = {iteration: store.manifest(iteration) for iteration in range(1, newest + 1)}
+    store = Store(storage_at(str(tmp_path / "whole/snapshots")))
+    manifests = {iteration: store.read_manifest(iteration) for iteration in range(1, newest + 1)}
     given = {iteration: manifest.state["ledger"]["given"] for iteration, manifest in manifests.items()}
     saved = {}
     for iteration, manifest in manifests.items():

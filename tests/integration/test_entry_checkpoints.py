@@ -24,18 +24,18 @@ def saved(tmp_path_factory):
 
 def test_a_checkpoint_has_a_manifest_and_nothing_unfinished(saved):
     for iteration in (4, 8):
-        directory = dense_files.directory_of(saved, iteration)
+        directory = dense_files.checkpoint_path(saved, iteration)
         manifest = dense_files.read_manifest(directory)
-        assert manifest is not None and manifest["format"] == dense_files.OF_MEGATRON
+        assert manifest is not None and manifest["format"] == dense_files.MEGATRON_FORMAT
         there = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
         assert there == {*manifest["files"], "manifest.json"}
-        assert dense_files.damage_in(directory, manifest["files"]) is None
+        assert dense_files.find_damage(directory, manifest["files"]) is None
     assert not [*saved.glob(".iter*")] and dense_files.latest_iteration(saved) == 8
 
 
 @pytest.mark.parametrize("damage", ["altered", "missing", *ALL * ["truncated"]])
 def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
-    victim = next(dense_files.directory_of(saved, 8).glob("__1_*.distcp"))
+    victim = next(dense_files.checkpoint_path(saved, 8).glob("__1_*.distcp"))
     content = victim.read_bytes()
     try:
         if damage == "missing":
@@ -52,12 +52,12 @@ def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
 
 def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     assert run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4").code == 0
-    before = dense_files.read_manifest(dense_files.directory_of(tmp_path / "saved", 4))
+    before = dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4))
     kill = "--inject", "kill ranks=0,1 iteration=8 point=persisting"
     ended = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", *kill, launcher="--max-restarts 0", log="second")
     assert ended.code != 0 and 8 in ended.losses
     assert dense_files.latest_iteration(tmp_path / "saved") == 4
-    assert dense_files.read_manifest(dense_files.directory_of(tmp_path / "saved", 4)) == before
+    assert dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4)) == before
     again = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", log="third")
     assert again.code == 0 and min(again.losses) == 5, again.output[-3000:]
     assert not [*(tmp_path / "saved").glob(".iter*")]
@@ -70,13 +70,13 @@ def test_a_full_disk_does_not_end_training_and_is_reported(tmp_path):
         assert ended.code == 1 and len(ended.losses) == 8, ended.output[-3000:]
         assert {event["what"] for event in ended.of("save_failed")} == {"checkpoint"}
         assert set(codes_in(ended.output)) <= {"storage-unwritable", "disk-full"} and codes_in(ended.output)
-        assert not dense_files.saved_iterations(disk / "saved") and "Traceback" not in ended.output
+        assert not dense_files.list_iterations(disk / "saved") and "Traceback" not in ended.output
 
 
 def test_old_checkpoints_are_removed_but_for_an_interval(tmp_path):
     flags = f"{EP2} {ZERO1} --save saved --save-interval 2 --save-retain-interval 4"
     assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
-    assert dense_files.saved_iterations(tmp_path / "saved") == [4, 8]
+    assert dense_files.list_iterations(tmp_path / "saved") == [4, 8]
 
 
 def test_the_format_of_one_file_per_worker_is_saved_and_loaded(tmp_path):

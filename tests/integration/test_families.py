@@ -18,11 +18,14 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH, described  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import FAMILIES, family_of  # noqa: E402
-from megatron.pretraining.convert.hugging_face.family import Family  # noqa: E402
-from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, recipe  # noqa: E402
+from megatron.pretraining.convert.hugging_face.family import (  # noqa: E402
+    FULL_WIDTH,
+    Family,
+    described_model,
+)
+from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import as_options, recipe, run_configuration  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 
@@ -128,7 +131,7 @@ def build():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        return built(configured(model, 32), 256).eval()
+        return built(run_configuration(model, 32), 256).eval()
 
     yield build
     parallel_state.destroy_model_parallel()
@@ -137,7 +140,7 @@ def build():
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_theirs(name, theirs, build):
-    config, family = described(model_of(name)), FAMILIES[CASES[name][0]]
+    config, family = described_model(model_of(name)), FAMILIES[CASES[name][0]]
     model, there = build(model_of(name)), _Taken(load_file(theirs / name / "saved/model.safetensors"))
     with torch.no_grad():
         for pieces in (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values():

@@ -10,12 +10,12 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.recovery.carrying import file_of_operator
+from moc.recovery.expert_versions import file_of_operator
 from moc.session.folds import Folds
-from moc.state.detail import Detail
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
+from moc.state.operators import Detail
+from moc.store.host_memory import find_memory_storage
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_gradients import CLIPPED, GRADIENTS, WAYS
@@ -58,8 +58,8 @@ def test_a_run_that_resumes_from_folded_experts_ends_as_without_a_fault(way, dat
         snapshots |= dict(selective_max_age=8)
         killed = start(layout, flags | snapshots, body="pec_bodies:die_after_folding", iteration=28)
         assert {result.exit for result in killed.wait()} == {-9}
-        store = Store(memory_found(memory, snapshots["ckpt_dir"]), slack=True)
-        there = {file for iteration in store.iterations() for file in store.manifest(iteration).files}
+        store = Store(find_memory_storage(memory, snapshots["ckpt_dir"]), allows_slack=True)
+        there = {file for iteration in store.iterations() for file in store.read_manifest(iteration).files}
         assert any(file.endswith(FOLDED_FILE) for file in there)
         resumed = train(layout, flags | snapshots)
     told = events(flags | snapshots, "fold")
@@ -131,7 +131,7 @@ def undisturbed(data, directory) -> dict[str, str]:
 
     def compute() -> dict[str, str]:
         assert set(train("EP2", data | CLIPPED | plain).codes) == {0}
-        return contents(Store(LocalPlace(directory)), LAST)
+        return contents(Store(LocalStorage(directory)), LAST)
 
     return once(["nothing is folded", LAST], compute)
 
@@ -140,7 +140,7 @@ def assert_nobody_can_tell(job: Launched, data, tmp_path) -> None:
     assert job.wait() == 0, job.console[-4000:]
     assert {event["plt"] for event in job.events("lost")} == {0} and job.events("resume")
     assert not any(event["differing"] for event in job.events("fold")) and job.left() == []
-    assert contents(Store(LocalPlace(tmp_path / "c")), LAST) == undisturbed(data, tmp_path / "plain")
+    assert contents(Store(LocalStorage(tmp_path / "c")), LAST) == undisturbed(data, tmp_path / "plain")
 
 
 @pytest.mark.recovery
@@ -185,20 +185,21 @@ def test_a_damaged_gradient_behind_folded_ones_is_named_and_those_before_it_coun
     flags, last = data | CLIPPED | dict(train_iters=30), 28
     everything = dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=99, ckpt_dir=str(tmp_path / "full"))
     assert set(train("EP2", flags | everything | dict(exit_interval=last)).codes) == {0}
-    states = saved(Store(LocalPlace(tmp_path / "full")))
+    states = saved(Store(LocalStorage(tmp_path / "full")))
     with node_memory() as memory:
         flags |= FOLDED | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), selective_max_age=8)
         killed = start("EP2", flags, body="pec_bodies:die_after_folding", iteration=last)
         assert {result.exit for result in killed.wait()} == {-9}
-        place = memory_found(memory, flags["ckpt_dir"])
+        place = find_memory_storage(memory, flags["ckpt_dir"])
         there = {
-            iteration: Store(place, slack=True).manifest(iteration).files for iteration in Store(place).iterations()
+            iteration: Store(place, allows_slack=True).read_manifest(iteration).files
+            for iteration in Store(place).iterations()
         }
         bases = {file: i for i, files in sorted(there.items()) for file in files if file.endswith(FOLDED_FILE)}
         folded, base = min(bases.items(), key=lambda item: item[1])
         expert = folded.removesuffix(FOLDED_FILE)
         assert file_of_operator(expert) in there[base + 1] and file_of_operator(expert) in there[base + 2]
-        flip(place.root / directory_of(base + 2) / file_of_operator(expert), position=-8 * 16)
+        flip(place.root / checkpoint_name(base + 2) / file_of_operator(expert), position=-8 * 16)
         resumed = start("EP2", flags, body="pec_bodies:loaded").wait()
     begun = resumed[0].value["start"]
     assert begun >= last - 1 and any(

@@ -12,8 +12,8 @@ import torch
 
 from megatron.pretraining.convert.dense import write_dense
 from megatron.pretraining.convert.snapshot import write_snapshot
+from moc.store.host_memory import memory_storage
 from moc.store.runs import Run, record_run
-from moc.store.tiers import memory_place
 from tests.unit.pretraining.convert.models import Model
 from tests.unit.report.test_program import Story
 from tests.worlds import REPOSITORY
@@ -131,7 +131,7 @@ def test_reports_of_a_hostile_log(log, tmp_path):
 
 
 def test_hostile_memory_of_jobs(root):
-    place = memory_place(root, CONTROLS, "a" * 16)
+    place = memory_storage(root, CONTROLS, "a" * 16)
     record_run(place, Run("a" * 16, "/data", 0.0))
     spoilt(place.root / ".run.json")
     (place.root.parent / NAME).mkdir()

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory
@@ -50,9 +50,9 @@ def test_no_stage_computes_an_iteration_twice_for_the_loss_of_another(data, tmp_
             assert job.wait() == 0, job.console[-4000:]
     dense = dict(ckpt_policy="full", snapshot_interval=LAST, ckpt_dir=str(tmp_path / "straight"))
     straight = train("PP4", flags | dense)
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], LAST) == contents(ends[1], LAST)  # weights, masters, moments
-    assert ends[0].manifest(LAST).operators == ends[1].manifest(LAST).operators  # and their counts of updates
+    assert ends[0].read_manifest(LAST).operators == ends[1].read_manifest(LAST).operators  # and their counts of updates
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     computed = Counter((stage, event["iteration"]) for event in job.events("replay") for stage in event["stages"])
     assert computed == Counter((stage, i) for stages, again in AGAIN.items() for stage in stages for i in again)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moc.errors import codes_in
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, stores, train
@@ -72,7 +72,7 @@ def _kept(flags: dict) -> list[int]:
 
 
 def _details(store: Store, iteration: int) -> list[str]:
-    return [entry.detail for entry in store.manifest(iteration).operators.values()]
+    return [entry.detail for entry in store.read_manifest(iteration).operators.values()]
 
 
 def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
@@ -94,7 +94,7 @@ def test_a_lost_worker_alone_reads_and_updates(layout, data, flags, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     straight = train(layout, data | HARD | size | _stored(tmp_path, 14))
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 14) == contents(ends[1], 14)
     assert [event["iteration"] for event in job.events("resume")] == [6, 10]
     assert {event["kept"] for event in job.events("resume")} == {len(straight.workers) - 1}
@@ -114,7 +114,7 @@ def test_a_lost_node_comes_back_from_its_peers(data, flags, tmp_path):
         lose(job, 1, memory_of(flags, "1"))
         assert job.wait() == 0, job.console[-4000:]
     train("PP2xEP2", data | HARD | size | _stored(tmp_path, 16))
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 16) == contents(ends[1], 16)
     (resumed,) = job.events("resume")
     assert {tier for _, tier in resumed["sources"]} == {"memory"} and len(resumed["sources"]) > 1
@@ -154,7 +154,7 @@ def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data,
     assert "nothing-stored-yet" in codes_in(job.console)
     straight = train("EP2", data | HARD | size | _stored(tmp_path, 12) | dict(persist_interval=None))
     assert job.records()[-12:] == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 12) == contents(ends[1], 12)
 
 
@@ -164,5 +164,5 @@ def test_a_run_that_has_nothing_left_to_compute_ends_with_everything_in_storage(
     assert "grad" in _details(stores(flags)["memory"], 12)
     assert train("EP2", flags | HARD).start == 12
     train("EP2", data | HARD | _stored(tmp_path, 12))
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 12) == contents(ends[1], 12)

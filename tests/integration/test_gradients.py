@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.live.job import Events
-from moc.recovery.carrying import file_of_operator
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
+from moc.recovery.expert_versions import file_of_operator
+from moc.store.host_memory import find_memory_storage
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_pec import loaded, saved
@@ -58,21 +58,21 @@ def test_a_chain_counts_up_to_its_first_damaged_gradient(data, tmp_path):
     flags, last, damaged = data | CLIPPED | dict(train_iters=20), 12, "layers.1.expert.2"
     everything = dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=99, ckpt_dir=str(tmp_path / "full"))
     assert set(train("EP2", flags | everything | dict(exit_interval=last)).codes) == {0}
-    states = saved(Store(LocalPlace(tmp_path / "full")))
+    states = saved(Store(LocalStorage(tmp_path / "full")))
     with node_memory() as memory:
         flags |= GRADIENTS | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
         flags |= dict(selective_max_age=99)
         killed = start("EP2", flags, body="pec_bodies:die_after", iteration=last)
         assert {result.exit for result in killed.wait()} == {-9}
-        place = memory_found(memory, flags["ckpt_dir"])
-        store = Store(place, slack=True)
+        place = find_memory_storage(memory, flags["ckpt_dir"])
+        store = Store(place, allows_slack=True)
         assert last - 2 in store.iterations()
         whole, gradients = (
-            sum(entry.bytes - entry.header_bytes for entry in store.manifest(iteration).files.values())
+            sum(entry.bytes - entry.header_bytes for entry in store.read_manifest(iteration).files.values())
             for iteration in (1, last - 4)  # carried out of both, the experts alone
         )
         assert gradients == pytest.approx(whole / 3, rel=0.02)
-        flip(place.root / directory_of(last - 4) / file_of_operator(damaged), position=-8 * 16)
+        flip(place.root / checkpoint_name(last - 4) / file_of_operator(damaged), position=-8 * 16)
         begun, hashes = loaded("EP2", flags)
     assert begun in (last - 1, last)
     for fragment, digest in hashes.items():
@@ -97,7 +97,7 @@ def test_the_chains_of_a_lost_node_come_back_from_its_peers(data, tmp_path):
             assert job.wait() == 0, job.console[-4000:]
         resumed, lost = job.events("resume")[-1], job.events("lost")[-1]
     assert lost["plt"] == 0 and len(resumed["sources"]) >= 12 and {tier for _, tier in resumed["sources"]} == {"memory"}
-    ends = (contents(Store(LocalPlace(tmp_path / name)), 24) for name in ("plain", "c"))
+    ends = (contents(Store(LocalStorage(tmp_path / name)), 24) for name in ("plain", "c"))
     assert next(ends) == next(ends)
 
 
@@ -114,5 +114,5 @@ def test_workers_are_lost_at_any_moment_and_nobody_can_tell(data, tmp_path):
         with Launched("PP2xEP2", flags | dict(selective_max_age=5, inject=kills), tmp_path / "job") as job:
             assert job.wait() == 0, job.console[-4000:]
         assert {event["plt"] for event in job.events("lost")} == {0} and len(job.events("resume")) > 3
-    ends = (contents(Store(LocalPlace(tmp_path / name)), 32) for name in ("plain", "c"))
+    ends = (contents(Store(LocalStorage(tmp_path / name)), 32) for name in ("plain", "c"))
     assert next(ends) == next(ends)

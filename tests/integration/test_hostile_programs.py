@@ -12,11 +12,11 @@ import sys
 
 import pytest
 
-from moc.store.claims import Claim
-from moc.store.runs import Run, record_run, run_of
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import SOCKETS_DIRECTORY, memory_path_of_run, memory_storage, user_directory
+from moc.store.ownership import Claim
+from moc.store.runs import Run, find_run, record_run
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import SOCKETS, memory_home, memory_of_run, memory_place
 from tests.hostile import add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints
@@ -110,10 +110,10 @@ def pristine(tmp_path_factory):
     command = [sys.executable, "-W", "ignore", *commands(world)["job"][:-1], "6"]
     subprocess.run(list(map(str, command)), cwd=REPOSITORY, env=environment(world), check=True, capture_output=True)
     checkpoints.save(world / "ckpt", 3)
-    run = run_of(LocalPlace(world / "ckpt")).run
+    run = find_run(LocalStorage(world / "ckpt")).run
     (world / "memory").mkdir()
-    place = memory_place(world / "memory", str(world / "ckpt"), run, claim=Claim("ended", run=run))
-    saved(Store(place, slack=True), 10, 20)
+    place = memory_storage(world / "memory", str(world / "ckpt"), run, claim=Claim("ended", run=run))
+    saved(Store(place, allows_slack=True), 10, 20)
     record_run(place, Run(run, str(world / "ckpt"), 0.0))
     add_victims(world)
     kept = world.with_name("pristine")
@@ -142,14 +142,14 @@ def known(pristine):
 
 def remove(path):
     shutil.rmtree(path, ignore_errors=True)
-    for left in memory_home(SHM).glob(f"{memory_of_run(SHM, str(path / 'ckpt'), '').name}*"):
+    for left in user_directory(SHM).glob(f"{memory_path_of_run(SHM, str(path / 'ckpt'), '').name}*"):
         shutil.rmtree(left)
 
 
 def left(changes, world, known):
-    memory = str(memory_of_run(SHM, str(world / "ckpt"), ""))  # of any run at this address
+    memory = str(memory_path_of_run(SHM, str(world / "ckpt"), ""))  # of any run at this address
     foreign = {one for one in changes if not one[1].startswith(memory)}
-    return outside(foreign, (*(world / name for name in MINE), memory_home(SHM) / SOCKETS), known)
+    return outside(foreign, (*(world / name for name in MINE), user_directory(SHM) / SOCKETS_DIRECTORY), known)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -157,7 +157,7 @@ def test_programs_change_what_they_change_with_a_valid_directory(pristine, known
     problems = []
     for number in range(batch * DIRECTORIES, (batch + 1) * DIRECTORIES):
         world = anew(pristine)
-        (run,) = memory_home(world / "memory").iterdir()
+        (run,) = user_directory(world / "memory").iterdir()
         told = make_hostile(random.Random(SEED + number), world, (world / "ckpt", world / "log", run))
         before = state_of(world, MINE)
         for name, command in commands(world).items():

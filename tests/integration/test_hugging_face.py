@@ -8,7 +8,7 @@ import torch
 
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.dense import DenseContents
-from megatron.pretraining.convert.hugging_face.described import FULL_WIDTH
+from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH
 from tests.integration.entry_jobs import BASE, EP2, OWN_PROGRAM, run
 
 GROUPS = "--num-layers 4 --group-query-attention --num-query-groups 2 --train-iters 2"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
@@ -34,7 +34,7 @@ def data(data):
 
 def ended_with(directory: Path) -> dict:
     """The hash of everything in the last snapshot."""
-    return contents(Store(LocalPlace(directory)), ITERATIONS)
+    return contents(Store(LocalStorage(directory)), ITERATIONS)
 
 
 def test_every_fault_happens_once_and_nobody_can_tell(data, tmp_path):

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from moc.errors import codes_in
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
@@ -56,7 +56,7 @@ def undisturbed(data, tmp_path_factory):
 
 def ended_with(flags: dict) -> dict:
     """The hash of everything in the last snapshot."""
-    return contents(Store(LocalPlace(Path(flags["ckpt_dir"]))), ITERATIONS)
+    return contents(Store(LocalStorage(Path(flags["ckpt_dir"]))), ITERATIONS)
 
 
 def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
@@ -225,7 +225,7 @@ def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_pat
         job.reach(2)
         job.lose(0)
         assert job.wait() == 75
-        assert "no controller has been there for 5 s" in job.console and "start the job again" in job.console
+        assert "no controller was reachable for 5 s" in job.console and "start the job again" in job.console
         assert job.left() == []
 
 
@@ -235,7 +235,7 @@ def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
         job.reach(2)
         job.lose(1)
         assert job.wait() == 75
-        assert "node 1 is missing, and nobody has come for 1 s (--max-wait)" in job.console
+        assert "node 1 is missing, and no node has connected for 1 s (--max-wait)" in job.console
         assert job.left() == []
     assert list(Path(flags["ckpt_memory_dir"]).rglob("manifest.json"))  # what the nodes have in memory stays there
 
@@ -244,7 +244,7 @@ def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", "--spares", "1") as job:
         job.reach(3)
         job.tells("node 1 is there, and waits as a spare")
-        os.kill(job.children("moc.runtime.zygote")[0], signal.SIGKILL)
+        os.kill(job.children("moc.runtime.forkserver")[0], signal.SIGKILL)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
         assert "node 0 is lost, and node 1 takes its place" in job.console
 
@@ -260,7 +260,7 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
     assert "worker 1 has been in its step for" in job.console and "worker 0 has been in" not in job.console
     (event,) = job.events("generation")
     assert event["cause"] == "worker-lost"
-    assert event["reason"].startswith("worker 1 was killed by signal 9: it had been in its step for")
+    assert event["reason"].startswith("worker 1 was killed by signal 9: it was in its step for")
 
 
 def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
@@ -280,12 +280,12 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 75
         assert job.left() == []
-    assert Store(LocalPlace(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
+    assert Store(LocalStorage(Path(flags["ckpt_dir"]))).iterations() == [job.iteration]
 
 
 @pytest.mark.parametrize(
     "there, iteration",
-    [("moc.runtime.controller", 0), ("moc.runtime.zygote", 0), ("moc.runtime.zygote", 2)],
+    [("moc.runtime.controller", 0), ("moc.runtime.forkserver", 0), ("moc.runtime.forkserver", 2)],
     ids=["while the controller starts", "while workers start", "in training"],
 )
 def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
@@ -331,7 +331,7 @@ def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
 def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
         job.launchers[missing].kill()
-        job.starts("moc.runtime.zygote", node)
+        job.starts("moc.runtime.forkserver", node)
         job.launchers[node].send_signal(signal.SIGTERM)
         assert job.launchers[node].wait() == 143
         assert "SIGTERM" in job.console and "exit code 143" in job.console
@@ -369,7 +369,7 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
 def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", "--silence-timeout", "5") as job:
         job.reach(2)
-        os.kill(job.children("moc.runtime.zygote")[0], number)
+        os.kill(job.children("moc.runtime.forkserver")[0], number)
         assert job.wait() == 70, job.console[-4000:]
         assert f"mocrun: error: the process that workers are forked from {sentence}" in job.console
         assert job.left() == []
@@ -382,7 +382,7 @@ def test_a_launcher_that_stands_still_loses_its_workers_before_others_have_their
         before = dict(job.pids)
         job.process.send_signal(signal.SIGSTOP)  # as by Ctrl-Z
         job.tells("node 0 is lost, and node 1 takes its place")
-        job.tells("has heard of no controller for too long, and ends itself")
+        job.tells("has lost the controller for too long, and ends itself")
         deadline = time.monotonic() + 120
         while any(job.pids[rank] == before[rank] for rank in (0, 1)):
             assert time.monotonic() < deadline

@@ -49,7 +49,7 @@ def test_another_order_of_samples_is_reported(saved, data):
 
 def test_a_checkpoint_whose_replacement_was_killed(saved, data, tmp_path):
     root = copied(saved, tmp_path)
-    dense_files.directory_of(root, 4).rename(root / ".iter_0000004.replaced")
+    dense_files.checkpoint_path(root, 4).rename(root / ".iter_0000004.replaced")
     flags = data | dict(load=str(root), save=str(root), train_iters=5, override_opt_param_scheduler=True)
     assert train("1", flags).start == 4
     assert dense_files.latest_iteration(root) == 5 and not [*root.glob(".iter*")]
@@ -71,7 +71,7 @@ def test_a_run_that_skips_training_saves_the_optimizer_state(saved, data, tmp_pa
 def test_the_options_of_a_checkpoint(damaged, saved, data, tmp_path):
     root = copied(saved, tmp_path)
     if damaged:
-        (dense_files.directory_of(root, 4) / "common.pt").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
+        (dense_files.checkpoint_path(root, 4) / "common.pt").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
     flags = data | dict(load=str(root), use_checkpoint_args=True, train_iters=4, hidden_size=None)
     (result,) = start("1", flags).wait()
     expected = (1, ["checkpoint-unloadable"]) if damaged else (0, [])
@@ -80,8 +80,8 @@ def test_the_options_of_a_checkpoint(damaged, saved, data, tmp_path):
 
 def test_a_release_is_no_iteration(saved, data, tmp_path):
     root = copied(saved, tmp_path)
-    (root / dense_files.TRACKER).write_text("release")
-    dense_files.directory_of(root, 4).rename(root / "release")
+    (root / dense_files.TRACKER_FILE).write_text("release")
+    dense_files.checkpoint_path(root, 4).rename(root / "release")
     snapshots = dict(ckpt_policy="full", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
     assert train("1", data | snapshots | dict(load=str(root), train_iters=1)).start == 0
 
@@ -91,7 +91,7 @@ def test_a_release_is_no_iteration(saved, data, tmp_path):
 )
 def test_a_missing_checkpoint_ends_the_job_if_it_must_not_be_missing(content, code, data, tmp_path):
     if content is not None:
-        (tmp_path / dense_files.TRACKER).write_text(content)
+        (tmp_path / dense_files.TRACKER_FILE).write_text(content)
     flags = data | dict(load=str(tmp_path), exit_on_missing_checkpoint=True, train_iters=1)
     (result,) = start("1", flags).wait()
     assert result.exit == 1 and codes_in(result.output) == [code]
@@ -102,7 +102,7 @@ def test_a_pretrained_checkpoint_counts_until_there_is_another(saved, data, tmp_
     begun = told(start("1", flags | dict(save=str(tmp_path)), body="bodies:train_and_report_finetune"))
     assert begun.start == 0 and begun.workers[0]["finetune"] is False
     assert train("1", flags).start == 2
-    shutil.rmtree(dense_files.directory_of(tmp_path, 2))
+    shutil.rmtree(dense_files.checkpoint_path(tmp_path, 2))
     (result,) = start("1", flags).wait()  # the tracker file names it
     assert result.exit == 1 and codes_in(result.output) == ["checkpoint-missing"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moc.store.tiers import SOCKETS, memory_home
+from moc.store.host_memory import SOCKETS_DIRECTORY, user_directory
 from tests.integration import loses_one, socket_attacker
 from tests.shared import ALL
 from tests.worlds import REPOSITORY
@@ -108,13 +108,13 @@ def test_a_job_removes_its_sockets_and_those_of_a_killed_job(tmp_path):
     try:
         flags = "--ckpt-memory-dir", str(memory)
         killed = start(*flags)
-        while not list(memory.glob(f"moc-*/{SOCKETS}/*/replicas")):
+        while not list(memory.glob(f"moc-*/{SOCKETS_DIRECTORY}/*/replicas")):
             assert killed.poll() is None, killed.communicate()[0]
             time.sleep(0.01)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.communicate()
-        home = memory_home(memory)
-        assert os.listdir(home) == [SOCKETS]
+        home = user_directory(memory)
+        assert os.listdir(home) == [SOCKETS_DIRECTORY]
         ends(start(*flags))
         assert os.listdir(home) == []
     finally:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moc.files.events import read_events
-from moc.report.figures import report
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.files.event_log import read_events
+from moc.report.figures import compute_report
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory
 from tests.integration.test_determinism import DROPOUT
@@ -44,7 +44,7 @@ def until_written(job: Launched, root: str | Path, *iterations: int, of: dict[st
 
     def written() -> bool:
         return all(
-            any(has(there / directory_of(iteration), rank) for there in Path(root).glob(pattern))
+            any(has(there / checkpoint_name(iteration), rank) for there in Path(root).glob(pattern))
             for pattern, ranks in of.items()
             for rank in ranks
             for iteration in iterations
@@ -70,9 +70,9 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
         assert job.wait() == 0, job.console[-4000:]
     dense = dict(ckpt_policy="full", snapshot_interval=28, ckpt_dir=str(tmp_path / "straight"))
     straight = train("PP4", hard | dense)
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 28) == contents(ends[1], 28)  # weights, masters, moments
-    assert ends[0].manifest(28).operators == ends[1].manifest(28).operators  # and their counts of updates
+    assert ends[0].read_manifest(28).operators == ends[1].read_manifest(28).operators  # and their counts of updates
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     resumed = job.events("resume")  # one stage; two together; two apart; one more while one recovers; one without logs
     assert [event["stages"] for event in resumed] == [[1], [1, 2], [0, 3], [2, 3], [0, 1]]
@@ -83,7 +83,7 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
     assert all(event["exact"] is (True if 3 in event["stages"] else None) for event in replays)
     assert {event["frozen"] > 0 for event in replays} == {True, False}
     assert not list(tmp_path.rglob("logs"))
-    said = report("this run", read_events(job.log))  # of every recovery and of all the time
+    said = compute_report("this run", read_events(job.log))  # of every recovery and of all the time
     assert [list(one.stages) for one in said.each] == [event["stages"] for event in resumed]
     assert [one.kept for one in said.each] == [event["kept"] for event in resumed]
     assert (sum(one.replayed for one in said.each), said.recoveries.not_exact) == (len(replays), 0)
@@ -104,7 +104,7 @@ def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(dat
         assert job.wait() == 0, job.console[-4000:]
     dense = dict(ckpt_policy="full", snapshot_interval=40, ckpt_dir=str(tmp_path / "straight"))
     straight = train("PP2", flags | dense)
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 40) == contents(ends[1], 40)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert max(event["sparse_window"] for event in job.events("choice")) > 1
@@ -151,7 +151,7 @@ def test_any_window(layout, window, data, tmp_path):
     straight = train(
         layout, flags | dict(ckpt_policy="full", snapshot_interval=18, ckpt_dir=str(tmp_path / "straight"))
     )
-    ends = [Store(LocalPlace(tmp_path / name)) for name in ("c", "straight")]
+    ends = [Store(LocalStorage(tmp_path / name)) for name in ("c", "straight")]
     assert contents(ends[0], 18) == contents(ends[1], 18)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     # the first snapshot has everything; windows of 5 end at 6, 11 and 16, which is not taken any more when 0 is killed

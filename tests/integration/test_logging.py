@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from moc.event_types import problems
+from moc.events import problems
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
 from tests.worlds import start_world
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import LOST
+from moc.runtime.membership import MAX_DEVICE_FAILURES
+from moc.runtime.termination import LOST
 from tests.integration.elastic_jobs import FLAGS as ELASTIC
 from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.integration.launched import Launched
@@ -31,14 +31,14 @@ def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: 
 @pytest.mark.parametrize("when", ["vote", "reduce"])
 def test_no_vote_is_believed_that_a_worker_did_not_take_part_in(when, store):  # noqa: F811
     told = run_world(2, f"{BODIES}:vote_while_a_peer_is_gone", port=store.port, when=when)[0]
-    assert told in ("Aborted", "Suspicion")
+    assert told in ("Aborted", "PeerFailure")
 
 
 def test_votes_that_complete_are_right_whenever_generations_end(store):  # noqa: F811
     told = run_world(3, f"{BODIES}:believe", port=store.port, rounds=20)
     for seen in zip(*told, strict=True):  # by generation, how many votes each worker has believed
         assert max(count for count, _ in seen) - min(count for count, _ in seen) <= 1
-        assert {problem for _, problem in seen} <= {"Aborted", "Suspicion"}
+        assert {problem for _, problem in seen} <= {"Aborted", "PeerFailure"}
 
 
 def test_the_group_in_host_memory_moves_to_other_members_too(store):  # noqa: F811
@@ -131,15 +131,18 @@ def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_it
     monkeypatch.setenv("LYING_DEVICE", '{"seed": 1, "breaks": 1.0, "spares": [0]}')
     program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
     with running(tmp_path / "run", iterations=10**6, program=program) as run:
-        for number in range(MAX_BROKEN):
+        for number in range(MAX_DEVICE_FAILURES):
             run.reach(20 * (number + 1))
             run.kill(0)  # the abort breaks the device of the other one
             run.generation(2 * number + 1)
         assert run.process.wait(120) == LOST
-    assert run.console.count("it ends itself, to be replaced") == MAX_BROKEN
-    why = r"it (has a device that does not work any more|cannot go on) \(.*(NCCL|CUDA) error: "
+    assert run.console.count("it ends itself, to be replaced") == MAX_DEVICE_FAILURES
+    why = r"it (has a device that does not work any more|cannot continue) \(.*(NCCL|CUDA) error: "
     assert re.search(rf"worker 1 was killed by signal 9: {why}", run.console)
-    assert f"as were {MAX_BROKEN - 1} before it with device 1 of node 0: the node gives up its place" in run.console
+    assert (
+        f"as were {MAX_DEVICE_FAILURES - 1} before it with device 1 of node 0: the node gives up its place"
+        in run.console
+    )
 
 
 @pytest.mark.recovery

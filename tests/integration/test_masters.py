@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron.pretraining.convert import program
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.errors import only_code
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, start
@@ -64,7 +64,7 @@ def straight_to_the_end(data, precision, tmp_path):
     """Flags of a run, what it is without faults, and what a snapshot of its end holds."""
     flags = data | SMALL | DROPOUT | precision | dict(train_iters=14)
     dense = dict(ckpt_policy="full", snapshot_interval=14, ckpt_dir=str(tmp_path / "straight"))
-    return flags, train("PP2", flags | dense), Store(LocalPlace(tmp_path / "straight"))
+    return flags, train("PP2", flags | dense), Store(LocalStorage(tmp_path / "straight"))
 
 
 @pytest.mark.recovery
@@ -76,7 +76,7 @@ def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tm
     faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
     with Launched("PP2", flags | WINDOWS | places | faults, tmp_path / "job") as job:
         assert job.wait() == 0, job.console[-4000:]
-    assert contents(Store(LocalPlace(tmp_path / "c")), 14) == contents(end, 14)
+    assert contents(Store(LocalStorage(tmp_path / "c")), 14) == contents(end, 14)
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
     assert [event["stages"] for event in job.events("resume")] == [[1], [0]]
     assert all(event["exact"] in (True, None) for event in job.events("replay"))
@@ -92,15 +92,15 @@ def test_all_stages_compute_a_window_again_to_the_bit(precision, formats, data, 
     assert {result.exit for result in killed} == {-9}, killed[0].output[-2000:]
     resumed = train("PP2", flags | WINDOWS | places)
     assert resumed.start == 7 and resumed.records == straight.records[7:]
-    assert contents(Store(LocalPlace(tmp_path / "c")), 14) == contents(end, 14)
+    assert contents(Store(LocalStorage(tmp_path / "c")), 14) == contents(end, 14)
     assert [event["exact"] for event in events(places, "replay")] == [True, True]
     assert formats_of(end, 14) == dict(zip(("master", "exp_avg", "exp_avg_sq"), formats, strict=True))
 
 
 def formats_of(store, iteration):
-    names = store.manifest(iteration).files
-    reader = RegionReader(store.place.blob(f"{directory_of(iteration)}/{name}") for name in names)
-    found = {(source.entry.slot, source.entry.dtype) for source in reader.sources() if source.entry.slot != "param"}
+    names = store.read_manifest(iteration).files
+    reader = ShardReader(store.storage.open_blob(f"{checkpoint_name(iteration)}/{name}") for name in names)
+    found = {(source.box.slot, source.box.dtype) for source in reader.sources() if source.box.slot != "param"}
     formats = dict(found)
     assert len(formats) == len(found)
     return formats

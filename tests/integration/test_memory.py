@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.leftovers import leftovers
-from moc.store.spare import SpareRoom
-from moc.store.tiers import memory_place
+from moc.store.host_memory import leftovers, memory_storage
+from moc.store.reserved_memory import SpaceReserve
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.shared import ALL
@@ -113,17 +112,21 @@ def fill(path: Path) -> None:
 
 def test_a_small_file_is_written_though_others_take_what_is_given_up_for_it(tmp_path, monkeypatch):
     with memory_of_bytes(1 << 20, tmp_path / "memory") as memory:
-        place, spend, takers = memory_place(memory, "snapshots", "run"), SpareRoom.spend, iter(["first", "second"])
-        place.spare.fill(1 << 16)
+        place, spend, takers = (
+            memory_storage(memory, "snapshots", "run"),
+            SpaceReserve.release,
+            iter(["first", "second"]),
+        )
+        place.reserve.allocate(1 << 16)
         fill(Path(memory) / "another")
 
-        def spend_and_lose(room: SpareRoom, nbytes: int) -> bool:
+        def spend_and_lose(room: SpaceReserve, nbytes: int) -> bool:
             given, taker = spend(room, nbytes), next(takers, None)
             if taker is not None:
                 fill(Path(memory) / taker)
             return given
 
-        monkeypatch.setattr(SpareRoom, "spend", spend_and_lose)
+        monkeypatch.setattr(SpaceReserve, "release", spend_and_lose)
         place.write("manifest.json", [bytes(6000)])
         assert place.read("manifest.json", 1 << 20) == bytes(6000)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moc.store.dense_files import saved_iterations
+from moc.store.dense_files import list_iterations
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import SHALLOW
@@ -46,7 +46,7 @@ def straight(layout, flags, tmp_path_factory):
     place = tmp_path_factory.mktemp("straight")
     places = dict(ckpt_dir=str(place / "c"), save=str(place / "s"), log_dir=str(place / "log"))
     trained = train(layout[0], flags | layout[1] | places)
-    assert saved_iterations(place / "s") == [3, 6, 9, 12] and len(trained.records) == 12
+    assert list_iterations(place / "s") == [3, 6, 9, 12] and len(trained.records) == 12
     told = map(json.loads, (place / "log/events.jsonl").read_text().splitlines())
     return evaluations([event for event in told if event["type"] == "evaluation"])
 
@@ -63,7 +63,7 @@ def test_nothing_that_is_due_is_missed(when, layout, flags, straight, tmp_path):
             assert job.wait() == 0, job.console[-4000:]
     assert len(job.events("inject")) == sum(1 + fault.count(",") for fault in FAULTS[when])
     assert evaluations(job.events("evaluation")) == straight
-    assert saved_iterations(tmp_path / "s") == [3, 6, 9, 12]
+    assert list_iterations(tmp_path / "s") == [3, 6, 9, 12]
     taken = {event["iteration"] for event in job.events("snapshot")}
     assert taken >= {3, 6, 9, 12} or when != "before anything"  # one that survivors complete has no event
     assert [event["iteration"] for event in job.events("exit")] == [12]
@@ -88,4 +88,4 @@ def test_a_save_that_was_abandoned_is_made_up_for(flags, tmp_path):
         with Launched("EP2", flags | places | dict(inject="kill rank=1 iteration=7 point=start"), tmp_path) as job:
             assert job.wait() == 0, job.console[-4000:]
     assert {6, 7, 8} & {event["iteration"] for event in job.events("save")}
-    assert saved_iterations(tmp_path / "s")[-1] == 12
+    assert list_iterations(tmp_path / "s")[-1] == 12

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory
@@ -61,7 +61,7 @@ def end_of(directory, memory: str, layout: str, flags: dict, **options) -> tuple
         killed = [event for event in job.events("generation") if "signal 9" in event["reason"]]
         assert len(killed) == len(flags.get("inject", ()))
         assert "starts over" not in job.console
-        return contents(Store(LocalPlace(directory / "snapshots")), LAST), job.records()
+        return contents(Store(LocalStorage(directory / "snapshots")), LAST), job.records()
 
 
 @pytest.fixture(scope="module")

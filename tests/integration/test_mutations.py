@@ -49,7 +49,7 @@ def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, t
             world.wait()
         else:
             train("1", flags)
-        kept = {store.place.name: str(tmp_path / tier) for tier, store in stores(flags).items()}
+        kept = {store.storage.name: str(tmp_path / tier) for tier, store in stores(flags).items()}
         for directory, copy in kept.items():
             shutil.copytree(directory, copy)
         body = "tests.integration.mutation_bodies:resume_each"

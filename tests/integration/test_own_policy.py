@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 from benchmarks.live.job import free_ports
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.own_policy import ROOT, install
 
 MODEL = (
@@ -31,12 +31,12 @@ def test_it_trains_is_killed_and_goes_on(tmp_path):
     env, directory = install(tmp_path / "site"), tmp_path / "snapshots"
     kill = "--max-snapshot-lag", "1", "--log-dir", str(tmp_path / "log"), "--inject", "kill rank=0 iteration=7"
     assert "loading snapshot" not in train(env, directory, 20, *kill, code=-signal.SIGKILL)
-    store = Store(LocalPlace(str(directory)))
-    assert store.manifest(4).policy == "busier"
+    store = Store(LocalStorage(str(directory)))
+    assert store.read_manifest(4).policy == "busier"
     published = store.iterations()
     said = train(env, directory, 8)
     newest = 6 if 6 in published else 4  # the kill may precede the publication of the snapshot just begun
-    assert f"loading snapshot {directory}/{directory_of(newest)}" in said
+    assert f"loading snapshot {directory}/{checkpoint_name(newest)}" in said
     assert store.iterations()[-1] == 8
-    experts = [name.split(".")[1] for name in store.manifest(4).operators if ".expert." in name]
+    experts = [name.split(".")[1] for name in store.read_manifest(4).operators if ".expert." in name]
     assert sorted(experts) == ["0", "1"]  # one of each layer

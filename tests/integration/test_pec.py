@@ -9,10 +9,10 @@ import pytest
 from benchmarks.live.job import Events
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.sharding import StateBytes
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
-from moc.store.tiers import memory_found
+from moc.store.host_memory import find_memory_storage
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.integration.snapshot_files import node_memory, start
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train
@@ -52,9 +52,9 @@ def saved(store: Store) -> dict[str, dict[int, str]]:
     """By fragment, its hash in each checkpoint that has it."""
     found: dict[str, dict[int, str]] = {}
     for iteration in store.iterations():
-        files = Path(store.place.name) / directory_of(iteration)
-        for source in RegionReader(sorted(files.glob("*.safetensors"))).sources():
-            entry = source.entry
+        files = Path(store.storage.name) / checkpoint_name(iteration)
+        for source in ShardReader(sorted(files.glob("*.safetensors"))).sources():
+            entry = source.box
             key = f"{entry.name} {entry.slot} {entry.region.offset} {entry.region.shape}"
             found.setdefault(key, {})[iteration] = source.digest
     return found
@@ -63,7 +63,7 @@ def saved(store: Store) -> dict[str, dict[int, str]]:
 def experts_in(store: Store, iteration: int) -> dict[int, list[int]]:
     """By layer, the experts that a checkpoint has."""
     found: dict[int, list[int]] = {}
-    for name in store.manifest(iteration).operators:
+    for name in store.read_manifest(iteration).operators:
         if ".expert." in name:
             _, layer, _, expert = name.split(".")
             found.setdefault(int(layer), []).append(int(expert))
@@ -74,15 +74,15 @@ def experts_in(store: Store, iteration: int) -> dict[int, list[int]]:
 def test_bytes_are_those_of_equation_6(target, data, tmp_path):
     flags = dict(pec_k=2, pec_target=target, ckpt_dir=str(tmp_path / "c"), ckpt_keep=9, exit_interval=3)
     assert set(train("EP2", data | PEC | flags).codes) == {0}
-    store = Store(LocalPlace(tmp_path / "c"))
+    store = Store(LocalStorage(tmp_path / "c"))
     for iteration, k in ((1, EXPERTS), (2, 2), (3, EXPERTS)):  # the first one, and an orderly end, save everything
-        operators = store.manifest(iteration).operators
+        operators = store.read_manifest(iteration).operators
         full = [name for name, entry in operators.items() if ".expert." in name and entry.detail == "full"]
         assert len(full) == LAYERS * k
     full, partial = (
-        sum(f.bytes - f.header_bytes for f in store.manifest(iteration).files.values()) for iteration in (1, 2)
+        sum(f.bytes - f.header_bytes for f in store.read_manifest(iteration).files.values()) for iteration in (1, 2)
     )
-    parameters = {name: entry.elements["master"] for name, entry in store.manifest(1).operators.items()}
+    parameters = {name: entry.elements["master"] for name, entry in store.read_manifest(1).operators.items()}
     experts = sum(n for name, n in parameters.items() if ".expert." in name)
     others, state = sum(parameters.values()) - experts, StateBytes(weights=4, master=0)  # as Format v1 saves them
     assert full == pec_size(others, experts, EXPERTS, EXPERTS, state)
@@ -94,7 +94,7 @@ def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
     log = tmp_path / "log"
     flags = data | PEC | dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
     kill_at("EP2", flags, iteration=6)
-    versions = saved(Store(LocalPlace(tmp_path / "c")))
+    versions = saved(Store(LocalStorage(tmp_path / "c")))
     newest = max(iteration for versions_of_one in versions.values() for iteration in versions_of_one)
     start, hashes = loaded("EP2", flags)
     assert start == newest
@@ -107,7 +107,7 @@ def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
 
 @pytest.mark.recovery
 def test_two_levels(data, tmp_path):
-    log, storage = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    log, storage = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
     with node_memory() as memory:
         flags = data | PEC | dict(pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", persist_interval=2)
         flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
@@ -126,14 +126,14 @@ def test_two_levels(data, tmp_path):
 @pytest.mark.parametrize("target", ["both", "weights"])
 def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
     """Which rank saves a copy depends on the plan; what goes on to storage has to be what that rank has in memory."""
-    log, storage = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    log, storage = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
     with node_memory() as memory:
         flags = data | PEC | EXPERT_BIAS | dict(use_distributed_optimizer=False, pec_target=target)
         flags |= dict(pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", persist_interval=2)
         flags |= dict(ckpt_memory_dir=str(memory), ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
         kill_when("EP2", flags, lambda: len(storage.iterations()) > 1)
     newest = max(storage.iterations())
-    steps = {entry.step for entry in storage.manifest(newest).operators.values()}
+    steps = {entry.step for entry in storage.read_manifest(newest).operators.values()}
     assert newest > min(storage.iterations()) and steps == {newest}
     start, hashes = loaded("EP2", flags | dict(ckpt_tier="disk", persist_interval=None, pec_k_persist=4))
     versions = saved(storage)
@@ -149,8 +149,8 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
         flags = data | PEC | dict(pec_k_snapshot=EXPERTS, pec_k_persist=1, ckpt_tier="memory", persist_interval=8)
         flags |= dict(node_of_rank="0,1", ckpt_memory_dir=memory, ckpt_dir=str(storage), log_dir=str(log))
         kill_when("EP2", flags, lambda: _memory_is_ahead(Events(log / "events.jsonl")))
-        base = max(Store(LocalPlace(storage)).iterations())
-        shutil.rmtree(memory_found(memory, str(storage), "1").root)
+        base = max(Store(LocalStorage(storage)).iterations())
+        shutil.rmtree(find_memory_storage(memory, str(storage), "1").root)
         first, again = loaded("EP2", flags), loaded("EP2", flags)
         assert first == again  # what is left in memory stays until a new snapshot is safe
         late = ["slow ranks=0,1 iteration=0 point=snapshot_copying seconds=600"]  # it is begun, and not safe
@@ -178,7 +178,7 @@ def _memory_is_ahead(told: Events) -> bool:
 def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
     """MoC-System, section 5.3: five faults, and the limit is kept."""
     limit, faults, trained = 0.0375, range(48, 81, 8), 400  # iterations of the whole training
-    log, store = tmp_path / "log", Store(LocalPlace(tmp_path / "c"))
+    log, store = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
     flags = data | PEC | SMALL | dict(pec_dynamic_k=True, ckpt_blocking=True, train_iters=trained)
     flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
     size, parallel = LAYOUTS["EP2"]
@@ -207,7 +207,7 @@ def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
 def test_storage_keeps_what_is_needed_and_no_more(data, tmp_path):
     flags = dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), ckpt_keep=1, log_dir=str(tmp_path / "log"))
     kill_at("1", data | PEC | flags, iteration=2 * EXPERTS)
-    store = Store(LocalPlace(tmp_path / "c"))
+    store = Store(LocalStorage(tmp_path / "c"))
     versions = saved(store)
     needed = {max(found) for found in versions.values()}
     assert len(needed) >= EXPERTS // 2

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from moc.store.locate import place_of
+from moc.store.object_storage import storage_at
 from moc.store.store import Store
 from tests.integration.snapshot_files import node_memory, train
 from tests.integration.tiny import FLAGS
@@ -30,8 +30,8 @@ def test_as_many_experts_as_hide(data, tmp_path):
     choice = next(event for event in events if event["type"] == "choice")
     k = choice["k_snapshot"]
     assert 1 <= choice["k_persist"] <= k < EXPERTS and f"A snapshot of {k} expert" in choice["reason"]
-    store = Store(place_of(str(tmp_path / "c")))
-    saved = [Counter(name.rsplit(".", 1)[0] for name in store.manifest(i).operators) for i in store.iterations()]
+    store = Store(storage_at(str(tmp_path / "c")))
+    saved = [Counter(name.rsplit(".", 1)[0] for name in store.read_manifest(i).operators) for i in store.iterations()]
     first, *others, last = (counts["layers.0.expert"] for counts in saved)
     assert first == last == EXPERTS
     assert others and set(others) <= {event["k_persist"] for event in events if event["type"] == "choice"}

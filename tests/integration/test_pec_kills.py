@@ -60,10 +60,10 @@ def test_the_same_with_memory_and_killed_again_before_the_next_goes_to_storage(f
     killed(flags, "kill rank=0 iteration=16 point=start")
     resumed = [event["iteration"] for event in events(flags, "resume")]
     assert len(resumed) == 2 and 1 <= resumed[0] < 4 and resumed[0] <= resumed[1] < 7
-    stores(flags)["memory"].clear()
+    stores(flags)["memory"].remove_all()
     last = train("1", flags)  # from storage alone
     assert set(last.codes) == {0} and 1 <= last.start <= 15 and last.start + len(last.records) == 20
-    names = [operator for operator in stores(flags)["storage"].manifest(20).operators if ".expert." in operator]
+    names = [operator for operator in stores(flags)["storage"].read_manifest(20).operators if ".expert." in operator]
     assert len(names) == EXPERTS * LAYERS
 
 

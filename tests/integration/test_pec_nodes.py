@@ -18,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from moc.state.operators import operator_of
-from moc.store.blobs import LocalBlob
-from moc.store.regions import read_sources
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import find_memory_storage
+from moc.store.shard_file import read_stored_boxes
+from moc.store.storage import LocalBlob, LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 from tests.integration.snapshot_files import events, node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS
@@ -58,7 +57,7 @@ class Spot:
 
     def node(self, node: str) -> Path:
         """Memory of one node."""
-        return memory_found(self.memory, str(self.storage), node).root
+        return find_memory_storage(self.memory, str(self.storage), node).root
 
     def without(self, lost: Iterable[str], name: str) -> Spot:
         """A copy after some nodes were lost; it shares files, which nobody writes to in place."""
@@ -181,7 +180,7 @@ def damage(spot: Spot, node: str) -> tuple[int, set[str]]:
         content[position] ^= 1
     path.unlink()  # other copies share it
     path.write_bytes(content)
-    return iteration, {operator_of(one.entry.name) for one in read_sources(LocalBlob(path)) if one.damage()}
+    return iteration, {operator_of(one.box.name) for one in read_stored_boxes(LocalBlob(path)) if one.find_damage()}
 
 
 @dataclass(frozen=True)
@@ -206,10 +205,10 @@ class Scene:
 
     def reached(self, spot: Spot) -> bool:
         """Whether it is time."""
-        if not Store(LocalPlace(spot.storage)).iterations():  # nor is there a run whose memory could be found
+        if not Store(LocalStorage(spot.storage)).iterations():  # nor is there a run whose memory could be found
             return False
         nodes = [spot.node(node) for node in NODES if node != self.behind]
-        storage, *memory = (max(Store(LocalPlace(root)).iterations(), default=0) for root in (spot.storage, *nodes))
+        storage, *memory = (max(Store(LocalStorage(root)).iterations(), default=0) for root in (spot.storage, *nodes))
         return min(memory) >= self.iteration and storage >= self.stored
 
 

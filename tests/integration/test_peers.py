@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from benchmarks.live.job import Events
-from moc.store.storage import LocalPlace
+from moc.store.host_memory import find_memory_storage
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_found
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL
@@ -43,7 +43,7 @@ def sparse(flags):
 
 
 def memory_of(flags: dict, node: str) -> Path:
-    return memory_found(flags["ckpt_memory_dir"], flags["ckpt_dir"], node).root
+    return find_memory_storage(flags["ckpt_memory_dir"], flags["ckpt_dir"], node).root
 
 
 def left_in(flags: dict) -> list[Path]:
@@ -101,7 +101,7 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     assert (back["of"], back["held_by"], back["iteration"]) == ("1", "0", resumed["iteration"])
     assert resumed["tier"] == "memory" and resumed["iteration"] >= safe > 0
     assert job.events("placement")[0]["survival"] == {"1": 1.0, "2": 0.0}
-    stored = [contents(Store(LocalPlace(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
+    stored = [contents(Store(LocalStorage(f["ckpt_dir"])), ITERATIONS) for f in (flags, plain)]
     assert stored[0] == stored[1]
     assert not left_in(flags)
 

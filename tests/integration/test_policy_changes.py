@@ -43,7 +43,7 @@ def test_a_killed_job_goes_on_with_another_policy_or_says_what_to_do(old, new, t
         before, after = (data | flags_of(policy, tier, tmp_path, memory) for policy in (old, new))
         kill_at("1", before, iteration=12)
         at = max(iteration for store in stores(before).values() for iteration in store.iterations())
-        if not POLICIES[old].exact and POLICIES[new].exact:
+        if not POLICIES[old].is_exact and POLICIES[new].is_exact:
             (result,) = start("1", after).wait()
             (said,) = (line for line in result.output.splitlines() if "pretrain_gpt_moe.py: error" in line)
             assert result.exit == 1 and "Traceback" not in result.output
@@ -73,13 +73,13 @@ def test_the_same_where_nodes_keep_copies_for_each_other(old, new, data, tmp_pat
             job.reach(12)
             for node in (0, 1):
                 job.lose(node)
-        if POLICIES[new].exact:
+        if POLICIES[new].is_exact:
             with Launched("EP2", after, tmp_path / "refused", nodes=2) as job:
                 assert job.wait() == 1 and not job.events("iteration")
                 assert "policy-change-refused" in codes_in(job.console)
             assert ended(before, tmp_path / "in order", 20) >= 10  # as it says
         at = ended(after, tmp_path / "changed", 24)
-        assert at == 20 if POLICIES[new].exact else at >= 10
+        assert at == 20 if POLICIES[new].is_exact else at >= 10
 
 
 def ended(flags, directory, iteration):

@@ -32,13 +32,13 @@ def launched(overlay, *command, launcher="moc.launch"):
             "torch.distributed.distributed_c10d",
             ("_object_to_tensor", "_object_as_tensor"),
             ["examples/pure_torch.py"],
-            "_object_to_tensor is missing, and moc/runtime/sealed_objects.py",
+            "_object_to_tensor is missing, and moc/runtime/groups.py",
         ),
         (
             "megatron.core.distributed.param_and_grad_buffer",
             ("per_param_grad_ready_counts", "ready_counts"),
             TRAIN,
-            "has no attribute per_param_grad_ready_counts, and megatron/pretraining/engine/reset.py",
+            "has no attribute per_param_grad_ready_counts, and megatron/pretraining/engine/schedule.py",
         ),
         (*COMMUNICATE, [*TRAIN, *SNAPSHOTS, "--ckpt-dir", "/nowhere"], "P2PCommunicator._communicate is missing"),
         *ALL

@@ -15,8 +15,7 @@ from benchmarks.live.job import Events
 from moc.inspect import memory
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError
-from moc.store.leases import lease_left_s
-from moc.store.tiers import memory_found
+from moc.store.host_memory import find_memory_storage, lease_remaining_s
 from tests import warm
 from tests.worlds import REPOSITORY
 
@@ -70,7 +69,7 @@ class Run:
         self.process.kill()
         self.process.wait()
         with suppress(CheckpointError):  # no run has begun
-            shutil.rmtree(memory_found(Settings.memory_directory, str(self._snapshots)).root, ignore_errors=True)
+            shutil.rmtree(find_memory_storage(Settings.memory_directory, str(self._snapshots)).root, ignore_errors=True)
 
     def end(self):
         """The last line that it says: iteration, loss and hash of the weights."""
@@ -117,10 +116,10 @@ def test_a_killed_job_keeps_its_memory_within_its_lease(tmp_path, capsys):
     """The lease is the launcher's --silence-timeout; each iteration renews it."""
     with running(tmp_path / "run", flags=("--silence-timeout", "77")) as run:
         run.reach(10)
-        left = memory_found(Settings.memory_directory, str(tmp_path / "run" / "snapshots")).root
+        left = find_memory_storage(Settings.memory_directory, str(tmp_path / "run" / "snapshots")).root
         os.utime(left / ".lease", (0, 0))
         run.reach(12)
-        assert 60 < lease_left_s(left) <= 77
+        assert 60 < lease_remaining_s(left) <= 77
         run.process.kill()
         run.process.wait()
         remove = ["--remove", "--ckpt-dir", str(tmp_path / "run" / "snapshots")]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.live.job import Events
-from moc.policy.ledger import Ledger
-from moc.store.storage import LocalPlace
+from moc.policy.token_ledger import TokenLedger
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, train
@@ -24,12 +24,12 @@ EXPERT = 12 * 3 * FLAGS["hidden_size"] * SMALL["ffn_hidden_size"]
 
 def by_rank(store: Store, iteration: int) -> dict[str, int]:
     """Bytes of each rank's file, without its header."""
-    return {name: entry.bytes - entry.header_bytes for name, entry in store.manifest(iteration).files.items()}
+    return {name: entry.bytes - entry.header_bytes for name, entry in store.read_manifest(iteration).files.items()}
 
 
 def experts_in(store: Store, iteration: int) -> set[str]:
     """The experts that a snapshot has."""
-    return {name for name in store.manifest(iteration).operators if ".expert." in name}
+    return {name for name in store.read_manifest(iteration).operators if ".expert." in name}
 
 
 @pytest.mark.parametrize("layout", ["TP2xEP2", "PP2xDP2", *ALL * ["PP2xEP2", "interleaved"]])
@@ -38,13 +38,13 @@ def test_no_rank_saves_more_than_its_budget(layout, data, tmp_path):
     flags = data | SMALL | dict(ckpt_policy="selective", snapshot_interval=1, ckpt_dir=str(tmp_path / "c"))
     dense = dict(num_experts=8, ckpt_keep=99, log_dir=str(tmp_path / "log"))
     assert set(train(layout, flags | dense | dict(selective_experts=1, exit_interval=3)).codes) == {0}
-    few, all_ = (by_rank(Store(LocalPlace(tmp_path / "c")), iteration) for iteration in (2, 1))
+    few, all_ = (by_rank(Store(LocalStorage(tmp_path / "c")), iteration) for iteration in (2, 1))
     least, layers = max(few.values()), 4 if layout == "interleaved" else 2
     # equation 5 with 12 bytes: one of 8 experts of each layer, and all that is dense
     assert sum(few.values()) == pytest.approx(sum(all_.values()) - 7 * layers * EXPERT, rel=0.01)
     flags |= dense | dict(ckpt_dir=str(tmp_path / "d"), train_iters=26, selective_local_gb=(least + EXPERT) / 1e9)
     assert set(train(layout, flags).codes) == {0}
-    store = Store(LocalPlace(tmp_path / "d"))
+    store = Store(LocalStorage(tmp_path / "d"))
     first, *others, last = store.iterations()
     everything = experts_in(store, first)
     assert first > 10 and last == 26 and experts_in(store, last) == everything
@@ -107,7 +107,7 @@ def kept(data, tmp_path, **changes) -> tuple[Launched, Store]:
         flags |= dict(num_experts=8, train_iters=16, inject=["kill rank=1 iteration=12 point=forward_backward"])
         with Launched("EP2", flags | changes, tmp_path / "job") as job:
             assert job.wait() == 0, job.console[-4000:]
-    return job, Store(LocalPlace(tmp_path / "c"))
+    return job, Store(LocalStorage(tmp_path / "c"))
 
 
 @pytest.mark.recovery
@@ -119,7 +119,7 @@ def test_survivors_keep_their_experts(zero, data, tmp_path):
     assert [11, "live"] in resumed["sources"] and [9, "memory"] in resumed["sources"]
     expected = ("memory", 0, 9) if zero else ("live", 1, 11)
     assert (resumed["tier"], resumed["kept"], resumed["iteration"]) == expected
-    for tokens in Ledger.from_state(store.manifest(16).state["ledger"]).lost.values():
+    for tokens in TokenLedger.from_state(store.read_manifest(16).state["ledger"]).lost.values():
         assert tokens[:4] == (0, 0, 0, 0) and sum(tokens[4:]) > 0
 
 
@@ -133,4 +133,4 @@ def test_nobody_goes_back_and_nothing_is_lost_where_a_snapshot_has_the_lost_expe
     flags = data | SMALL | dict(num_experts=8, train_iters=16, use_distributed_optimizer=False)
     straight = train("EP2", flags | dict(ckpt_policy="full", snapshot_interval=16, ckpt_dir=str(tmp_path / "straight")))
     assert job.records() == [(r["iteration"], r["loss"], r["grad_norm"]) for r in straight.records]
-    assert contents(store, 16) == contents(Store(LocalPlace(tmp_path / "straight")), 16)
+    assert contents(store, 16) == contents(Store(LocalStorage(tmp_path / "straight")), 16)

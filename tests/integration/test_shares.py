@@ -9,10 +9,18 @@ import sys
 import pytest
 import torch
 
-from megatron.pretraining.planning.model import operators_of
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
+from megatron.pretraining.planning.model import meta_operators
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
 from moc.state.operators import operator_of
-from moc.store.regions import RegionReader
+from moc.store.shard_file import ShardReader
 from tests.configs import config_of
 from tests.integration.test_training_state import covered, whole
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
@@ -62,15 +70,15 @@ def test_shares_hold_each_element_once_with_its_value(name, plan, shared):
     for scheme in SHARED_OUT:
         counts = covered(worker[plan][scheme]["boxes"] for worker in workers)
         assert counts and all((count == 1).all() for count in counts.values())
-    first, here = (RegionReader(sorted((directory / d).glob("*.safetensors"))) for d in ("first", plan))
+    first, here = (ShardReader(sorted((directory / d).glob("*.safetensors"))) for d in ("first", plan))
     for slot, tensor in counts:
         assert torch.equal(whole(first, tensor, slot), whole(here, tensor, slot)), (slot, tensor)
     assert set(counts) == wanted(first, plan)
 
 
-def wanted(first: RegionReader, plan: str) -> set[tuple[str, str]]:
+def wanted(first: ShardReader, plan: str) -> set[tuple[str, str]]:
     """What the plan asks for, of all slots of all tensors."""
-    everything = {(source.entry.slot, source.entry.name) for source in first.sources()}
+    everything = {(source.box.slot, source.box.name) for source in first.sources()}
     operators = sorted({operator_of(tensor) for _, tensor in everything})
     full = {name: plan == "full" or plan == "mixed" and not number % 2 for number, name in enumerate(operators)}
     return {(slot, tensor) for slot, tensor in everything
@@ -124,7 +132,7 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     size, parallel = LAYOUTS[layout]
     config = config_of(FLAGS | SMALL | parallel | dict(mock_data=True) | flags, size)
     sizes = config.parallel
-    ranks = Layout(
+    ranks = ParallelLayout(
         world=size,
         tp=sizes.tensor_model_parallel_size,
         pp=sizes.pipeline_model_parallel_size,
@@ -135,8 +143,10 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     zero = flags["use_distributed_optimizer"]
     compute = StateBytes(0, weights, 0) if zero else StateBytes(weights, 0, 0)  # it is saved as the masters are
     state = StateBytes(0, 4, 8) if plan == "full" else compute
-    items = cut_large(contents(operators_of(config, None, FLAGS["vocab_size"]), ranks, state, zero=zero))
-    return loads(items, assign(items, SCHEMES[scheme]), size)
+    items = cut_large_items(
+        list_save_items(meta_operators(config, None, FLAGS["vocab_size"]), ranks, state, uses_zero=zero)
+    )
+    return bytes_by_rank(items, assign_items(items, SCHEMES[scheme]), size)
 
 
 def test_a_rule_of_your_own_shares_out_what_is_trained(tmp_path):

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from moc.policy import Every, policy_named
+from moc.policy import Capability, Every, policy_named
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.persisted import Persisted, Promise, overdue
-from moc.session.storage_health import VOTES
+from moc.session.saving.storage import ALL_REDUCES
 from moc.state.shape import ModelShape, model_operators
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.snapshot_files import events, node_memory, start, train
 from tests.integration.test_atomic_save import wait_for
@@ -67,16 +67,17 @@ def test_what_is_left_without_memory(policy, storage, data, tmp_path):
 
         shape = ModelShape((1, 1), 32, 48, 32, 32, 16, 256, num_experts=4, expert_ffn_hidden_size=48)
         model = policy_named(flags["ckpt_policy"])(model_operators(shape), Every(1), **settings)
-        held = in_storage(look(Store(LocalPlace(Path(flags["ckpt_dir"]))))[0])
+        held = in_storage(look(Store(LocalStorage(Path(flags["ckpt_dir"]))))[0])
         left = Persisted.of(held, model)
         published = [0, *(event["iteration"] for event in events(flags, "persist")), at]
         gap = max(b - a for a, b in itertools.pairwise(published))
-        promise = Promise.of(model, gap + model.window_length, outstanding=1, votes=VOTES)
+        promise = Promise.of(model, gap + model.schedule.window_length, outstanding=1, votes=ALL_REDUCES)
         assert left.iteration > 0 and not overdue(left, promise, model.operators, at, since=1)
 
         ended = train("1", flags | dict(exit_interval=left.iteration + 1))
         assert ended.start == left.iteration
     if storage == "slow":
         assert any(event["storage_overdue"] for event in events(flags, "iteration") if "storage_overdue" in event)
+    has_windows = Capability.WINDOWS in model.requires
     if storage == "failing":  # what others of a window depend on is written again
-        assert bool(events(flags, "save_retried")) == model.windows != bool(events(flags, "save_failed"))
+        assert bool(events(flags, "save_retried")) == has_windows != bool(events(flags, "save_failed"))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.manifest import NAME as MANIFEST
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 from tests.errors import only_code
 from tests.integration.snapshot_files import EVERY, damage, events, node_memory, start, stores, train, whole
 from tests.integration.test_atomic_save import wait_for
@@ -21,7 +21,7 @@ def snapshot(data, tmp_path_factory) -> Path:
     """The directory of a snapshot by two workers."""
     flags = data | EVERY | dict(ckpt_dir=str(tmp_path_factory.mktemp("published")), train_iters=1)
     train("EP2", flags)
-    return Path(flags["ckpt_dir"], directory_of(1))
+    return Path(flags["ckpt_dir"], checkpoint_name(1))
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def published(snapshot, tmp_path) -> Path:
 
 def said_of(snapshot: Path) -> str:
     """What is wrong with a snapshot."""
-    said = damage(Store(LocalPlace(snapshot.parent)), 1)
+    said = damage(Store(LocalStorage(snapshot.parent)), 1)
     assert said is not None
     return said
 
@@ -49,31 +49,31 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_flipped_bit_is_found_and_named(rank, published):
-    file = published / file_of(rank)
+    file = published / shard_file_name(rank)
     begin, size = int.from_bytes(file.read_bytes()[:8], "little") + 8, file.stat().st_size
     for position in (0, 7, 8, begin // 2, begin - 1):
         flip(file, position)
         assert str(file) in said_of(published)
         flip(file, position)
     for position in (begin, (begin + size) // 2, size - 1, *random.Random(rank).sample(range(begin, size), 20)):
-        (hit,) = (s.entry for s in RegionReader([file]).sources() if s.start <= position < s.start + s.entry.nbytes)
+        (hit,) = (s.box for s in ShardReader([file]).sources() if s.start <= position < s.start + s.box.nbytes)
         flip(file, position, position % 8)
         said = said_of(published)
         assert str(file) in said and f"{hit.slot} of {hit.name} at {hit.region.offset}" in said
         flip(file, position, position % 8)
-    assert damage(Store(LocalPlace(published.parent)), 1) is None
+    assert damage(Store(LocalStorage(published.parent)), 1) is None
 
 
 def test_no_flipped_bit_of_a_manifest_is_believed(published):
-    store, path = Store(LocalPlace(published.parent)), published / MANIFEST
-    whole = store.manifest(1)
+    store, path = Store(LocalStorage(published.parent)), published / MANIFEST
+    whole = store.read_manifest(1)
     for position in (0, *random.Random(1).sample(range(path.stat().st_size), 300), path.stat().st_size - 1):
         flip(path, position, position % 8)
-        assert str(path) in (damage(store, 1) or str(path)) and (damage(store, 1) or store.manifest(1) == whole)
+        assert str(path) in (damage(store, 1) or str(path)) and (damage(store, 1) or store.read_manifest(1) == whole)
         flip(path, position, position % 8)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, file_of(0), file_of(1)])
+@pytest.mark.parametrize("name", [MANIFEST, shard_file_name(0), shard_file_name(1)])
 def test_what_is_cut_off_longer_or_missing_is_named(name, published):
     file = published / name
     content = file.read_bytes()
@@ -100,11 +100,11 @@ def middle(path: Path) -> None:
 
 
 DAMAGES = {
-    "data": (file_of(1), middle),
-    "header": (file_of(0), lambda path: flip(path, 100)),
+    "data": (shard_file_name(1), middle),
+    "header": (shard_file_name(0), lambda path: flip(path, 100)),
     "manifest": (MANIFEST, middle),
-    "missing": (file_of(1), Path.unlink),
-    "empty": (file_of(1), lambda path: path.write_bytes(b"")),
+    "missing": (shard_file_name(1), Path.unlink),
+    "empty": (shard_file_name(1), lambda path: path.write_bytes(b"")),
 }
 
 
@@ -112,7 +112,7 @@ DAMAGES = {
 def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
     name, spoil = DAMAGES[kind]
     train(layout, flags | dict(exit_interval=4))
-    spoilt = Path(flags["ckpt_dir"], directory_of(4), name)
+    spoilt = Path(flags["ckpt_dir"], checkpoint_name(4), name)
     spoil(spoilt)
     world = start(layout, flags)
     results = world.wait()
@@ -127,7 +127,7 @@ def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("name", [file_of(0), MANIFEST])
+@pytest.mark.parametrize("name", [shard_file_name(0), MANIFEST])
 def test_damaged_memory_is_passed_over_for_storage(name, data, flags):
     flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
     world = start("plain DP2", flags)
@@ -136,7 +136,7 @@ def test_damaged_memory_is_passed_over_for_storage(name, data, flags):
     assert {result.exit for result in world.wait()} == {-9}
     memory, stored = stores(flags)["memory"], stores(flags)["storage"].iterations()[-1]
     for iteration in memory.iterations():
-        spoil = Path(memory.place.path(directory_of(iteration)), name)
+        spoil = Path(memory.storage.display_path(checkpoint_name(iteration)), name)
         middle(spoil)
     stop = dict(train_iters=1000, exit_interval=stored + 5)
     world, straight = start("plain DP2", flags | stop), train("plain DP2", data | stop)
@@ -156,11 +156,13 @@ def iteration_in_memory(flags: dict) -> int:
 def test_nothing_begins_where_no_snapshot_is_whole(flags):
     train("plain DP2", flags | dict(exit_interval=2))
     for iteration in (1, 2):
-        middle(Path(flags["ckpt_dir"], directory_of(iteration), file_of(iteration - 1)))
+        middle(Path(flags["ckpt_dir"], checkpoint_name(iteration), shard_file_name(iteration - 1)))
     for result in start("plain DP2", flags).wait():
         assert result.exit == 1, result.output
         (said,) = (line for line in result.output.splitlines() if "plain.py: error" in line)
-        assert only_code(said) == "no-complete-snapshot" and str(Path(directory_of(2), file_of(1))) in said, said
+        assert (
+            only_code(said) == "no-complete-snapshot" and str(Path(checkpoint_name(2), shard_file_name(1))) in said
+        ), said
         assert "Traceback" not in result.output
     assert len(events(flags, "start")) == 1  # nothing was trained
     assert stores(flags)["storage"].iterations() == [1, 2]
@@ -172,7 +174,7 @@ def test_a_dense_checkpoint_may_help(older, data, flags, tmp_path):
     train("EP2", data | dense | dict(exit_interval=1))
     train("EP2", flags | dict(dense, save=None, exit_interval=3))
     for iteration in (2, 3) if older == "none" else (3,):
-        middle(Path(flags["ckpt_dir"], directory_of(iteration), file_of(1)))
+        middle(Path(flags["ckpt_dir"], checkpoint_name(iteration), shard_file_name(1)))
     rest, straight = train("EP2", flags | dict(dense, save=None)), known("EP2", data)
     assert rest.start == (1 if older == "none" else 2)
     assert rest.records == straight.records[rest.start :]

@@ -38,7 +38,7 @@ def assert_goes_on(layout: str, flags: dict, iterations: int, undisturbed) -> No
     assert ended.weights == undisturbed.weights
     for tier, store in stores(flags).items():  # nothing is left of what was killed, and memory is given back
         held = {f"iter_{iteration:07d}" for iteration in store.iterations() if tier == "storage"}
-        assert {name for name in store.place.names() if not name.startswith(".")} == held
+        assert {name for name in store.storage.list_names() if not name.startswith(".")} == held
 
 
 def newest_published(flags: dict) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.tiers import memory_found
+from moc.store.host_memory import find_memory_storage
 from tests.integration.mounts import mounted
 from tests.integration.snapshot_files import (
     EVERY,
@@ -107,7 +107,7 @@ def test_memory_that_another_job_holds(flags, tmp_path):
     flags = flags | MEMORY | dict(train_iters=5000)
     first = start("plain DP2", flags)
     wait_for(lambda: newest_iterations(flags))
-    memory = stores(flags)["memory"].place
+    memory = stores(flags)["memory"].storage
     (tmp_path / "snapshots" / ".fence").unlink()
     assert_refused(start("plain DP2", flags | dict(log_dir=None), "snapshot_bodies:train_impatiently"), memory.name)
     refused_at = max(newest_iterations(flags))
@@ -147,7 +147,7 @@ def test_memory_that_one_node_has_lost(data, flags):
     wait_for(lambda: world.ended() or events(flags, "persist"))
     world.kill()
     world.wait()
-    shutil.rmtree(memory_found(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
+    shutil.rmtree(find_memory_storage(flags["ckpt_memory_dir"], flags["ckpt_dir"], "1").root)
     newest = newest_whole(flags | dict(ckpt_tier="disk"))
     stop = dict(train_iters=1000, exit_interval=newest + 5)
     rest, straight = train("EP2", flags | stop), train("EP2", data | stop)

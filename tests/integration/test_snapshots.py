@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moc.session.queues import BEYOND
+from moc.session.saving.storage import BEYOND
 from moc.state.host_memory import SPARE
-from moc.store.store import directory_of, file_of
+from moc.store.store import checkpoint_name, shard_file_name
 from tests.integration.snapshot_files import (
     EVERY,
     contents,
@@ -168,7 +168,7 @@ def test_the_newest_is_the_newest_whatever_clocks_say(data, flags):
     flags = flags | dict(ckpt_keep=3)
     train("plain", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
     for iteration, day in ((2, 40), (3, 20), (4, 0)):  # the older the later, in days since 1970
-        for path in Path(flags["ckpt_dir"], directory_of(iteration)).iterdir():
+        for path in Path(flags["ckpt_dir"], checkpoint_name(iteration)).iterdir():
             os.utime(path, (86400 * day, 86400 * day))
         os.utime(path.parent, (86400 * day, 86400 * day))
     rest, straight = train("plain", flags), known("plain", data)
@@ -184,7 +184,7 @@ def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_pat
     assert other.start == 2 and other.records != straight.records[2:5]
     assert whole(flags)["storage"] == [2, 4, 5]  # 4 is the one of the second run
     assert train("1", flags | back | dict(train_iters=5)).start == 5  # the same command does not go back again
-    assert Path(flags["ckpt_dir"], directory_of(8), file_of(0)).exists()
+    assert Path(flags["ckpt_dir"], checkpoint_name(8), shard_file_name(0)).exists()
     again = train("1", flags | dict(back, ckpt_step=None))
     assert again.start == 5
     assert whole(flags)["storage"] == [2, 4, 5, 6, 8]
@@ -208,7 +208,7 @@ def test_the_newer_of_snapshots_and_dense_checkpoints(data, flags, tmp_path):
     assert first.start == 2
     second = train("EP2", flags | dense | dict(exit_interval=4))
     assert second.start == 3 and "tier" in events(flags, "resume")[-1]
-    shutil.rmtree(Path(flags["ckpt_dir"], directory_of(4)))
+    shutil.rmtree(Path(flags["ckpt_dir"], checkpoint_name(4)))
     third = train("EP2", flags | dense)
     assert third.start == 4 and len(events(flags, "resume")) == 1
     assert first.records + second.records + third.records == straight.records[2:]

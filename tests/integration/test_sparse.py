@@ -7,7 +7,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.policy.interval import BLOCK, WARM_UP
-from moc.store.store import directory_of, file_of
+from moc.store.store import checkpoint_name, shard_file_name
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import events, node_memory, start, stores, train, whole
 from tests.integration.test_determinism import DROPOUT
@@ -51,7 +51,7 @@ def test_recovery_is_bit_identical(run, data, flags):
     end, store = (killed_after - 1) // window * window + 1, stores(flags)["storage"]  # the first one has everything
     if "fp16" in changes:
         assert any(record["skipped"] for record in straight.records[2:end])
-    saved = [store.manifest(iteration).operators for iteration in range(end - window + 1, end + 1)]
+    saved = [store.read_manifest(iteration).operators for iteration in range(end - window + 1, end + 1)]
     whole = [{name for name, entry in operators.items() if entry.detail == "full"} for operators in saved]
     resumed = train(layout, flags, "sparse_bodies:train")
     assert resumed.start == end
@@ -71,7 +71,7 @@ def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, f
     start("1", flags | dict(sparse_window=3, ckpt_keep=2), "sparse_bodies:die_after", iteration=11).wait()
     store = stores(flags)["storage"]
     assert store.iterations() == [5, 6, 7, 8, 9, 10, 11]
-    path = Path(flags["ckpt_dir"], directory_of(9), file_of(0))
+    path = Path(flags["ckpt_dir"], checkpoint_name(9), shard_file_name(0))
     path.write_bytes(path.read_bytes()[:-1])
     resumed = train("1", flags | dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=1))  # any exact policy can
     assert resumed.start == 7 and resumed.records == straight.records[7:]

@@ -21,7 +21,7 @@ def test_exit_interval(data, tmp_path):
     flags = data | dict(save=str(tmp_path), log_dir=str(tmp_path), exit_interval=2)
     trained = train("EP2", flags)
     assert trained.codes == [0, 0] and len(trained.records) == 2
-    assert dense_files.saved_iterations(tmp_path) == [2]
+    assert dense_files.list_iterations(tmp_path) == [2]
     (left,) = Events(tmp_path / "events.jsonl").of("exit")
     assert (left["iteration"], left["reason"], left["code"]) == (2, "limit", 0)
 
@@ -53,7 +53,7 @@ def test_a_signal_while_evaluating(data, tmp_path):
     os.kill(world.pids[1], signal.SIGTERM)
     told = Trained([result.value for result in world.wait()])
     assert told.codes == [75, 75]
-    assert dense_files.saved_iterations(tmp_path) == [2]
+    assert dense_files.list_iterations(tmp_path) == [2]
     assert not Events(tmp_path / "events.jsonl").of("evaluation")
 
 
@@ -62,7 +62,7 @@ def test_a_signal_in_set_up(data, tmp_path):
     flags = FLAGS | parallel | data | dict(save=str(tmp_path), exit_signal_handler=True)
     told = run_world(size, "tests.integration.bodies:train_signalled_in_set_up", flags=flags)
     assert [worker["code"] for worker in told] == [75] * 4
-    assert dense_files.saved_iterations(tmp_path) == []
+    assert dense_files.list_iterations(tmp_path) == []
 
 
 def test_without_the_handler_a_signal_kills(data, tmp_path):
@@ -80,4 +80,4 @@ def test_not_a_number_ends_the_program(data, tmp_path):
         assert result.exit == 1
         assert "Traceback" not in result.output
         assert result.output.count("are not finite; no weight has moved") == 1, (rank, result.output)
-    assert dense_files.saved_iterations(tmp_path) == []
+    assert dense_files.list_iterations(tmp_path) == []

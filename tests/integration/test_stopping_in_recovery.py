@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from moc.inspect import verify
-from moc.runtime.exit_codes import FROM_WHERE
-from moc.store.storage import LocalPlace
+from moc.runtime.termination import RESUME_REMEDY
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.elastic_jobs import FLAGS, ZERO
 from tests.integration.launched import Launched
@@ -33,7 +33,7 @@ def stopped(job, tmp_path):
     """Waits until the job has ended with 75; returns it, and its snapshots."""
     assert job.wait() == 75, job.console[-4000:]
     assert job.left() == []
-    return job, Store(LocalPlace(tmp_path / "snapshots")).iterations()
+    return job, Store(LocalStorage(tmp_path / "snapshots")).iterations()
 
 
 def lost_and_stopped(data, tmp_path, *what, **how):
@@ -75,7 +75,7 @@ def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp
     with job_of(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags) as job:
         job.is_in(5, workers=2)
         job.start(1)
-        job.tells("nodes that have come are ready")
+        job.tells("new nodes are ready")
         job.go_on(5)
         assert_that_all_is_saved(*stopped(job, tmp_path), lost=6)
     assert "the job is to stop, and meets no more" in job.console
@@ -114,7 +114,7 @@ def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(da
     flags = PLAIN | dict(snapshot_interval=2, ckpt_blocking=True)
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, **flags)
     assert saved == [2, 4] and job.iteration == 4
-    assert "node 1 is missing" in job.console and FROM_WHERE in job.console
+    assert "node 1 is missing" in job.console and RESUME_REMEDY in job.console
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 starts workers anew who are about to save")

@@ -98,7 +98,7 @@ def test_no_checkpoint_can_be_saved_for_a_while(data, tmp_path):
     wait_for(lambda: len(events(flags, "save_failed")) > 1 or world.ended())
     assert not world.ended()
     root.unlink()
-    wait_for(lambda: dense_files.saved_iterations(root) or world.ended())
+    wait_for(lambda: dense_files.list_iterations(root) or world.ended())
     run = stopped(world)
     assert assert_whole(root) == len(run.records)
     first, second, *_ = events(flags, "save_failed")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moc.state.region import Region
-from moc.store.regions import RegionReader
+from moc.store.shard_file import ShardReader
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import run_world
 
@@ -116,18 +116,18 @@ def test_another_layout_holds_the_same_tensors(name, saved, data, tmp_path):
     source, workers = saved(name)
     layout, flags = ELSEWHERE[name]
     run(layout, "load_and_save", data, flags | dict(seed=4321), source=str(source), target=str(tmp_path))
-    there, here = (RegionReader(sorted(d.glob("*.safetensors"))) for d in (source, tmp_path))
+    there, here = (ShardReader(sorted(d.glob("*.safetensors"))) for d in (source, tmp_path))
     tensors = {tuple(box[:2]) for w in workers for detail in ("FULL", "COMPUTE") for box in w["boxes"][detail]}
     for slot, tensor in tensors:
         assert torch.equal(whole(there, tensor, slot), whole(here, tensor, slot)), (slot, tensor)
 
 
-def whole(reader: RegionReader, name: str, slot: str) -> torch.Tensor:
+def whole(reader: ShardReader, name: str, slot: str) -> torch.Tensor:
     """A tensor put together."""
     shape = reader.global_shape(name, slot)
     dtype = torch.float32 if slot != "param" else torch.float64  # which holds all that weights can be
     values = torch.empty(shape, dtype=dtype)
-    reader.read(name, slot, Region((0,) * len(shape), shape), into=values)
+    reader.read_into(name, slot, Region((0,) * len(shape), shape), into=values)
     return values
 
 

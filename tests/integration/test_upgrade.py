@@ -57,7 +57,7 @@ def test_weights_alone_begin_anew_and_a_damaged_file_is_named(tmp_path):
     flags = f"--load {STATE} --exit-interval 1"
     tuned = run(tmp_path, OWN_PROGRAM, 1, f"{flags} --finetune", base=MODEL)
     assert tuned.code == 0 and [*tuned.losses] == [1], tuned.output[-3000:]
-    directory = dense_files.directory_of(tmp_path / STATE, STOP)
+    directory = dense_files.checkpoint_path(tmp_path / STATE, STOP)
     victim = next(directory.glob("optimizer/*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-1])
     ended = run(tmp_path, OWN_PROGRAM, 1, flags, base=MODEL, log="second")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moc.recovery.transfer import Box, perform, transfers
+from moc.session.resume.rank_transfers import Box, perform, transfers
 from moc.state.region import boxes_of_range
 
 SHAPE = (48, 5, 7)

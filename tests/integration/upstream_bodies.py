@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron.pretraining.engine.step import sum_losses
-from moc.logs.crossings import Direction
-from moc.store.regions import bytes_of
+from moc.logs.log import Direction
+from moc.store.shard_file import tensor_bytes
 from tests.integration import bodies
 
 
@@ -35,7 +35,7 @@ def replay_alone(flags: dict, iterations: int) -> dict:
             else:
                 upstream._log.wait()  # it may be writing what it has logged again
                 upstream.serve(iteration, [stage])
-        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.slot_bytes}
+        return told | {"same": _logged(run, iteration) == before, "bytes": upstream._log.log_bytes}
 
     return bodies.with_run(flags, use)
 
@@ -50,8 +50,8 @@ def _logged(run, iteration: int) -> list[bytes]:
     upstream = run.stepper.boundaries
     upstream._log.wait()
     reader, stage = upstream._reader(), run.world.pipeline_rank
-    sent = (one for direction in Direction for one in upstream._pipeline.sent(stage, direction))
-    return [bytes(bytes_of(reader.read(iteration, one.key))) for one in sent]
+    sent = (one for direction in Direction for one in upstream._pipeline.sent_by(stage, direction))
+    return [bytes(tensor_bytes(reader.read(iteration, one.key))) for one in sent]
 
 
 def _scramble(run) -> None:

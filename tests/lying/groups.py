@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BackendConfig, PrefixStore
 
 from moc.runtime import generation
-from moc.runtime.abort import open_sockets, shut_down
-from moc.runtime.group import _OPERATIONS, Group
+from moc.runtime.abort import open_sockets, shut_down_sockets
+from moc.runtime.process_group import _OPERATIONS, Group
 from tests.lying.device import DEVICE, Lies, StreamMark, compute_on_stream, fill_with_garbage
 
 DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
@@ -115,7 +115,7 @@ class LyingBackend:
             self._refuse_shared_devices()
         before = open_sockets()
         try:
-            backend = generation._gloo(self._group, PrefixStore("lying", self._store), generation._gloo_devices())
+            backend = generation._build_gloo(self._group, PrefixStore("lying", self._store), generation._gloo_devices())
         except RuntimeError:
             threading.Event().wait()
         self._sockets = open_sockets() - before
@@ -138,7 +138,7 @@ class LyingBackend:
         assert not self._aborted, "two aborts of one group deadlock"
         self._aborted = True
         fails = _breaks()
-        shut_down(self._sockets)
+        shut_down_sockets(self._sockets)
         deadline = time.monotonic() + _RELEASE_S
         for work in [*self._undone]:
             work.done.wait(max(0.0, deadline - time.monotonic()))
@@ -265,7 +265,7 @@ def _breaks() -> str:
     return _chance.choice(_lies.how)
 
 
-class Connection(generation.GenerationGroup):
+class Connection(generation.GroupConnection):
     """As its base class, also for a backend that is not torch's."""
 
     def __init__(self, its_generation, group, store, backend):
@@ -273,7 +273,7 @@ class Connection(generation.GenerationGroup):
             super().__init__(its_generation, group, store, backend)
             return
         self.generation, self.group, self.store = its_generation, group, store
-        self.later = self.batch = None
+        self.connect_later = self.batch_device = None
         self.pairs = {}
         self.backend = self.inner = backend
 
@@ -288,8 +288,8 @@ def install(lies: Lies | None = None) -> None:
     _chance.seed(f"{_lies.seed} {os.environ.get('RANK')} {os.environ.get('MOC_WORKER')}")
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    generation.GenerationGroup = Connection
-    generation._nccl = _build
+    generation.GroupConnection = Connection
+    generation._build_nccl = _build
     generation.abort_nccl = _counting(generation.abort_nccl)
     for module in (generation, groups):
         module.backend_config = _backend_config
@@ -304,10 +304,10 @@ def install(lies: Lies | None = None) -> None:
 
 def _exchange_in_host_memory() -> None:
     """What workers tell one another in host memory waits for no device, in whatever module it is used."""
-    from moc.runtime import exchange
+    from moc.runtime import host_group
 
-    for name in ("gather", "from_rank0"):
-        function = getattr(exchange, name)
+    for name in ("gather", "broadcast_from_rank0"):
+        function = getattr(host_group, name)
 
         @functools.wraps(function)
         def aside(*args, function=function, **kwargs):

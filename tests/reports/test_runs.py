@@ -119,10 +119,10 @@ def _make(root, words):
     root.mkdir()
     trackers = [word for word in words if word.startswith("@")]
     for number, kind in re.findall(r"(?<!\S)(\d+)([a-z]?)(?!\S)", " ".join(words)):
-        directory = dense_files.directory_of(root, int(number))
+        directory = dense_files.checkpoint_path(root, int(number))
         if kind in "hsd" and kind:
             directory.mkdir()
-            name = {"h": "__0_0.distcp", "s": ".metadata", "d": dense_files.STATE}[kind]
+            name = {"h": "__0_0.distcp", "s": ".metadata", "d": dense_files.STATE_FILE}[kind]
             (directory / name).touch()
         else:
             origin = ORIGINS.get(kind, "").format(root.parent)
@@ -133,21 +133,21 @@ def _make(root, words):
         for path in (directory, directory / dense_files.MANIFEST):
             if path.exists():
                 os.utime(path, (10 + int(number), 10 + int(number)))
-    (root / dense_files.TRACKER).unlink(missing_ok=True)
+    (root / dense_files.TRACKER_FILE).unlink(missing_ok=True)
     for word in trackers:
         content, time = word.strip("@<"), 99
-        (root / dense_files.TRACKER).write_text(content)
+        (root / dense_files.TRACKER_FILE).write_text(content)
         if word.endswith("<"):
             time = 10 + int(content) if content.isdigit() else 10
-        os.utime(root / dense_files.TRACKER, (time, time))
+        os.utime(root / dense_files.TRACKER_FILE, (time, time))
 
 
 def _save(root, iteration, run, origin=""):
     """Publishes a checkpoint whose only file names its run."""
-    staging = dense_files.start(root, iteration)
+    staging = dense_files.begin_save(root, iteration)
     (staging / "weights").write_text(f"{run} {iteration}")
-    entries = {"weights": dense_files.describe(staging / "weights")}
-    dense_files.publish(root, iteration, entries, lineage=dense_files.Lineage(run, origin))
+    entries = {"weights": dense_files.describe_file(staging / "weights")}
+    dense_files.publish_save(root, iteration, entries, lineage=dense_files.Lineage(run, origin))
 
 
 def _command(root, flags, run=""):
@@ -244,7 +244,7 @@ def _train(root, flags, job):
 def _contents(root):
     """The complete checkpoints, by directory and iteration."""
     return {
-        (name, one.iteration): (dense_files.directory_of(root / name, one.iteration) / "weights").read_text()
+        (name, one.iteration): (dense_files.checkpoint_path(root / name, one.iteration) / "weights").read_text()
         for name in ("A", "B")
         for one in dense_files.published(root / name)
     }

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from moc.errors import codes_in
-from moc.store import dense_files, fence
-from moc.store.claims import Claim
+from moc.store import dense_files, ownership
 from moc.store.dense_files import Lineage
 from moc.store.errors import TakenError
-from moc.store.fence import Fence
-from moc.store.storage import LocalPlace
+from moc.store.ownership import Claim, Fence
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.entry_jobs import USER_SCRIPT, run
 from tests.integration.mounts import mounted
@@ -25,8 +24,8 @@ KILL = "--inject", "kill ranks=0 iteration=8 point=persisting"
 
 def manifests(root: Path) -> dict[int, str]:
     """The manifests of all checkpoints, which have the hashes of their files."""
-    found = dense_files.saved_iterations(root)
-    return {i: (dense_files.directory_of(root, i) / "manifest.json").read_text() for i in found}
+    found = dense_files.list_iterations(root)
+    return {i: (dense_files.checkpoint_path(root, i) / "manifest.json").read_text() for i in found}
 
 
 @pytest.mark.slow
@@ -40,7 +39,7 @@ def test_run_from_another_directory_is_killed_and_started_again(tmp_path):
     assert killed.code != 0 and min(killed.losses) == 5 and [*before] == [6]
     other = run(tmp_path, USER_SCRIPT, 1, f"{command} --finetune", log="other")
     assert other.code == 1 and codes_in(other.output) == ["save-of-another-run"] and not other.losses
-    (tmp_path / "B" / dense_files.TRACKER).unlink()  # as by a kill between the publication and the tracker file
+    (tmp_path / "B" / dense_files.TRACKER_FILE).unlink()  # as by a kill between the publication and the tracker file
     again = run(tmp_path, USER_SCRIPT, 1, command, log="again")
     assert again.code == 0 and min(again.losses) == 7, again.output[-3000:]
     assert again.losses[7] == killed.losses[7] and manifests(tmp_path / "B").items() > before.items()
@@ -57,7 +56,7 @@ def test_finetuning_and_lost_tracker_file(finetune, tmp_path):
         assert run(tmp_path, USER_SCRIPT, 1, f"{command} --exit-interval 6", log="tuned").code == 0
     root = tmp_path / ("B" if finetune else "A")
     before, newest = manifests(root), dense_files.latest_iteration(root) or 0
-    (root / dense_files.TRACKER).unlink()
+    (root / dense_files.TRACKER_FILE).unlink()
     again = run(tmp_path, USER_SCRIPT, 1, f"{command} --seed 99", log="again")
     assert again.code == 0 and min(again.losses) == newest + 1, again.output[-3000:]
     assert manifests(root).items() > before.items()
@@ -113,7 +112,7 @@ def test_unfinished_save_is_removed_before_the_fence_is_written(tmp_path):
         leftover = disk / ".iter_0000004.dead-0-0.incomplete"
         leftover.mkdir()
         fill(leftover / "__0_0.distcp")
-        staging = dense_files.start(disk, 6, Fence(disk, Claim("new")))
+        staging = dense_files.begin_save(disk, 6, Fence(disk, Claim("new")))
         assert staging.is_dir() and not leftover.exists()
 
 
@@ -121,40 +120,40 @@ def test_save_in_progress_of_a_live_launch_stays(tmp_path):
     with mounted(tmp_path / "disk", "256k") as disk:
         other = Fence(disk, Claim("other"))
         other.take()
-        staging = dense_files.staging_of(disk, 4, "other-0-0")
+        staging = dense_files.staging_path(disk, 4, "other-0-0")
         staging.mkdir()
         fill(staging / "__0_0.distcp")
         with pytest.raises((TakenError, OSError)):
-            dense_files.start(disk, 6, Fence(disk, Claim("new"), patience=0.1))
+            dense_files.begin_save(disk, 6, Fence(disk, Claim("new"), patience=0.1))
         assert staging.is_dir() and (staging / "__0_0.distcp").stat().st_size
-        assert fence.lives(disk) is not None
+        assert ownership.lives(disk) is not None
         del other  # its lock file is on the disk
 
 
 @pytest.mark.parametrize("leftover", [True, False])
 def test_snapshots_start_on_a_full_disk(leftover, tmp_path):
     with mounted(tmp_path / "disk", "512k") as disk:
-        store = Store(LocalPlace(disk / "C", claim=Claim("job", (0, 1), "0123456789abcdef")))
+        store = Store(LocalStorage(disk / "C", claim=Claim("job", (0, 1), "0123456789abcdef")))
         saved(store, 2)
         part = disk / "C/iter_0000004/rank_00000.safetensors" if leftover else disk / "filler"
         part.parent.mkdir(exist_ok=True)
         fill(part)
-        store = Store(LocalPlace(disk / "C", claim=Claim("job", (0, 2), "0123456789abcdef")))
+        store = Store(LocalStorage(disk / "C", claim=Claim("job", (0, 2), "0123456789abcdef")))
         store.take()
         assert part.exists() is not leftover and (disk / "C/iter_0000002").is_dir()
         del store
-        fence._newest.clear()  # lock files on the disk
+        ownership._newest.clear()  # lock files on the disk
 
 
 def test_another_run_saves_an_iteration_meanwhile(tmp_path):
     for run_name, job in (("first", "one"), ("second", "two")):
         held = Fence(tmp_path, Claim(job))
-        dense_files.start(tmp_path, 2, held)
+        dense_files.begin_save(tmp_path, 2, held)
         if job == "two":
             with pytest.raises(TakenError, check=lambda error: error.code == "save-of-another-run"):
-                dense_files.publish(tmp_path, 2, {}, held, lineage=Lineage(run_name))
+                dense_files.publish_save(tmp_path, 2, {}, held, lineage=Lineage(run_name))
         else:
-            dense_files.publish(tmp_path, 2, {}, held, lineage=Lineage(run_name))
+            dense_files.publish_save(tmp_path, 2, {}, held, lineage=Lineage(run_name))
         del held
     assert dense_files.published(tmp_path)[0].job == "one"
 

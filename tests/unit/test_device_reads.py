@@ -8,24 +8,23 @@ READS = ("cpu", "item", "numpy", "synchronize", "tolist")  # methods that read a
 APART = ("convert", "data", "planning")  # programs, and parts, that use no collective
 ALLOWED = {  # by file, the values that it reads, and why their validity needs no check there
     "megatron/pretraining/checkpoint/contents.py": "v",  # of the scheduler: plain numbers
-    "megatron/pretraining/elastic/dispatcher.py": "arriving.sum(axis=1), flow.sends.sum(axis=0), on_host(everybody)",
-    "megatron/pretraining/elastic/layer.py": "numpy.flatnonzero(row)",
-    "megatron/pretraining/elastic/replicas.py": "steps",  # settled_among() precedes it; the state must not land in part
-    "megatron/pretraining/elastic/shards.py": "steps",  # as in replicas.py
+    "megatron/pretraining/elastic/moe_layer.py": "arriving.sum(axis=1), copy_to_host(everybody), "
+    "flow.sends.sum(axis=0), numpy.flatnonzero(row)",
+    "megatron/pretraining/elastic/replicas.py": "steps",  # synchronize_group() precedes it
+    "megatron/pretraining/elastic/state_transfer.py": "steps",  # as in replicas.py
     "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
     "megatron/pretraining/process/cpu.py": "tensor",  # on the CPU
-    "moc/logs/writer.py": "copied, self._stream",  # logs of an iteration count once it is committed
-    "moc/runtime/agreement.py": "packed",  # the sum, in host memory
+    "moc/runtime/collectives.py": "contribution",  # the sum, in host memory
+    "moc/logs/log.py": "copy_event, self._stream",  # logs of an iteration count once it is committed
     "megatron/pretraining/entry/program.py": "torch.cuda",  # --train-sync-interval, after the commit
-    "moc/runtime/device.py": "torch.cuda",  # the function that others call
-    "moc/runtime/exchange.py": "data, lengths, whole",  # in host memory
-    "moc/runtime/results.py": "compute_device, values",  # the functions that check
-    "moc/runtime/sealed_objects.py": "on_host(tensor), pickled",
+    "moc/runtime/host_group.py": "data, gathered, lengths",  # in host memory
+    "moc/runtime/device.py": "torch.cuda, values",  # the functions that check
+    "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
     "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
-    "moc/snapshot/capture.py": "done, mark",  # a snapshot is of a committed iteration, and is sealed by a later vote
+    "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
-    "moc/store/regions.py": "tensor.contiguous(), tensor.values.detach()",  # files
+    "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 
 

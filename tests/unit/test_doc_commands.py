@@ -120,7 +120,7 @@ def training(program: str, words: list[str]) -> None:
     own = words.index(TRAINING) if TRAINING in words else words.index("...") if "..." in words else len(words)
     if program == "mocrun":
         flags = launch.parse([*words[:own], TRAINING])
-        least, most, per_node = flags.least_nodes, flags.nnodes, flags.nproc_per_node
+        least, most, per_node = flags.min_nodes, flags.nnodes, flags.nproc_per_node
     elif "--nproc-per-node" in words:
         per_node = int(words[words.index("--nproc-per-node") + 1])
     if own < len(words):

@@ -8,7 +8,7 @@ from megatron.pretraining.convert import program as convert
 from megatron.pretraining.planning import simulate
 from moc.inspect import memory, summary, verify
 from moc.report import loss
-from moc.report import program as report
+from moc.report import report as report
 from tests.errors import only_code
 from tests.unit.inspect.checkpoints import save
 from tests.unit.inspect.test_verify import flip

@@ -64,7 +64,16 @@ def boxes_of(module: str) -> set[str]:
 
 
 def test_the_plan_is_read():
-    assert arrows()["snapshot"] == {"store", "sharding", "state", "faults", "stream", "output", "files", "errors"}
+    assert arrows()["snapshot"] == {
+        "store",
+        "sharding",
+        "state",
+        "fault_points",
+        "stream",
+        "cli_output",
+        "files",
+        "errors",
+    }
     assert not any(room in reached for room, reached in arrows().items())  # no circles
 
 
@@ -96,7 +105,7 @@ def test_a_room_imports_what_its_arrows_point_to(path):
 
 def test_deepspeed_is_imported_by_functions_of_its_engine_alone():
     of_engine = {name for name, path in OURS.items() if any(m.split(".")[0] == "deepspeed" for m in imported(path))}
-    assert of_engine == {f"megatron.pretraining.engine.zero.{name}" for name in ("attach", "build")}
+    assert of_engine == {f"megatron.pretraining.engine.zero.{name}" for name in ("build",)}
     for name in of_engine:
         outside = [ast.unparse(node) for node in ast.parse(OURS[name].read_text()).body]
         assert not any(re.match(r"(from|import) deepspeed", line) for line in outside)

@@ -10,9 +10,8 @@ import pytest
 import moc
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
-from moc.runtime.hangs import CAPS
-from moc.runtime.loading import MODULE
-from moc.runtime.program import check_arguments
+from moc.runtime.program import MODULE_VARIABLE, check_arguments
+from moc.runtime.progress import HANG_CAPS
 from tests.errors import only_code
 
 ENDPOINT = ("--rdzv-endpoint", "node0:29500")
@@ -25,8 +24,8 @@ def parsed(*flags):
 def test_one_machine_needs_no_flags():
     flags = parsed()
     assert (flags.nnodes, flags.nproc_per_node, flags.spares, flags.node_rank) == (1, 1, 0, 0)
-    assert flags.alone and flags.endpoints == ("127.0.0.1:0",) and flags.own_controllers
-    assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == CAPS
+    assert flags.is_single_machine and flags.endpoints == ("127.0.0.1:0",) and flags.runs_controllers
+    assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == HANG_CAPS
 
 
 def test_it_names_its_version(capsys):
@@ -43,23 +42,27 @@ def test_spares_are_numbered_behind_the_nodes():
 
 def test_what_spares_of_this_machine_are_started_with():
     flags = parsed("--standalone", "--nproc-per-node", "4", "--spares", "1", "--")
-    assert flags.alone and flags.own == ["--nproc-per-node", "4", "--spares", "1"]
-    spare = parse([*flags.own, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
-    assert not spare.alone and (spare.node_rank, spare.nproc_per_node, spare.endpoints) == (1, 4, ("127.0.0.1:5",))
+    assert flags.is_single_machine and flags.launcher_arguments == ["--nproc-per-node", "4", "--spares", "1"]
+    spare = parse([*flags.launcher_arguments, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
+    assert not spare.is_single_machine and (spare.node_rank, spare.nproc_per_node, spare.endpoints) == (
+        1,
+        4,
+        ("127.0.0.1:5",),
+    )
 
 
 @pytest.mark.parametrize("words", [["moc-pretrain"], ["-m", "json.tool"]])
 def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeypatch):
-    monkeypatch.setenv(MODULE, "of another job")
+    monkeypatch.setenv(MODULE_VARIABLE, "of another job")
     command = EntryPoint("moc-pretrain", "json.tool:main", "console_scripts")
-    monkeypatch.setattr("moc.runtime.loading.entry_points", lambda group: [command])
+    monkeypatch.setattr("moc.runtime.program.entry_points", lambda group: [command])
     flags = parse(["--spares", "1", *words, "--lr", "1"])
-    assert flags.command == [json.tool.__file__, "--lr", "1"] and os.environ[MODULE] == "json.tool"
-    assert flags.own == ["--spares", "1", "-m"]
-    spare = parse([*flags.own, "--node-rank", "1", *ENDPOINT, *flags.command])
-    assert spare.command == flags.command and os.environ[MODULE] == "json.tool"
+    assert flags.command == [json.tool.__file__, "--lr", "1"] and os.environ[MODULE_VARIABLE] == "json.tool"
+    assert flags.launcher_arguments == ["--spares", "1", "-m"]
+    spare = parse([*flags.launcher_arguments, "--node-rank", "1", *ENDPOINT, *flags.command])
+    assert spare.command == flags.command and os.environ[MODULE_VARIABLE] == "json.tool"
     parsed()
-    assert MODULE not in os.environ
+    assert MODULE_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def test_where_the_controller_is(given, endpoint):
 def test_several_nodes_may_have_the_controller():
     flags = parsed("--nnodes", "3", "--rdzv-endpoint", "h0:5,h1,[::1]:6")
     assert flags.endpoints == ("h0:5", "h1:29400", "[::1]:6")
-    assert not parsed("--nnodes", "3", "--rdzv-endpoint", "ctl:5", "--no-controller").own_controllers
+    assert not parsed("--nnodes", "3", "--rdzv-endpoint", "ctl:5", "--no-controller").runs_controllers
 
 
 THREE = ("--nnodes", "3", "--rdzv-endpoint", "h0,h1,h2")

@@ -1,4 +1,4 @@
-"""Only moc/output.py prints, and what it prints contains no foreign control characters."""
+"""Only moc/cli_output.py prints, and what it prints contains no foreign control characters."""
 
 import ast
 import io
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moc import output
-from moc.files.text import one_line
+from moc import cli_output
+from moc.files.text import escape_line
 from tests.errors import only_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def prints(node: ast.AST) -> bool:
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_other_modules_do_not_print_by_themselves(path):
     found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if prints(node)]
-    assert found == [] or path == ROOT / "moc/output.py"
+    assert found == [] or path == ROOT / "moc/cli_output.py"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
@@ -60,15 +60,15 @@ def test_every_tool_escapes_what_libraries_print(path):
 
 
 def test_a_line_stays_one_line(capsys):
-    output.print_lines(HOSTILE, "second")
-    output.print_lines(HOSTILE, error=True)
+    cli_output.print_lines(HOSTILE, "second")
+    cli_output.print_lines(HOSTILE, error=True)
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == [one_line(HOSTILE), "second"] and printed.err.count("\n") == 1
+    assert printed.out.splitlines() == [escape_line(HOSTILE), "second"] and printed.err.count("\n") == 1
     assert is_clean(printed.out + printed.err)
 
 
 def test_json_can_be_read_back(capsys):
-    output.print_json({HOSTILE: [HOSTILE]})
+    cli_output.print_json({HOSTILE: [HOSTILE]})
     printed = capsys.readouterr().out
     assert is_clean(printed) and json.loads(printed) == {HOSTILE: [HOSTILE]}
 
@@ -79,7 +79,7 @@ def test_a_table_has_no_row_more_for_a_name_with_a_newline(capsys):
     def height(cell: str) -> int:
         table = Table("name", "size")
         table.add_row(cell, "1")
-        output.console(width=160).print(table)
+        cli_output.console(width=160).print(table)
         printed = capsys.readouterr().out
         assert is_clean(printed)
         return printed.count("\n")
@@ -92,16 +92,16 @@ def test_a_table_keeps_its_own_colours_on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
 
-    @output.escapes_output
+    @cli_output.escapes_output
     def main() -> None:
-        output.console().print(HOSTILE, style="red")
+        cli_output.console().print(HOSTILE, style="red")
 
     main()
     assert sys.stdout.getvalue().startswith("\x1b[31m") and "\x1b[2J" not in sys.stdout.getvalue()
 
 
 def test_what_libraries_print_is_escaped_until_the_program_returns(capsys):
-    @output.escapes_output
+    @cli_output.escapes_output
     def main(ends: bool) -> None:
         print(HOSTILE)
         print(HOSTILE, file=sys.stderr)
@@ -122,7 +122,7 @@ def test_what_libraries_print_is_escaped_until_the_program_returns(capsys):
 
 def test_an_error_of_the_command_line_is_one_line(capsys):
     with pytest.raises(SystemExit):
-        output.Parser("tool").error(HOSTILE)
+        cli_output.Parser("tool").error(HOSTILE)
     assert only_code(capsys.readouterr().err.splitlines()[-1]) == "flag-invalid"
 
 
@@ -131,7 +131,7 @@ def test_a_log_record_is_one_line(capsys):
     root = logging.getLogger()
     kept, root.handlers = root.handlers, []
     try:
-        output.log_to_stderr()
+        cli_output.log_to_stderr()
         try:
             raise ValueError(HOSTILE)
         except ValueError:
@@ -140,16 +140,16 @@ def test_a_log_record_is_one_line(capsys):
     finally:
         root.handlers = kept
     printed = capsys.readouterr().err
-    assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {one_line(HOSTILE)}"
+    assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {escape_line(HOSTILE)}"
 
 
 def test_a_traceback_is_escaped(capsys):
-    output.print_traceback(ValueError(HOSTILE))
+    cli_output.print_traceback(ValueError(HOSTILE))
     assert is_clean(capsys.readouterr().err)
 
 
 def test_a_name_with_dollars_is_drawn(tmp_path):
-    plots = output.pyplot()
+    plots = cli_output.pyplot()
     figure, panel = plots.subplots()
     panel.plot([1], [1], label=r"$\frac{$")
     panel.legend()
@@ -166,14 +166,14 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
         path = tmp_path / "link"
         path.symlink_to("pipe")
     before = sorted(os.listdir(tmp_path))
-    with pytest.raises(OSError), output.replacing(path):
+    with pytest.raises(OSError), cli_output.replacing(path):
         raise AssertionError("it would be written")
     assert sorted(os.listdir(tmp_path)) == before and stat.S_ISFIFO(path.stat().st_mode)
 
 
 def test_numbers_beyond_their_limits_are_refused():
-    parser = output.Parser()
-    parser.add_argument("--hours", type=output.number(float, 1, 9))
+    parser = cli_output.Parser()
+    parser.add_argument("--hours", type=cli_output.number(float, 1, 9))
     assert parser.parse_args(["--hours", "2.5"]).hours == 2.5
     for wrong in ("nan", "inf", "0", "9.1", "two"):
         with pytest.raises(SystemExit):

@@ -51,7 +51,7 @@ STANDARD = set("_exit _getframe _args_from_interpreter_flags _exit_function _rep
 
 def test_the_installed_libraries_fulfil_the_whole_table():
     pytest.importorskip("deepspeed")
-    importlib.import_module("megatron.pretraining.engine.zero.attach").load()
+    importlib.import_module("megatron.pretraining.engine.zero.build").load()
     features = {entry.feature for entry in TABLE}
     if importlib.util.find_spec("transformer_engine") is None:
         features.remove("fp8 by Transformer Engine")
@@ -115,7 +115,7 @@ def test_the_message_names_entry_release_and_remedy(monkeypatch):
 
     monkeypatch.delattr(c10d, "_object_to_tensor")
     monkeypatch.setattr("torch.__version__", "3.0.1+cu140")
-    entry = "torch.distributed.distributed_c10d._object_to_tensor", "moc/runtime/sealed_objects.py"
+    entry = "torch.distributed.distributed_c10d._object_to_tensor", "moc/runtime/groups.py"
     with raises("release-unknown", "torch 3.0.1", *entry, "pip install 'torch>=2.11,<2.16'"):
         private_interfaces.require("mocrun")
     assert not check({"training", "snapshots"})

@@ -11,7 +11,7 @@ from megatron.pretraining.data import preprocess, tokenizer_training
 from megatron.pretraining.examples import program as examples
 from megatron.pretraining.planning import simulate, sizes
 from moc.inspect import memory, summary, verify
-from moc.report import loss, program
+from moc.report import loss, report
 from tests.hostile_files import EVENTS, lines
 
 NOBODY = 65534
@@ -19,7 +19,7 @@ PROGRAMS = {
     "summary": (summary.main, "{}", "{} --json", "{} --iteration 3"),
     "verify": (verify.main, "{}", "{} --all --json", "{} --iteration 3"),
     "memory": (memory.main, "{} --memory-dir good", "--ckpt-dir {} --memory-dir good", "--memory-dir {}"),
-    "report": (program.main, "{}", "good --json {}", "good --plot {}"),
+    "report": (report.main, "{}", "good --json {}", "good --plot {}"),
     "loss": (loss.main, "{}", "{} {}"),
     "convert": (convert.main, "{} out",),
     "simulate": (simulate.main, "--profile {}", "--trace {}", "--routing {}"),

@@ -9,9 +9,9 @@ import pytest
 from megatron.pretraining import reference
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.process import stopping
-from moc import event_types
-from moc.runtime import exit_codes
-from moc.state.detail import Detail
+from moc import events
+from moc.runtime import termination
+from moc.state.operators import Detail
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
@@ -46,22 +46,22 @@ def written() -> list[tuple[str, str, set[str], bool]]:
 
 def test_every_event_is_in_the_schema_with_its_fields():
     for place, name, fields, more in written():
-        told = dict.fromkeys([*event_types.EVERY, *fields], 0) | {"type": name}
-        missing = event_types.problems(told)
+        told = dict.fromkeys([*events.EVERY, *fields], 0) | {"type": name}
+        missing = events.problems(told)
         assert [one for one in missing if not (more and one.startswith("no "))] == [], place
 
 
 def test_every_type_of_the_schema_is_written_somewhere():
-    assert {name for _, name, _, _ in written()} == event_types.EVENTS.keys()
+    assert {name for _, name, _, _ in written()} == events.EVENTS.keys()
 
 
 @pytest.mark.parametrize("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
 def test_what_is_not_in_the_schema_is_named(event):
-    assert event_types.problems({"time": 0.0, **event}) in ([f"no type {event['type']}"], ["more"])
+    assert events.problems({"time": 0.0, **event}) in ([f"no type {event['type']}"], ["more"])
 
 
 def test_the_glossary_is_sorted_and_knows_details_and_tiers():
-    rows = re.findall(r"^\| \*\*(.+?)\*\*(.*) \|$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\* \*\*(.+?)\*\*(.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     terms = [term for term, _ in rows]
     assert terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
     meanings = dict(rows)
@@ -74,7 +74,7 @@ def test_exit_codes_have_a_row():
     training, launcher, _ = page.split("\n## ")[1:]
     for code in (stopping.EXIT_DONE, 1, 2, stopping.EXIT_REQUEUE):
         assert f"\n| {code} |" in training
-    for code in (stopping.EXIT_DONE, exit_codes.SAVED, exit_codes.LOST):
+    for code in (stopping.EXIT_DONE, termination.SAVED, termination.LOST):
         assert f"\n| {code} |" in launcher
 
 

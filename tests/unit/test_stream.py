@@ -48,7 +48,7 @@ def test_a_worker_whose_stream_waits_reports_it_and_its_time_does_not_count(monk
     now, stream, progress = [100.0], Stream(), Progress()
     monkeypatch.setattr("moc.runtime.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr("moc.stream.marker_of", lambda device: stream.mark)
-    progress.use("cuda")
+    progress.use_stream_of("cuda")
     progress.enter("step")
     with progress.waiting(on_stream=True):
         pass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.trouble import Harmless, Trouble
+from moc.backoff import Harmless, Trouble
 
 
 class Clock:

@@ -1,4 +1,4 @@
-"""Saves ``--save`` in the background: one forked process per worker writes, and the workers publish together."""
+"""Saves ``--save`` in the background: one forked process per worker writes, and all publish together or retry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,93 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import writer
-from megatron.pretraining.checkpoint.attempts import Attempts
 from megatron.pretraining.config import Config
-from megatron.pretraining.logging.records import Records
-from moc.errors import with_code
-from moc.runtime.agreement import first_reported, run_on_rank0
-from moc.runtime.groups import Aborted, Suspicion
-from moc.runtime.world import World
+from megatron.pretraining.logging.records import EventRecorder
+from moc.backoff import Trouble
+from moc.errors import cause_of, code_of, warning, with_code
+from moc.runtime.collectives import first_line, first_reported, run_on_rank0
+from moc.runtime.groups import Aborted, PeerFailure
+from moc.runtime.job import World
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.claims import Claim
-from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
+from moc.store.errors import CheckpointError, TakenError
+from moc.store.ownership import Claim, Fence
+
+
+class Attempts:
+    """Attempts that fail on all workers together.
+
+    Attributes:
+        problem: the error of the last failed attempt; empty after a success.
+    """
+
+    def __init__(self, config: Config, log: EventRecorder):
+        self._save, self._stops, self._log = config.checkpoint.save, config.checkpoint.save_failure == "stop", log
+        self._trouble, self.problem = Trouble(), ""
+
+    def due(self) -> bool:
+        """Returns whether to repeat a failed attempt now; collective only after a failure."""
+        return bool(self._trouble) and not run_on_rank0(lambda: self._trouble.rests, "cannot read the clock")
+
+    @contextlib.contextmanager
+    def attempt(self, iteration: int | None, give_up: Callable[[], int | None]) -> Iterator[None]:
+        """Runs an attempt, as a context manager.
+
+        Args:
+            iteration: iteration of the checkpoint.
+            give_up: undoes a failed attempt; returns the iteration of the newest checkpoint of this run.
+
+        Raises:
+            CheckpointError: on all workers: the attempt failed, and is not repeated.
+        """
+        begun = time.monotonic()
+        try:
+            yield
+        except CheckpointError as error:
+            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, PeerFailure))
+            if self._stops or over:
+                raise
+            newest, self.problem = give_up(), with_code(error)
+            warns = self._trouble.failed(time.monotonic() - begun)
+            facts = dict(reason=cause_of(error), failures=self._trouble.count, newest=newest)
+            lasted_s = round(self._trouble.seconds, 3)
+            self._log.events.write("save_failed", what="checkpoint", iteration=iteration, lasted_s=lasted_s, **facts)
+            if warns:
+                there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
+                sentence = (
+                    f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training continues, and "
+                    f"tries again; in {self._save}, {there}. Fix: make room or repair the disk"
+                )
+                self._log.message(warning(sentence, code=code_of(error)))
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Reports megatron-core's and torch's errors in writing files as one sentence."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+            raise self.not_written(error) from error
+
+    def not_written(self, error: BaseException) -> CheckpointError:
+        """Returns the error of a checkpoint that cannot be written."""
+        failures = getattr(error, "failures", None)  # of all workers; only rank 0 has them
+        reason = next(iter(failures.values()))[0] if failures else error
+        return CheckpointError(
+            f"the checkpoint in {self._save} could not be written ({first_line(reason)}); earlier ones are untouched. "
+            "Fix: make room or repair the disk, and start again",
+            code="storage-unwritable",
+        )
+
+    def succeeded(self, iteration: int) -> None:
+        """Reports a saved checkpoint."""
+        self.problem = ""
+        self._log.message(f"saved checkpoint at iteration {iteration} to {self._save}")
+        if self._trouble:
+            count, lasted = self._trouble.count, self._trouble.over()
+            self._log.message(f"checkpoints can be saved again, after {lasted:.0f} s; {count} could not be")
 
 
 class Saves(ABC):
@@ -43,7 +117,7 @@ class Saves(ABC):
 
     format = dense_files.FORMAT
 
-    def __init__(self, config: Config, world: World, log: Records):
+    def __init__(self, config: Config, world: World, log: EventRecorder):
         self._config, self._world, self._log = config, world, log
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)
@@ -75,9 +149,9 @@ class Saves(ABC):
             save, fence, iteration = self._config.checkpoint.save, self._fence, position.iteration
             assert save is not None and fence is not None  # required for saving
             run_on_rank0(
-                lambda: dense_files.start(Path(save), iteration, fence), f"cannot start a checkpoint in {save}"
+                lambda: dense_files.begin_save(Path(save), iteration, fence), f"cannot start a checkpoint in {save}"
             )
-            staging = dense_files.staging_of(save, iteration, fence.claim.tag)
+            staging = dense_files.staging_path(save, iteration, fence.claim.tag)
             with self._attempts.reporting():
                 request = self.request(position, staging)
             publish = functools.partial(self.publish, Path(save), iteration)
@@ -156,7 +230,7 @@ class Saves(ABC):
                 failures = [stack.enter_context(writer.first_worker_goes_on(*one)) for one in writes]
                 finalize()
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
-            if isinstance(error, (Aborted, Suspicion)):
+            if isinstance(error, (Aborted, PeerFailure)):
                 raise
             failure = error
         failure = next((one for found in failures for one in found), failure)

@@ -1,9 +1,16 @@
-"""The contents of a checkpoint: megatron-core's description of the weights, and ``training_state.json``."""
+"""Describes the contents of a checkpoint: weights, ``training_state.json``, and the flags that a replay must share.
+
+Flags that determine gradients and updates: stored with each snapshot, and compared before a replay. A replay under
+other flags computes other gradients or updates, so that its state differs from the lost state.  The schedule of
+learning rates and weight decay is compared by its state, since a run may continue the stored schedule.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -14,13 +21,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
 from megatron.pretraining.config.deterministic import is_exact, promises_bits
-from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, listed, same_words
+from megatron.pretraining.config.flag import dashed
+from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, join_phrases, same_words
 from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
-from moc.files.text import shown
-from moc.runtime.agreement import first_line
-from moc.runtime.world import World
+from moc.files.decode import parse
+from moc.files.text import short_repr
+from moc.runtime.collectives import first_line
+from moc.runtime.job import World
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
@@ -160,8 +170,8 @@ def check_data(config: Config, data: DataIdentity | None, saved: Mapping, where:
     """
     if not config.data.allow_changed_data and (changed := changes_since(saved, data)):
         raise CheckpointError(
-            f"{where} was saved with other training data: {listed(changed)}. Fix: restore the data and the tokenizer, "
-            "or pass --allow-changed-data",
+            f"{where} was saved with other training data: {join_phrases(changed)}. Fix: restore the data and the "
+            "tokenizer, or pass --allow-changed-data",
             code="data-changed",
         )
 
@@ -184,7 +194,7 @@ def warn_of_other_data(data: DataIdentity | None, saved: Mapping, say: Callable[
     """Warns of each split that reads other data than the saved run."""
     for split in {one.split: None for one in data.sources} if data is not None else ():
         if changed := changes_since(saved, data, split):
-            say(f"WARNING: the {split} data changed: {listed(changed)}")
+            say(f"WARNING: the {split} data changed: {join_phrases(changed)}")
 
 
 def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
@@ -251,7 +261,7 @@ def warn_of_other_samples(
         if name.endswith("data_path") and same_words(before[name], identity_of(saved), value, data):
             continue
         say(
-            f"WARNING: {name.replace('_', ' ')} was {shown(before[name])} and is {value}: the order of samples "
+            f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {value}: the order of samples "
             "changes from here on, and some may be read twice or never"
         )
 
@@ -271,3 +281,70 @@ def sample_order(config: Config, world: World) -> dict:
 
 def _plain(state: dict) -> dict:
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+KEY = "repeated"
+"""The key of the flags in a snapshot's state."""
+_UPDATES = """
+    clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum decoupled_weight_decay decoupled_lr decoupled_min_lr
+    muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
+    """
+_GRADIENTS = """
+    attention_dropout hidden_dropout calculate_per_token_loss norm_epsilon rotary_base rotary_percent rotary_interleaved
+    rotary_scaling_factor attention_softmax_in_fp32 apply_query_key_layer_scaling fp32_residual_connection
+    accumulate_allreduce_grads_in_fp32 window_size softmax_scale mtp_loss_scaling_factor reset_position_ids
+    reset_attention_mask eod_mask_loss moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff
+    moe_z_loss_coeff moe_router_dtype moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_router_quantile_balancing_ema moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    moe_token_drop_policy correct
+    """
+_NAMES = (*_UPDATES.split(), *_GRADIENTS.split())
+_POSITION = "num_steps"
+"""The part of the schedule's state that changes in a run."""
+
+
+def repeated(config: Config) -> dict[str, Any]:
+    """Returns the flags that determine this run's gradients and updates, by name, as values of JSON."""
+    places = [*(getattr(config, group) for group in group_classes()), getattr(config, "arguments", None)]
+    found = {}
+    for name in _NAMES:
+        owner = next((place for place in places if hasattr(place, name)), None)
+        if owner is not None:
+            found[name] = getattr(owner, name)
+    return parse(json.dumps(found, default=str))
+
+
+def check_replay(
+    config: Config, scheduler: OptimizerParamScheduler, data: DataIdentity | None, saved: Mapping, where: object
+) -> None:
+    """Refuses the replay of a snapshot under other flags or with other data, without ``--allow-nondeterministic``.
+
+    Args:
+        config: the flags in force.
+        scheduler: scheduler of this run, before the saved schedule is loaded.
+        data: the data that this run reads.
+        saved: the snapshot's state; a snapshot of an earlier release has no flags.
+        where: path of the snapshot, for the message.
+
+    Raises:
+        CheckpointError: the flags differ; the message lists all of them.
+    """
+    if not promises_bits(config) or config.training.allow_nondeterministic:
+        return
+    here, there = repeated(config), saved.get(KEY) or {}
+    names = [name for name, value in here.items() if name in there and there[name] != value]
+    changes = [f"{dashed(name)} is {short_repr(there[name])} there and {short_repr(here[name])} here" for name in names]
+    changes += changes_since(saved, data)
+    if not config.learning_rate.use_checkpoint_opt_param_scheduler:
+        schedule, stored = scheduler.state_dict(), saved["scheduler"]
+        if any(stored.get(name, value) != value for name, value in schedule.items() if name != _POSITION):
+            changes.append(
+                "the schedule is another one (--use-checkpoint-opt-param-scheduler continues the stored one)"
+            )
+    if changes:
+        raise CheckpointError(
+            f"iterations after {where} must be replayed, and flags differ: {'; '.join(changes)}. Fix: resume with the "
+            "flags of the snapshot, and change them after a checkpoint of --save, or pass --allow-nondeterministic",
+            code="replay-not-identical",
+        )

@@ -1,6 +1,6 @@
 """``optimizer/`` in a dense checkpoint: master weights and moments as boxes of the unpartitioned tensors.
 
-Any layout and any engine loads them; see :mod:`moc.store.regions`.
+Any layout and any engine loads them; see :mod:`moc.store.shard_file`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from megatron.pretraining.engine.optimizer import VotedOptimizer
 from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.engine.state import optimizer_fragments
 from moc.errors import cause_of, code_of, with_code
-from moc.runtime.agreement import first_reported
+from moc.runtime.collectives import first_reported
 from moc.store.errors import CheckpointError
-from moc.store.fill import values_for
-from moc.store.regions import MissingRegionError, RegionReader, RegionTensor
+from moc.store.shard_file import BoxTensor, MissingTensorError, ShardReader, read_values
 
 DIRECTORY = "optimizer"
 
 
-def entries_of(chunks: Sequence[Any], optimizer: VotedOptimizer) -> list[RegionTensor]:
+def entries_of(chunks: Sequence[Any], optimizer: VotedOptimizer) -> list[BoxTensor]:
     """Returns this rank's shard of the optimizer state, on the host, since forked writers cannot read the device."""
     return [
-        RegionTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
+        BoxTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
         for f in optimizer_fragments(chunks, optimizer.core)
         if f.first_copy
     ]
@@ -76,10 +75,10 @@ def load(
 def fill(directory: Path, paths: Sequence[Path], chunks: Sequence[Any], optimizer: VotedOptimizer) -> str | None:
     """Fills this rank's optimizer state from files of any layout; returns the error if a part is missing."""
     try:
-        reader = RegionReader(paths)
+        reader = ShardReader(paths)
         for fragment in optimizer_fragments(chunks, optimizer.core):
-            fragment.view.view(fragment.region.shape).copy_(values_for(fragment, reader))
-    except MissingRegionError as missing:
+            fragment.view.view(fragment.region.shape).copy_(read_values(fragment, reader))
+    except MissingTensorError as missing:
         incomplete = CheckpointError(
             f"{directory} is incomplete: {cause_of(missing)}. Fix: load an older checkpoint with --ckpt-step, or "
             "pass --no-load-optim",

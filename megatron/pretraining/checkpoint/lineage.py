@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moc.errors import with_code
 from moc.store import dense_files
-from moc.store.dense_files import TRACKER, Published
+from moc.store.dense_files import TRACKER_FILE, Published
 from moc.store.errors import CheckpointError
 
 
@@ -46,8 +46,8 @@ class Directory:
         """Reads a directory; returns None without a path."""
         if path is None:
             return None
-        there = tuple(dense_files.saved_iterations(path)), tuple(dense_files.published(path))
-        has_tracker, real = os.path.lexists(Path(path) / TRACKER), os.path.realpath(path)
+        there = tuple(dense_files.list_iterations(path)), tuple(dense_files.published(path))
+        has_tracker, real = os.path.lexists(Path(path) / TRACKER_FILE), os.path.realpath(path)
         try:
             return cls(real, has_tracker, dense_files.latest_iteration(path), *there)
         except CheckpointError as error:
@@ -121,7 +121,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointChoice:
     """The checkpoint that a start loads.
 
     Attributes:
@@ -142,7 +142,7 @@ class Choice:
         return (0, True) if self.iteration is None else (self.iteration, False)
 
 
-def choose(command: Command) -> Choice:
+def choose(command: Command) -> CheckpointChoice:
     """Returns the checkpoint that a start loads.
 
     Raises:
@@ -152,13 +152,13 @@ def choose(command: Command) -> Choice:
     if save is not None:
         newest = next((one for one in save.complete if one.iteration == save.current), None)
         if newest is not None and command.owns(newest):
-            return Choice(save.path, newest.iteration, is_own=True)
+            return CheckpointChoice(save.path, newest.iteration, is_own=True)
     _refuse_unknown(load, command)
     if command.pretrained is not None and not (load is not None and load.holds_checkpoint):
         load, begins = command.pretrained, True
         _refuse_unknown(load, command)
     if load is None:
-        return Choice()
+        return CheckpointChoice()
     if not load.holds_checkpoint and (command.exit_on_missing or load is command.pretrained):
         raise CheckpointError(
             f"{load.path} holds no checkpoint, and --exit-on-missing-checkpoint or --pretrained-checkpoint needs one. "
@@ -168,11 +168,11 @@ def choose(command: Command) -> Choice:
     iteration = command.ckpt_step or load.current
     if iteration is not None and iteration not in load.iterations:
         raise CheckpointError(
-            f"{dense_files.directory_of(load.path, iteration)} does not exist. Fix: correct --load, --ckpt-step or "
-            f"{TRACKER}",
+            f"{dense_files.checkpoint_path(load.path, iteration)} does not exist. Fix: correct --load, --ckpt-step or "
+            f"{TRACKER_FILE}",
             code="checkpoint-missing",
         )
-    return Choice(load.path, iteration, begins)
+    return CheckpointChoice(load.path, iteration, begins)
 
 
 def newest(command: Command) -> int | None:
@@ -203,8 +203,8 @@ def _refuse_unknown(directory: Directory | None, command: Command) -> None:
         return
     newest = directory.complete[-1].iteration
     raise CheckpointError(
-        f"{directory.path} holds checkpoints up to iteration {newest}, and no {TRACKER} names the one to load. Fix: "
-        f"write an iteration into it, or pass --ckpt-step {newest}",
+        f"{directory.path} holds checkpoints up to iteration {newest}, and no {TRACKER_FILE} names the one to load. "
+        f"Fix: write an iteration into it, or pass --ckpt-step {newest}",
         code="tracker-missing",
     )
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from megatron.pretraining.data.identity import DataIdentity
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Positive
-from moc.files.tree import Tree
+from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files
 
 
@@ -98,9 +98,9 @@ def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
-    with _reading(directory / dense_files.STATE):
-        found = decode.parse(Tree(directory).read(dense_files.STATE, tree.MANIFEST))
-        check_types(decode.table(found, "it"), resumes)
+    with _reading(directory / dense_files.STATE_FILE):
+        found = decode.parse(SafeDirectory(directory).read(dense_files.STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
+        check_types(decode.require_object(found, "it"), resumes)
         return found
 
 
@@ -110,8 +110,10 @@ def read_data(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
-    with _reading(directory / dense_files.DATA):
-        return decode.decode(Tree(directory).read(dense_files.DATA, tree.MANIFEST), DataIdentity).plain()
+    with _reading(directory / dense_files.DATA_FILE):
+        return decode.decode(
+            SafeDirectory(directory).read(dense_files.DATA_FILE, safe_directory.MAX_MANIFEST_BYTES), DataIdentity
+        ).plain()
 
 
 @contextlib.contextmanager
@@ -119,6 +121,6 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise dense_files.damaged(f"{path} cannot be read ({error.strerror})") from None
+        raise dense_files.damage_error(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise dense_files.damaged(f"{path} is damaged ({error})") from None
+        raise dense_files.damage_error(f"{path} is damaged ({error})") from None

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint import filesystem
 
 from moc import private_interfaces
 from moc.errors import code_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Name
-from moc.files.text import shown
-from moc.files.tree import Tree
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import short_repr
 from moc.store.errors import CheckpointError
 
 _NEEDED = {
@@ -256,7 +256,7 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
                 strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
                 if strange and not any_number:
                     raise CheckpointError(
-                        f".metadata has the number {shown(argument)}, which no size can be. Fix: "
+                        f".metadata has the number {short_repr(argument)}, which no size can be. Fix: "
                         "use a checkpoint from a source that you trust",
                         code="metadata-refused",
                     )
@@ -342,10 +342,10 @@ class _Part:
         """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is too much at a time."""
         left = max(0, self.size - self._at)
         size = left if size < 0 else min(size, left)
-        if size > tree.MANIFEST:
+        if size > safe_directory.MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"has a list of records of {size} bytes, more than {tree.MANIFEST}. Fix: use a checkpoint from a "
-                "source that you trust",
+                f"has a list of records of {size} bytes, more than {safe_directory.MAX_MANIFEST_BYTES}. Fix: use a "
+                "checkpoint from a source that you trust",
                 code="metadata-refused",
             )
         self._stream.seek(self._begin + self._at)
@@ -383,10 +383,10 @@ def _check_saved(stream: Any) -> None:
             sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
             for one in records:
                 if one.filename.endswith(".pkl"):
-                    if one.file_size > tree.MANIFEST:
+                    if one.file_size > safe_directory.MAX_MANIFEST_BYTES:
                         raise CheckpointError(
-                            f"has {one.file_size} bytes of objects, more than {tree.MANIFEST}. Fix: "
-                            "use a checkpoint from a source that you trust",
+                            f"has {one.file_size} bytes of objects, more than {safe_directory.MAX_MANIFEST_BYTES}. "
+                            "Fix: use a checkpoint from a source that you trust",
                             code="metadata-refused",
                         )
                     data = archive.read(one)
@@ -419,7 +419,7 @@ def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
             _check_saved(file)
             return load(file, *arguments, **how)
         path = Path(file)
-        with open(Tree(path.parent).open(path.name), "rb") as opened:
+        with open(SafeDirectory(path.parent).open(path.name), "rb") as opened:
             try:
                 _check_saved(opened)
             except CheckpointError as error:
@@ -487,7 +487,7 @@ def check_metadata(directory: Path) -> list[str]:
     except FileNotFoundError:
         return []  # another format: megatron-core reports the missing file
     try:
-        decode.decode(Tree(directory).read(_CONFIG, tree.SMALL), _Format)
+        decode.decode(SafeDirectory(directory).read(_CONFIG, safe_directory.MAX_SMALL_FILE_BYTES), _Format)
     except FileNotFoundError:
         pass  # the same
     except (OSError, ValueError) as error:
@@ -504,13 +504,13 @@ def read_metadata(directory: Path) -> Any:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is invalid or could run code, or the directory has a link or a special file.
     """
-    if others := Tree(directory).refused():
+    if others := SafeDirectory(directory).list_refused():
         raise CheckpointError(
             f"{directory / others[0]} is no regular file and no directory. Fix: remove it",
             code="file-refused",
         )
     try:
-        return _Pickle().load(io.BytesIO(Tree(directory).read(".metadata", tree.METADATA)))
+        return _Pickle().load(io.BytesIO(SafeDirectory(directory).read(".metadata", safe_directory.MAX_METADATA_BYTES)))
     except CheckpointError as error:
         raise CheckpointError(f"{directory}/{error}", code=code_of(error)) from None
     except FileNotFoundError:

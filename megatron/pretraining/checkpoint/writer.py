@@ -17,19 +17,18 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.pretraining.checkpoint.fragments import path_of
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
-from moc.files.tree import Tree
-from moc.runtime.children import serve_host
+from moc.files.safe_directory import SafeDirectory, write_durably
+from moc.runtime.child_processes import attach_without_gpus
 from moc.store import dense_files
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.ownership import Fence
+from moc.store.shard_file import BoxTensor, write_shard_file
 
 
 def write_files(
-    write_weights: Callable | None, staging: Path, rank: int, entries: list[RegionTensor] | None, *weights_args
+    write_weights: Callable | None, staging: Path, rank: int, entries: list[BoxTensor] | None, *weights_args
 ) -> None:
     """Writes a worker's shard of a checkpoint to ``staging`` and describes it; runs in a forked process.
 
@@ -38,16 +37,16 @@ def write_files(
     """
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None  # this is a forked process
-    serve_host(parent.pid)
-    os.register_at_fork(after_in_child=functools.partial(serve_host, os.getpid()))  # megatron-core forks again
+    attach_without_gpus(parent.pid)
+    os.register_at_fork(after_in_child=functools.partial(attach_without_gpus, os.getpid()))  # megatron-core forks again
     if write_weights is not None:
         write_weights(*weights_args)
     try:
         if entries is not None:
             path_of(staging, rank).parent.mkdir(exist_ok=True)
-            write_regions(path_of(staging, rank), entries)
+            write_shard_file(path_of(staging, rank), entries)
         written = [*staging.glob(f"__{rank}_*"), *([path_of(staging, rank)] if entries is not None else [])]
-        report = {"files": {str(path.relative_to(staging)): dense_files.describe(path) for path in written}}
+        report = {"files": {str(path.relative_to(staging)): dense_files.describe_file(path) for path in written}}
     except Exception as error:  # rank 0 must learn of any failure
         report = {"error": f"worker {rank}: {error}"}
     with contextlib.suppress(OSError):  # rank 0 treats a missing report as a failure
@@ -72,7 +71,7 @@ def publish(
     """
     if fence is not None:
         fence.check()
-    staging = dense_files.staging_of(root, iteration, fence.claim.tag if fence is not None else "")
+    staging = dense_files.staging_path(root, iteration, fence.claim.tag if fence is not None else "")
     described = {}
     for rank in range(workers):
         path = _report(staging, rank)
@@ -84,12 +83,12 @@ def publish(
                 code="storage-unwritable",
             )
         described |= report.files
-        Tree(root).remove(path.relative_to(root).as_posix())
+        SafeDirectory(root).remove(path.relative_to(root).as_posix())
     for path in staging.rglob("*"):
         name = str(path.relative_to(staging))
         if name not in described and path.is_file():
-            described[name] = dense_files.describe(path)
-    dense_files.publish(root, iteration, described, fence, retain_interval, format, lineage)
+            described[name] = dense_files.describe_file(path)
+    dense_files.publish_save(root, iteration, described, fence, retain_interval, format, lineage)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,9 @@ class _Report:
 
 def _read_report(staging: Path, rank: int) -> _Report:
     try:
-        return decode.decode(Tree(staging).read(_report(staging, rank).name, tree.MANIFEST), _Report)
+        return decode.decode(
+            SafeDirectory(staging).read(_report(staging, rank).name, safe_directory.MAX_MANIFEST_BYTES), _Report
+        )
     except FileNotFoundError:
         return _Report(error=f"worker {rank} left no report")
     except (OSError, ValueError) as error:
@@ -149,7 +150,7 @@ def use_mortal_result_queue() -> None:
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-        manager.start(initializer=functools.partial(serve_host, os.getpid()))
+        manager.start(initializer=functools.partial(attach_without_gpus, os.getpid()))
         results: Any = manager.Queue()
         filesystem_async._results_queue = results
         results.manager = manager  # the server lives as long as the manager object

@@ -8,8 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, flags_of
+from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, convert_value, flags_of
 from megatron.pretraining.config.groups import FlagGroups, group_classes
 
 
@@ -37,7 +36,7 @@ def converted(own: Mapping[str, object]) -> dict[str, Any]:
     """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
     problems, given = Problems(), dict[str, Any]()
     for name, value in own.items():
-        problems.check(lambda name=name, value=value: given.update({name: convert(all_flags()[name], value)}))
+        problems.check(lambda name=name, value=value: given.update({name: convert_value(all_flags()[name], value)}))
     problems.raise_found()
     if given.get("deepspeed"):
         given.setdefault("zero_stage", 1)

@@ -16,7 +16,7 @@ def _elements(value: object) -> int:
     """Parses a number of elements, which ds_configs also write as 5e8."""
     number = float(str(value))
     if number != int(number):
-        raise ValueError("a whole number of elements")
+        raise ValueError("the number of elements must be an integer")
     return int(number)
 
 
@@ -32,7 +32,7 @@ class DeepSpeedFlags(FlagGroup):
         metavar="FILE.json",
     )
     zero_stage: int | None = flag(
-        None, "ZeRO stage: 1 shards optimizer state, 2 also gradients; by default 1, or that of the ds_config."
+        None, "ZeRO stage: 1 shards optimizer state, 2 also gradients; by default 1, or the stage of the ds_config."
     )
     cpu_optimizer: bool = flag(False, "Keep masters and moments in host memory, and update them there (offload).")
     use_pin_memory: bool = flag(False, "Pin the host memory of --cpu-optimizer.")
@@ -48,8 +48,8 @@ class DeepSpeedFlags(FlagGroup):
     zero_multi_rank_bucket_allreduce: bool = flag(
         True, "Reduce a bucket by one all-reduce, not to each owner, as use_multi_rank_bucket_allreduce of a ds_config."
     )
-    zero_communication_dtype: str = flag("fp32", "Format in which gradients are reduced.", choices=DTYPES)
-    zero_grad_accum_dtype: str = flag("fp32", "Format in which gradients are accumulated.", choices=DTYPES)
+    zero_communication_dtype: str = flag("fp32", "Data type of reduced gradients.", choices=DTYPES)
+    zero_grad_accum_dtype: str = flag("fp32", "Data type of accumulated gradients.", choices=DTYPES)
     gradient_accumulation_steps: int | None = flag(
         None, "Micro batches in an iteration; follows from the batch sizes, and must agree with them.", limits=">= 1"
     )

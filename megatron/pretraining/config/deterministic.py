@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import Problems
-from moc.policy import AUTO, policy_named
+from moc.policy import AUTO, registered_policy
 
 _OTHERWISE = "--allow-nondeterministic"
 
@@ -57,7 +57,7 @@ def deterministic_environment(config: Config, environment: Mapping[str, str]) ->
 def promises_bits(config: Config) -> bool:
     """Returns whether recovery by the run's policy is exact, if its computation is deterministic."""
     name = config.snapshot.ckpt_policy
-    return name is not None and (name == AUTO or policy_named(name).exact)
+    return name is not None and (name == AUTO or registered_policy(name).is_exact)
 
 
 def is_exact(config: Config, cuda: bool) -> bool | None:

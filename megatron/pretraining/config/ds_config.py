@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
-from moc.files.text import short, shown
-from moc.files.tree import CONFIG, open_named
+from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
+from moc.files.text import short_repr, shorten
 
 AUTO = "auto"
 """A value that leaves the decision to the flags."""
@@ -55,7 +55,7 @@ _FORMATS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "f
 def _adam(value: object) -> str:
     if str(value).lower() not in _ADAMS:
         raise ConfigError(
-            f"{short(value)} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
+            f"{shorten(value)} is not supported. Fix: choose AdamW, or drop the section for --optimizer",
             code="ds-config-value-unsupported",
         )
     return "adam"
@@ -64,7 +64,7 @@ def _adam(value: object) -> str:
 def _device(value: object) -> bool:
     if value not in ("none", "cpu", None):
         raise ConfigError(
-            f"{short(value)} is not supported. Fix: choose cpu (--cpu-optimizer) or none",
+            f"{shorten(value)} is not supported. Fix: choose cpu (--cpu-optimizer) or none",
             code="ds-config-value-unsupported",
         )
     return value == "cpu"
@@ -73,7 +73,7 @@ def _device(value: object) -> bool:
 def _format(value: object) -> str:
     if str(value) not in _FORMATS:
         raise ConfigError(
-            f"{short(value)} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
+            f"{shorten(value)} is not one of fp32, bf16, fp16. Fix: choose one", code="ds-config-value-unsupported"
         )
     return _FORMATS[str(value)]
 
@@ -170,8 +170,8 @@ _ELSEWHERE = {
     "activation_checkpointing": "choose --recompute-granularity",
     "checkpoint": "choose --save, or --ckpt-policy; checkpoints load in any layout",
     "load_universal_checkpoint": "drop it: checkpoints load in any layout",
-    "nebula": "choose --ckpt-policy, which saves beside training",
-    "datastates_ckpt": "choose --ckpt-policy, which saves beside training",
+    "nebula": "choose --ckpt-policy, which saves in the background",
+    "datastates_ckpt": "choose --ckpt-policy, which saves in the background",
     "pipeline": "choose --pipeline-model-parallel-size",
     "tensor_parallel": "choose --tensor-model-parallel-size",
     "expert_parallel": "choose --expert-model-parallel-size",
@@ -190,7 +190,7 @@ _ELSEWHERE = {
     "quantize_training": "choose --fp8-format",
     "hybrid_engine": "drop it: this program trains only",
     "compile": "drop it",
-    "dataloader_drop_last": "drop it: the last batch is always whole",
+    "dataloader_drop_last": "drop it: the last batch is always complete",
     "disable_allgather": "drop it",
     "zero_optimization.zero_quantized_weights": "drop it: it is of stage 3",
     "zero_optimization.zero_quantized_nontrainable_weights": "drop it: it is of stage 3",
@@ -199,7 +199,7 @@ _ELSEWHERE = {
     "zero_optimization.offload_optimizer.pipeline_read": "drop it: it is of NVMe",
     "zero_optimization.offload_optimizer.pipeline_write": "drop it: it is of NVMe",
     "zero_optimization.offload_optimizer.super_offload": "drop it: it is of stage 3",
-    "fp16.auto_cast": "drop it: inputs are whole numbers",
+    "fp16.auto_cast": "drop it: inputs are integers",
     "fp16.consecutive_hysteresis": "drop it: hysteresis counts as in Megatron-LM",
     "fp16.fp16_master_weights_and_grads": "drop it: masters are in fp32",
     "bf16.bf16_master_weights_and_grads": "drop it: masters are in fp32",
@@ -216,7 +216,7 @@ def settings_in(path: str) -> tuple[Setting, ...]:
     """
     problems = Problems()
     try:
-        settings = tuple(settings_of(_read(path), path, problems))
+        settings = tuple(flags_of_section(_read(path), path, problems))
     except RecursionError:
         raise ConfigError(
             f"--deepspeed-config {path} is nested too deeply. Fix: correct it", code="ds-config-unreadable"
@@ -241,7 +241,7 @@ def ignored_in(path: str) -> list[tuple[str, str]]:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        with open(open_named(path, CONFIG), encoding="utf-8") as file:
+        with open(open_user_file(path, MAX_CONFIG_BYTES), encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=functools.partial(_once, path))
     except OSError as error:
         raise ConfigError(
@@ -260,12 +260,12 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def settings_of(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
+def flags_of_section(content: Mapping[str, Any], path: str, problems: Problems, section: str = "") -> Iterator[Setting]:
     """Yields the flags that a ds_config or its section sets; adds a problem for each refused key."""
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
-            yield from settings_of(_in_force(value), path, problems, f"{key}.")
+            yield from flags_of_section(_in_force(value), path, problems, f"{key}.")
         elif value == AUTO and (key in _HONOURED or key in _PAIRS):
             continue
         elif key in _HONOURED:
@@ -312,8 +312,8 @@ def agree(
         if name in given:
             problems.refuse(
                 not setting.yields and not same(name, given[name], value),
-                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which says "
-                f'{short(value)}. Fix: change one of them, or set the key to "auto"',
+                f"{dashed(name)} {given[name]} contradicts {setting.key} of the --deepspeed-config, which is "
+                f'{shorten(value)}. Fix: change one of them, or set the key to "auto"',
                 code="ds-config-contradicts-flag",
             )
         else:
@@ -344,7 +344,7 @@ def _setting(key: str, value: object, path: str) -> Setting:
         raise ConfigError(f"{key} in {path}: {error}", code=error.code) from None
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(
-            f"{key} in {path} does not take {shown(value)}. Fix: correct it", code="ds-config-value-invalid"
+            f"{key} in {path} does not take {short_repr(value)}. Fix: correct it", code="ds-config-value-invalid"
         ) from None
 
 
@@ -358,8 +358,8 @@ def _is_off(only: object, value: object) -> bool:
 
 
 def _says(key: str, value: object, path: str) -> str:
-    said = "" if isinstance(value, (Mapping, list)) else f" {short(json.dumps(value))}"
-    return f"{short(key)}{said} in {path} is not supported"
+    said = "" if isinstance(value, (Mapping, list)) else f" {shorten(json.dumps(value))}"
+    return f"{shorten(key)}{said} in {path} is not supported"
 
 
 def _once(path: str, pairs: list[tuple[str, Any]]) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
-from moc.elastic.domains import MOST_RANKS
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
 
 
 def parse_everywhere(text: object) -> str:
@@ -29,7 +29,9 @@ class ElasticFlags(FlagGroup):
         None, "Experts of each MoE layer that a worker has room for; needed with --elastic.", limits=">= 1"
     )
     elastic_min_replicas: int = flag(
-        2, "Workers that hold each expert at least, if slots suffice: fewer losses at once lose none.", limits=">= 1"
+        2,
+        "Minimum number of workers that hold each expert, if slots suffice: a loss of fewer workers loses no expert.",
+        limits=">= 1",
     )
     elastic_everywhere: str = flag(
         "auto",
@@ -38,17 +40,17 @@ class ElasticFlags(FlagGroup):
         metavar="auto|H",
     )
     elastic_rebalance_interval: int = flag(
-        200, "Iterations between two looks at whether other replicas would pay; 0 never looks.", limits=">= 0"
+        200, "Iterations between checks whether other replicas would save time; 0 for no checks.", limits=">= 0"
     )
     elastic_dispatch: str = flag(
         "level",
-        "Tokens of each replica: such that all workers get equally many, or as many as other replicas of its expert.",
+        "Distribution of tokens. level: all workers get equally many. even: replicas of an expert get equally many.",
         choices=("level", "even"),
     )
     elastic_domain: int = flag(
-        MOST_RANKS,
-        "Workers of a pipeline stage among which tokens are dispatched, at most: more are cut into domains with all "
-        "experts each, and count tokens by themselves.",
+        MAX_DOMAIN_RANKS,
+        "Maximum number of workers of a pipeline stage that dispatch tokens to one another. More workers form domains; "
+        "each domain has all experts and counts its tokens separately.",
         limits=">= 1",
     )
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from megatron.pretraining.config.deepspeed import DeepSpeedFlags
 from megatron.pretraining.config.elastic import ElasticFlags
-from megatron.pretraining.config.faults import FaultFlags
 from megatron.pretraining.config.flag import FlagGroup
 from megatron.pretraining.config.megatron_lm import (
     CheckpointFlags,
@@ -27,7 +26,7 @@ from megatron.pretraining.config.megatron_lm import (
     TrainingFlags,
     ValidationFlags,
 )
-from megatron.pretraining.config.snapshot import SnapshotFlags
+from megatron.pretraining.config.snapshot import FaultFlags, SnapshotFlags
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Defines the flags of snapshots, from which a run resumes after a failure."""
+"""Defines the flags of snapshots, from which a run resumes after a failure, and of fault injection."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config.flag import FlagGroup, Problems, dashed, flag, flags_of
-from moc.policy import AUTO, POLICIES, Policy, PolicyFlag, interval_named, owners
-from moc.policy.errors import PolicyError, refusal_of
-from moc.policy.measurements import UNDISTURBED_MTBF_S
-from moc.policy.pec_flags import experts_of
+from moc.fault_points import POINTS
+from moc.policy import AUTO, POLICIES, PolicyFlag, RegisteredPolicy, parse_interval, policy_by_flag
+from moc.policy.errors import PolicyError, policy_refusal
+from moc.policy.interval import UNDISTURBED_MTBF_S
+from moc.runtime.fault_injection import ACTIONS, Fault, parse_faults, random_faults
 from moc.session.settings import TIERS, node_names
-from moc.sharding import scheme_named
+from moc.sharding import parse_scheme
 
 _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 """Flags chosen by ``--ckpt-policy auto``, besides the settings of policies."""
@@ -21,7 +22,7 @@ _CHOSEN_BY_AUTO = ("ckpt_blocking", "persist_interval", "snapshot_interval")
 _LIMITS_OF_AUTO = ("exact_only", "host_memory_gb")
 
 
-_REPLAYING = " or ".join(sorted(name for name, kind in POLICIES.items() if kind.replays))
+_REPLAYING = " or ".join(sorted(name for name, entry in POLICIES.items() if entry.can_replay))
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,15 @@ class _EveryPolicy(FlagGroup):
 
     ckpt_policy: str | None = flag(
         None,
-        "What snapshots hold and when they are taken; by default there are none. A run resumes from the newest "
-        "snapshot in --ckpt-dir. auto chooses policy, interval, K, window and replicas by expected cost, from "
+        "Policy for the content and the iterations of snapshots; by default there are none. A run resumes from the "
+        "newest snapshot in --ckpt-dir. auto chooses policy, interval, K, window and replicas by expected cost, from "
         "measurements.",
         choices=[AUTO, *sorted(POLICIES)],
     )
     ckpt_tier: str = flag(
         "disk",
-        "Where snapshots are kept: in --ckpt-dir (disk), in the memory of their node, which survives a restart on the "
-        "same machines, or also in that of other nodes (peers), which survives the loss of nodes (Gemini).",
+        "Where snapshots are kept. disk: in --ckpt-dir. memory: in the memory of their node, which survives a restart "
+        "on the same machines. peers: also in the memory of other nodes, which survives the loss of nodes (Gemini).",
         choices=TIERS,
     )
     ckpt_dir: str | None = flag(
@@ -61,15 +62,15 @@ class _EveryPolicy(FlagGroup):
     ckpt_keep: int = flag(2, "Complete snapshots (sparse: windows) to keep in --ckpt-dir.", limits=">= 1")
     digest_interval: int = flag(
         1,
-        "Iterations between digests of the training state, by which every recovery verifies the state that it has "
-        "restored; 0 for none. A digest reads the state once.",
+        "Iterations between digests of the training state; 0 for none. Every recovery verifies the restored state with "
+        "them. A digest reads the state once.",
         limits=">= 0",
     )
     ckpt_sharding: str = flag(
         "EE+AN",
         "Which of the ranks that hold the same state saves it: a scheme, or two rules EXPERTS,OTHERS "
         "(docs/explanation/sharding.md).",
-        type=lambda text: (scheme_named(text), text)[1],
+        type=lambda text: (parse_scheme(text), text)[1],
         metavar="SCHEME",
     )
     ckpt_overhead_budget: float = flag(
@@ -78,7 +79,7 @@ class _EveryPolicy(FlagGroup):
     snapshot_interval: str = flag(
         "auto",
         "Iterations between snapshots; auto: as often as --ckpt-overhead-budget allows (CheckFreq).",
-        type=lambda text: (interval_named(str(text)), str(text))[1],
+        type=lambda text: (parse_interval(str(text)), str(text))[1],
         metavar="N|auto",
     )
     persist_interval: int | None = flag(
@@ -93,7 +94,7 @@ class _EveryPolicy(FlagGroup):
         limits=">= 1",
     )
     replication_rate: float | None = flag(
-        None, "With --ckpt-tier peers: maximum GB/s at which a node copies snapshots of others.", limits="> 0.0"
+        None, "With --ckpt-tier peers: maximum GB/s for a node's copies of other nodes' snapshots.", limits="> 0.0"
     )
 
     mtbf_hours: float | None = flag(
@@ -116,8 +117,8 @@ class _EveryPolicy(FlagGroup):
 
     upstream_logging: bool = flag(
         False,
-        "With --ckpt-policy sparse and a pipeline: log what each stage sends in its node's memory, so that one stage "
-        "can be replayed alone.",
+        "With --ckpt-policy sparse and a pipeline: log the data that each stage sends in its node's memory, so that "
+        "one stage can be replayed without the others.",
     )
     upstream_log_limit: float = flag(
         8.0,
@@ -133,17 +134,20 @@ class _EveryPolicy(FlagGroup):
     @property
     def chooses_experts(self) -> bool:
         """Whether the policy chooses its numbers of experts from measurements."""
-        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].reckons_with_faults(self)
+        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].flags.uses_failure_rate(self)
 
     @property
     def experts(self) -> tuple[int, int]:
         """K_snapshot and K_persist, or their initial values."""
-        return experts_of(self)
+        return next(filter(None, (entry.flags.experts_per_layer(self) for entry in POLICIES.values())), (1, 1))
 
     def validate(self, problems: Problems) -> None:
         """Rejects options of snapshots that are not taken, or not in memory."""
-        kind, whose = POLICIES.get(self.ckpt_policy or ""), owners()
-        chosen = {*_CHOSEN_BY_AUTO, *(one.name for owner in POLICIES.values() for one in owner.flags if one.chosen)}
+        kind, whose = POLICIES.get(self.ckpt_policy or ""), policy_by_flag()
+        chosen = {
+            *_CHOSEN_BY_AUTO,
+            *(one.name for entry in POLICIES.values() for one in entry.flags.specs if one.chosen_by_auto),
+        }
         asked = {kind}
         given = [spec for spec in flags_of(type(self)) if vars(self).get(spec.name, spec.default) != spec.default]
         if not self.ckpt_policy:
@@ -176,17 +180,19 @@ class _EveryPolicy(FlagGroup):
         for one in POLICIES.values():
             if one in asked:
                 problems.check(self._ask, one, problems)
-        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.replays)
+        problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
         problems.check(self._validate_tier, problems)
         problems.refuse(
-            self.mtbf_hours is not None and self.ckpt_policy != AUTO and not (kind and kind.reckons_with_faults(self)),
+            self.mtbf_hours is not None
+            and self.ckpt_policy != AUTO
+            and not (kind and kind.flags.uses_failure_rate(self)),
             "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto. Fix: add one of them, or "
             "drop --mtbf-hours",
             code="flag-needs-another",
         )
 
-    def _ask(self, kind: type[Policy], problems: Problems) -> None:
-        for refused in itertools.islice(kind.refusals(self), 1):  # others may follow from the first one
+    def _ask(self, kind: RegisteredPolicy, problems: Problems) -> None:
+        for refused in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one
             refuse_by(kind, refused, problems)
 
     def _validate_upstream_logs(self, problems: Problems, replays: bool) -> None:
@@ -225,7 +231,7 @@ class _EveryPolicy(FlagGroup):
 
 
 def _field(one: PolicyFlag) -> tuple[str, object, dataclasses.Field]:
-    kind = one.kind | None if one.default is None else one.kind
+    kind = one.value_type | None if one.default is None else one.value_type
     signs = (">=", one.at_least), (">", one.above), ("<=", one.at_most)
     limits = ", ".join(f"{sign} {limit}" for sign, limit in signs if limit is not None)
     facts: dict[str, Any] = dict(choices=one.choices, type=one.parse, metavar=one.metavar, limits=limits)
@@ -242,7 +248,7 @@ if TYPE_CHECKING:
 else:
     SnapshotFlags = dataclasses.make_dataclass(
         "SnapshotFlags",
-        [_field(one) for kind in POLICIES.values() for one in kind.flags],
+        [_field(one) for kind in POLICIES.values() for one in kind.flags.specs],
         bases=(_EveryPolicy,),
         frozen=True,
         namespace={
@@ -252,7 +258,50 @@ else:
     )
 
 
-def refuse_by(kind: type[Policy], refused: str | PolicyError, problems: Problems) -> None:
+def refuse_by(kind: RegisteredPolicy, refused: str | PolicyError, problems: Problems) -> None:
     """Adds a policy's refusal to the problems."""
-    error = refused if isinstance(refused, PolicyError) else refusal_of(kind.name, refused)
+    error = refused if isinstance(refused, PolicyError) else policy_refusal(kind.name, refused)
     problems.refuse(True, str(error), code=error.code)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    return tuple(str(fault) for text in texts for fault in parse_faults(text))
+
+
+@dataclass(frozen=True)
+class FaultFlags(FlagGroup):
+    """Injected faults: tests of what a run survives."""
+
+    inject: tuple[str, ...] | None = flag(
+        None,
+        f"""Faults such as "kill rank=2 iteration=40 point=after_vote"; several are separate words, or separated by
+        semicolons. First the action: {"; ".join(f"{name}, {text}" for name, text in ACTIONS.items())}.
+        Then its target: rank=N, ranks=N,N or node=N; the first iteration: iteration=N; the number of times: times=N
+        (default 1); and the point (default start): point=NAME:
+        {"; ".join(f"{name}, {text}" for name, text in POINTS.items())}. Each happens once in a job, restarts
+        included.""",
+        type=_texts,
+        nargs="+",
+        metavar="FAULT",
+    )
+    inject_mtbf_iterations: float | None = flag(
+        None, "Mean iterations between random faults; each kills one to three workers at a random point.", limits=">= 1"
+    )
+    inject_seed: int = flag(0, "Random seed of --inject-mtbf-iterations.")
+
+    def planned(self, size: int, iterations: int) -> tuple[Fault, ...]:
+        """Returns all faults of a job with this many workers and iterations."""
+        chosen = parse_faults(";".join(self.inject or ()))
+        if self.inject_mtbf_iterations is None:
+            return chosen
+        return chosen + random_faults(self.inject_mtbf_iterations, self.inject_seed, size, iterations)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any fault is configured."""
+        return bool(self.inject) or self.inject_mtbf_iterations is not None
+
+    def validate(self, problems: Problems) -> None:
+        """Rejects a seed without random faults."""
+        self.needs(problems, "inject_seed", "inject_mtbf_iterations")

@@ -45,18 +45,18 @@ def job_shape(config: FlagGroups) -> JobShape:
     return JobShape(
         ep=config.parallel.expert_model_parallel_size,
         optimizer=config.regularization.optimizer,
-        experts_apart=not config.moe.moe_grouped_gemm,
+        has_separate_experts=not config.moe.moe_grouped_gemm,
         pp=config.parallel.pipeline_model_parallel_size,
         num_experts=config.moe.num_experts or 0,
-        drops=config.moe.drops_tokens,
-        elastic=config.elastic.elastic,
-        offloads=config.regularization.optimizer_cpu_offload,
+        drops_tokens=config.moe.drops_tokens,
+        is_elastic=config.elastic.elastic,
+        offloads_optimizer=config.regularization.optimizer_cpu_offload,
     )
 
 
 def may_save_gradients(config: FlagGroups) -> bool:
     """Returns whether some policy may save gradients in place of state in this job."""
-    return any(kind.may_save_gradients(config.snapshot, job_shape(config)) for kind in POLICIES.values())
+    return any(kind.flags.may_save_gradients(config.snapshot, job_shape(config)) for kind in POLICIES.values())
 
 
 def _check_directories(config: FlagGroups, problems: Problems) -> None:
@@ -81,7 +81,7 @@ def _check_directories(config: FlagGroups, problems: Problems) -> None:
 
 def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
     kind = POLICIES.get(config.snapshot.ckpt_policy or "")
-    if not config.snapshot.upstream_logging or kind is None or not kind.replays:
+    if not config.snapshot.upstream_logging or kind is None or not kind.can_replay:
         return
     problems.refuse(
         config.parallel.pipeline_model_parallel_size == 1,
@@ -101,7 +101,9 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
 def _check_policies(config: FlagGroups, problems: Problems) -> None:
     snapshot, job = config.snapshot, job_shape(config)
     asked = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
-    misfits = [(kind, misfit) for kind in asked for misfit in itertools.islice(kind.misfits(snapshot, job), 1)]
+    misfits = [
+        (kind, misfit) for kind in asked for misfit in itertools.islice(kind.flags.unmet_requirements(snapshot, job), 1)
+    ]
     for kind, misfit in misfits:
         refuse_by(kind, misfit, problems)
     problems.refuse(  # unless the policy that needs memory does not fit itself

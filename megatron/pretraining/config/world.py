@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
-from moc.elastic.settings import Settings
-from moc.output import counted
-from moc.runtime.inject import Fault
+from moc.cli_output import counted
+from moc.elastic.allocation import PlanSettings
+from moc.runtime.fault_injection import Fault
 
 
 class Workers(NamedTuple):
@@ -61,7 +61,7 @@ def why_anew(config: Config, per_node: int) -> str:
     size, inner = _model_size(config), _inner_size(config)
     reasons = {
         "without --elastic": not config.elastic.elastic,
-        "with a model that does not take whole nodes": per_node % size > 0
+        "with a model that does not fill complete nodes": per_node % size > 0
         and (size % per_node or per_node % inner) > 0,
         "without --ckpt-policy": config.snapshot.ckpt_policy is None,
     }
@@ -226,7 +226,7 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
     hot, (_, experts) = config.elastic.everywhere, _slots_and_experts(config)
     if not hot:
         return
-    most = plan_settings(config, ranks).most_everywhere(nodes, experts)
+    most = plan_settings(config, ranks).max_everywhere(nodes, experts)
     refuse(
         hot > most,
         f"--elastic-everywhere {hot} leaves too few of the slots of {counted(nodes, 'node')} for "
@@ -236,10 +236,10 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
     )
 
 
-def plan_settings(config: Config, ranks: int) -> Settings:
+def plan_settings(config: Config, ranks: int) -> PlanSettings:
     """Returns the settings of the placement, on nodes with ``ranks`` workers of a pipeline stage."""
     elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
-    return Settings(
+    return PlanSettings(
         min(slots, experts), elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain
     )
 
@@ -247,14 +247,14 @@ def plan_settings(config: Config, ranks: int) -> Settings:
 def check_domains(config: Config, ranks: int) -> None:
     """Raises ``ConfigError`` if nodes with ``ranks`` workers of a stage cannot form a domain with all experts."""
     settings, (_, experts) = plan_settings(config, ranks), _slots_and_experts(config)
-    most, nodes = settings.domain, settings.domain // ranks
+    most, nodes = settings.max_domain_ranks, settings.max_domain_ranks // ranks
     refuse(
         not nodes,
         f"--elastic-domain {most} is less than {counted(ranks, 'worker')} that each node has of a pipeline stage. Fix: "
         f"make it at least {ranks}",
         code="elastic-domain-too-small",
     )
-    fit = settings.domains(2 * nodes, experts) == (nodes, nodes)
+    fit = settings.domain_sizes(2 * nodes, experts) == (nodes, nodes)
     refuse(
         not fit,
         f"--elastic-domain {most} leaves no room for some of {experts} experts in a domain of "

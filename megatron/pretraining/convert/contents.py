@@ -1,24 +1,31 @@
-"""Reads the contents of a checkpoint of any format on demand, as tensors of the unpartitioned model."""
+"""Reads the contents of a checkpoint of any format on demand, as tensors of the unpartitioned model.
+
+Also reads and writes region files, which hold all of Format v1 and the optimizer state of dense checkpoints.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, slots_of
-from moc.policy import is_of_windows
+from moc.errors import cause_of, code_of
+from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
+from moc.policy import is_window_policy
 from moc.state.operators import MODULE_STATE, is_module_state
-from moc.state.region import Region
+from moc.state.region import Region, boxes_of_range
 from moc.store import store
 from moc.store.errors import CheckpointError
-from moc.store.regions import Entry
+from moc.store.manifest import FileEntry
+from moc.store.shard_file import FileLayout, MissingTensorError, ShardReader, TensorBox, write_values
 
 MASTER, FULL, COMPUTE = "master", "full", "compute"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +61,7 @@ class ConvertedState(ABC):
     """
 
     facts: Facts
-    tensors: list[Entry]
+    tensors: list[TensorBox]
     operators: dict[str, tuple[str, int | None]]
 
     @abstractmethod
@@ -65,9 +72,9 @@ class ConvertedState(ABC):
         """Returns only the compute weights; masters are rounded to ``dtype``."""
         return Weights(self, dtype)
 
-    def slots(self) -> dict[str, dict[str, Entry]]:
+    def slots(self) -> dict[str, dict[str, TensorBox]]:
         """Returns the tensors by name and optimizer-state key."""
-        found: dict[str, dict[str, Entry]] = defaultdict(dict)
+        found: dict[str, dict[str, TensorBox]] = defaultdict(dict)
         for tensor in self.tensors:
             found[tensor.name][tensor.slot] = tensor
         return dict(found)
@@ -113,7 +120,7 @@ class Weights(ConvertedState):
 
 def iteration_of(directory: Path) -> int:
     """Returns the number in the name of a checkpoint's directory; raises CheckpointError for other names."""
-    iteration = store.iteration_of(directory.resolve().name)
+    iteration = store.parse_iteration(directory.resolve().name)
     if iteration is None:
         raise CheckpointError(
             f"{directory} is not called iter_ and a number. Fix: give it the name that it was saved by",
@@ -127,7 +134,7 @@ def whole_of(shape: tuple[int, ...]) -> Region:
     return Region((0,) * len(shape), shape)
 
 
-def count_elements(entries: Iterable[Entry]) -> dict[str, dict[str, int]]:
+def count_elements(entries: Iterable[TensorBox]) -> dict[str, dict[str, int]]:
     """Returns the number of elements by operator and optimizer-state key."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for entry in entries:
@@ -147,12 +154,12 @@ def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 def check_whole(contents: ConvertedState) -> None:
     """Raises CheckpointError unless the model is complete, with all or none of its optimizer state."""
     state, slots = contents.facts.state, contents.slots()
-    window = is_of_windows(contents.facts.policy)  # each of its snapshots holds a part of the model
+    window = is_window_policy(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
         others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
         raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
-    needed = slots_of(state.get("optimizer")) or (PARAM,)
+    needed = required_slots(state.get("optimizer")) or (PARAM,)
     for name, found in slots.items():
         wanted = (PARAM,) if is_module_state(name) else needed
         if lacking := sorted(set(wanted) - found.keys()):
@@ -171,3 +178,88 @@ def _missing(names: Iterable[str], shape: Any) -> list[str]:
             f"the state of the checkpoint {error}. Fix: convert another checkpoint with --iteration",
             code="model-description-invalid",
         ) from None
+
+
+Advance = Callable[[int], None]
+_NUMBER = re.compile(r"\d+")
+
+
+def whole_tensors(reader: ShardReader) -> list[TensorBox]:
+    """Returns every tensor and optimizer-state key of which region files hold a part, in model order.
+
+    Raises:
+        CheckpointError: files contradict each other about a tensor.
+    """
+    found: dict[tuple[str, str], TensorBox] = {}
+    for source in reader.sources():
+        part = source.box
+        whole = TensorBox(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
+        if found.setdefault((part.name, part.slot), whole) != whole:
+            raise CheckpointError(
+                f"{source.blob.name} contradicts other files about shape or dtype of {part.name}. Fix: convert "
+                "another checkpoint with --iteration",
+                code="checkpoint-damaged",
+            )
+    return in_model_order(found.values())
+
+
+def in_model_order(entries: Iterable[TensorBox]) -> list[TensorBox]:
+    """Sorts tensors from the embedding to the output, masters before other optimizer-state keys."""
+    return sorted(entries, key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
+
+
+def read_region(reader: ShardReader, name: str, slot: str, region: Region) -> torch.Tensor:
+    """Reads a chunk from region files; raises CheckpointError if they do not contain it."""
+    try:
+        return reader.read_region(name, slot, region)
+    except MissingTensorError as missing:
+        raise CheckpointError(
+            f"{cause_of(missing)}. Fix: list all damage with tools/verify_checkpoint.py, and convert another "
+            "checkpoint",
+            code=code_of(missing),
+        ) from None
+
+
+def cut_tensors(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox]]:
+    """Cuts tensors, laid end to end, into parts of equal size; each part is a list of chunks."""
+    tensors = list(tensors)
+    total, position = sum(tensor.nbytes for tensor in tensors), 0
+    found: list[list[TensorBox]] = [[] for _ in range(parts)]
+    for tensor in tensors:
+        size, start = tensor.dtype.itemsize, 0
+        while start < tensor.region.numel:
+            part = position * parts // total
+            room = -(-total * (part + 1) // parts) - position  # bytes up to the next part
+            stop = min(tensor.region.numel, start + -(-room // size))
+            boxes = boxes_of_range(tensor.global_shape, start, stop)
+            found[part] += [replace(tensor, region=box) for _, box in boxes]
+            position, start = position + (stop - start) * size, stop
+    return found
+
+
+def write_regions(path: Path, entries: Iterable[TensorBox], contents: ConvertedState, advance: Advance) -> FileEntry:
+    """Writes a region file durably, chunk by chunk; returns its manifest entry."""
+    layout = FileLayout(entries)
+
+    def values() -> Iterator[torch.Tensor]:
+        for entry in layout.entries:
+            yield contents.read(entry.name, entry.slot, entry.region)
+            advance(entry.nbytes)
+
+    return write_values(path, layout, values())
+
+
+def refuse_to_replace(directory: Path) -> None:
+    """Raises CheckpointError unless a directory has at most the rest of a save killed before its manifest."""
+    there = os.listdir(directory) if directory.exists() else []
+    if not all(name.startswith(("rank_", ".rank_")) for name in there):
+        raise CheckpointError(
+            f"{directory} exists. Fix: remove it, or name another output directory",
+            code="output-exists",
+        )
+
+
+def _place_in_model(name: str) -> tuple:
+    """Returns a sort key: embedding, layers by number, output; within a layer by name, experts by number."""
+    outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
+    return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)

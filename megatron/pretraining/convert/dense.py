@@ -1,54 +1,170 @@
-"""Reads and writes dense checkpoints: weights as ``torch_dist``, and optional optimizer state of this program."""
+"""Reads and writes dense checkpoints: weights as ``torch_dist``, with or without optimizer state.
+
+Optimizer state of Megatron-LM's checkpoints is read without building the model.  Arguments, position and schedule are
+in the common state.  Optimizer state is in ``optimizer/``, or in one tensor per weight.  Scripts of Megatron-LM write
+the latter without a distributed optimizer, or with ``--dist-ckpt-optim-fully-reshardable``.  Flat buffers of a
+distributed optimizer (``dp_reshardable``) can only be read in the layout of the run.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
+from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.pretraining.checkpoint.state import read_state
-from megatron.pretraining.convert.contents import (
+from megatron.pretraining.process import cpu
+
+cpu.install()  # must precede megatron.core
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.safe_globals import register_safe_globals  # noqa: E402
+
+from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
+from megatron.pretraining.convert.contents import (  # noqa: E402
     COMPUTE,
     DTYPE_NAMES,
     FULL,
     MASTER,
+    Advance,
     ConvertedState,
     Facts,
     check_whole,
+    cut_tensors,
+    in_model_order,
     iteration_of,
+    read_region,
+    refuse_to_replace,
+    shape_by_operator,
     whole_of,
+    whole_tensors,
+    write_regions,
 )
-from megatron.pretraining.convert.megatron_lm import OPTIMIZER_KEYS, optimizer_places, read_common, training_state
-from megatron.pretraining.convert.names import (
+from megatron.pretraining.convert.torch_dist import (  # noqa: E402
     StockPlace,
+    Weight,
+    WeightsReader,
     extra_states,
     stacks_layers,
     stock_places,
     unpartitioned_places,
+    write_weights,
 )
-from megatron.pretraining.convert.regions import (
-    Advance,
-    cut,
-    in_model_order,
-    read_region,
-    refuse_to_replace,
-    whole_tensors,
-    write_regions,
-)
-from megatron.pretraining.convert.torch_dist import Weight, WeightsReader, write_weights
-from moc.inspect.checkpoint import OPTIMIZER, is_of_optimizer
-from moc.inspect.coverage import PARAM, operator_or_other
-from moc.state.region import Region
-from moc.store import dense_files
-from moc.store.durable import write_durably
-from moc.store.errors import CheckpointError
-from moc.store.regions import Entry, RegionReader
-from moc.store.store import file_of
+from megatron.pretraining.entry.configuration import described  # noqa: E402
+from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
+from moc.files.safe_directory import write_durably  # noqa: E402
+from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
+from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
+from moc.runtime.collectives import first_line  # noqa: E402
+from moc.state.region import Region  # noqa: E402
+from moc.store import dense_files  # noqa: E402
+from moc.store.errors import CheckpointError  # noqa: E402
+from moc.store.shard_file import ShardReader, TensorBox  # noqa: E402
+from moc.store.store import shard_file_name  # noqa: E402
+
+OPTIMIZER_KEYS = ("optimizer.", "chained_")
+"""Prefixes of the keys of optimizer state."""
+_OF_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[a-z0-9_]+)\.(?P<key>.+)")
+_SLOTS = {"fp32_param": MASTER, "param": MASTER}
+"""Optimizer-state keys that have another name in Megatron-LM."""
+
+
+def read_common(directory: Path) -> Mapping[str, Any]:
+    """Reads the common state of a checkpoint without running code from it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    register_safe_globals()
+    try:
+        with nothing_runs():
+            common: Any = dist_checkpointing.load_common_state_dict(directory)
+        if not isinstance(common.get("args"), Namespace) or type(common.get("iteration")) is not int:
+            raise ValueError("it has no arguments, or no iteration")
+        return common
+    except CheckpointError:
+        raise
+    except Exception as error:  # the readers of torch and megatron-core may raise anything
+        raise CheckpointError(
+            f"the common state in {directory} cannot be read ({type(error).__name__}: {first_line(error)}). Fix: "
+            "convert another checkpoint with --iteration",
+            code="checkpoint-unreadable",
+        ) from None
+
+
+def training_state_contents(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
+    """Returns the contents of a ``training_state.json``, as this program's loop would have saved it.
+
+    Args:
+        common: the common state of a checkpoint with optimizer state in Megatron-LM's format.
+        places: positions of the weights, by name in the unpartitioned model.
+    """
+    values = described(common["args"])
+    return {
+        "iteration": common["iteration"],
+        "consumed_samples": values.get("consumed_train_samples", 0),
+        "skipped_iterations": 0,
+        "optimizer": values.get("optimizer") if "optimizer" in common else None,
+        **_of_optimizer(common.get("optimizer")),
+        "params_dtype": values.get("params_dtype"),
+        "main_params_dtype": values.get("main_params_dtype", "fp32"),
+        "moments": [values.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")],
+        "scheduler": common.get("opt_param_scheduler"),
+        "grad_norm": "stock",
+        "sample_order": {},
+        "shape": shape_by_operator({name: place.shape for name, place in places.items()}),
+        "model": values,
+        "tokenizer": tokenizer_of(values),
+    }
+
+
+def optimizer_places(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPlace]
+) -> dict[str, dict[str, StockPlace]]:
+    """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model.
+
+    Args:
+        shapes: shapes of all tensors of the checkpoint, by key.
+        weights: positions of the weights.
+    """
+    found: dict[str, dict[str, StockPlace]] = {}
+    of_key: dict[str, list[str]] = {}
+    for name, place in weights.items():
+        of_key.setdefault(place.key, []).append(name)
+    for key in shapes:
+        if (match := _OF_WEIGHT.fullmatch(key)) and shapes[key] == shapes.get(match["key"]):
+            slot = _SLOTS.get(match["slot"], match["slot"])
+            for name in of_key.get(match["key"], ()):
+                at = weights[name]
+                found.setdefault(slot, {})[name] = StockPlace(key, at.global_shape, at.region, at.stacked)
+    return found
+
+
+def _of_optimizer(state: Any) -> dict[str, Any]:
+    """Returns update count and loss scale in a common state's optimizer part; chained optimizers count together."""
+    steps = [int(step) for name in ("common_step", "step") for step in _found(state, name)]
+    scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
+    return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
+
+
+def _found(state: Any, name: str) -> Iterator[Any]:
+    """Yields the values of a key at any depth."""
+    if isinstance(state, dict) and name in state:
+        yield state[name]
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _found(value, name)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if torch.is_tensor(value) else value for name, value in state.items()}
+
 
 _COUNTING = ("adam",)  # optimizers that count updates
 
@@ -76,15 +192,15 @@ class DenseContents(ConvertedState):
             )
         self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
         listed = manifest["files"] if manifest else {}
-        regions = sorted(filter(is_of_optimizer, listed))
-        self._regions = RegionReader((directory / name for name in regions), verify=True)
+        regions = sorted(filter(is_optimizer_file, listed))
+        self._regions = ShardReader((directory / name for name in regions), verifies=True)
         self.facts = self._facts(directory, manifest, len(regions))
         shapes = {key: shape for key, (shape, _) in everything.items()}
         self._slots = {} if regions else optimizer_places(shapes, self._places)
         if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
             self._slots[MASTER] = {name: self._places[name] for held in self._slots.values() for name in held}
         of_megatron = [
-            Entry(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
+            TensorBox(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
             for slot, places in self._slots.items()
             for name, place in places.items()
         ]
@@ -142,15 +258,15 @@ class DenseContents(ConvertedState):
         alone.facts = replace(self.facts, state=dict(self.facts.state) | {"optimizer": None})
         return alone
 
-    def _without_owner(self, owned: set[str]) -> Iterable[Entry]:
+    def _without_owner(self, owned: set[str]) -> Iterable[TensorBox]:
         """Yields the weights without optimizer state: all weights, or only the router biases."""
         for name, place in self._places.items():
             if name not in owned:
-                yield Entry(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
+                yield TensorBox(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
 
     def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
-        if manifest and dense_files.STATE not in manifest["files"]:
-            state = training_state(read_common(directory), self._places)
+        if manifest and dense_files.STATE_FILE not in manifest["files"]:
+            state = training_state_contents(read_common(directory), self._places)
         elif manifest:
             state = read_state(directory)
         else:
@@ -170,7 +286,7 @@ def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mappin
             code="manifest-missing",
         )
     for name, entry in (manifest["files"] if manifest else {}).items():
-        if damage := dense_files.damage_in(directory, {name: entry}):
+        if damage := dense_files.find_damage(directory, {name: entry}):
             raise CheckpointError(
                 f"{damage}. Fix: convert another checkpoint with --iteration",
                 code="checkpoint-damaged",
@@ -179,7 +295,7 @@ def _verified_manifest(directory: Path, trust: bool, advance: Advance) -> Mappin
     return manifest
 
 
-def _operators(tensors: Iterable[Entry], step: int | None) -> dict[str, tuple[str, int | None]]:
+def _operators(tensors: Iterable[TensorBox], step: int | None) -> dict[str, tuple[str, int | None]]:
     tensors = list(tensors)
     full = {operator_or_other(tensor.name) for tensor in tensors if tensor.slot == MASTER}
     names = dict.fromkeys(operator_or_other(tensor.name) for tensor in tensors)
@@ -222,19 +338,21 @@ def write_dense(
     weights = contents.weights(dtype)
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
     places = stock_places(shapes, stacks_layers(weights.facts.state))
-    refuse_to_replace(dense_files.directory_of(root, iteration))
+    refuse_to_replace(dense_files.checkpoint_path(root, iteration))
     _refuse_to_disturb(root, iteration)
-    staging = dense_files.start(root, iteration)
+    staging = dense_files.begin_save(root, iteration)
     boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
     write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
     if owned:
         (staging / OPTIMIZER).mkdir()
-    for rank, part in enumerate(cut(owned, writers) if owned else ()):
-        write_regions(staging / OPTIMIZER / file_of(rank), part, contents, advance)
-    write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
+    for rank, part in enumerate(cut_tensors(owned, writers) if owned else ()):
+        write_regions(staging / OPTIMIZER / shard_file_name(rank), part, contents, advance)
+    write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
     written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    return dense_files.publish(root, iteration, {name: dense_files.describe(staging / name) for name in written})
+    return dense_files.publish_save(
+        root, iteration, {name: dense_files.describe_file(staging / name) for name in written}
+    )
 
 
 def _training_state(contents: ConvertedState) -> dict:
@@ -254,7 +372,7 @@ def _training_state(contents: ConvertedState) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: Advance) -> Weight:
+def _weight(weights: ConvertedState, entry: TensorBox, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
         return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
@@ -264,7 +382,7 @@ def _weight(weights: ConvertedState, entry: Entry, place: StockPlace, advance: A
 
 def _refuse_to_disturb(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting a save deletes all other unfinished ones."""
-    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_of(root, iteration)}
+    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_path(root, iteration)}
     if others:
         raise CheckpointError(
             f"{min(others)} is a save under way, or a killed one. Fix: wait for it or remove it, or name another "

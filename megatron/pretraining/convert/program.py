@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.pretraining.convert.hugging_face import HUGGING_FACE, is_hugging_face
+from moc.cli_output import Parser, escapes_output, human, print_lines, progress, refused
 from moc.errors import code_of
-from moc.inspect.checkpoint import SNAPSHOT, choose, format_of, is_checkpoint, read_checkpoint
-from moc.output import Parser, escapes_output, human, print_lines, progress, refused
-from moc.policy import is_of_windows
+from moc.inspect.checkpoint import SNAPSHOT, format_of, is_checkpoint, read_checkpoint, select_checkpoint
+from moc.policy import is_window_policy
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
 
@@ -28,29 +28,29 @@ examples:
   python tools/convert_checkpoint.py checkpoints mixtral --to hf --family mixtral --verify
   python tools/convert_checkpoint.py mixtral checkpoints                    # from transformers: iter_0000000
 
-snapshot    Format v1 (docs/reference/format.md): what the policies save
-torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and optimizer
-            state, schedule and position, from which --load continues bit for bit.  Checkpoints of --save can be
-            converted, too; optimizer state of a script of Megatron-LM must not be dp_reshardable
-hf          a directory of transformers: safetensors, config.json and the tokenizer; weights alone.  OUTPUT is that
-            directory.  Families are mixtral, qwen2_moe, qwen3_moe, glm4_moe and olmoe.  From one, a dense checkpoint
-            of iteration 0 is made, and model.yaml for --config beside it
+snapshot    Format v1 (docs/reference/format.md), as the policies save it
+torch_dist  dense: weights in megatron-core's torch_dist, which stock Megatron-LM reads in any layout, and the
+            optimizer state, schedule and position that --load needs to continue bit for bit.  Checkpoints of --save
+            can be converted, too; optimizer state of a script of Megatron-LM must not be dp_reshardable
+hf          a directory of transformers with safetensors, config.json and the tokenizer; it has weights only.  OUTPUT
+            is this directory.  Families are mixtral, qwen2_moe, qwen3_moe, glm4_moe and olmoe.  An hf directory is
+            converted to a dense checkpoint of iteration 0, with model.yaml for --config in the same directory
 
-A checkpoint that does not record its model needs the flags of the run behind --, to become hf.
+To convert a checkpoint that does not record its model to hf, give the flags of the run after --.
 
-A window of --ckpt-policy sparse is converted as a run resumes from it (docs/how-to/convert.md): pretrain_gpt_moe.py
-replays its iterations.  That takes the data, as many processes as the run had (or --nproc-per-node), and behind -- the
-flags of the run; those that say where and when to save, load, log or evaluate are passed over.  In the layout of the
-run the result is its state to the last bit, in another one as close as floating point allows.  Where the losses are
-not what they were, nothing is written.
+A window of --ckpt-policy sparse is converted in the same way as a run resumes from it (docs/how-to/convert.md):
+pretrain_gpt_moe.py replays its iterations.  This requires the data, the number of processes of the run (or
+--nproc-per-node), and the flags of the run after --; flags for saving, loading, logging and evaluation are ignored.
+In the layout of the run the result is bit-identical to its state; in another layout it differs by rounding.  If the
+losses differ from the losses of the run, nothing is written.
 
-Neither depends on a parallel layout.  Tensors are converted one by one: memory holds some of them, and one file of
-weights, whatever the size of the model.
+Both formats are independent of a parallel layout.  Tensors are converted one by one: memory holds some of them, and
+one file of weights, for any size of the model.
 
-Of the pickle .metadata of torch_dist, only the types that describe tensors are read: nothing in a checkpoint runs.  A
-directory without our manifest is refused, unless --trust says that it is known; of one, weights alone are converted.
+In the pickle .metadata of torch_dist, only the types that describe tensors are read: no code in a checkpoint runs.  A
+directory without our manifest is refused unless --trust is given; then only its weights are converted.
 
-exit codes: 0 converted, 1 refused or failed (one sentence says why), 2 the command line."""
+exit codes: 0 converted, 1 refused or failed (with one sentence as the reason), 2 error in the command line."""
 
 
 def build_parser() -> Parser:
@@ -65,7 +65,9 @@ def build_parser() -> Parser:
         "source", type=Path, metavar="SOURCE", help="a directory of checkpoints, one iter_* in it, or one of hf"
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory to write an iter_* into")
-    parser.add_argument("--iteration", type=int, metavar="N", help="that of iteration N, not the tracker's or newest")
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="checkpoint of iteration N instead of the tracker's or the newest"
+    )
     parser.add_argument(
         "--to", choices=(SNAPSHOT, TORCH_DIST, HUGGING_FACE), help="format to write (default: the other one)"
     )
@@ -73,33 +75,35 @@ def build_parser() -> Parser:
         "--writers",
         type=int,
         metavar="N",
-        help="number of files to cut the boxes into, all of one size (default: as many as there are)",
+        help="number of files of equal size to divide the tensors into (default: as in SOURCE)",
     )
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="dtype that the model computes with, where the checkpoint does not say; with hf, dtype to write",
+        help="dtype of the model's computation, if the checkpoint does not record it; with hf, dtype to write",
     )
-    parser.add_argument("--no-optim", action="store_true", help="convert the weights alone")
+    parser.add_argument("--no-optim", action="store_true", help="convert only the weights")
     parser.add_argument(
         "--max-file-size",
         type=int,
         metavar="MB",
-        help="size of a file of weights (default: 1024 in torch_dist, of which memory holds one; 5000 in hf)",
+        help="size of a file of weights (default: 1024 in torch_dist, one file is held in memory; 5000 in hf)",
     )
     parser.add_argument(
         "--allow-stale",
         action="store_true",
-        help="of a partial checkpoint (pec, selective), take experts that it lacks from the older ones beside it",
+        help="take experts that a partial checkpoint (pec, selective) lacks from older ones in its directory",
     )
     parser.add_argument(
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="with FLAGS: processes that compute a window again (default: as many as the run had)",
+        help="with FLAGS: processes that replay a window (default: number of processes of the run)",
     )
     parser.add_argument(
-        "--family", metavar="F", help="with --to hf: kind of model in transformers (default: if only one can say it)"
+        "--family",
+        metavar="F",
+        help="with --to hf: model family of transformers (default: the family, if only one fits)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="with hf: read what was written again, and compare all bits"
@@ -156,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
             code="flag-needs-another",
         )
     try:
-        written = convert(args)
+        written = convert_checkpoint(args)
     except CheckpointError as error:
         return refused("convert_checkpoint", error)
     except OSError as error:
@@ -176,14 +180,14 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, argv[len(own) + 1 :]
 
 
-def convert(args: argparse.Namespace) -> Path:
+def convert_checkpoint(args: argparse.Namespace) -> Path:
     """Converts the checkpoint that the command line names, and returns its directory; ``flags`` are the run's.
 
     Raises:
         CheckpointError: the checkpoint cannot be converted.
     """
     if is_hugging_face(args.source):
-        from megatron.pretraining.convert.hugging_face.imports import import_directory
+        from megatron.pretraining.convert.hugging_face.conversions import import_directory
 
         return import_directory(args)
     if args.to == HUGGING_FACE:
@@ -191,35 +195,34 @@ def convert(args: argparse.Namespace) -> Path:
     if args.flags:
         with _computed_again(args) as directory:
             return _convert(directory, args.to or TORCH_DIST, args)
-    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
+    directory = args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration)
     return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
 
 
 def _exported(args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.hugging_face.exports import export
+    from megatron.pretraining.convert.hugging_face.conversions import export
 
     if args.flags and _is_window(args):
         with _computed_again(args) as directory:
             return export(directory, args, replayed=True)
-    return export(args.source if is_checkpoint(args.source) else choose(args.source, args.iteration), args)
+    return export(args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration), args)
 
 
 def _is_window(args: argparse.Namespace) -> bool:
-    directory = args.source if is_checkpoint(args.source) else choose(args.source, args.iteration)
-    return is_of_windows(read_checkpoint(directory).policy or "")
+    directory = args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration)
+    return is_window_policy(read_checkpoint(directory).policy or "")
 
 
 @contextlib.contextmanager
 def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     """Yields a temporary dense checkpoint of the state at the end of a window, by replay."""
-    from megatron.pretraining.convert.contents import iteration_of
-    from megatron.pretraining.convert.regions import refuse_to_replace
+    from megatron.pretraining.convert.contents import iteration_of, refuse_to_replace
     from megatron.pretraining.convert.window import compute_again, window_in
 
     one, root = is_checkpoint(args.source), args.source.resolve()
     window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
     whole = args.to == HUGGING_FACE  # the output is the result itself, not a directory of results
-    refuse_to_replace(args.output if whole else dense_files.directory_of(args.output, window.end.iteration))
+    refuse_to_replace(args.output if whole else dense_files.checkpoint_path(args.output, window.end.iteration))
     room = args.output.absolute().parent if whole else args.output
     room.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:
@@ -233,8 +236,7 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
     from megatron.pretraining.convert.dense import DenseContents, write_dense
-    from megatron.pretraining.convert.snapshot import write_snapshot
-    from megatron.pretraining.convert.source import contents_of
+    from megatron.pretraining.convert.snapshot import contents_of, write_snapshot
 
     with progress(_size(directory), "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, target == TORCH_DIST, advance)

@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints of Format v1."""
+"""Reads and writes checkpoints of Format v1, and selects the source of a conversion."""
 
 from __future__ import annotations
 
@@ -7,29 +7,41 @@ from pathlib import Path
 
 import torch
 
-from megatron.pretraining.convert.contents import FULL, ConvertedState, Facts, count_elements, iteration_of
-from megatron.pretraining.convert.regions import (
+from megatron.pretraining.convert.contents import (
+    FULL,
+    MASTER,
     Advance,
-    cut,
+    ConvertedState,
+    Facts,
+    Weights,
+    count_elements,
+    cut_tensors,
     in_model_order,
+    iteration_of,
     read_region,
     refuse_to_replace,
     whole_tensors,
     write_regions,
 )
+from megatron.pretraining.convert.dense import DenseContents
+from moc.files.safe_directory import sync_directory
+from moc.inspect.checkpoint import SNAPSHOT, format_of
 from moc.inspect.coverage import operators_of
-from moc.inspect.older import chained, recovery_from, sentence, stale
-from moc.policy.ledger import Ledger
+from moc.inspect.older_versions import (
+    count_chained_experts,
+    describe_older_experts,
+    older_sources,
+    storage_recovery_path,
+)
+from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
-from moc.state.detail import Detail
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
 from moc.state.region import Region
-from moc.store.durable import sync_directory
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 
 
 def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
@@ -38,8 +50,8 @@ def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
     Raises:
         CheckpointError: it is damaged.
     """
-    way = recovery_from(directory) if allow_stale else None
-    return MergedContents(directory, way) if way is not None and stale(way) else SnapshotContents(directory)
+    way = storage_recovery_path(directory) if allow_stale else None
+    return MergedContents(directory, way) if way is not None and older_sources(way) else SnapshotContents(directory)
 
 
 def refuse_stale(directory: Path) -> None:
@@ -48,13 +60,13 @@ def refuse_stale(directory: Path) -> None:
     Raises:
         CheckpointError: some experts are in older checkpoints.
     """
-    way = recovery_from(directory)
-    if way is not None and (older := stale(way)):
-        count = chained(directory)
+    way = storage_recovery_path(directory)
+    if way is not None and (older := older_sources(way)):
+        count = count_chained_experts(directory)
         unused = f" (gradients follow {count} of them, which only a run can apply, with its optimizer)" if count else ""
         raise CheckpointError(
-            f"{directory} is partial: {sentence(older)}{unused}. Fix: pass --allow-stale to convert them as a run "
-            "would resume with these states, or let the run end in good order, which saves everything",
+            f"{directory} is partial: {describe_older_experts(older)}{unused}. Fix: pass --allow-stale to convert them "
+            "as a run would resume with these states, or let the run end in good order, which saves everything",
             code="experts-stale",
         )
 
@@ -68,21 +80,21 @@ class SnapshotContents(ConvertedState):
 
     def __init__(self, directory: Path):
         directory = directory.resolve()
-        store = Store(LocalPlace(directory.parent))
-        manifest = store.manifest(iteration_of(directory))
-        if not manifest.complete:
+        store = Store(LocalStorage(directory.parent))
+        manifest = store.read_manifest(iteration_of(directory))
+        if not manifest.is_complete:
             raise CheckpointError(
                 f"{directory} names {len(manifest.files)} of {manifest.writers} files: it is one node's part of a "
                 "checkpoint. Fix: gather the files and manifests of all nodes first",
                 code="snapshot-parts-missing",
             )
         for name, entry in manifest.files.items():
-            if damage := store.damage_in_header(manifest.iteration, name, entry):
+            if damage := store.find_header_damage(manifest.iteration, name, entry):
                 raise CheckpointError(
                     f"{damage}. Fix: convert another checkpoint with --iteration",
                     code="checkpoint-damaged",
                 )
-        self._reader = RegionReader([directory / name for name in manifest.files], verify=True)
+        self._reader = ShardReader([directory / name for name in manifest.files], verifies=True)
         _check_counts(manifest, self._reader)
         self.facts = Facts(manifest.iteration, manifest.policy, manifest.layout, manifest.state, len(manifest.files))
         self.operators = {name: (entry.detail, entry.step) for name, entry in manifest.operators.items()}
@@ -105,7 +117,7 @@ class MergedContents(ConvertedState):
 
     def __init__(self, directory: Path, way: RecoveryPath):
         root = directory.resolve().parent
-        self._of = {one.iteration: SnapshotContents(root / directory_of(one.iteration)) for one in way.used()}
+        self._of = {one.iteration: SnapshotContents(root / checkpoint_name(one.iteration)) for one in way.used()}
         self._way, base = way, self._of[way.iteration]
         every = (tensor for contents in self._of.values() for tensor in contents.tensors)
         there = {(tensor.name, tensor.slot): tensor for tensor in every if tensor.slot != Detail.GRAD.value}
@@ -125,17 +137,17 @@ class MergedContents(ConvertedState):
         if not base.facts.state.get("ledger"):
             return None
         states = [contents.facts.state.get("ledger") for contents in self._of.values()]
-        others = [Ledger.from_state(state) for state in states if state]
+        others = [TokenLedger.from_state(state) for state in states if state]
         restored: dict[int, dict[int, int]] = {}
         for one in operators_of(base.facts.state["shape"]):
             if one.place is not None:
                 layer, expert = one.place
                 restored.setdefault(layer, {})[expert] = self._way.learned_until(one.name)
-        return Ledger.from_state(base.facts.state["ledger"]).recovered(restored, others).state_dict()
+        return TokenLedger.from_state(base.facts.state["ledger"]).after_recovery(restored, others).state_dict()
 
 
-def _check_counts(manifest: Manifest, reader: RegionReader) -> None:
-    held = count_elements(source.entry for source in reader.sources())
+def _check_counts(manifest: Manifest, reader: ShardReader) -> None:
+    held = count_elements(source.box for source in reader.sources())
     for name in sorted({*manifest.operators, *held}):
         there = held.get(name, {})
         promised = dict(manifest.operators[name].elements) if name in manifest.operators else {}
@@ -153,15 +165,15 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
     Raises:
         CheckpointError: the iteration is already saved, or another job uses the directory.
     """
-    facts, store = contents.facts, Store(LocalPlace(root, patience=0.0))
-    directory = root / directory_of(facts.iteration)
-    store.place.lock()
+    facts, store = contents.facts, Store(LocalStorage(root, lock_timeout_s=0.0))
+    directory = root / checkpoint_name(facts.iteration)
+    store.storage.lock()
     refuse_to_replace(directory)
     store.remove(facts.iteration)  # files of a killed conversion
     directory.mkdir(parents=True)
-    written, entries = {}, cut(contents.tensors, writers)
+    written, entries = {}, cut_tensors(contents.tensors, writers)
     for rank, part in enumerate(entries):
-        written[file_of(rank)] = write_regions(directory / file_of(rank), part, contents, advance)
+        written[shard_file_name(rank)] = write_regions(directory / shard_file_name(rank), part, contents, advance)
     sync_directory(directory)
     counts = count_elements(entry for part in entries for entry in part)
     operators = {
@@ -173,3 +185,33 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
         Manifest(facts.iteration, facts.policy, writers, written, operators, dict(facts.layout), dict(facts.state))
     )
     return directory
+
+
+def contents_of(
+    directory: Path, allow_stale: bool, trust: bool, whole: bool = True, advance: Advance = lambda count: None
+) -> ConvertedState:
+    """Returns the contents of an ``iter_*`` directory of either format.
+
+    Args:
+        directory: the checkpoint.
+        allow_stale: take experts that a partial checkpoint lacks from older checkpoints.
+        trust: read a dense checkpoint even without a manifest of this program.
+        whole: refuse a partial checkpoint, unless ``allow_stale``.
+        advance: called with the number of bytes verified.
+
+    Raises:
+        CheckpointError: it is damaged, not trusted, or partial.
+    """
+    if format_of(directory) != SNAPSHOT:
+        return DenseContents(directory, trust, advance)
+    if whole and not allow_stale:
+        refuse_stale(directory)
+    return snapshot_contents(directory, allow_stale)
+
+
+def weights_of(contents: ConvertedState, dtype: torch.dtype | None) -> ConvertedState:
+    """Returns only the compute weights: as stored in a dense checkpoint of this dtype, or rounded masters."""
+    if isinstance(contents, DenseContents):
+        masters = any(tensor.slot == MASTER for tensor in contents.tensors)
+        return Weights(contents, dtype) if masters and contents.compute_dtype != dtype else contents.weights(dtype)
+    return contents.weights(dtype)

@@ -20,19 +20,19 @@ from megatron.pretraining.config import ConfigError, layout_sizes
 from megatron.pretraining.config.flag import flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.offline import config_of_words, given_options
+from moc.cli_output import print_lines
 from moc.errors import code_of
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 from moc.inspect.coverage import operators_of
-from moc.output import print_lines
 from moc.recovery.inventory import in_storage, look
 from moc.recovery.sources import recoveries
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.manifest import NAME as MANIFEST
+from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import Manifest
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 
 PROGRAM = "megatron.pretraining.pretrain_gpt_moe"
 _NAME = "pretrain_gpt_moe.py"
@@ -69,7 +69,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
     Raises:
         CheckpointError: there is none.
     """
-    store = Store(LocalPlace(root))
+    store = Store(LocalStorage(root))
     known = [one for one in store.iterations() if iteration in (None, one)]
     if not known:
         raise CheckpointError(
@@ -78,7 +78,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             code="checkpoint-missing",
         )
     try:
-        operators = operators_of(store.manifest(known[-1]).state.get("shape"))
+        operators = operators_of(store.read_manifest(known[-1]).state.get("shape"))
     except ValueError as error:
         raise CheckpointError(
             f"the state of the snapshot of iteration {known[-1]} {error}. Fix: convert another checkpoint with "
@@ -93,13 +93,13 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
                 "or a complete window, and retry",
                 code="window-incomplete",
             )
-        where = root / directory_of(iteration)
+        where = root / checkpoint_name(iteration)
         raise CheckpointError(
             f"{where}: is neither a full snapshot nor the end of a complete window. Fix: name another one with "
             "--iteration",
             code="window-incomplete",
         )
-    return ConvertedWindow(root, {one.iteration: store.manifest(one.iteration) for one in reversed(way.used())})
+    return ConvertedWindow(root, {one.iteration: store.read_manifest(one.iteration) for one in reversed(way.used())})
 
 
 def compute_again(
@@ -126,7 +126,7 @@ def compute_again(
         raise CheckpointError(str(error), code=code_of(error)) from None
     snapshots, save, log_dir = (scratch / name for name in ("window", "dense", "log"))
     for iteration, manifest in window.manifests.items():
-        there, here = window.root / directory_of(iteration), snapshots / directory_of(iteration)
+        there, here = window.root / checkpoint_name(iteration), snapshots / checkpoint_name(iteration)
         here.mkdir(parents=True)
         for name in (MANIFEST, *manifest.files):
             _link_or_copy(there / name, here / name)
@@ -143,12 +143,12 @@ def compute_again(
     options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
-    program = children.command_of(PROGRAM, "--config", str(scratch / "flags.yaml"))
-    _run([*children.command_of(*launch), *program], snapshots, window.root)
+    program = child_processes.module_command(PROGRAM, "--config", str(scratch / "flags.yaml"))
+    _run([*child_processes.module_command(*launch), *program], snapshots, window.root)
     for event in read_events(log_dir):
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
-    return dense_files.directory_of(save, window.end.iteration), not elsewhere
+    return dense_files.checkpoint_path(save, window.end.iteration), not elsewhere
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

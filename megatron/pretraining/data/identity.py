@@ -20,10 +20,10 @@ from typing import Any
 import xxhash
 
 from moc.errors import UserError
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import Count, Digest, Name
-from moc.files.tree import Tree
-from moc.store.digest import digest_of
+from moc.files.safe_directory import SafeDirectory
+from moc.store.manifest import compute_digest
 
 SUFFIX = ".fingerprint.json"
 """The end of the name of a pair's fingerprint file."""
@@ -54,7 +54,7 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyIdentity:
     """Identity of a tokenizer's vocabulary: number of tokens, and hash of the tokens in the order of their ids."""
 
     tokens: Count
@@ -83,14 +83,14 @@ class DataIdentity:
     """Identity of the data that a run reads; without paths, it is equal on all nodes."""
 
     sources: tuple[Source, ...]
-    vocabulary: Vocabulary | None
+    vocabulary: VocabularyIdentity | None
 
     @property
     def digest(self) -> str:
         """Hash of everything except paths."""
         contents = [[one.split, asdict(one.fingerprint), one.order] for one in self.sources]
         vocabulary = None if self.vocabulary is None else asdict(self.vocabulary)
-        return digest_of(json.dumps([contents, vocabulary], sort_keys=True).encode())
+        return compute_digest(json.dumps([contents, vocabulary], sort_keys=True).encode())
 
     def plain(self) -> dict[str, Any]:
         """Returns it as values of JSON."""
@@ -101,7 +101,7 @@ class DataIdentity:
 class _Recorded(Fingerprint):
     """Fields of a fingerprint file."""
 
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyIdentity | None = None
 
 
 def identity_of(saved: Mapping) -> DataIdentity | None:
@@ -150,17 +150,17 @@ def _fingerprint(prefix: str, bin_stat: tuple[int, ...], idx_stat: tuple[int, ..
     return Fingerprint(bin_stat[2], idx_stat[2], *digests)
 
 
-def vocabulary_of(tokenizer: Any) -> Vocabulary | None:
+def vocabulary_of(tokenizer: Any) -> VocabularyIdentity | None:
     """Returns the identity of the vocabulary of megatron-core's tokenizer; None if it has none (NullTokenizer)."""
     tokens = _tokens_of(tokenizer)
     return None if tokens is None else _vocabulary(tokens)
 
 
-def record(prefix: str, vocabulary: Vocabulary | None) -> None:
+def write_fingerprint(prefix: str, vocabulary: VocabularyIdentity | None) -> None:
     """Writes the fingerprint file of a complete pair."""
     known = asdict(fingerprint(prefix)) | {"vocabulary": None if vocabulary is None else asdict(vocabulary)}
     path = Path(f"{prefix}{SUFFIX}")
-    Tree(path.parent).write(path.name, [decode.sealed(known).encode()])
+    SafeDirectory(path.parent).write(path.name, [decode.encode_with_hash(known).encode()])
 
 
 class PairChecker:
@@ -231,7 +231,7 @@ def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list
     return found
 
 
-def listed(phrases: Sequence[str]) -> str:
+def join_phrases(phrases: Sequence[str]) -> str:
     """Joins the first phrases, and counts the others."""
     more = len(phrases) - _SHOWN
     return "; ".join(phrases[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
@@ -311,8 +311,8 @@ def _check_sizes(prefix: str) -> str:
 def _recorded(prefix: str) -> _Recorded | None:
     path = f"{prefix}{SUFFIX}"
     try:
-        with open(tree.open_named(path, tree.SMALL), "rb") as file:
-            return decode.unsealed(file.read(), _Recorded)
+        with open(safe_directory.open_user_file(path, safe_directory.MAX_SMALL_FILE_BYTES), "rb") as file:
+            return decode.decode_verified(file.read(), _Recorded)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -347,10 +347,10 @@ def _tokens_of(tokenizer: Any) -> list[str] | None:
         return None
 
 
-def _vocabulary(tokens: Sequence[str]) -> Vocabulary:
+def _vocabulary(tokens: Sequence[str]) -> VocabularyIdentity:
     hasher = xxhash.xxh3_128()
     for token in tokens:
         data = token.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(4, "little"))
         hasher.update(data)
-    return Vocabulary(len(tokens), hasher.hexdigest())
+    return VocabularyIdentity(len(tokens), hasher.hexdigest())

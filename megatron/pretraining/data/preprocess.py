@@ -25,17 +25,17 @@ from megatron.pretraining.data.documents import (
     CORRECT,
     BadText,
     DocumentPiece,
+    PairWriter,
     Reader,
     add_input_arguments,
-    cut,
+    cut_text,
     find_files,
     is_json,
     on_blank_lines,
     on_regex,
 )
 from megatron.pretraining.data.identity import vocabulary_of
-from megatron.pretraining.data.pairs import PairWriter
-from moc.output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
+from moc.cli_output import Parser, ToolError, console, counted, escapes_output, print_lines, refused
 
 BATCH_BYTES = 256 * 1024
 BATCH_PIECES = 1024
@@ -216,7 +216,7 @@ class Encoder:
     def _parts(self, piece: DocumentPiece, text: str) -> Iterable[str]:
         if self._numbers:
             return [" ".join(text.split())]
-        return cut(text) if piece.is_json else [text]
+        return cut_text(text) if piece.is_json else [text]
 
     def _encode(self, piece: DocumentPiece, text: str):
         import numpy

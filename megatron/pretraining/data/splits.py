@@ -82,7 +82,7 @@ class SplitSource:
 
 
 @dataclass(frozen=True)
-class Split:
+class DataSplit:
     """Split that the run reads (``train``, ``valid`` or ``test``), and the datasets that it blends."""
 
     name: str
@@ -110,7 +110,7 @@ def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None
             setattr(config, name, [train[0], *(None if wanted == 0 else part for part, wanted in others)])
 
 
-def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[Split, ...]:
+def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[DataSplit, ...]:
     """Returns the splits that megatron-core is to build, for the samples that the run needs from each."""
     separate, opened, found = config.blend_per_split, {}, []
     if config.mock:
@@ -126,7 +126,7 @@ def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[
                 opened[prefix] = IndexedCorpus(prefix)
         of_each = _samples_of_each(wanted, len(prefixes), weights)
         sources = [_source(prefix, opened[prefix], part, some) for prefix, some in zip(prefixes, of_each, strict=True)]
-        found.append(Split(name, tuple(sources)))
+        found.append(DataSplit(name, tuple(sources)))
     return tuple(found)
 
 
@@ -143,7 +143,7 @@ def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: flo
     return SplitSource(prefix, corpus.documents, end - start, corpus.tokens(start, end), samples)
 
 
-def refuse_empty(splits: Sequence[Split], config: GPTDatasetConfig) -> None:
+def refuse_empty(splits: Sequence[DataSplit], config: GPTDatasetConfig) -> None:
     """Rejects splits on which megatron-core would loop forever or fail silently.
 
     Raises:
@@ -171,13 +171,13 @@ def _missing(source: SplitSource, seq_length: int) -> str | None:
     return None
 
 
-def _whose(split: Split, source: SplitSource, config: GPTDatasetConfig) -> str:
+def _whose(split: DataSplit, source: SplitSource, config: GPTDatasetConfig) -> str:
     if config.blend_per_split:
         return f"--{split.name}-data-path {source.prefix}"
     return f"the {split.name} split ({config.split}) of {source.prefix or '--mock-data'}"
 
 
-def _remedy(split: Split, config: GPTDatasetConfig) -> str:
+def _remedy(split: DataSplit, config: GPTDatasetConfig) -> str:
     remedies = ["give it more text"]
     if not config.blend_per_split:
         remedies.append("change its share in --split")

@@ -15,7 +15,7 @@ import torch
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.children import serve_host
+from moc.runtime.child_processes import attach_without_gpus
 
 Batch = dict[str, torch.Tensor]
 
@@ -87,7 +87,7 @@ class BatchStream:
 
 def _belong(parent: int, _: int) -> None:
     """Ends a reader with its worker, which torch's readers notice within 5 s; the reader holds no GPU."""
-    serve_host(parent)
+    attach_without_gpus(parent)
 
 
 class _IndexLists:

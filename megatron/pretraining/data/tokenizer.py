@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.pretraining.process import cpu
 from moc.errors import UserError
-from moc.runtime.agreement import first_line
+from moc.runtime.collectives import first_line
 
 _DATA = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a tokenizer, without code and weights
 TOKENIZER_TYPES = ("SentencePieceTokenizer", "HuggingFaceTokenizer", "NullTokenizer")

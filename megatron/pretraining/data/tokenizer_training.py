@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.pretraining.data.documents import BadText, Reader, add_input_arguments, find_files, sync
-from moc.output import Parser, ToolError, check_output, counted, escapes_output, number, print_lines, refused, replacing
+from moc.cli_output import (
+    Parser,
+    ToolError,
+    check_output,
+    counted,
+    escapes_output,
+    number,
+    print_lines,
+    refused,
+    replacing,
+)
 
 CHUNK_CHARACTERS = 4096
 CHECKED_CHARACTERS = 1_000_000
@@ -102,7 +112,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
         raise ToolError("the input has no text. Fix: give other files, or other --json-keys", code="input-empty")
     print_lines(f"read {sample.seen:,} bytes of text from {counted(len(files), 'file')}; training on {sample.kept:,}")
     start = time.monotonic()
-    model = train(chunks, args)
+    model = train_model(chunks, args)
     print_lines(f"trained a {args.model_type} model in {time.monotonic() - start:.1f} s; {_check(model, chunks)}")
     _write(args.output, model)
     print_lines(f"wrote {args.output}.model and .vocab ({args.vocab_size:,} pieces)")
@@ -160,7 +170,7 @@ def chunked(text: str) -> Iterator[str]:
         start = end
 
 
-def train(chunks: list[str], args: argparse.Namespace) -> bytes:
+def train_model(chunks: list[str], args: argparse.Namespace) -> bytes:
     """Trains on chunks of text, and returns the serialized model."""
     import sentencepiece
 

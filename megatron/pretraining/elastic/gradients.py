@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.layer import ElasticExperts, ElasticLayer, elastic_layers
+from megatron.pretraining.elastic.moe_layer import ElasticExperts, ElasticLayer, elastic_layers
 from megatron.pretraining.engine.owned import parameters_and_masters
 
 Message = list[list[torch.Tensor]]
@@ -38,7 +38,7 @@ def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
     """Sums the gradients of a layer's experts over their holders, in place; a collective of the group."""
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     shards = {
-        expert: _flat(gradients_of(mlp.parameters())).tensor_split(len(experts.holders[expert]))
+        expert: _flat(gradient_views(mlp.parameters())).tensor_split(len(experts.holders[expert]))
         for expert, mlp in experts.held()
         if len(experts.holders[expert]) > 1
     }
@@ -60,17 +60,17 @@ def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
     for expert, mlp in experts.held():
         if expert in shards:
             parts = [whole[holder][with_(holder).index(expert)] for holder in experts.holders[expert]]
-            _fill(gradients_of(mlp.parameters()), torch.cat(parts))
+            _fill(gradient_views(mlp.parameters()), torch.cat(parts))
 
 
-def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+def gradient_views(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Returns the views of megatron-core's buffers that accumulate the gradients of parameters."""
     marked: Iterable[Any] = parameters
     return [parameter.main_grad for parameter in marked]
 
 
 def _kind(experts: ElasticExperts) -> tuple[torch.dtype, torch.device]:
-    gradient = next(iter(gradients_of(experts.parameters())))
+    gradient = next(iter(gradient_views(experts.parameters())))
     return gradient.dtype, gradient.device
 
 

@@ -14,16 +14,16 @@ import xxhash
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.placing import Plans, PlansDiffer, fit, plans_for
+from megatron.pretraining.elastic.placement import Plans, PlansDiffer, fit, plans_for
 from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
-from megatron.pretraining.elastic.shards import Shards
+from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.logging.flops import expert_share
-from moc.elastic.boxes import copies
+from megatron.pretraining.logging.records import expert_share
 from moc.elastic.plan import Loads
+from moc.elastic.transfers import count_new_replicas
 from moc.events import EventLog
-from moc.runtime.agreement import gather
-from moc.runtime.results import settled
+from moc.runtime.collectives import gather
+from moc.runtime.device import synchronize_and_check
 from moc.session.engine import VoteParticipant
 
 _BITS = 32  # of a hash in the commit all-reduce
@@ -86,7 +86,7 @@ def imbalance(plans: Plans, loads: Loads) -> float:
     most = mean = 0.0
     for plan in plans.values():
         for layer in plan.tables:
-            work = plan.work(layer, loads[layer])
+            work = plan.tokens_per_rank(layer, loads[layer])
             most, mean = most + float(work.max()), mean + float(work.mean())
     return most / mean if mean else 1.0
 
@@ -207,7 +207,7 @@ class Rebalancer(VoteParticipant):
         plans, found = wanted.plans, wanted.found
         taken = self._replicas.move_to(plans, wanted.flow)
         self._engine.state.describe()
-        experts = sum(copies(before[stage], plan) for stage, plan in plans.items())
+        experts = sum(count_new_replicas(before[stage], plan) for stage, plan in plans.items())
         self._voted_at = time.perf_counter()  # excludes the move from the iteration time
         events.write(
             "rebalance",
@@ -227,9 +227,9 @@ class Rebalancer(VoteParticipant):
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first call opens connections
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             begun = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)
-            settled(self._world.device)
+            synchronize_and_check(self._world.device)
             speed = self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
         return speed

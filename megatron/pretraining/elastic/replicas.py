@@ -2,11 +2,11 @@
 
 A move proceeds layer by layer. New experts of a worker arrive in staging memory, all workers of the stage confirm this,
 and only then slots are filled. A loss before the confirmation leaves the old plan of the layer in force. A worker that
-misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.members`).
+misses the confirmation can fill its slots later (:mod:`megatron.pretraining.elastic.membership`).
 
-Transfers are planned for all layers together (:func:`moc.elastic.boxes.expert_transfers`): new holders each receive a
-part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in transit
-(:mod:`megatron.pretraining.elastic.sending`).
+Transfers are planned for all layers together (:func:`moc.elastic.transfers.plan_expert_transfers`): new holders each
+receive a part of an expert, and forward it to each other. Staging memory holds a layer's new experts, and the chunks in
+transit (:mod:`megatron.pretraining.elastic.state_transfer`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
-from megatron.pretraining.elastic.layer import ElasticLayer
-from megatron.pretraining.elastic.placing import NodesOfStages, Plans, adopt
-from megatron.pretraining.elastic.sending import Parts, as_bytes, send
+from megatron.pretraining.elastic.moe_layer import ElasticLayer
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans, adopt
+from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
-from moc.elastic.boxes import Transfer, expert_operator, expert_transfers, experts_held
 from moc.elastic.plan import Loads, Plan
-from moc.faults import reach
-from moc.runtime.agreement import settled_among
+from moc.elastic.transfers import ChunkTransfer, expert_holders, expert_operator, plan_expert_transfers
+from moc.fault_points import reach
+from moc.runtime.collectives import synchronize_group
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Landing:
     arrived: Mapping[int, torch.Tensor]
 
 
-Flow = Mapping[int, Sequence[Transfer]]
+Flow = Mapping[int, Sequence[ChunkTransfer]]
 """Transfers of a move, by layer."""
 
 
@@ -50,8 +50,8 @@ def bytes_moved(flow: Flow) -> int:
     """Returns the maximum bytes of state that one worker sends and receives."""
     amounts: Counter[int] = Counter()
     for one in itertools.chain.from_iterable(flow.values()):
-        amounts[one.source] += one.piece.nbytes
-        amounts[one.target] += one.piece.nbytes
+        amounts[one.source] += one.chunk.nbytes
+        amounts[one.target] += one.chunk.nbytes
     return max(amounts.values(), default=0)
 
 
@@ -103,7 +103,7 @@ class Replicas:
             landing = Landing(layer, mixed, self._exchanged(layer, flow[layer]))
             reach("rebalancing")
             self._landing = landing
-            settled_among(exchange_group(), _device(self.layers[layer]))
+            synchronize_group(exchange_group(), _device(self.layers[layer]))
             reach("landed")
             self._land(landing)
             taken += sum(state.nbytes for state in landing.arrived.values())
@@ -142,7 +142,7 @@ class Replicas:
         """Returns the transfers from the plans in force to other plans."""
         if not self.layers:
             return {}
-        return expert_transfers(experts_held(self.plans[self._stage]), plans[self._stage], self.sizes)
+        return plan_expert_transfers(expert_holders(self.plans[self._stage]), plans[self._stage], self.sizes)
 
     def _land(self, landing: Landing) -> None:
         """Fills the slots of a layer with arrived state."""
@@ -153,7 +153,7 @@ class Replicas:
                 self._unpack(mlp, landing.arrived[expert])
         self.plans[self._stage], self._landing = landing.plan, None
 
-    def _exchanged(self, number: int, flow: Sequence[Transfer]) -> dict[int, torch.Tensor]:
+    def _exchanged(self, number: int, flow: Sequence[ChunkTransfer]) -> dict[int, torch.Tensor]:
         """Exchanges the state that a layer needs; returns arrived state by expert."""
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)
@@ -161,7 +161,7 @@ class Replicas:
         held = dict(layer.experts.held())
         arrived = {
             name: torch.empty(self.sizes[number], dtype=torch.uint8, device=device)
-            for name in dict.fromkeys(one.piece.operator for one in flow if one.target == rank)
+            for name in dict.fromkeys(one.chunk.operator for one in flow if one.target == rank)
         }
 
         def state(name: str) -> Parts:

@@ -1,7 +1,7 @@
 """Replaces megatron-core's pipeline communicator to time, log or replay the traffic between stages.
 
 The schedules send all traffic between stages through the method ``_communicate`` of one object.  They fix the order of
-its calls (:mod:`moc.logs.crossings`), so a counter identifies each tensor.  This holds for the 1F1B and the
+its calls (:mod:`moc.logs.log`), so a counter identifies each tensor.  This holds for the 1F1B and the
 interleaved schedule, with batched and unbatched messages.
 """
 
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
-from moc.logs.crossings import Crossing, Direction, Pipeline
+from moc.logs.log import Crossing, Direction, Pipeline
 
 Sink = Callable[[Crossing, torch.Tensor], None]
 """Receives a tensor that a stage sends, on its device; the tensor may be freed after the call."""
@@ -121,7 +121,7 @@ class LogPlayer(Recorder):
         # a stage receives activations from the previous stage, and gradients from the next
         self._with_previous, self._with_next = (one in (stages or ()) for one in beside.values())
         self._source = source
-        self._next = {way: iter(pipeline.received(stage, way)) for way in Direction}
+        self._next = {way: iter(pipeline.received_by(stage, way)) for way in Direction}
 
     def _communicate(
         self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
@@ -170,8 +170,8 @@ class _Sending:
     """Identifies each tensor that a stage sends, and passes it to the sink."""
 
     def __init__(self, pipeline: Pipeline, stage: int, sink: Sink):
-        self._forward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.FORWARD))
-        self._backward: Iterator[Crossing] = iter(pipeline.sent(stage, Direction.BACKWARD))
+        self._forward: Iterator[Crossing] = iter(pipeline.sent_by(stage, Direction.FORWARD))
+        self._backward: Iterator[Crossing] = iter(pipeline.sent_by(stage, Direction.BACKWARD))
         self._sink = sink
 
     def __call__(self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None) -> None:

@@ -11,22 +11,21 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.checkpoint import contents, repeats
+from megatron.pretraining.checkpoint import contents
 from megatron.pretraining.checkpoint.state import check_types
 from megatron.pretraining.config import Config, layout_sizes
 from megatron.pretraining.data.identity import DataIdentity
 from megatron.pretraining.data.streams import BatchStream
-from megatron.pretraining.elastic.placing import Plans, plans_from_json, plans_to_json
+from megatron.pretraining.elastic.placement import Plans, plans_from_json, plans_to_json
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.engine.optimizer import EXACT
 from megatron.pretraining.engine.owned import AdamGroup
 from megatron.pretraining.engine.routing import RouterCounts
 from megatron.pretraining.engine.state import MegatronState
 from megatron.pretraining.engine.step import Stepper
-from moc.session.engine import Gradients, Outcome
+from moc.session.engine import Gradients, ReplayOutcome
 from moc.state.adam import Rules
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.state.record import Position, StepRecord
 
 
@@ -65,7 +64,7 @@ class MegatronEngine:
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
         self._model, self._data = model, data
-        self._repeated = repeats.repeated(config)
+        self._repeated = contents.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
@@ -101,7 +100,7 @@ class MegatronEngine:
         state = contents.training_state(self._config, self.world, position, *parts)
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
         state["job"] = self.world.job.id
-        state[repeats.KEY] = self._repeated
+        state[contents.KEY] = self._repeated
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
@@ -125,7 +124,7 @@ class MegatronEngine:
         if window:
             contents.check_window(self._config, saved, where)
             contents.check_package(self._config, self._stepper.optimizer, saved, where)
-            repeats.check_replay(self._config, self._stepper.scheduler, self._data, saved, where)
+            contents.check_replay(self._config, self._stepper.scheduler, self._data, saved, where)
 
     def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
         """Warns if the saved run reads samples in another order, or uses another optimizer implementation."""
@@ -133,14 +132,14 @@ class MegatronEngine:
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
-    ) -> Outcome:
+    ) -> ReplayOutcome:
         """Replays an iteration."""
         rate = self._stepper.optimizer.learning_rate
         samples = (
             None if self._stream is None else self._stream.iteration(self._stepper.topology, position.consumed_samples)
         )
         sums = self._stepper.repeat(record, samples, completing)
-        return Outcome({name: float(value) for name, value in sums.items()}, rate)
+        return ReplayOutcome({name: float(value) for name, value in sums.items()}, rate)
 
     def apply(
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None

@@ -84,7 +84,7 @@ def _cut_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Returns whether a parameter receives no updates (:mod:`megatron.pretraining.engine.freezing`)."""
+    """Returns whether a parameter receives no updates (:mod:`megatron.pretraining.engine.state`)."""
     return not parameter.requires_grad or getattr(parameter, "frozen", False)
 
 

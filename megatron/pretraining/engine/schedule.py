@@ -1,4 +1,7 @@
-"""Runs the pipeline schedule of one iteration: megatron-core's, with this project's micro batches and communicator."""
+"""Runs the pipeline schedule of one iteration: megatron-core's, with this project's micro batches and communicator.
+
+Also sets the learning rates of frozen operators, and resets the schedule after an interruption.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.boundary import schedule_groups
+from megatron.pretraining.engine.module_state import ModuleState
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
-from moc.faults import reach
+from moc.fault_points import reach
 
 ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
 
@@ -106,3 +112,61 @@ class Schedule:
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens
+
+
+_LIMITS = ("max_lr", "min_lr")
+_NOT_IN_STATE = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+
+
+class RateSchedule(OptimizerParamScheduler):
+    """megatron-core's schedule, which saves all its settings and applies all that it loads.
+
+    megatron-core also keeps the limits of the learning rate in the parameter groups, where loading does not change
+    them.  The other limits of groups with a decoupled learning rate are kept.  megatron-core neither saves nor compares
+    the start of the warm-up and the last phase of WSD.  It sets the groups' weight decay before it loads the schedule
+    of the weight decay.
+    """
+
+    def state_dict(self) -> dict:
+        """Returns the settings and the number of samples."""
+        return super().state_dict() | {name: getattr(self, name) for name in _NOT_IN_STATE}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads the settings or, with ``--override-opt-param-scheduler``, only the number of samples.
+
+        Raises:
+            AssertionError: the settings differ, and no flag states which ones apply.
+        """
+        for name in _NOT_IN_STATE:
+            here, there = getattr(self, name), state_dict.get(name, getattr(self, name))
+            if self.use_checkpoint_opt_param_scheduler:
+                setattr(self, name, there)
+            elif not self.override_opt_param_scheduler:
+                assert here == there, f"{name} is {here} and not {there}"
+        before = {limit: getattr(self, limit) for limit in _LIMITS}
+        super().load_state_dict(state_dict)
+        for group in self.optimizer.param_groups:
+            same = [limit for limit in _LIMITS if group.get(limit) == before[limit]]
+            group.update({limit: getattr(self, limit) for limit in same})
+        self.step(0)
+
+
+def drop_unfinished_iteration(chunks: list[DistributedDataParallel], modules: ModuleState) -> None:
+    """Resets everything except parameters and optimizer state to its value between two iterations.
+
+    Gradients need no reset, since every iteration starts by zeroing them; random streams and data are functions of
+    the position.
+    """
+    modules.suspend()
+    for chunk in chunks:
+        if isinstance(chunk, ZeroChunk):
+            chunk.reducer.drop_unfinished_iteration()
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            _forget_reductions(buckets)
+
+
+def _forget_reductions(buckets) -> None:
+    buckets.grad_reduce_handle = buckets.param_gather_handle = None
+    buckets.param_gather_dispatched = False
+    buckets.per_param_grad_ready_counts = {}
+    buckets.is_last_microbatch = True

@@ -2,8 +2,8 @@
 
 megatron-core's ``DistributedOptimizer`` divides its buffers by the number of data-parallel ranks at construction, and
 stores each part once.  Here gradients are all-reduced.  A rank has master weights and moments only of the blocks that
-it holds (:mod:`moc.elastic.shards`), and updates only these; all holders of a block compute the same bits.  The owner
-of a block then sends its weights to the others.
+it holds (:mod:`moc.elastic.transfers`), and updates only these; all holders of a block compute the same bits.
+The owner of a block then sends its weights to the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,28 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from megatron.pretraining.engine.fragmented import FragmentedOptimizer
-from moc.elastic.shards import Block, Holders, blocks_of
+from moc.elastic.transfers import Block, Holders, cut_into_blocks
+
+
+class FragmentedOptimizer(MixedPrecisionOptimizer):
+    """Optimizer of megatron-core that is saved only as tensor chunks.
+
+    megatron-core requires these methods; :mod:`megatron.pretraining.engine.state` replaces them.
+    """
+
+    def state_dict(self):
+        """Not implemented: see the class."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
+        """See :meth:`state_dict`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +89,7 @@ class ShardedOptimizer(FragmentedOptimizer):
         of_group = {main: number for number, one in enumerate(self.param_groups) for main in one["params"]}
         self._group_of = {parameter: of_group[main] for parameter, main in masters}
         self._parameters = [parameter for parameter, _ in masters]
-        self.blocks: tuple[Block, ...] = blocks_of([parameter.numel() for parameter in self._parameters])
+        self.blocks: tuple[Block, ...] = cut_into_blocks([parameter.numel() for parameter in self._parameters])
         self.held: dict[int, Shard] = {}
         self._holders: Holders = ()
         self.optimizer.state.clear()

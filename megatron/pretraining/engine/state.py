@@ -1,36 +1,109 @@
-"""Provides the state of megatron-core's model and optimizer as a :class:`moc.state.interface.TrainingState`."""
+"""Provides and freezes the state of a model (:class:`moc.state.interface.TrainingState`) of megatron-core."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.pretraining.engine.freezing import Freezer
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.owned import (
     MASTER,
     AdamGroup,
     adam_groups,
+    drop_gradients,
     gather_layers,
     layer_wise_parts,
+    members,
     owned_gradients,
     owned_slices,
     sharded_part,
     write_step,
 )
-from megatron.pretraining.model.parameters import parameter_pieces
-from moc.runtime.agreement import settled_among
+from megatron.pretraining.engine.zero.chunk import ZeroChunk
+from megatron.pretraining.model.parameters import Pieces, parameter_pieces, unwrap
+from moc.runtime.collectives import synchronize_group
 from moc.state.adam import kind_of
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import operator_of
+from moc.state.operators import Detail, operator_of
+
+
+class Freezer:
+    """Freezes and activates operators of this rank's model chunks between iterations."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, pieces: Pieces):
+        self._chunks, self._optimizer = chunks, optimizer
+        self._skips_gradients = not any(isinstance(chunk, ZeroChunk) for chunk in chunks)
+        self._operators = {  # owners of each parameter in the gradient buffers
+            parameter: {operator_of(piece.name) for piece in described}
+            for parameter, described in pieces.items()
+            if described and (hasattr(parameter, "main_grad") or not self._skips_gradients)
+        }
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.frozen: frozenset[str] = frozenset()
+
+    def freeze(self, operators: Iterable[str]) -> None:
+        """See :meth:`megatron.pretraining.engine.state.MegatronState.freeze`."""
+        operators = set(operators)
+        if operators and any(
+            c.ddp_config.overlap_grad_reduce or c.ddp_config.overlap_param_gather for c in self._chunks
+        ):
+            raise FreezingError(
+                "operators cannot be frozen while communication overlaps with computation. "
+                "Fix: turn off --overlap-grad-reduce and --overlap-param-gather"
+            )
+        self._keep_frozen(self.frozen | operators)
+
+    def activate(self, operators: Iterable[str]) -> None:
+        """See :meth:`megatron.pretraining.engine.state.MegatronState.activate`."""
+        self._keep_frozen(self.frozen - set(operators))
+
+    def _keep_frozen(self, wanted: frozenset[str]) -> None:
+        for owners in self._operators.values():
+            if owners & wanted and not owners <= wanted:
+                raise FreezingError(
+                    f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together. "
+                    "Fix: drop --moe-grouped-gemm, or name all of them"
+                )
+        for parameter, owners in self._operators.items():
+            self._freeze_one(parameter, bool(owners & wanted))
+        self.frozen = wanted
+        if wanted and not self._hooks:
+            self._hooks = [*self._optimizer_hooks(), *self._embedding_hooks()]
+        elif not wanted:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def _freeze_one(self, parameter: Any, frozen: bool) -> None:
+        if self._skips_gradients:
+            parameter.requires_grad_(not frozen)
+        else:  # DeepSpeed fills buckets as gradients arrive: missing gradients would regroup the sums of the others
+            parameter.frozen = frozen
+
+    def _optimizer_hooks(self):
+        for member in members(self._optimizer):
+            yield member.optimizer.register_step_pre_hook(lambda *_, member=member: drop_gradients(member))
+
+    def _embedding_hooks(self):
+        for model in map(unwrap, self._chunks):
+            if getattr(model, "embedding", None) is not None:
+                embedding: Any = model.embedding
+                yield embedding.register_forward_hook(_let_gradients_through)
+
+
+def _let_gradients_through(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    # recomputed layers compute weight gradients only if their input requires a gradient, unlike a frozen embedding's
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
 
 PARAM = "param"
 
@@ -154,7 +227,7 @@ class MegatronState:
             arriving = {buffer: committed.clone() for buffer, committed in biases.items()}
             for values in arriving.values():
                 dist.broadcast(values, group=self._peers, group_src=self._first_peer)
-            settled_among(self._peers, next(iter(arriving.values())).device)
+            synchronize_group(self._peers, next(iter(arriving.values())).device)
             for buffer, values in arriving.items():
                 biases[buffer].copy_(values)
                 self._modules.loaded(buffer)

@@ -22,17 +22,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.data.streams import Batch
-from megatron.pretraining.engine.auxiliary import AuxiliaryLosses
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.routing import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
 from megatron.pretraining.process.topology import Topology
 from moc.errors import UserError
-from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
+from moc.fault_points import reach
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 from moc.session.engine import VoteParticipant
 from moc.state.record import StepRecord, mean_loss
 

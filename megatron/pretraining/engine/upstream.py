@@ -23,13 +23,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.boundary import LogPlayer, Recorder, TimedCommunicator, pipeline_of
 from megatron.pretraining.process.topology import Topology
-from moc.logs.crossings import Crossing, Direction
-from moc.logs.files import LogEntry, LogReader, directory_of
-from moc.logs.writer import LogWriter
+from moc.logs.log import Crossing, Direction, LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import SnapshotPlan
-from moc.runtime.agreement import first_reported
+from moc.runtime.collectives import first_reported
 from moc.session.engine import PipelineTap
-from moc.store.errors import CheckpointError, MissingRegionError
+from moc.store.errors import CheckpointError, MissingTensorError
 
 
 class UpstreamTap(PipelineTap):
@@ -90,14 +88,14 @@ class UpstreamLog(UpstreamTap):
 
     def open(self, memory: Path) -> None:
         """Takes over the log of an earlier process of this rank, or continues its own from an earlier generation."""
-        stage, directory, kept = self._world.pipeline_rank, directory_of(memory, self._world.rank), self._memory
+        stage, directory, kept = self._world.pipeline_rank, log_directory(memory, self._world.rank), self._memory
         if kept.writer is not None:
             if kept.directory == directory and directory.is_dir():
-                self._given_up = kept.writer.given_up  # already reported
+                self._given_up = kept.writer.dropped_iterations  # already reported
                 return
             kept.writer.close()
             kept.writer = None
-        crossings = [crossing for direction in Direction for crossing in self._pipeline.sent(stage, direction)]
+        crossings = [crossing for direction in Direction for crossing in self._pipeline.sent_by(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
         kept.directory = directory
         kept.writer = LogWriter(
@@ -106,8 +104,8 @@ class UpstreamLog(UpstreamTap):
             self._limit,
             self._world.device,
             name="upstream log",
-            more="raise --upstream-log-limit",
-            otherwise="drop --upstream-logging",
+            limit_remedy="raise --upstream-log-limit",
+            alternative="drop --upstream-logging",
         )
 
     def bytes_for(self, iterations: int) -> int:
@@ -121,7 +119,7 @@ class UpstreamLog(UpstreamTap):
     @property
     def feeds(self) -> dict[int, frozenset[int]]:
         """See :class:`UpstreamTap`."""
-        return {stage: self._pipeline.feeds(stage) for stage in range(self._pipeline.stages)}
+        return {stage: self._pipeline.senders(stage) for stage in range(self._pipeline.stages)}
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[Recorder]:
@@ -167,7 +165,7 @@ class UpstreamLog(UpstreamTap):
         try:
             for _ in self._sent_to(iteration, stages):
                 pass
-        except MissingRegionError:
+        except MissingTensorError:
             return True
         return False
 
@@ -184,7 +182,7 @@ class UpstreamLog(UpstreamTap):
         reader, pipeline = self._reader(), self._pipeline
         for stage in sorted(stages):
             for way in Direction:
-                crossings = pipeline.received(stage, way)
+                crossings = pipeline.received_by(stage, way)
                 if crossings and pipeline.sender(stage, way) == self._world.pipeline_rank:
                     yield stage, [reader.read(iteration, one.key) for one in crossings]
 
@@ -192,7 +190,7 @@ class UpstreamLog(UpstreamTap):
         """Receives the tensors that other stages :meth:`serve` to this worker, on its device."""
         received, under_way, stage = {}, [], self._world.pipeline_rank
         for way in Direction:
-            crossings, sender = self._pipeline.received(stage, way), self._pipeline.sender(stage, way)
+            crossings, sender = self._pipeline.received_by(stage, way), self._pipeline.sender(stage, way)
             if crossings and sender not in self._replaying:
                 shape = (len(crossings), *boundary_shape(self._config))
                 packed = torch.empty(shape, dtype=compute_dtype(self._config), device=self._world.device)
@@ -208,7 +206,7 @@ class UpstreamLog(UpstreamTap):
             "upstream_failed": float(self._log.failure() is not None),
             "upstream_bytes": float(self._log.bytes),
             "upstream_iterations": float(len(self._log.iterations)),
-            "upstream_given_up": float(self._log.given_up),
+            "upstream_given_up": float(self._log.dropped_iterations),
         }
 
     def on_vote(self, tally: Mapping[str, float]) -> None:

@@ -21,9 +21,9 @@ from megatron.pretraining.checkpoint.background import Saves
 from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
-from megatron.pretraining.engine.fragmented import FragmentedOptimizer
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
+from megatron.pretraining.engine.sharded import FragmentedOptimizer
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import described
@@ -31,12 +31,12 @@ from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.parts import WorkerParts
-from moc.faults import reach
-from moc.runtime.agreement import first_reported, run_on_rank0
+from moc.fault_points import reach
+from moc.files.safe_directory import write_durably
+from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.durable import write_durably
 from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
@@ -48,7 +48,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 class StockCheckpoints(Saves):
     """Saves and loads a worker's state by Megatron-LM's functions; all methods are collective."""
 
-    format = dense_files.OF_MEGATRON
+    format = dense_files.MEGATRON_FORMAT
 
     def __init__(self, parts: WorkerParts, model: Model):
         super().__init__(parts.config, parts.world, parts.log)
@@ -109,7 +109,7 @@ class StockCheckpoints(Saves):
         args = get_args()
         args.iteration = args.num_floating_point_operations_so_far = 0
         choose = lambda: dataclasses.asdict(lineage.choose(self._command()))  # noqa: E731
-        choice = lineage.Choice(**run_on_rank0(choose, "cannot look for a checkpoint"))
+        choice = lineage.CheckpointChoice(**run_on_rank0(choose, "cannot look for a checkpoint"))
         if choice.root is None:
             return None
         if choice.is_own and self._origin:
@@ -124,11 +124,11 @@ class StockCheckpoints(Saves):
             self.last_saved = position.iteration
         return position
 
-    def _load(self, choice: lineage.Choice) -> Position | None:
+    def _load(self, choice: lineage.CheckpointChoice) -> Position | None:
         """Loads a checkpoint, which Megatron-LM's arguments name."""
         args, parts, root = get_args(), self._parts, choice.root
         assert root is not None  # or there is nothing to load
-        directory = dense_files.directory_of(root, choice.iteration or 0)
+        directory = dense_files.checkpoint_path(root, choice.iteration or 0)
         manifest = self._verify(directory)
         if manifest is not None and self._saves_to(root):
             self.run = self.run or manifest.get("run", "")
@@ -137,7 +137,7 @@ class StockCheckpoints(Saves):
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
             return self._load_boxes(directory, manifest)
         state = None
-        if manifest is not None and dense_files.STATE in manifest["files"]:
+        if manifest is not None and dense_files.STATE_FILE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
         saved = state or self._saved_data(directory, manifest)
         if not args.finetune and root == args.load:
@@ -186,7 +186,7 @@ class StockCheckpoints(Saves):
 
     def _saved_data(self, directory: Path, manifest: Mapping | None) -> dict[str, Any]:
         """Returns the identity of the data in a checkpoint without training state, under its key in one."""
-        if manifest is None or dense_files.DATA not in manifest["files"]:
+        if manifest is None or dense_files.DATA_FILE not in manifest["files"]:
             return {}
         return {DATA: run_on_rank0(lambda: read_data(directory), "cannot read a checkpoint")}
 
@@ -225,7 +225,7 @@ class StockCheckpoints(Saves):
         entries = None
         if not self._saves_fragments and parts.data is not None:
             data = json.dumps(parts.data.plain(), indent=1)
-            run_on_rank0(lambda: write_durably(staging / dense_files.DATA, data), "cannot write a checkpoint")
+            run_on_rank0(lambda: write_durably(staging / dense_files.DATA_FILE, data), "cannot write a checkpoint")
         if self._saves_fragments:
             state = functools.partial(self._write_state, staging, position)
             run_on_rank0(state, "cannot write a checkpoint")
@@ -243,7 +243,7 @@ class StockCheckpoints(Saves):
         )
         if get_args().no_save_optim:
             state["optimizer"] = None
-        write_durably(staging / dense_files.STATE, json.dumps(state, indent=1))
+        write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
         """Runs Megatron-LM's finalizers once all workers have written."""
@@ -259,17 +259,19 @@ class StockCheckpoints(Saves):
     def publish(self, root: Path, iteration: int) -> None:
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
         super().publish(root, iteration)
-        final = str(dense_files.directory_of(root, iteration))
+        final = str(dense_files.checkpoint_path(root, iteration))
         if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()
             stock: Any = checkpointing
-            stock.wandb_utils.on_save_checkpoint_success(final, str(root / dense_files.TRACKER), str(root), iteration)
+            stock.wandb_utils.on_save_checkpoint_success(
+                final, str(root / dense_files.TRACKER_FILE), str(root), iteration
+            )
 
     @contextlib.contextmanager
     def _saving_to(self, staging: Path, iteration: int) -> Iterator[None]:
         """Lets Megatron-LM save to a staging directory; publishing writes the tracker file and removes checkpoints."""
         stock: Any = checkpointing
-        final, real = dense_files.directory_of(get_args().save, iteration), stock.get_checkpoint_name
+        final, real = dense_files.checkpoint_path(get_args().save, iteration), stock.get_checkpoint_name
 
         def name(*words: Any, **options: Any) -> str:
             return str(staging / os.path.relpath(real(*words, **options), final))
@@ -300,8 +302,8 @@ class StockCheckpoints(Saves):
         manifest = run_on_rank0(manifest_there, "cannot read a checkpoint")
         if manifest is not None:
             mine = dict(sorted(manifest["files"].items())[self._parts.world.rank :: self._parts.world.size])
-            if damage := first_reported(dense_files.damage_in(directory, mine)):
-                raise dense_files.damaged(damage)
+            if damage := first_reported(dense_files.find_damage(directory, mine)):
+                raise dense_files.damage_error(damage)
         return manifest
 
 

@@ -19,7 +19,7 @@ from megatron.pretraining.entry.dialects import FLAG, nested, previous_release, 
 from megatron.pretraining.entry.own_flags import PREFIX, own_parser
 from megatron.pretraining.entry.presets import preset_options
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
-from moc.files.text import short, shown
+from moc.files.text import short_repr, shorten
 
 _OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
 """Values without effect of Megatron-LM's options that name other sources of options."""
@@ -265,7 +265,7 @@ def _words_of_options(
         elif actions is None:
             refuse_unknown([f"--{key}"], {f"--{name}": name for name in by_name}, problems)
         elif value is not None:
-            yield from _words_of(actions, value, f"{short(key)} in {source}", problems)
+            yield from _words_of(actions, value, f"{shorten(key)} in {source}", problems)
 
 
 def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, problems: Problems) -> Iterator[str]:
@@ -279,7 +279,9 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
                     yield spelling
                     return
         if value != (action.default or False):
-            problems.refuse(True, f"{named} is {shown(value)}. Fix: make it true or false", code="value-unreadable")
+            problems.refuse(
+                True, f"{named} is {short_repr(value)}. Fix: make it true or false", code="value-unreadable"
+            )
     elif action.nargs is None:
         yield f"{action.option_strings[0]}={_without_spaces(value) if isinstance(value, list) else value}"
     elif value != []:

@@ -16,14 +16,13 @@ import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 from megatron.pretraining.config import Config, composed
-from megatron.pretraining.config.convert import convert
-from megatron.pretraining.config.flag import ConfigError, refuse
+from megatron.pretraining.config.flag import ConfigError, convert_value, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry import deepspeed, elastic
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
-from megatron.pretraining.model.initial import EXACT
-from moc.runtime.agreement import first_line
+from megatron.pretraining.model.parameters import EXACT
+from moc.runtime.collectives import first_line
 
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
@@ -82,7 +81,7 @@ class MegatronConfig(Config):
         old, flags = getattr(self, group), composed.all_flags()
         for name, value in changes.items():
             getattr(old, name)
-            changes[name] = convert(flags[name], value) if name in flags else value
+            changes[name] = convert_value(flags[name], value) if name in flags else value
         return _checked(dataclasses.replace(self, **{group: dataclasses.replace(old, **changes)}))
 
 

@@ -39,11 +39,11 @@ from megatron.pretraining.errors import reported
 from megatron.pretraining.logging.board import Board
 from megatron.pretraining.process.nodes import per_node, workers_of_job
 from megatron.pretraining.process.paths import check_paths
-from megatron.pretraining.process.rank0 import is_first_worker
+from megatron.pretraining.process.topology import is_first_worker
+from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.output import print_lines
-from moc.runtime import script_check
-from moc.runtime.environment import fewest_nodes
+from moc.runtime.environment import min_nodes
+from moc.runtime.program import end_if_checking, only_checks_flags
 
 _ARGUMENT = re.compile(r"\bargs\.(\w+)")
 _NEVER = 10**9  # iterations
@@ -88,16 +88,16 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         problems, read = problems_of(real, args, defaults or {}), command_line.read()
         if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
             problems.check(check_run, args)
-        if script_check.is_checking() and not problems.found:
+        if only_checks_flags() and not problems.found:
             problems.check(lambda: _check_paths(config_of(args, read.own), bool((defaults or {}).get(OWN_PROGRAM))))
         with reported(Path(sys.argv[0]).name):
             problems.raise_found()
         if read.prints:
             if is_first_worker():
                 with contextlib.redirect_stdout(sys.__stdout__):
-                    print_lines(*(f"# {line}" for line in read.notices), *described())
+                    print_lines(*(f"# {line}" for line in read.notices), *changed_values())
             sys.exit(0)
-        script_check.checked()
+        end_if_checking()
         return args
 
     return validate
@@ -197,7 +197,7 @@ def _check_workers(config: MegatronConfig, given: Collection[str]) -> None:
         return
     if config.scheduled_batch_sizes:
         check_world(config, config.arguments.world_size)
-    if (fewest := fewest_nodes()) is not None:
+    if (fewest := min_nodes()) is not None:
         check_fewest(config, fewest, per_node())
 
 
@@ -257,10 +257,10 @@ def print_args(title: str, args: argparse.Namespace) -> None:
     """Prints the options that differ from the defaults, in the place of Megatron-LM's list of all arguments."""
     if is_first_worker():
         print_lines(*command_line.read().notices)
-        print_lines("options that differ from Megatron-LM's defaults:", *(f"  {line}" for line in described()))
+        print_lines("options that differ from Megatron-LM's defaults:", *(f"  {line}" for line in changed_values()))
 
 
-def described() -> list[str]:
+def changed_values() -> list[str]:
     """Returns the values that differ from the defaults, as lines of a file for ``--config``."""
     return yaml.safe_dump(plain_options(), sort_keys=False).rstrip("\n").split("\n")
 

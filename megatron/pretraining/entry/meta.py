@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megatron.pretraining.entry.configuration import MegatronConfig
 from megatron.pretraining.entry.flags import refusal_of
-from megatron.pretraining.entry.model import operators_of, tensors_in
+from megatron.pretraining.entry.model import operators_of_parameters, tensors_in
 from megatron.pretraining.entry.offline import kept_environment
 from megatron.pretraining.entry.stock import replaced
 from megatron.pretraining.model.parameters import parameter_pieces
@@ -80,7 +80,7 @@ def operators_on_meta(config: MegatronConfig, rows: int) -> tuple[Operator, ...]
             chunk = model.get_builder_cls()(model).build_model(groups)
         except Exception as error:
             raise refusal_of(error) from error
-        return operators_of(tensors_in(parameter_pieces([chunk]), stage=0))
+        return operators_of_parameters(tensors_in(parameter_pieces([chunk]), stage=0))
 
 
 @contextlib.contextmanager

@@ -15,16 +15,16 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import MASTER, owned_slices
 from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces
-from moc.files.text import shown
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.files.text import short_repr
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.state.operators import Operator, operator_of
 from moc.store.errors import CheckpointError
 
 _KINDS = ("embedding", "attention", "mlp", "router", "expert", "output")
 
 
-class Tensor(NamedTuple):
+class ModelParameter(NamedTuple):
     """A parameter of the unpartitioned model.
 
     Attributes:
@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
 def tensors_of(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, world: World
-) -> tuple[list[Tensor], dict[str, tuple[str, ...]]]:
+) -> tuple[list[ModelParameter], dict[str, tuple[str, ...]]]:
     """Returns this worker's parameters; and by name, the moments of parameters whose optimizer state it partly owns."""
     pieces = parameter_pieces(chunks)
     moments = {
@@ -57,7 +57,7 @@ def tensors_of(
     return tensors_in(pieces, world.pipeline_rank), moments
 
 
-def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
+def tensors_in(pieces: Pieces, stage: int) -> list[ModelParameter]:
     """Returns the parameters of model chunks, with no moments filled in.
 
     Args:
@@ -65,7 +65,7 @@ def tensors_in(pieces: Pieces, stage: int) -> list[Tensor]:
         stage: the pipeline stage that holds the chunks.
     """
     return [
-        Tensor(
+        ModelParameter(
             piece.name,
             math.prod(piece.global_shape),
             getattr(parameter, "tensor_model_parallel", False),
@@ -101,7 +101,7 @@ def model_of_chunks(
         for found, _ in reversed(told)
         for tensor in found
     }
-    operators = operators_of(tensors.values())
+    operators = operators_of_parameters(tensors.values())
     shape = {operator.name: operator.parameters for operator in operators}
     per_row: Counter[str] = Counter()
     for tensor in tensors.values():
@@ -131,16 +131,16 @@ def tokenizer_of(described: Mapping) -> dict[str, str | None]:
     }
 
 
-def operators_of(tensors: Iterable[Tensor]) -> tuple[Operator, ...]:
+def operators_of_parameters(tensors: Iterable[ModelParameter]) -> tuple[Operator, ...]:
     """Returns the operators that hold these tensors, in the order of the forward pass; pure."""
-    held: dict[str, list[Tensor]] = {}
+    held: dict[str, list[ModelParameter]] = {}
     for tensor in tensors:
         held.setdefault(operator_of(tensor.name), []).append(tensor)
     several = len({tensor.moments for parts in held.values() for tensor in parts}) > 1
     return tuple(sorted((_operator(name, parts, several) for name, parts in held.items()), key=_place_in_forward))
 
 
-def stages_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+def stages_of(tensors: Iterable[ModelParameter]) -> tuple[int, ...]:
     """Returns the pipeline stage of each layer; a layer without parameters is on the previous layer's stage; pure."""
     stages: dict[int, int] = {}
     for tensor in tensors:
@@ -175,13 +175,13 @@ def check_shape(here: Mapping[str, int], saved: Mapping, where: object) -> None:
     for name in sorted({*here, *saved}):
         if here.get(name) != saved.get(name):
             raise CheckpointError(
-                f"{where} holds another model: {shown(name)} has {shown(saved.get(name, 0))} parameters there, and "
-                f"{here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
+                f"{where} holds another model: {short_repr(name)} has {short_repr(saved.get(name, 0))} parameters "
+                f"there, and {here.get(name, 0)} here. Fix: pass the flags of that model, or another checkpoint",
                 code="checkpoint-of-another-model",
             )
 
 
-def _operator(name: str, parts: list[Tensor], several: bool) -> Operator:
+def _operator(name: str, parts: list[ModelParameter], several: bool) -> Operator:
     words, moments = name.split("."), None
     if several:
         counts: dict[str, int] = {}

@@ -18,7 +18,8 @@ from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
 from megatron.pretraining.process.releases import check_releases
-from moc.runtime import hook, script_check
+from moc.runtime import import_hook
+from moc.runtime.program import end_if_checking
 
 
 def pretrain(
@@ -41,8 +42,8 @@ def pretrain(
 
     Ends the process with a non-zero code if training does not end normally.
     """
-    hook.note_use()
-    script_check.checked()
+    import_hook.record_pretrain_call()
+    end_if_checking()
     with reported(Path(sys.argv[0]).name):
         _refuse(
             store=store,

@@ -24,8 +24,8 @@ from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.parts import WorkerParts
-from moc.files.text import shown
-from moc.runtime.agreement import first_line, run_on_rank0
+from moc.files.text import short_repr
+from moc.runtime.collectives import first_line, run_on_rank0
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 
@@ -52,7 +52,8 @@ def check_flags(arguments: Mapping, saved: Mapping, where: object) -> None:
     for name in saved:
         if there[name] != here.get(name, there[name]):
             raise CheckpointError(
-                f"{where} holds another model: {dashed(name)} is {shown(there[name])} there, {here[name]} here. Fix: "
+                f"{where} holds another model: {dashed(name)} is {short_repr(there[name])} there, {here[name]} here. "
+                "Fix: "
                 "pass the value of the checkpoint, with --dialect moc if its command line is of the previous release, "
                 "or load another checkpoint",
                 code="checkpoint-of-another-model",
@@ -108,8 +109,8 @@ def _warn_of_other_routing(arguments: Mapping, saved: Mapping, say: Callable[[st
         here, there = arguments.get(name), saved.get(name)
         if here not in (there, [there]):
             say(
-                f"WARNING: {dashed(name)} was {shown(there)} and is {shown(here)}: the model differs from here on; "
-                "--dialect moc reads command lines of the previous release"
+                f"WARNING: {dashed(name)} was {short_repr(there)} and is {short_repr(here)}: the model differs from "
+                "here on; --dialect moc reads command lines of the previous release"
             )
 
 

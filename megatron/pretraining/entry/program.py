@@ -21,25 +21,24 @@ from megatron.training import get_tokenizer, initialize_megatron, training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
 from megatron.pretraining.duties import due
-from megatron.pretraining.elastic.placing import Plans, first_plans, nodes_of
+from megatron.pretraining.elastic.placement import Plans, first_plans, nodes_of_stages
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import VotedOptimizer
-from megatron.pretraining.engine.rates import RateSchedule
+from megatron.pretraining.engine.schedule import RateSchedule
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.formats import multiply_in_format, store_in_formats
-from megatron.pretraining.entry.log import StockLog
+from megatron.pretraining.entry.log import Profiling, StockLog
 from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
-from megatron.pretraining.entry.profiling import Profiling
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_datasets, data_identity, streams_of
-from megatron.pretraining.model.corrections import Vocabulary, defects_of
-from megatron.pretraining.model.initial import EXACT, initialize_weights
+from megatron.pretraining.entry.streams import build_split_datasets, data_identity, streams_of
+from megatron.pretraining.model.corrections import PaddedVocabulary, defects_of
+from megatron.pretraining.model.parameters import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.cpu import device
@@ -51,11 +50,10 @@ from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.errors import warning
-from moc.faults import reach
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
+from moc.fault_points import reach
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
 from moc.runtime.progress import progress
-from moc.runtime.world import World
 
 
 @dataclass
@@ -98,7 +96,7 @@ class StockProgram:
             take_parts(config, job)
             let_regroup(config, job, lambda: elastic.build_groups(config, job, ranks))
         job.connect(args.distributed_backend, timedelta(minutes=args.distributed_timeout_minutes), device())
-        with order_of_ranks(config, job.helpers):
+        with order_of_ranks(config, job.partial_model_parts):
             initialize_megatron(allow_no_cuda=True, **ranks)
         if config.elastic.elastic:
             elastic.build_domains_of(config, job)
@@ -114,7 +112,7 @@ class StockProgram:
         # the session chooses the state; for a schedule in samples, the number of iterations is not known yet
         iterations = None if args.train_samples else args.train_iters
         with replaced(args, load=None, pretrained_checkpoint=None, skip_train=False, train_iters=iterations):
-            nodes = nodes_of(config, world.size, world.job.helpers)
+            nodes = nodes_of_stages(config, world.size, world.job.partial_model_parts)
             plans = first_plans(config, nodes) if config.elastic.elastic else None
             chunks, core, scheduler = self._set_up(config, plans)
         refuse_built(core, chunks)
@@ -131,7 +129,7 @@ class StockProgram:
         stop.check_set_up(world, loses=stop.may_lose(world.job))
         phases.done("model")
         reach("rebuilding")
-        datasets = build_datasets(self.datasets, len(chunks), config.data.allow_changed_data, log.message)
+        datasets = build_split_datasets(self.datasets, len(chunks), config.data.allow_changed_data, log.message)
         streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
         announce_restarts(config, log)
         phases.done("data")
@@ -314,7 +312,7 @@ def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:
 def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -> None:
     """Applies the corrections of ``--correct``; without the flag, warns of defects that are not corrected."""
     replicas = parallel_state.get_data_parallel_world_size()
-    for defect in defects_of(chunks, vocabulary_of(get_args()), replicas):
+    for defect in defects_of(chunks, padded_rows(get_args()), replicas):
         if defect.name in config.training.corrections:
             defect.correct()
         elif defect.effect and "correct" not in config.given:
@@ -326,13 +324,13 @@ def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -
             )
 
 
-def vocabulary_of(args: Any) -> Vocabulary:
+def padded_rows(args: Any) -> PaddedVocabulary:
     """Returns the rows of the embedding; a given ``--padded-vocab-size`` is the size of the vocabulary."""
     rows = args.padded_vocab_size or 0
     if not rows or "padded_vocab_size" in command_line.read().named:
-        return Vocabulary(rows, rows)
+        return PaddedVocabulary(rows, rows)
     tokenizer: Any = get_tokenizer()
-    return Vocabulary(tokenizer.vocab_size, rows)
+    return PaddedVocabulary(tokenizer.vocab_size, rows)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:

@@ -20,8 +20,8 @@ from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.agreement import gather
-from moc.runtime.world import World
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 
 _SUM, _WEIGHT, _LOAD = "report/sum/", "report/weight/", "report/load"
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron import training
 from megatron.pretraining.checkpoint.unpickling import nothing_runs
-from moc.runtime.agreement import first_line
-from moc.runtime.group import Aborted, Suspicion
+from moc.runtime.collectives import first_line
+from moc.runtime.process_group import Aborted, PeerFailure
 from moc.store.errors import CheckpointError
 
 _FAILURES = (
@@ -57,7 +57,7 @@ def reads_checkpoint(root: str | None) -> Iterator[None]:
         with nothing_runs():
             yield
     except _FAILURES as error:
-        if isinstance(error, (Aborted, Suspicion)):
+        if isinstance(error, (Aborted, PeerFailure)):
             raise
         raise CheckpointError(
             f"{root} cannot be loaded ({type(error).__name__}: {first_line(error) or 'see above'}). Fix: pass "

@@ -45,12 +45,11 @@ PORTED = {
     "megatron/pretraining/entry/schedule.py": "decoder_seq_length seq_length",
     "megatron/pretraining/entry/log.py": """
         curr_iteration iteration consumed_train_samples num_floating_point_operations_so_far
-        tensorboard_log_interval""",
-    "megatron/pretraining/entry/checkpoints.py": "finetune load save pretrained_checkpoint",
-    "megatron/pretraining/entry/profiling.py": """
+        tensorboard_log_interval
         profile profile_ranks profile_step_start profile_step_end use_pytorch_profiler nvtx_ranges record_shapes
         pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
         tensorboard_dir""",
+    "megatron/pretraining/entry/checkpoints.py": "finetune load save pretrained_checkpoint",
     "megatron/pretraining/checkpoint/background.py": "async_save",
     "megatron/pretraining/duties.py": "eval_interval exit_interval save_interval",
     "megatron/pretraining/process/stopping.py": "exit_signal_handler exit_duration_in_mins",

@@ -1,17 +1,32 @@
-"""Micro batches of Megatron-LM's data loaders, at any position of a run."""
+"""Provides micro batches of Megatron-LM's data loaders, at any position of a run, with safe index caches.
+
+Reads and builds megatron-core's cache of sample indices: keyed by the data's contents, on each node. megatron-core
+reads it with ``allow_pickle=True``, by default from ``cache/`` next to the data, where others may write. Its keys
+have the path of the data only, and only the first worker of a job builds indices.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import hashlib
 import inspect
 import itertools
+import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tokenize import TokenError
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets import blended_dataset, gpt_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -21,21 +36,174 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
+from megatron.training.datasets.fim_dataset import GPTFIMDataset
 from megatron.training.training import build_train_valid_test_datasets
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import refuse
-from megatron.pretraining.data import identity, index_cache
+from megatron.pretraining.data import identity
 from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source
-from megatron.pretraining.entry.fim import seed_by_sample
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.process.topology import Topology
 from moc.errors import cause_of, with_code
-from moc.runtime.agreement import first_reported
-from moc.runtime.children import serve_host
+from moc.files.safe_directory import remove_owned
+from moc.runtime.child_processes import attach_without_gpus
+from moc.runtime.collectives import first_reported
+from moc.store.errors import CheckpointError
+
+_REFUSED = (ValueError, EOFError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError, TokenError)
+"""Errors of numpy for files that hold no valid array."""
+_replacing = threading.Lock()
+
+
+class IndexCacheError(CheckpointError):
+    """Cached index that is not a plain array, belongs to another user, or cannot be written."""
+
+    code = "index-cache-unusable"
+
+
+class DamagedIndexError(IndexCacheError):
+    """Cached index that is not a plain array."""
+
+
+class _FirstWorker:
+    """Replacement of ``torch`` in modules of megatron-core, which build missing indices outside of a job."""
+
+    distributed = SimpleNamespace(is_initialized=lambda: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def read_plainly() -> None:
+    """Makes megatron-core's datasets read their index caches with :func:`load`."""
+    modules: tuple[Any, ...] = gpt_dataset, blended_dataset
+    for module in modules:
+        module.safe_numpy_load = load
+
+
+def build_by_contents() -> None:
+    """Makes megatron-core's datasets key their indices by contents, and build missing or damaged ones on each node.
+
+    Caches for ``--dataloader-fast-cache-load`` and ``--dataloader-defer-npy-index-mmap`` are prepared by Megatron-LM,
+    and stay as they are.  Further calls do nothing.
+    """
+    kinds: tuple[tuple[Any, Any, str], ...] = (
+        (gpt_dataset, gpt_dataset.GPTDataset, "_build_document_sample_shuffle_indices"),
+        (blended_dataset, blended_dataset.BlendedDataset, "_build_indices"),
+    )
+    for module, kind, name in kinds:
+        real = getattr(kind, name)
+        if not hasattr(real, "__wrapped__"):
+            setattr(kind, name, _built_here(module, real))
+
+
+def _built_here(module: Any, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(real)
+    def build(dataset: Any) -> Any:
+        directory = _directory_of(dataset)
+        if directory is None or dataset.config.fast_cache_load or dataset.config.defer_npy_index_mmap:
+            return real(dataset)
+        try:
+            _add_contents(dataset)
+            with _locked(directory):
+                try:
+                    return real(dataset)
+                except (FileNotFoundError, DamagedIndexError):
+                    for path in directory.glob(f"{dataset.unique_description_hash}-*.npy"):
+                        remove_owned(path)
+                    return _build_alone(module, real, dataset)
+        except OSError as error:
+            raise IndexCacheError(
+                f"the sample index cannot be cached in {directory} ({error.strerror or error}). Fix: pass "
+                "--data-cache-path with a directory that can be written"
+            ) from None
+
+    return build
+
+
+def _build_alone(module: Any, real: Callable[[Any], Any], dataset: Any) -> Any:
+    with _replacing:
+        module.torch = _FirstWorker()
+        try:
+            return real(dataset)
+        finally:
+            module.torch = torch
+
+
+def _directory_of(dataset: Any) -> Path | None:
+    """Returns the directory of the cache, as megatron-core chooses it; None if nothing is cached."""
+    if dataset.config.path_to_cache:
+        return Path(dataset.config.path_to_cache)
+    if dataset.config.mock or not isinstance(dataset, gpt_dataset.GPTDataset):
+        return None
+    low_level: Any = dataset.dataset
+    return Path(low_level.path_prefix, "cache", f"{type(dataset).__name__}_indices")
+
+
+def _add_contents(dataset: Any) -> None:
+    """Adds the fingerprint of the data to the key; a blend's key has the keys of its datasets."""
+    prefix = getattr(dataset, "dataset_path", None)
+    if prefix is None or not identity.is_local_pair(prefix):
+        return
+    dataset.unique_identifiers["contents"] = vars(identity.fingerprint(prefix))
+    described = json.dumps(dataset.unique_identifiers, indent=4, default=lambda one: one.unique_identifiers)
+    dataset.unique_description = described
+    dataset.unique_description_hash = hashlib.md5(described.encode(), usedforsecurity=False).hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Lets one worker of a node at a time use a cache, if it can be written: another may be building it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+
+
+def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
+    """Loads an array like ``numpy.load``, without pickles.
+
+    Raises:
+        IndexCacheError: the directory or the file belongs to another user, or the file is no plain array.
+    """
+    remedy = f"remove it, or pass --data-cache-path with a directory of your own instead of {os.path.dirname(path)}"
+    for one in (Path(path).parent, Path(path)):
+        if one.stat().st_uid not in (os.geteuid(), 0):
+            raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read. Fix: {remedy}")
+    try:
+        with open(path, "rb") as file:
+            numpy.lib.format.read_magic(file)  # refuses archives, for which numpy.load returns no array
+        return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    except _REFUSED as error:
+        why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]
+        raise DamagedIndexError(f"{path} is no plain array ({why}). Fix: {remedy}") from None
+
+
+def seed_by_sample() -> None:
+    """Seeds the random numbers of a sample by its number; further calls do nothing.
+
+    Megatron-LM draws them from one stream per dataset, so a sample depends on the samples read before it, and a
+    resumed run would read different samples.
+    """
+    dataset: Any = GPTFIMDataset
+    real = dataset._query_document_sample_shuffle_indices
+    if hasattr(real, "__wrapped__"):
+        return
+
+    @functools.wraps(real)
+    def query(self, idx):
+        self.np_rng.seed([self.config.random_seed, int(idx)])
+        return real(self, idx)
+
+    dataset._query_document_sample_shuffle_indices = query
+
 
 SPLITS = ("train", "valid", "test")
 _READERS = 16  # threads that read blocks of data files
@@ -132,7 +300,7 @@ class StockStream:
 
 def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int) -> None:
     """Makes a reader process die with its worker, without the worker's GPU, and initializes it as its loader does."""
-    serve_host(parent)
+    attach_without_gpus(parent)
     if begin is not None:
         begin(number)
 
@@ -143,7 +311,7 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
     return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
 
 
-def build_datasets(
+def build_split_datasets(
     provider: Callable[..., Any], chunks: int, accepts_changes: bool, say: Callable[[str], None]
 ) -> dict[str, tuple[Any, ...]]:
     """Builds the datasets of all splits by Megatron-LM's provider, for each of a worker's model chunks.
@@ -168,8 +336,8 @@ def build_datasets(
             code="dataset-provider-unsupported",
         )
     seed_by_sample()
-    index_cache.read_plainly()
-    index_cache.build_by_contents()
+    read_plainly()
+    build_by_contents()
     if problem := first_reported(_problem_of_files(accepts_changes, say) if reads else None):
         raise DataError(problem)
     by_stage = []

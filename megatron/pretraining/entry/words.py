@@ -22,12 +22,12 @@ from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import group_classes, snapshot_dir
 from megatron.pretraining.entry import command_line, options
 from megatron.pretraining.entry.limits import check_limits, check_router, check_run, set_defaults
+from megatron.pretraining.entry.options import options_in
 from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
-from megatron.pretraining.entry.source_options import options_in
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.process.paths import check_paths
+from moc.cli_output import print_lines
 from moc.errors import with_code
-from moc.output import print_lines
 
 _OF_SCRIPTS: Mapping[str, Any] = {"eval_interval": 1}
 """Values that stand for the defaults of a script, which are not known."""
@@ -57,7 +57,7 @@ def check_arguments(
     if any(word in _PRINTS for word in arguments):
         os.environ |= {"WORLD_SIZE": str(size)}
         with contextlib.redirect_stdout(io.StringIO()):  # discards the script's own output
-            code = import_module("moc.runtime.zygote").run(script, [*arguments])
+            code = import_module("moc.runtime.forkserver").run_program(script, [*arguments])
         sys.exit(code)
     places = [Path(script).resolve().parent, *map(Path, sys.path)]
     of_megatron, of_script = options.remembered(places), options_in(Path(script), places)

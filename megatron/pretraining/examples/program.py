@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from moc.output import Parser, ToolError, escapes_output, print_lines, refused
+from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
 
 FILES = Path(__file__).parent / "files"
 """Has the files at their places in the repository."""

@@ -9,9 +9,9 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
+from moc.backoff import Trouble
 from moc.errors import warning
 from moc.snapshot.background import Background
-from moc.trouble import Trouble
 
 _MOST_WAITING = 1000  # batches of values; reached only if a write hangs
 _CLOSING_S = 10.0

@@ -1,4 +1,4 @@
-"""Records the events of a run identically for the logs of this program and of Megatron-LM."""
+"""Records the events and the computed FLOPs of a run identically for the logs of this program and of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from megatron.pretraining.config import Config
+from moc.backoff import Harmless
+from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.output import print_lines
-from moc.runtime.world import World
+from moc.runtime.job import World
 from moc.state.record import StepRecord
-from moc.trouble import Harmless
 
 
 def print_rank_0(world: World, *lines: str) -> None:
@@ -23,7 +23,7 @@ def print_rank_0(world: World, *lines: str) -> None:
             print_lines(*lines, flush=True)
 
 
-class Records(ABC):
+class EventRecorder(ABC):
     """Writes ``events.jsonl`` on rank 0; all workers call every method except :meth:`was_evaluated` and :meth:`has`.
 
     Attributes:
@@ -126,3 +126,48 @@ def perplexity_of(loss: float) -> float:
 def clock() -> str:
     """Returns the local time, as Megatron-LM prints it."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def flops_per_sample(config: Config, vocab_size: int) -> float:
+    """Counts the floating-point operations of forward and backward of one sample, without recomputation.
+
+    A multiply-add is two operations and backward is twice forward, so each weight costs six operations per token.
+    Causal attention costs half of the full score matrix.
+    """
+    network, seq = config.network, config.data.seq_length
+    queries = network.kv_channels * network.num_attention_heads
+    groups = network.num_query_groups if network.group_query_attention else network.num_attention_heads
+    attention = network.hidden_size * (2 * queries + 2 * network.kv_channels * groups)
+    scores = queries * seq  # query x key and probability x value, each half masked
+    gate = 3 if network.swiglu else 2
+    dense_layers = network.num_layers - moe_layers(config)
+    weights = (
+        network.num_layers * (attention + scores)
+        + dense_layers * gate * network.hidden_size * network.ffn_hidden_size
+        + moe_layers(config) * _expert_weights(config, gate)
+        + network.hidden_size * vocab_size
+    )
+    return 6.0 * seq * weights
+
+
+def expert_share(config: Config, vocab_size: int) -> float:
+    """Returns the share of :func:`flops_per_sample` in routed experts, 0 to 1."""
+    moe, gate = config.moe, 3 if config.network.swiglu else 2
+    width = (moe.moe_ffn_hidden_size or config.network.ffn_hidden_size) * moe.moe_router_topk
+    routed = moe_layers(config) * gate * config.network.hidden_size * width
+    return 6.0 * config.data.seq_length * routed / flops_per_sample(config, vocab_size)
+
+
+def _expert_weights(config: Config, gate: int) -> int:
+    moe, hidden = config.moe, config.network.hidden_size
+    if moe.num_experts is None:
+        return 0
+    expert = moe.moe_ffn_hidden_size or config.network.ffn_hidden_size
+    shared = moe.moe_shared_expert_intermediate_size or 0
+    gates = moe.num_experts + moe.moe_shared_expert_gate
+    return hidden * (gate * (moe.moe_router_topk * expert + shared) + gates)
+
+
+def moe_layers(config: Config) -> int:
+    """Returns the number of layers with experts."""
+    return sum(config.moe.expert_layers(config.network.num_layers))

@@ -18,7 +18,7 @@ _GLOBAL = "global_aux_loss"
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class PaddedVocabulary:
     """Rows of the embedding.
 
     Attributes:
@@ -45,7 +45,7 @@ class Defect:
     correct: Callable[[], None]
 
 
-def defects_of(chunks: Sequence[torch.nn.Module], vocabulary: Vocabulary, replicas: int) -> Iterator[Defect]:
+def defects_of(chunks: Sequence[torch.nn.Module], vocabulary: PaddedVocabulary, replicas: int) -> Iterator[Defect]:
     """Yields the defects of a model, which are the same on all workers.
 
     Args:
@@ -55,7 +55,7 @@ def defects_of(chunks: Sequence[torch.nn.Module], vocabulary: Vocabulary, replic
     """
     core: Any = unwrap(chunks[0]).config
     routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-    is_global = core.num_moe_experts and _GLOBAL in listed(core.moe_router_load_balancing_type)
+    is_global = core.num_moe_experts and _GLOBAL in as_list(core.moe_router_load_balancing_type)
     if is_global or core.num_moe_experts and core.moe_router_enable_expert_bias:
         dtype = str(core.params_dtype).removeprefix("torch.")
         effect = f"routers count tokens in {dtype}, which rounds: expert biases can move in the wrong direction"
@@ -79,7 +79,7 @@ def defects_of(chunks: Sequence[torch.nn.Module], vocabulary: Vocabulary, replic
         )
 
 
-def listed(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
     """Returns a value of a flag that has one value or several as a list."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -108,13 +108,13 @@ def scale_global_loss(routers: Iterable[TopKRouter], replicas: int) -> None:
     divides the reported loss by the coefficient, so that the report does not change.
     """
     for config in {id(router.config): router.config for router in routers}.values():
-        kinds, coefficients = listed(config.moe_router_load_balancing_type), listed(config.moe_aux_loss_coeff)
+        kinds, coefficients = as_list(config.moe_router_load_balancing_type), as_list(config.moe_aux_loss_coeff)
         scaled = [c * replicas if kind == _GLOBAL else c for kind, c in zip(kinds, coefficients, strict=True)]
         is_list = isinstance(config.moe_router_load_balancing_type, list)
         config.moe_aux_loss_coeff = scaled if is_list else scaled[0]
 
 
-def mask_padding(chunks: Iterable[torch.nn.Module], vocabulary: Vocabulary) -> None:
+def mask_padding(chunks: Iterable[torch.nn.Module], vocabulary: PaddedVocabulary) -> None:
     """Excludes the rows of padding from the softmax, by a hook of the output layer.
 
     Raises:
@@ -134,7 +134,7 @@ def mask_padding(chunks: Iterable[torch.nn.Module], vocabulary: Vocabulary) -> N
         layer.register_forward_hook(partial(_mask, vocabulary))
 
 
-def _mask(vocabulary: Vocabulary, layer: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
+def _mask(vocabulary: PaddedVocabulary, layer: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
     """Overwrites the logits of padding; the gradient of the softmax is 0 there."""
     logits = output[0].detach()
     width = logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Describes the parameters of a model chunk by their names and positions in the unpartitioned model.
+"""Describes and initializes the parameters of a model chunk by name and position in the unpartitioned model.
 
 megatron-core's ``sharded_state_dict`` describes every local tensor as a chunk of a global one.  This module requests a
 description in which each layer, expert and half of a gated linear layer is a separate tensor.
@@ -6,14 +6,16 @@ description in which each layer, expert and half of a gated linear layer is a se
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.pretraining.config import ConfigError
 from moc.state.fragments import Piece
 from moc.state.operators import is_known
 from moc.state.region import Region
@@ -142,3 +144,54 @@ def _piece(tensor: ShardedTensor, parameter: torch.Tensor, num_layers: int) -> P
         replica=tuple(replica),
         padded=tensor.allow_shape_mismatch,
     )
+
+
+EXACT = "exact"
+"""Value of ``--initialization`` that selects these weights."""
+
+
+def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
+    """Initialises each matrix and router bias only from (seed, name in the unpartitioned model).
+
+    The model's configuration defines the distributions (``init_method`` and others).  Norms and other biases keep
+    the values of their modules.  The same model therefore starts identical in every layout, and a stage can be
+    initialised without its neighbours.
+
+    Args:
+        chunk: model chunk of this worker; its tensors have memory.
+        seed: seed of all random numbers.
+
+    Raises:
+        ConfigError: a part of the model initialises itself, so that its values depend on the layout.
+    """
+    model: Any = unwrap(chunk)
+    if foreign := foreign_tensors(model):
+        raise ConfigError(
+            f"--initialization exact cannot initialise {foreign[0]}, which GPT models do not have. Fix: "
+            "--initialization stock",
+            code="initialization-unsupported",
+        )
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for name, pieces in unpartitioned_parameters(model).items():
+            initialize = _method_of(name, model.config)
+            for piece in pieces:
+                if len(piece.global_shape) < 2 and not name.endswith("router.bias"):
+                    continue
+                torch.default_generator.manual_seed(_seed_of(seed, piece.name))
+                values = torch.empty(piece.global_shape, device="cpu")
+                initialize(values)
+                piece.view.copy_(values[piece.region.slices()].view(piece.view.shape))
+
+
+def _method_of(name: str, core_config: Any) -> Callable[[torch.Tensor], object]:
+    """Returns the function by which megatron-core initialises a parameter."""
+    if "linear_proj.weight" in name or "linear_fc2.weight" in name:
+        return core_config.output_layer_init_method
+    if name.startswith("embedding.") or (core_config.use_mup and name.startswith("output_layer.")):
+        return core_config.embedding_init_method
+    return core_config.init_method
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:7], "big")

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from megatron.pretraining.presets import PRESETS
-from moc.output import ToolError, refused
+from moc.cli_output import ToolError, refused
 from moc.state.operators import Operator
 
 _RUN = "--micro-batch-size 1 --sequence-parallel --tokenizer-type NullTokenizer --vocab-size 1".split()
@@ -54,7 +54,7 @@ def config_of(
     return import_module("megatron.pretraining.entry.offline").config_of_words([*options, *words], workers=None)
 
 
-def operators_of(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
+def meta_operators(config: Any, model: str | None, vocab_size: int | None = None) -> list[Operator]:
     """Returns every operator of the model, which is built without memory.
 
     Args:

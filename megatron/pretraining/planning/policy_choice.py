@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.together import may_save_gradients
-from moc.output import ToolError
+from moc.cli_output import ToolError
 from moc.policy import AUTO, POLICIES
 from moc.session.settings import TIERS
-from moc.sharding import Layout
-from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
-from moc.simulate.cost import Work, estimate
+from moc.sharding import ParallelLayout
+from moc.simulate.cost import EXPLAINED, Cluster, Work, cluster_named, estimate
 from moc.simulate.live_costs import NAMES, Running, every_candidate, flags_of_candidate, saved_by_rules
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of
 from moc.simulate.sizes import StateBytes
@@ -36,7 +35,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
     )
     group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")
-    group.add_argument("--cluster", metavar="NAME", help=f"for what was not measured: {EXPLAINED}")
+    group.add_argument(
+        "--cluster", metavar="NAME", help=f"cluster whose values replace missing measurements: {EXPLAINED}"
+    )
     group.add_argument("--global-batch", type=int, default=512, metavar="N", help="with --cluster: sequences (512)")
     group.add_argument(
         "--micro-batch",
@@ -46,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --cluster: sequences that TP x EP ranks share (32)",
     )
     group.add_argument("--tier", choices=TIERS, default="disk", help="--ckpt-tier (default: disk)")
-    group.add_argument("--nodes", type=int, metavar="N", help="by default a cluster's, or as many as have 8 ranks")
+    group.add_argument("--nodes", type=int, metavar="N", help="by default the cluster's, or one for each 8 ranks")
     group.add_argument("--replicate-gbs", type=float, metavar="X", help="peers: GB/s of a node from other nodes")
     group.add_argument("--replicas", type=int, metavar="R", help="peers: copies on other nodes; by default 1 or 2")
     group.add_argument("--exact-only", action="store_true", help="nothing may be lost")
@@ -54,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> tuple[Running, PolicyChoice]:
     """Returns the assumed run, and the policy chosen for it.
 
@@ -73,7 +74,9 @@ def chosen(
         exact_only=args.exact_only,
         host_bytes=None if args.host_memory_gb is None else 1e9 * args.host_memory_gb,
         plt=1.0 if args.plt_limit is None else args.plt_limit,
-        plt_by_policy={name: POLICIES[name].most_lost(config.snapshot) for name in NAMES if args.plt_limit is None},
+        plt_by_policy={
+            name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
+        },
         policies=tuple(name for name in NAMES if _allowed(config, name, run.tier)),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
@@ -121,7 +124,7 @@ def _figures(found: Candidate) -> str:
 
 
 def _running(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, state: StateBytes
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> Running:
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
     found, nodes = figures("--explain-policy", names, args, config, operators, layout)
@@ -136,7 +139,7 @@ def figures(
     args: argparse.Namespace,
     config: Config,
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
 ) -> tuple[dict[str, float], int]:
     """Returns the figures from measurements or the cluster's data, in seconds and bytes per second, and the node count.
 
@@ -170,7 +173,7 @@ def figures(
 
 
 def _by_sheet(
-    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: Layout, cluster: Cluster
+    args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster
 ) -> dict[str, float]:
     found = {
         "copy_rate": cluster.host_bandwidth,

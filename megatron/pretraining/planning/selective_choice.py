@@ -13,17 +13,23 @@ from dataclasses import dataclass
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.together import job_shape
 from megatron.pretraining.planning.policy_choice import figures
-from moc.files.tree import MANIFEST, open_named
-from moc.output import ToolError, counted
-from moc.policy.bubbles import bubble_share
-from moc.policy.budgets import fitting
-from moc.policy.chained_risk import ChainedRisk, alike
-from moc.policy.chained_risk import replay as chained_replay
-from moc.policy.risk import Risk, replay, rules, steady
-from moc.policy.selection import Counts, number_of_experts
+from moc.cli_output import ToolError, counted
+from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
+from moc.policy import POLICIES
+from moc.policy.expert_selection import CountsByLayer, count_limit
+from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
-from moc.policy.selective_tuner import SelectiveTuner
-from moc.sharding import Layout
+from moc.policy.selective_choice import SelectiveTuner, count_fitting
+from moc.policy.tokens_at_risk import (
+    ChainedRisk,
+    TokensAtRisk,
+    equal_sizes,
+    replay_chains,
+    replay_loads,
+    selection_rules,
+    steady_risk_per_layer,
+)
+from moc.sharding import ParallelLayout
 from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
@@ -53,7 +59,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedLoads:
     """Replay of recorded loads.
 
     Attributes:
@@ -68,13 +74,13 @@ class Replayed:
     shape: tuple[int, int, int]
     experts: float
     scaled: bool
-    rules: dict[str, Risk]
+    rules: dict[str, TokensAtRisk]
     steady_risk: float
     gradients: ChainedRisk | None
 
 
 @dataclass(frozen=True)
-class Bubbles:
+class BubbleEstimate:
     """Work hidden in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
 
     Attributes:
@@ -132,8 +138,8 @@ class SelectiveChoice:
     equally_busy: float
     gradient: float | None
     no_gradients: str | None
-    bubbles: Bubbles | None
-    routing: Replayed | None
+    bubbles: BubbleEstimate | None
+    routing: ReplayedLoads | None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +159,7 @@ def chosen(
     args: argparse.Namespace,
     config: Config,
     operators: Sequence[Operator],
-    layout: Layout,
+    layout: ParallelLayout,
     state: StateBytes,
     *,
     zero: bool = True,
@@ -189,9 +195,9 @@ def chosen(
             code="value-out-of-range",
         )
     asked = config.replace("snapshot", ckpt_policy=Selective.name, ckpt_tier=args.tier, ckpt_dir=".").snapshot
-    own = Selective.settings(asked, job_shape(config))
+    own = POLICIES[Selective.name].settings(asked, job_shape(config))
     own = {name: own[name] for name in ("tier", "gradients", "no_gradients")}
-    policy = Selective(operators, SelectiveTuner(figures=found), **own)
+    policy = Selective(operators, SelectiveTuner(measurements=found), **own)
     of_rank = tuple(rank * nodes // layout.world for rank in range(layout.world))
     policy.on_sizes(SizesByRules(operators, layout, state, of_rank, replicas, zero))
     loads = None if args.routing is None else read_routing(args.routing)
@@ -244,31 +250,33 @@ def _replicas(args: argparse.Namespace, nodes: int) -> int:
     return replicas
 
 
-def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: list[Counts] | None) -> SelectiveChoice:
+def _choice(
+    policy: Selective, found: Mapping[str, float], share: float, loads: list[CountsByLayer] | None
+) -> SelectiveChoice:
     """Evaluates the policy, which has the sizes; ``share`` is the bubbles' share of forward and backward."""
-    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.iterations_apart
+    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.schedule.iterations_apart
     numbers = policy.num_experts
     layers, num_experts = len(numbers), max(numbers.values())
 
     def experts(*names: str) -> float:
-        return fitting(numbers, [limits[name] for name in ("experts", *names)]) / layers
+        return count_fitting(numbers, [limits[name] for name in ("experts", *names)]) / layers
 
     number = experts(*limits)
     dense, all_experts = sum(sizes.dense.values()), sum(sum(ranks.values()) for ranks in sizes.experts.values())
-    busiest, expert = sizes.busiest
+    busiest, expert = sizes.busiest_rank
     tuner = policy.interval
-    assert isinstance(tuner, SelectiveTuner) and tuner.local is not None
-    remote = tuner.remote(policy.tier)
+    assert isinstance(tuner, SelectiveTuner) and tuner.local_bytes is not None
+    remote = tuner.remote_bytes(policy.tier)
     equal = {layer: [1] * count for layer, count in numbers.items()}
-    gradient = None if apart > 1 or not policy.gradients else 1 / sizes.ratio(min(sizes.gradients))
+    gradient = None if apart > 1 or not policy.gradients else 1 / sizes.gradient_ratio(min(sizes.gradients))
     every = "--selective-gradients on needs a snapshot in each iteration" if apart > 1 and policy.gradients else None
     bubble_s = share * found["forward_backward_s"]
-    copied = max(sizes.least_of_rank, min(tuner.local, max(sizes.of_ranks.values())))
+    copied = max(sizes.least_rank_bytes, min(tuner.local_bytes, max(sizes.full_bytes_by_rank.values())))
     of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
     return SelectiveChoice(
         tier=policy.tier,
         replicas=sizes.replicas,
-        local=Budget(tuner.local, experts("local")),
+        local=Budget(tuner.local_bytes, experts("local")),
         remote=None if remote is None else Budget(remote * apart, experts("remote")),
         dense_bytes=sizes.dense.get(busiest, 0),
         expert_bytes=expert,
@@ -276,46 +284,49 @@ def _choice(policy: Selective, found: Mapping[str, float], share: float, loads: 
         layers=layers,
         experts=number,
         interval=apart,
-        stall_s=max(0.0, sizes.least_of_rank - tuner.local) / found["copy_rate"],
+        stall_s=max(0.0, sizes.least_rank_bytes - tuner.local_bytes) / found["copy_rate"],
         snapshot_bytes=dense + number / num_experts * all_experts,
         full_bytes=dense + all_experts,
-        max_age=policy.oldest,
-        equally_busy=steady([equal], number * layers, apart),
+        max_age=policy.max_expert_age,
+        equally_busy=steady_risk_per_layer([equal], number * layers, apart),
         gradient=gradient,
         no_gradients=policy.no_gradients or every,
-        bubbles=Bubbles(share, bubble_s, of_copy) if share else None,
+        bubbles=BubbleEstimate(share, bubble_s, of_copy) if share else None,
         routing=None if loads is None else _replayed(policy, loads, number / num_experts, gradient),
     )
 
 
-def _replayed(policy: Selective, loads: list[Counts], share: float, gradient: float | None) -> Replayed:
+def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradient: float | None) -> ReplayedLoads:
     """Replays a recording within the policy's limits or, if shapes differ, with the same share of experts."""
     layers, num_experts, numbers = len(loads[0]), len(loads[0][0]), policy.num_experts
     scaled = [num_experts] * layers != list(numbers.values())
     if scaled:
         places = [(layer, expert) for layer in range(layers) for expert in range(num_experts)]
         total = max(1, round(share * len(places)))
-        limits = [number_of_experts(places, total)]
-        sizes = alike(loads[0], gradient or 1.0)
-        cheaper = [sizes.number(total)]
+        limits = [count_limit(places, total)]
+        sizes = equal_sizes(loads[0], gradient or 1.0)
+        cheaper = [sizes.count_limit(total)]
     else:
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
         sizes, cheaper = policy.sizes[0], limits
-    apart = policy.iterations_apart
-    chained = None if gradient is None else chained_replay(loads, cheaper, sizes, policy.oldest, _SKIPPED)
-    risks = {name: replay(loads, choose, apart, _SKIPPED) for name, choose in rules(limits, policy.oldest).items()}
-    return Replayed(
+    apart = policy.schedule.iterations_apart
+    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, _SKIPPED)
+    risks = {
+        name: replay_loads(loads, choose, apart, _SKIPPED)
+        for name, choose in selection_rules(limits, policy.max_expert_age).items()
+    }
+    return ReplayedLoads(
         shape=(len(loads), layers, num_experts),
         experts=total / layers,
         scaled=scaled,
         rules=risks,
-        steady_risk=steady(loads[_SKIPPED:], total, apart),
+        steady_risk=steady_risk_per_layer(loads[_SKIPPED:], total, apart),
         gradients=chained,
     )
 
 
-def read_routing(path: str) -> list[Counts]:
+def read_routing(path: str) -> list[CountsByLayer]:
     """Reads recorded loads: by iteration and layer from 0, the tokens of each expert.
 
     Args:
@@ -327,10 +338,10 @@ def read_routing(path: str) -> list[Counts]:
     import numpy  # noqa: PLC0415
 
     try:
-        with open(open_named(path, MANIFEST), "rb") as file:
+        with open(open_user_file(path, MAX_MANIFEST_BYTES), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
-            if unpacked > min(MANIFEST, _BYTES_OF_NUMBER * size + _SMALL):
+            if unpacked > min(MAX_MANIFEST_BYTES, _BYTES_OF_NUMBER * size + _SMALL):
                 raise ValueError("it is too large")
             file.seek(0)
             with numpy.load(file, allow_pickle=False) as arrays:
@@ -395,17 +406,17 @@ def explained(choice: SelectiveChoice) -> list[str]:
     lines += [
         f"A snapshot has {_gb(choice.snapshot_bytes)}, {100 * share:.1f} % of the {_gb(choice.full_bytes)} of a full "
         "one (eq. 5).",
-        f"An expert comes first after {choice.max_age} iterations without a snapshot of it.",
+        f"An expert has priority after {choice.max_age} iterations without a snapshot of it.",
         f"Equally busy experts: {choice.equally_busy:.3g} iterations of tokens at risk (MLT "
         f"{choice.equally_busy * choice.layers:.3g} over {choice.layers} layers).",
     ]
     if choice.gradient is not None:
         lines.append(
-            f"In chains, gradients take the place of states: {100 * choice.gradient:.0f} % of the bytes, of which "
-            "training waits for the copy."
+            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. Training waits for "
+            "their copy."
         )
     elif choice.no_gradients:
-        lines.append(f"States alone: {choice.no_gradients}.")
+        lines.append(f"States only: {choice.no_gradients}.")
     if (bubbles := choice.bubbles) is not None:
         lines.append(
             f"Bubbles are {100 * bubbles.share:.1f} % of forward and backward, {bubbles.seconds:.3g} s: "
@@ -414,7 +425,7 @@ def explained(choice: SelectiveChoice) -> list[str]:
     return [*lines, *(["", *_routing_lines(choice.routing)] if choice.routing else [])]
 
 
-def _routing_lines(routing: Replayed) -> Iterator[str]:
+def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
     iterations, layers, experts = routing.shape
     yield f"Recorded loads of {iterations} iterations, {layers} layers and {experts} experts, S {routing.experts:.3g}:"
     if routing.scaled:

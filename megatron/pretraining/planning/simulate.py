@@ -7,26 +7,22 @@ import dataclasses
 import math
 from typing import Any
 
-from megatron.pretraining.planning.model import config_of, operators_of, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
 from megatron.pretraining.planning.selective_choice import read_routing
 from megatron.pretraining.presets import PRESETS
-from moc.elastic.domains import MOST_RANKS
-from moc.output import Parser, ToolError, check_output, escapes_output, number, print_lines
-from moc.policy.dynamic_k import PLT_LIMIT
-from moc.sharding import Layout
+from moc.cli_output import Parser, ToolError, check_output, escapes_output, number, print_lines
+from moc.elastic.allocation import MAX_DOMAIN_RANKS
+from moc.policy.pec_selection import PLT_LIMIT
+from moc.sharding import ParallelLayout
 from moc.simulate import tables
-from moc.simulate.cluster import EXPLAINED, Cluster, cluster_named
-from moc.simulate.cost import Timing, Work, estimate, measured_timing
+from moc.simulate.cost import EXPLAINED, Cluster, Timing, Work, cluster_named, estimate, measured_timing
 from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.engine import SimulatedJob, simulate
+from moc.simulate.engine import Result, SimulatedJob, mean_of, simulate
 from moc.simulate.failures import Faults, read_trace
-from moc.simulate.members import Members
 from moc.simulate.planner import PlanLimits, plan
 from moc.simulate.policies import POLICIES, SNAPSHOT_OVERHEAD, Options, Setup
-from moc.simulate.profile import read_profile
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import fitted
-from moc.simulate.result import Result, mean_of
+from moc.simulate.policy_costs import RecoveryCosts, VaryingNodes
+from moc.simulate.profile import fitted, read_profile
 
 EPILOG = """\
 All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
@@ -81,13 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--reproduce", metavar="NAME", help="print a paper's figures beside ours: python -m benchmarks.papers"
+        "--reproduce", metavar="NAME", help="print a paper's figures next to ours: python -m benchmarks.papers"
     )
-    _model_flags(parser.add_argument_group("what trains"))
-    _fault_flags(parser.add_argument_group("what fails"))
-    _policy_flags(parser.add_argument_group("what is done about it"))
-    _member_flags(parser.add_argument_group("fewer nodes, and more: elastic, and NAME+shrink"))
-    group = parser.add_argument_group("what comes out")
+    _model_flags(parser.add_argument_group("model and cluster"))
+    _fault_flags(parser.add_argument_group("failures"))
+    _policy_flags(parser.add_argument_group("policies"))
+    _member_flags(parser.add_argument_group("change of the number of nodes: elastic, and NAME+shrink"))
+    group = parser.add_argument_group("output")
     group.add_argument("--runs", type=int, default=10, metavar="N", help="runs to average, by seed (default: 10)")
     group.add_argument("--seed", type=int, default=0, help="of the first (default: 0)")
     group.add_argument("--csv", metavar="FILE", help="the table")
@@ -125,7 +121,7 @@ def _model_flags(group) -> None:
         "--ways",
         choices=("papers", "program"),
         default="papers",
-        help="how policies come back: as the papers' do (default), or as our program does, by --profile's recoveries",
+        help="how policies recover: as in the papers (default), or as in this program, with --profile's recoveries",
     )
     for name, (_, text) in _RATES.items():
         group.add_argument(f"--{name}-gbs", type=float, metavar="X", help=f"GB/s {text}")
@@ -138,18 +134,18 @@ def _model_flags(group) -> None:
         f"{SNAPSHOT_OVERHEAD}, MoEvement's at most)",
     )
     group.add_argument("--detect", type=duration, metavar="TIME", help="from a fault until all workers have stopped")
-    group.add_argument("--restart", type=duration, metavar="TIME", help="that a rollback of everybody takes to begin")
+    group.add_argument("--restart", type=duration, metavar="TIME", help="until a rollback of all workers begins")
 
 
 def _fault_flags(group) -> None:
     group.add_argument("--mtbf", type=duration, metavar="TIME", help="from one failure of the job to the next (1h)")
     group.add_argument("--evenly", action="store_true", help="one failure in each MTBF, instead of a Poisson process")
-    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes at once")
+    group.add_argument("--together", type=int, default=1, metavar="N", help="nodes that a failure takes together")
     group.add_argument("--trace", metavar="FILE", help="of spot instances, in Bamboo's formats, instead of --mtbf")
     group.add_argument(
         "--trace-nodes",
         action="store_true",
-        help="the trace says how many nodes there are, not only when some are lost",
+        help="the trace states the number of nodes, not only the times of losses",
     )
     group.add_argument(
         "--hours", type=number(float, 1e-3, 1e6), default=12.0, metavar="H", help="to simulate (default: 12)"
@@ -163,7 +159,7 @@ def _policy_flags(group) -> None:
         "--policy",
         default="all",
         metavar="LIST",
-        help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} goes on with fewer nodes",
+        help=f"all, auto, or of {', '.join(POLICIES)} (default: all); NAME{_SHRINKS} continues with fewer nodes",
     )
     group.add_argument("--interval", type=int, metavar="N", help="iterations between checkpoints; by default the best")
     group.add_argument("--window", type=int, metavar="W", help="sparse: by default the shortest that hides")
@@ -173,7 +169,7 @@ def _policy_flags(group) -> None:
     group.add_argument("--exact-only", action="store_true", help="auto: nothing may be lost")
     group.add_argument("--host-memory-gb", type=float, metavar="X", help="auto: of each node, for checkpoints")
     group.add_argument(
-        "--routing", metavar="FILE.npz", help="recorded loads, by which selective loses tokens: see plan_checkpoint.py"
+        "--routing", metavar="FILE.npz", help="recorded loads, for the lost tokens of selective: see plan_checkpoint.py"
     )
     group.add_argument("--plt-limit", type=float, default=PLT_LIMIT, metavar="P", help=f"(default: {PLT_LIMIT})")
 
@@ -181,13 +177,17 @@ def _policy_flags(group) -> None:
 def _member_flags(group) -> None:
     group.add_argument("--min-nodes", type=int, metavar="N", help="MIN of mocrun's --nnodes MIN:MAX; by default half")
     group.add_argument(
-        "--grow-wait", type=duration, default=120.0, metavar="TIME", help="for more nodes, when some come (default: 2m)"
+        "--grow-wait",
+        type=duration,
+        default=120.0,
+        metavar="TIME",
+        help="wait for more nodes when some join (default: 2m)",
     )
     group.add_argument(
         "--elastic-slots",
         type=int,
         metavar="C",
-        help="experts of a layer that a rank can hold; by default as many as hold all replicas on --min-nodes",
+        help="experts of a layer that a rank can hold; by default enough for all replicas on --min-nodes",
     )
     group.add_argument(
         "--elastic-min-replicas",
@@ -202,15 +202,15 @@ def _member_flags(group) -> None:
     group.add_argument(
         "--elastic-domain",
         type=int,
-        default=MOST_RANKS,
+        default=MAX_DOMAIN_RANKS,
         metavar="N",
-        help=f"ranks of a stage among which tokens are dispatched, at most (default: {MOST_RANKS})",
+        help=f"maximum number of ranks of a stage that dispatch tokens to one another (default: {MAX_DOMAIN_RANKS})",
     )
     group.add_argument(
         "--elastic-regroup",
         type=duration,
         metavar="TIME",
-        help=f"from the end of detection until training goes on; by default --profile's, or {REGROUP_S:g} s",
+        help=f"from the end of detection until training continues; by default --profile's, or {REGROUP_S:g} s",
     )
 
 
@@ -315,7 +315,7 @@ def _policies(text: str) -> list[str]:
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     whole = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
     config = config_of(args.model, [*whole, *model_flags], tp=args.tp, ep=args.ep)
-    operators = operators_of(config, args.model, args.vocab_size)
+    operators = meta_operators(config, args.model, args.vocab_size)
     cluster = _cluster(args)
     layout = _layout(args, config, cluster.gpus)
     of_pipeline = layout.tp * layout.pp * layout.ep
@@ -335,11 +335,11 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     if args.routing is not None:
         own["loads"] = read_routing(args.routing)
     nodes = cluster.nodes
-    own["members"] = Members(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
+    own["members"] = VaryingNodes(-(-nodes // 2) if args.min_nodes is None else args.min_nodes, nodes, args.grow_wait)
     return Setup(operators, layout, cluster, timing, work, **own)
 
 
-def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
+def _layout(args: argparse.Namespace, config: Any, world: int) -> ParallelLayout:
     """Returns the layout of the command line, or of a file that it names."""
     parallel = config.parallel
     if parallel.context_parallel_size > 1:
@@ -347,7 +347,7 @@ def _layout(args: argparse.Namespace, config: Any, world: int) -> Layout:
             f"--context-parallel-size {parallel.context_parallel_size} is not simulated. Fix: drop it",
             code="flag-has-no-effect",
         )
-    return Layout(
+    return ParallelLayout(
         world=world,
         tp=parallel.tensor_model_parallel_size,
         # unlike Megatron-LM, the simulator allows uneven stages, so the pipeline need not divide the layers
@@ -404,7 +404,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     return dataclasses.replace(cluster, **{name: value for name, value in changes.items() if value is not None})
 
 
-def _timing(args: argparse.Namespace, operators, layout: Layout, cluster: Cluster, work: Work) -> Timing:
+def _timing(args: argparse.Namespace, operators, layout: ParallelLayout, cluster: Cluster, work: Work) -> Timing:
     """Returns the measured timing, or the cost model's."""
     model = estimate(operators, layout, cluster, work)
     seconds = args.iteration_s or (read_profile(args.profile).iteration_s if args.profile else None)

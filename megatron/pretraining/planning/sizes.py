@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.planning import policy_choice, selective_choice
-from megatron.pretraining.planning.model import config_of, operators_of, refused_all
+from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
 from megatron.pretraining.presets import PRESETS
-from moc.output import Parser, ToolError, escapes_output, print_json, print_lines
-from moc.policy.adaptive import TuningLimits, candidates, choose
+from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
 from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_tuner import PecChoice, PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings
 from moc.sharding import (
     RULES,
     SCHEMES,
-    Item,
-    Layout,
-    Scheme,
+    ParallelLayout,
+    SaveItem,
+    ShardingScheme,
     StateBytes,
-    assign,
-    contents,
-    cut_large,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
     equation_8,
     forced_bytes,
     ideal_bytes,
-    loads,
+    list_save_items,
     pec_leaves_ranks_unequal,
 )
-from moc.simulate.k_choice import add_flags, explained, measured
+from moc.simulate import SimulationError
+from moc.simulate.tables import sentences
 from moc.state.operators import Operator
 
 CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
 """Workers and expert parallelism of MoC's Table 2."""
+
 
 EPILOG = """\
 All options of pretrain_gpt_moe.py work here too, such as --num-layers or --multi-latent-attention.
@@ -49,9 +52,9 @@ examples:
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --explain-selective \
       --cluster a100-80gb --tier peers --iteration-s 3 --forward-backward-s 2.7 --snapshot-gbs 1
 
-Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage, "forced" the most that
-some rank is the only holder of; no rule can go below either, and "over" says how far above the larger of them the best
-rule is.  What stands in brackets behind a size is its reduction against the baseline."""
+Sizes are in MB of 10^6 bytes.  "ideal" is the mean over the ranks of the fullest pipeline stage.  "forced" is the
+largest amount that exists on one rank only.  No rule can be below either of them; "over" is the excess of the best rule
+over the larger one.  The value in brackets behind a size is its reduction against the baseline."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,10 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     rules = ", ".join(sorted(RULES))
     parser.add_argument("--experts", metavar="RULE", help=f"add a column with this rule for experts: {rules}")
-    parser.add_argument("--others", metavar="RULE", help="add a column with this rule for what is not an expert")
+    parser.add_argument("--others", metavar="RULE", help="add a column with this rule for all other operators")
     parser.add_argument("--whole", action="store_true", help="never cut a layer, not even the embedding")
     parser.add_argument("--keep-master", action="store_true", help="save fp32 master weights of all experts, always")
-    parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit weights beside the master's")
+    parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit copy of the master weights")
     parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     add_flags(parser)
@@ -96,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
         busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
-        choice = choose(measured(args, busiest), TuningLimits(plt=args.plt_limit)) if args.explain_k else None
+        choice = choose_pec_settings(measured(args, busiest), PecLimits(plt=args.plt_limit)) if args.explain_k else None
         policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
         selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
@@ -136,12 +139,12 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     state = StateBytes(weights=4, master=0) if args.fp32 else StateBytes()
     schemes = dict(SCHEMES)
     if args.experts or args.others:
-        extra = Scheme(args.experts or "equal", args.others or "adaptive")
+        extra = ShardingScheme(args.experts or "equal", args.others or "adaptive")
         schemes[f"{extra.experts}+{extra.others}"] = extra
     return SizePlan(
         config=config,
         name=args.model or "model",
-        operators=operators_of(config, args.model, args.vocab_size),
+        operators=meta_operators(config, args.model, args.vocab_size),
         layout=layout,
         state=state,
         zero=not args.no_zero,
@@ -153,9 +156,9 @@ def _plan(args: argparse.Namespace, model_flags: list[str]) -> SizePlan:
     )
 
 
-def _layout(world: int | None, config: Any) -> Layout:
+def _layout(world: int | None, config: Any) -> ParallelLayout:
     parallel = config.parallel
-    return Layout(
+    return ParallelLayout(
         world=world or config.arguments.world_size,
         tp=parallel.tensor_model_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
@@ -201,17 +204,17 @@ class SizePlan:
     config: Config
     name: str
     operators: list[Operator]
-    layout: Layout
+    layout: ParallelLayout
     state: StateBytes
     zero: bool
     keep_master: bool
     whole: bool
     checkpoint: int
     num_experts: int
-    schemes: dict[str, Scheme]
+    schemes: dict[str, ShardingScheme]
 
     @property
-    def shape(self) -> tuple[Config, list[Operator], Layout, StateBytes]:
+    def shape(self) -> tuple[Config, list[Operator], ParallelLayout, StateBytes]:
         """Arguments for choosing a policy."""
         return self.config, self.operators, self.layout, self.state
 
@@ -222,19 +225,19 @@ class SizePlan:
 
     def rows_wanted(self) -> list[int | None]:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""
-        return [*candidates(self.num_experts), None]
+        return [*candidate_expert_counts(self.num_experts), None]
 
-    def items(self, k: int | None) -> list[Item]:
+    def items(self, k: int | None) -> list[SaveItem]:
         """Returns the items to save with k experts of each layer; None for everything."""
-        items = contents(
+        items = list_save_items(
             self.operators,
             self.layout,
             self.state,
-            zero=self.zero,
-            chosen=None if k is None else self._chosen(k),
-            keep_master=self.keep_master,
+            uses_zero=self.zero,
+            chosen_experts=None if k is None else self._chosen(k),
+            keeps_master=self.keep_master,
         )
-        return items if self.whole else cut_large(items)
+        return items if self.whole else cut_large_items(items)
 
     def _chosen(self, k: int) -> set[str]:
         return {
@@ -253,7 +256,8 @@ class SizePlan:
             ideal=ideal_bytes(items, layout),
             forced=forced_bytes(items),
             bottleneck={
-                name: max(loads(items, assign(items, scheme), layout.world)) for name, scheme in self.schemes.items()
+                name: max(bytes_by_rank(items, assign_items(items, scheme), layout.world))
+                for name, scheme in self.schemes.items()
             },
             unequal=pec_leaves_ranks_unequal(k or self.num_experts, layers, layout.ep * layout.expert_dp, layout.ep),
         )
@@ -266,7 +270,9 @@ class SizePlan:
                 code="value-out-of-range",
             )
         items = self.items(k)
-        return {name: loads(items, assign(items, s), self.layout.world) for name, s in self.schemes.items()}
+        return {
+            name: bytes_by_rank(items, assign_items(items, s), self.layout.world) for name, s in self.schemes.items()
+        }
 
     def facts(self) -> dict:
         """Returns model, layout and number of parameters for JSON."""
@@ -335,3 +341,67 @@ def _aligned(lines: list[list[str]]) -> list[str]:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f}"
+
+
+_MEASURED = {
+    "forward_backward_s": "seconds of forward and backward of an iteration",
+    "iteration_s": "seconds of an iteration",
+    "snapshot_gbs": "GB/s from a rank's device to host memory",
+    "persist_gbs": "GB/s that a rank gets to storage when all write",
+    "restart_s": "seconds from a fault until training continues",
+    "mtbf_hours": "hours from one fault to the next, in the mean",
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--explain-k`` and the flags that it needs."""
+    group = parser.add_argument_group("--explain-k: how many experts, and how often (MoC, sections 5.3 and 6.2.5)")
+    group.add_argument("--explain-k", action="store_true", help="choose from these measurements, sharded by EE+AN")
+    for name, text in _MEASURED.items():
+        group.add_argument(_flag(name), type=float, metavar="X", help=text)
+    group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")
+
+
+def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> PecMeasurements:
+    """Returns the measurements given by the flags, for bytes of the busiest rank by K.
+
+    Raises:
+        ValueError: a flag is missing or invalid.
+    """
+    missing = [_flag(name) for name in _MEASURED if getattr(args, name) is None]
+    if missing:
+        raise SimulationError(
+            f"--explain-k needs {', '.join(missing)} too. Fix: add what was measured",
+            code="flag-needs-another",
+        )
+    if not busiest:
+        raise SimulationError(
+            "--explain-k chooses numbers of experts. Fix: take a model that has some",
+            code="model-without-experts",
+        )
+    if not args.mtbf_hours > 0:
+        raise SimulationError(
+            f"--mtbf-hours cannot be {args.mtbf_hours}. Fix: give a number above 0",
+            code="value-out-of-range",
+        )
+    return PecMeasurements(
+        busiest_rank_bytes=busiest,
+        forward_backward_s=args.forward_backward_s,
+        iteration_s=args.iteration_s,
+        snapshot_bandwidth=1e9 * args.snapshot_gbs,
+        persist_bandwidth=1e9 * args.persist_gbs,
+        restart_s=args.restart_s,
+        faults_per_iteration=args.iteration_s / (3600 * args.mtbf_hours),
+    )
+
+
+def explained(choice: PecChoice) -> list[str]:
+    """Returns the choice, as lines."""
+    return [
+        f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",
+        *sentences(choice.reason),
+    ]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -6,7 +6,7 @@ import os
 
 from moc.runtime import environment
 from moc.runtime.progress import PROGRESS
-from moc.runtime.stop_report import die_by, end_at_signals, stop_sentence
+from moc.runtime.termination import die_by_signal, end_on_signals, stop_message
 
 
 def end_at_once(program: str) -> None:
@@ -20,6 +20,6 @@ def end_at_once(program: str) -> None:
     def report(number: int) -> str | None:
         if os.environ.get("RANK", "0") != "0":
             return None
-        return f"{program}: {stop_sentence(number, 128 + number, PROGRESS.iteration)}"
+        return f"{program}: {stop_message(number, 128 + number, PROGRESS.iteration)}"
 
-    end_at_signals(report, die_by)
+    end_on_signals(report, die_by_signal)

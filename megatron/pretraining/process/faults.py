@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from megatron.pretraining.config import Config, check_faults, train_iterations
+from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.faults import on_reach
-from moc.output import print_lines
-from moc.runtime.inject import Injector
+from moc.fault_points import on_reach
+from moc.runtime.fault_injection import Injector
 from moc.runtime.job import Job
 
 

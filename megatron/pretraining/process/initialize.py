@@ -26,9 +26,8 @@ from megatron.pretraining.process.nodes import (
     per_node,
     workers_of_job,
 )
-from moc.runtime.environment import fewest_nodes
-from moc.runtime.job import Job
-from moc.runtime.world import World
+from moc.runtime.environment import min_nodes
+from moc.runtime.job import Job, World
 
 COLLECTIVES_ONLY = """
     DATA_PARALLEL_GROUP DATA_PARALLEL_GROUP_WITH_CP DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
@@ -52,13 +51,13 @@ def take_parts(config: Config, job: Job) -> None:
     Raises:
         ConfigError: the flags do not fit the number of workers.
     """
-    job.parts = parts_of_model(config)
-    at_once = job.parts * per_node()  # the job connects a multiple of the workers of one model copy
-    workers = job.size - len(job.helpers) * per_node()
-    workers = workers // at_once * at_once if job.parts > 1 else workers
+    job.nodes_per_model = parts_of_model(config)
+    at_once = job.nodes_per_model * per_node()  # the job connects a multiple of the workers of one model copy
+    workers = job.size - len(job.partial_model_parts) * per_node()
+    workers = workers // at_once * at_once if job.nodes_per_model > 1 else workers
     check_world(config, workers)
     check_placement(config, workers, workers_of_job())
-    if (fewest := fewest_nodes()) is not None:
+    if (fewest := min_nodes()) is not None:
         check_fewest(config, fewest, per_node())
 
 
@@ -70,16 +69,16 @@ def let_regroup(config: Config, job: Job, build: Callable[[], None]) -> None:
         build()
 
     if goes_on_in_process(config):
-        job.regroup = regroup
+        job.recreate_groups = regroup
 
 
 def world_of(job: Job) -> World:
     """Returns this worker's coordinates in the process groups of the current generation."""
     data_size = parallel_state.get_data_parallel_world_size()
-    if job.helpers:
+    if job.partial_model_parts:
         sizes = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size()
         model = math.prod(sizes) * parallel_state.get_pipeline_model_parallel_world_size()
-        data_size = (job.size - len(job.helpers) * per_node()) // model
+        data_size = (job.size - len(job.partial_model_parts) * per_node()) // model
     return World(
         rank=job.rank,
         size=job.size,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config, Workers, copy_by_copy, nodes_of_model, stages_on_nodes, why_anew
-from moc.runtime.environment import fewest_nodes, numbers_of_nodes
+from moc.runtime.environment import min_nodes, node_limits
 
 
 def per_node() -> int:
@@ -22,7 +22,7 @@ def per_node() -> int:
 
 def workers_of_job() -> Workers:
     """Returns the limits of the job's nodes, and the workers of each node."""
-    return Workers(*numbers_of_nodes(), per_node())
+    return Workers(*node_limits(), per_node())
 
 
 def goes_on_in_process(config: Config) -> bool:
@@ -32,17 +32,17 @@ def goes_on_in_process(config: Config) -> bool:
 
 def parts_of_model(config: Config) -> int:
     """Returns the nodes of a model copy, if workers continue in process and keep their part of it; otherwise 1."""
-    return nodes_of_model(config, per_node()) if fewest_nodes() is not None and goes_on_in_process(config) else 1
+    return nodes_of_model(config, per_node()) if min_nodes() is not None and goes_on_in_process(config) else 1
 
 
 def goes_by_copies(config: Config) -> bool:
     """Returns whether ranks are numbered copy by copy of the model, not stage by stage."""
-    return copy_by_copy(config, per_node(), fewest_nodes() is not None)
+    return copy_by_copy(config, per_node(), min_nodes() is not None)
 
 
 def stages_here(config: Config) -> int:
     """Returns the number of pipeline stages on a node, if ranks are numbered copy by copy; otherwise 1."""
-    return stages_on_nodes(config, per_node(), fewest_nodes() is not None)
+    return stages_on_nodes(config, per_node(), min_nodes() is not None)
 
 
 @dataclass(frozen=True)

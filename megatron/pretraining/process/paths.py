@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
 from moc.snapshot.background import within
-from moc.store.errors import NO_ROOM
+from moc.store.errors import OUT_OF_SPACE_ERRNOS
 
 if TYPE_CHECKING:
     from megatron.pretraining.config.snapshot import SnapshotFlags
@@ -109,7 +109,7 @@ def check_outputs(config: Config, job: Job) -> None:
     Raises:
         ConfigError: a directory is not writable.
     """
-    if not (job.rank or job.others_wait or job.has_begun_before):
+    if not (job.rank or job.joins_running_job or job.is_restart):
         check_directories(config)
 
 
@@ -154,7 +154,7 @@ def _problem(directory: Path) -> str | None:
     except FileExistsError:
         return f"{directory} is no directory"
     except OSError as error:
-        if error.errno in NO_ROOM and _holds_run(directory):
+        if error.errno in OUT_OF_SPACE_ERRNOS and _holds_run(directory):
             return None  # its saves are repeated, and first remove unpublished files
         return error.strerror or str(error)
 

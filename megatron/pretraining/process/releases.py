@@ -47,7 +47,7 @@ def check_releases(config: Config) -> None:
     """
     private_interfaces.require(*(features(config) - {"deepspeed"}))
     if config.zero.deepspeed:
-        from megatron.pretraining.engine.zero.attach import load
+        from megatron.pretraining.engine.zero.build import load
 
         with suppress(ImportError):  # the check names the module
             load()

@@ -6,10 +6,9 @@ import signal
 import time
 
 from megatron.pretraining.config import Config
-from moc.runtime.agreement import sum_over_workers
-from moc.runtime.job import Job
-from moc.runtime.stop_report import received_stops
-from moc.runtime.world import World
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Job, World
+from moc.runtime.termination import handled_stop_signals
 
 EXIT_DONE = 0
 EXIT_REQUEUE = 75  # sysexits' EX_TEMPFAIL: stop requested; restart the same command to resume
@@ -38,7 +37,7 @@ class StopRequests:
         minutes = config.training.exit_duration_in_mins
         self._deadline = time.monotonic() + 60.0 * minutes if minutes else None
         if config.training.exit_signal_handler:
-            for number in {*received_stops(), getattr(signal, config.training.exit_signal)}:
+            for number in {*handled_stop_signals(), getattr(signal, config.training.exit_signal)}:
                 signal.signal(number, self._note)
 
     def _note(self, number, frame) -> None:
@@ -59,7 +58,7 @@ class StopRequests:
         This is so if others have trained and wait for this worker. It is also so if they may have left a snapshot in
         memory that is newer than the stored ones.
         """
-        return job.others_wait or (self._in_memory and job.has_begun_before)
+        return job.joins_running_job or (self._in_memory and job.is_restart)
 
     def check_set_up(self, world: World, loses: bool) -> bool:
         """Stops during setup, if any worker has received a stop signal; a collective call.

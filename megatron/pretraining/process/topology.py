@@ -1,11 +1,13 @@
-"""Computes one worker's part of each iteration, in one generation of its job."""
+"""Computes one worker's part of each iteration, in one generation of its job, and runs functions on rank 0."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
 
 from megatron.pretraining.config import Config, global_batch_size
-from moc.runtime.world import World
+from moc.runtime.job import World
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Topology:
     def micro_batches(self) -> range:
         """Numbers of this worker's micro batches within the global batch."""
         micro_batches = self.global_batch_size // self.micro_batch_size
-        return range(self.world.data_rank, 0 if self.world.helps else micro_batches, self.world.data_size)
+        return range(self.world.data_rank, 0 if self.world.is_partial_model else micro_batches, self.world.data_size)
 
     @property
     def rounds(self) -> int:
@@ -36,7 +38,7 @@ class Topology:
 
     def number(self, round: int) -> int:
         """Returns the number of this worker's micro batch in a round; dummies are numbered after all others."""
-        return (self.rounds if self.world.helps else round) * self.world.data_size + self.world.data_rank
+        return (self.rounds if self.world.is_partial_model else round) * self.world.data_size + self.world.data_rank
 
     def is_ghost(self, round: int) -> bool:
         """Returns whether this worker has no samples in a round."""
@@ -56,3 +58,17 @@ class Topology:
 def topology_of(config: Config, world: World) -> Topology:
     """Returns the topology of a worker with these flags and coordinates."""
     return Topology(world, config.training.micro_batch_size, global_batch_size(config, world.size))
+
+
+PATIENCE = 15.0  # seconds for rank 0 to report and exit; the launcher then ends the other workers
+
+
+def is_first_worker() -> bool:
+    """Returns whether this process is rank 0, or belongs to no job."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def let_first_worker_speak() -> None:
+    """Waits, except on rank 0, until rank 0 can have reported; others then report errors that only they have."""
+    if not is_first_worker():
+        time.sleep(PATIENCE)

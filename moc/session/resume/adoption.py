@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from moc.policy import Policy
-from moc.recovery.adoption import adopters, to_fetch
 from moc.recovery.inventory import Summary, look
-from moc.recovery.lost_nodes import NodeInventory
-from moc.runtime.agreement import gather
-from moc.runtime.pull import part_of
+from moc.recovery.restore_nodes import NodeInventory, adopters, to_fetch
+from moc.runtime.collectives import gather
+from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, is_by_rank, rank_of
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, is_shard_file_or_part, parse_rank
 
 
 class AdoptedParts:
@@ -85,9 +84,11 @@ class AdoptedParts:
         found = []
         for iteration in iterations:
             try:
-                manifest = self._tiers.memory.manifest(iteration)
+                manifest = self._tiers.memory.read_manifest(iteration)
                 is_own = manifest.layout == self._layout and manifest.writers == len(self._tiers.nodes)
-                ranks = {rank_of(file) for file in filter(is_by_rank, manifest.files)}  # others hold single experts
+                ranks = {
+                    parse_rank(file) for file in filter(is_shard_file_or_part, manifest.files)
+                }  # others hold single experts
                 if not is_own or not ranks.issubset(self._tiers.node):
                     found.append(iteration)
             except CheckpointError:
@@ -105,10 +106,10 @@ class AdoptedParts:
     def _names(self) -> list[str]:
         """Returns the nodes whose copies this node's memory has."""
         assert self._tiers.memory is not None  # otherwise there are no parts
-        return sorted(name[len("of_") :] for name in self._tiers.memory.place.names() if name.startswith("of_"))
+        return sorted(name[len("of_") :] for name in self._tiers.memory.storage.list_names() if name.startswith("of_"))
 
     def _store(self, of: str) -> Store:
         assert self._tiers.memory is not None  # otherwise there are no parts
-        place = self._tiers.memory.place
-        assert isinstance(place, LocalPlace)  # the memory tier is local
-        return Store(LocalPlace(part_of(place.root, self._node, of), in_memory=True), slack=True)
+        place = self._tiers.memory.storage
+        assert isinstance(place, LocalStorage)  # the memory tier is local
+        return Store(LocalStorage(snapshots_directory(place.root, self._node, of), in_memory=True), allows_slack=True)

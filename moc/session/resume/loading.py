@@ -9,31 +9,28 @@ from typing import NoReturn
 
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
-from moc.recovery.changes import refusal
+from moc.policy import Capability, recovers_exactly
 from moc.recovery.inventory import Summary, in_memory, in_storage, look
-from moc.recovery.live import live_states
-from moc.recovery.plan import JobInventory, RecoveryPlan, plans, reason
-from moc.recovery.replicas import exchange
+from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, live_states, plans, reason
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.agreement import gather, run_on_rank0, settled_on_all
+from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
-from moc.session.resume.reading import Damage, Key, SnapshotReader
-from moc.session.resume.rebuilding import Rebuilder, position_of, steps_of
-from moc.session.resume.repair import Repair
+from moc.session.resume.rank_transfers import exchange
+from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
+from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
-from moc.session.resume.valid import check_state
 from moc.session.tiers import LOOKING_S
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import within
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, StateDigests
-from moc.store.store import directory_of
+from moc.store.store import checkpoint_name
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class SnapshotLoader:
         self._repair = Repair(engine.world, parts.contents, parts.tiers, parts.saver)
         self._replayer = Replayer(engine, remains.progress)
         self.adopted = AdoptedParts(engine, parts.tiers, parts.policy, parts.peers, log)
-        self._reader = SnapshotReader(engine, parts.tiers, parts.policy.exact, self.adopted)
+        self._reader = SnapshotReader(engine, parts.tiers, recovers_exactly(parts.policy), self.adopted)
         self._rebuilder = Rebuilder(
             engine, self._reader, self._replayer, remains.records, self._repair, parts.digests, log
         )
@@ -123,7 +120,7 @@ class SnapshotLoader:
         check_state(manifest, where, self._engine, self._policy)
 
     def _in_storage(self, patient: bool) -> list[AvailableCheckpoint]:
-        name = self._storage.place.name
+        name = self._storage.storage.name
         seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
         seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
         self._unseen = seen is None
@@ -154,8 +151,8 @@ class SnapshotLoader:
             if self._memory is None:
                 raise
             unusable = CheckpointError(
-                f"{self._storage.place.name} cannot be used ({error.strerror or error}). Fix: correct its permissions "
-                "or repair it",
+                f"{self._storage.storage.name} cannot be used ({error.strerror or error}). Fix: correct its "
+                "permissions or repair it",
                 code="storage-unwritable",
             )
             return [], [with_code(unusable)]
@@ -202,7 +199,7 @@ class SnapshotLoader:
             with self._repair.of(self._torn(plan, held, left)):
                 saved, bad, changed = self._follow(plan, left)
             if saved is not None:
-                settled_on_all(self._world)
+                synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
                     mine.live = LiveState(position_of(saved), saved)
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
@@ -217,7 +214,7 @@ class SnapshotLoader:
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
                 self._refuse(held)
-            place = self._storage.place.name
+            place = self._storage.storage.name
             self._log.message(
                 warning(
                     f"the run begins again: lost nodes had parts of all snapshots in memory, and {place} has "
@@ -241,19 +238,22 @@ class SnapshotLoader:
             mine.live = None
 
     def _check_change(self, held: list[AvailableCheckpoint], iteration: int = -1) -> None:
-        if self._only is None and (refused := refusal(held, self._policy, iteration)):
+        if self._only is None and (refused := exact_resume_error(held, self._policy, iteration)):
             raise refused
 
     def _nothing_stored_yet(self, held: list[AvailableCheckpoint], left: Survivors) -> bool:
         """Whether this job lost memory before storage had a complete snapshot: its first iterations are no loss."""
         stored = [one for one in held if one.tier == STORAGE]
-        whole = next(recoveries(stored, self._policy.operators, self._policy.exact), None)
+        whole = next(recoveries(stored, self._policy.operators, recovers_exactly(self._policy)), None)
         return left.again and not self._damage and whole is None
 
     def _refuse(self, held: list[AvailableCheckpoint]) -> NoReturn:
         nothing, only = reason(JobInventory(held), self._policy.operators), self._only
         if only is not None:
-            path, there = self._storage.place.path(directory_of(only)), any(one.iteration == only for one in held)
+            path, there = (
+                self._storage.storage.display_path(checkpoint_name(only)),
+                any(one.iteration == only for one in held),
+            )
             nothing = f"{path} {'neither holds all of the model nor ends a window' if there else 'is not there'}"
         raise CheckpointError(
             f"no snapshot is complete ({cause_of(self._damage or nothing)}). Fix: restore one, or start in another "
@@ -263,10 +263,10 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if policy.keeps_live and not policy.exact:
+        if Capability.LIVE_EXPERTS in policy.requires and not recovers_exactly(policy):
             held = held + live_states(left.live, left.pieces, policy.name)
         inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
-        return plans(inventory, policy.operators, policy.exact, only)
+        return plans(inventory, policy.operators, recovers_exactly(policy), only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
         """Returns, by rank, the iterations whose logs exist, but cannot be served; warns about them."""
@@ -314,7 +314,7 @@ class SnapshotLoader:
             self._rebuilder.tell()
             for failure in filter(None, gather(self._repair.failure)):
                 self._log.message(f"WARNING: a window is given up, since a snapshot cannot be saved again: {failure}")
-            amount = sum(manifest.bytes for manifest in manifests.values())
+            amount = sum(manifest.nbytes for manifest in manifests.values())
         if self._world.rank in plan.complete:
             self._complete(left.states[plan.iteration])
         amount += sum(gather(exchange(plan.copies, self._state, self._world.rank)))
@@ -384,7 +384,7 @@ class SnapshotLoader:
             f"{what}, after loading {self._reader.where(held)}. Fix: load another snapshot (--ckpt-step)",
             code="state-digest-differs",
         )
-        operators = None if self._policy.exact else frozenset(result.wrong)
+        operators = None if recovers_exactly(self._policy) else frozenset(result.wrong)
         return {held.key: Damage(with_code(error), operators)}, frozenset()
 
     def _complete(self, saved: Mapping) -> None:
@@ -440,7 +440,7 @@ class SnapshotLoader:
             if saved.get("interval"):
                 self._policy.interval.load_state_dict(saved["interval"])
             if saved.get("policy_state"):
-                self._policy.load_state_dict(saved["policy_state"])
+                self._policy.loading(saved["policy_state"])()
 
     def _count_lost_tokens(self, tokens: TokenTracker, way: RecoveryPath, mine: dict[Key, Mapping]) -> None:
         has = gather(sorted(mine))  # other nodes' memory may hold further ledgers
@@ -448,7 +448,7 @@ class SnapshotLoader:
         told = gather({key: ledger for key, ledger in mine.items() if first[key] == self._world.rank})
         states = {key: ledger for ledgers in told for key, ledger in ledgers.items()}
         raised = tokens.recovered(way, states)
-        self._policy.on_recovery(raised.of_training)
+        self._policy.recovery.on_recovery(raised.of_training)
         by_layer = {str(layer): plt for layer, plt in tokens.plt_by_layer.items()}
         self._log.events.write(
             "lost",
@@ -489,7 +489,7 @@ class SnapshotLoader:
         for stage, course in sorted(plan.courses.items()):
             continued = f"continued from iteration {course.begin} and " if course.goes_on else ""
             what = f"iterations {course.begin + 1} to {plan.iteration}" if course.begin < plan.iteration else "nothing"
-            kept += f"stage {stage} {continued}replayed {what} by itself; "
+            kept += f"stage {stage} {continued}replayed {what} without the others; "
         folded = f", and brought {len(folds)} operators up to date by their gradients" if folds else ""
         checked = "" if result is None else f"; {result}"
         self._log.message(f"{kept}loaded {amount / 1e9:.3g} GB {source}{folded} in {seconds:.2f} s{checked}")

@@ -1,16 +1,23 @@
-"""Reads manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
+"""Reads valid manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from moc.errors import with_code
-from moc.faults import reach
+from moc.fault_points import reach
+from moc.files import decode
+from moc.files.text import short_repr
+from moc.policy import Policy
+from moc.policy.interval import Interval
+from moc.policy.partial import experts_by_layer
+from moc.policy.token_ledger import TokenLedger
+from moc.recovery.gradient_folding import RULES
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
@@ -22,20 +29,20 @@ from moc.recovery.sources import (
     ReplayPoint,
     part_of_slot,
 )
+from moc.session.auto import AutoState
 from moc.session.engine import Engine
 from moc.session.resume.adoption import AdoptedParts
+from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.resume.tied_weights import saved_elsewhere
 from moc.session.tiers import Tiers
-from moc.state.detail import Detail
+from moc.state.adam import Rules
 from moc.state.fragments import Fragment
-from moc.state.operators import UnsupportedStateError, operator_of
+from moc.state.operators import Detail, UnsupportedStateError, operator_of
+from moc.state.record import Position
 from moc.store.errors import CheckpointError
-from moc.store.fill import reading_ahead, values_for
-from moc.store.manifest import Manifest
-from moc.store.publish import joined
-from moc.store.regions import MissingRegionError, RegionReader, read_sources
-from moc.store.store import Store, directory_of, file_of
+from moc.store.manifest import Manifest, merge_manifests
+from moc.store.shard_file import MissingTensorError, ShardReader, read_ahead, read_stored_boxes, read_values
+from moc.store.store import Store, checkpoint_name, shard_file_name
 
 Key = tuple[int, str]
 """Identity of a checkpoint: see :class:`AvailableCheckpoint`."""
@@ -120,20 +127,20 @@ class SnapshotReader:
         return one.key, text, None if self._exact else self._damaged(one, manifest)
 
     def values(self, one: AvailableCheckpoint, manifest: Manifest) -> Callable[[Fragment], torch.Tensor]:
-        """Returns a reader of tensor chunks from a checkpoint; it may raise MissingRegionError and OSError."""
+        """Returns a reader of tensor chunks from a checkpoint; it may raise MissingTensorError and OSError."""
         reader = self._reader(one, manifest)
-        return lambda fragment: values_for(fragment, reader)
+        return lambda fragment: read_values(fragment, reader)
 
     def _fill_from(
-        self, one: AvailableCheckpoint, manifest: Manifest, reader: RegionReader, fragments: list[Fragment]
+        self, one: AvailableCheckpoint, manifest: Manifest, reader: ShardReader, fragments: list[Fragment]
     ) -> str | None:
         try:
-            for fragment in reading_ahead(fragments, reader):
-                self._state.load(fragment, values_for(fragment, reader))
+            for fragment in read_ahead(fragments, reader):
+                self._state.load(fragment, read_values(fragment, reader))
             home = self._home(one, manifest)
             for name in sorted(manifest.files)[self._world.rank :: self._world.size]:  # every file, needed or not
-                home[name].blob(one.iteration, name, manifest.files[name])
-        except MissingRegionError as error:
+                home[name].open_verified(one.iteration, name, manifest.files[name])
+        except MissingTensorError as error:
             return with_code(error)
         except OSError as error:
             unreadable = CheckpointError(
@@ -149,30 +156,30 @@ class SnapshotReader:
         whole: dict[str, Counter] = defaultdict(Counter)
         home = self._home(one, manifest)
         for name, entry in manifest.files.items():
-            with contextlib.suppress(MissingRegionError, OSError, UnsupportedStateError):  # the last: a foreign name
-                for source in read_sources(home[name].blob(one.iteration, name, entry)):
-                    if source.damage() is None:
-                        whole[operator_of(source.entry.name)][source.entry.slot] += source.entry.region.numel
+            with contextlib.suppress(MissingTensorError, OSError, UnsupportedStateError):  # the last: a foreign name
+                for source in read_stored_boxes(home[name].open_verified(one.iteration, name, entry)):
+                    if source.find_damage() is None:
+                        whole[operator_of(source.box.name)][source.box.slot] += source.box.region.numel
         damaged = [name for name, entry in manifest.operators.items() if whole[name] != Counter(entry.elements)]
         return damaged or None
 
-    def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> RegionReader:
-        mine = file_of(self._world.rank)  # in the same layout it holds nearly everything
+    def _reader(self, one: AvailableCheckpoint, manifest: Manifest) -> ShardReader:
+        mine = shard_file_name(self._world.rank)  # in the same layout it holds nearly everything
         names, home = sorted(manifest.files, key=lambda name: name != mine), self._home(one, manifest)
-        blobs = (home[name].blob(one.iteration, name, manifest.files[name]) for name in names)
-        return RegionReader(blobs, verify=True, lazy=True)
+        blobs = (home[name].open_verified(one.iteration, name, manifest.files[name]) for name in names)
+        return ShardReader(blobs, verifies=True, opens_lazily=True)
 
     def _manifest(self, one: AvailableCheckpoint) -> Manifest:
         """Returns the manifest of the parts of a checkpoint that this worker can read."""
-        parts = [store.manifest(one.iteration) for store in self._stores_of(one)]
-        return parts[0] if len(parts) == 1 else joined(parts)
+        parts = [store.read_manifest(one.iteration) for store in self._stores_of(one)]
+        return parts[0] if len(parts) == 1 else merge_manifests(parts)
 
     def _home(self, one: AvailableCheckpoint, manifest: Manifest) -> dict[str, Store]:
         """Returns, by file of a checkpoint, the store that has it."""
         stores = self._stores_of(one)
         if len(stores) == 1:
             return dict.fromkeys(manifest.files, stores[0])
-        return {name: store for store in stores for name in store.manifest(one.iteration).files}
+        return {name: store for store in stores for name in store.read_manifest(one.iteration).files}
 
     def _stores_of(self, one: AvailableCheckpoint) -> list[Store]:
         """Returns the stores with parts of a checkpoint that this worker may read: usually the store of its tier."""
@@ -186,7 +193,7 @@ class SnapshotReader:
 
     def where(self, held: AvailableCheckpoint) -> str:
         """Returns the path of a checkpoint, for messages."""
-        return self.store(held).place.path(directory_of(held.iteration))
+        return self.store(held).storage.display_path(checkpoint_name(held.iteration))
 
     def check(self, held: AvailableCheckpoint, manifest: Manifest, window: bool = False) -> None:
         """Refuses a checkpoint of another model or optimizer, and a window of another precision.
@@ -195,3 +202,61 @@ class SnapshotReader:
             CheckpointError: model, optimizer or precision differs.
         """
         self._engine.check(manifest.state, self.where(held), window)
+
+
+_Updates: Any = decode.Count | None
+
+
+def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
+    """Validates the state in a manifest whose own fields are valid; changes nothing.
+
+    Args:
+        manifest: manifest of a snapshot, or of the part that a node has of it.
+        where: name of the snapshot, for messages.
+        engine: engine that would load the snapshot.
+        policy: policy of the run, which loads only the state of a policy of the same name.
+
+    Raises:
+        ValueError: a value is missing, has another type or is impossible.
+        CheckpointError: the snapshot belongs to another model or optimizer.
+    """
+    state = manifest.state
+    decode.convert_state(state, Position, "a run", requires_every_field=True)
+    _check_updates(manifest)
+    if state.get("ledger"):
+        _check_ledger(TokenLedger.from_state(state["ledger"]), manifest.iteration, policy)
+    if state.get("auto"):
+        AutoState.read(state["auto"])
+    if RULES in state:
+        Rules.from_plain(state[RULES])
+    if manifest.policy == policy.name:
+        for owner, stored in _policy_states(policy, state):
+            owner.loading(stored)
+    engine.check(state, where)
+
+
+def _check_updates(manifest: Manifest) -> None:
+    """Validates update counts of operators: at most the iterations, and the engine's count if it has one for all."""
+    counted = {entry.step for entry in manifest.operators.values() if entry.step is not None}
+    if max(counted, default=0) > manifest.iteration:
+        raise ValueError(f"an operator has {max(counted)} updates after {manifest.iteration} iterations")
+    if "optimizer_step" in manifest.state:
+        known = decode.convert_state(manifest.state["optimizer_step"], _Updates, "an optimizer")
+        if known:  # 0 may be of a rank that owns no parameters
+            counted.add(known)
+        if len(counted) > 1:
+            raise ValueError(
+                f"operators and optimizer have different numbers of updates: {short_repr(sorted(counted))}"
+            )
+
+
+def _policy_states(policy: Policy, state: Mapping[str, Any]) -> list[tuple[Policy | Interval, Mapping[str, Any]]]:
+    """Returns the interval and the policy with their saved states, omitting those without a saved state."""
+    both = ((policy.interval, state.get("interval")), (policy, state.get("policy_state")))
+    return [(owner, stored) for owner, stored in both if stored]
+
+
+def _check_ledger(ledger: TokenLedger, iteration: int, policy: Policy) -> None:
+    experts = {layer: len(row) for layer, row in ledger.load.items()}
+    if ledger.iteration != iteration or experts != experts_by_layer(policy.operators):
+        raise ValueError("its token ledger is of another iteration or model")

@@ -5,28 +5,140 @@ for each iteration, from the earliest start of a stage to the iteration of the s
     update operators by the gradients in later snapshots                                       # recovery of experts
     stages that have started:   replay the next iteration
     the others:                 serve their logs of it
+
+Updates operators by saved gradients: MoEtion's recomputation of the optimizer (section 5.2, Algorithm 3).
+
+    for each iteration whose gradients a checkpoint has, ascending:
+        restore learning rate, weight decay, loss scale and update counts from the checkpoint before it
+        update the operators with only these gradients, clipped by the recorded norm; nothing, if it was skipped
+
+Updates are elementwise, and run through the optimizer of the engine.  In the same layout, with the same kernels, the
+result is bit-identical to the original update.
+
+Repairs the current window: during the replay, saves snapshots again that lost workers had not saved. Without repair,
+each loss of a worker during a save would end the window.  Under repeated losses, no window would ever complete, and
+recovery would use older and older snapshots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 
-from moc.errors import warning
-from moc.recovery.going_on import Course
+from moc.errors import warning, with_code
+from moc.fault_points import reach
 from moc.recovery.plan import RecoveryPlan
-from moc.recovery.sources import LIVE, MEMORY
-from moc.runtime.agreement import gather
+from moc.recovery.sources import LIVE, MASTER, MEMORY, AvailableCheckpoint, ReplayPoint
+from moc.recovery.stage_replay import Course
+from moc.runtime.collectives import gather
+from moc.runtime.job import World
 from moc.session.digests import Digests
 from moc.session.engine import Engine, Listener
-from moc.session.resume.folding import Folder
+from moc.session.resume.rank_transfers import give_to_other_stages
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
-from moc.session.resume.repair import Repair
 from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
-from moc.session.resume.tied_weights import give_to_other_stages
+from moc.session.tiers import Tiers
+from moc.snapshot.contents import Contents
+from moc.snapshot.saver import Saver
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.record import Position, Records, StepRecord
+from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import Manifest
+
+
+class Repair:
+    """Saving of this worker's missing parts; the publisher finds them together with the parts of the other workers.
+
+    Attributes:
+        failure: error of a failed save; None if nothing failed.
+    """
+
+    def __init__(self, world: World, contents: Contents, tiers: Tiers, saver: Saver):
+        self._world, self._contents, self._tiers, self._training = world, contents, tiers, saver
+        self._torn: Mapping[int, Mapping[str, Detail]] = {}
+        self._saver: Saver | None = None
+        self.failure: str | None = None
+
+    @contextlib.contextmanager
+    def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
+        """Context of a replay that may pass incomplete snapshots, given by iteration with their planned operators."""
+        self._torn = torn
+        self._saver = self._training.beside()
+        with contextlib.closing(self._saver):
+            yield
+
+    def comes_by(self, iteration: int) -> None:
+        """Saves this worker's part of the snapshot of the iteration that the replay has reached, if it is missing.
+
+        It waits for the save.  A failure is kept in :attr:`failure`: recovery continues, and another window starts.
+        """
+        if iteration not in self._torn or self._has_part(iteration):
+            return
+        try:
+            self._save(iteration)
+        except CheckpointError as error:
+            self.failure = with_code(error)
+
+    def _save(self, iteration: int) -> None:
+        assert self._saver is not None  # set by of()
+        operators = self._torn[iteration]
+        slot = list(self._torn).index(iteration)  # one slot per snapshot: in memory, the buffer is the file
+        snapshot = self._saver.take(slot, iteration, self._contents.share(operators), self._contents.entries(operators))
+        snapshot.sealed.result()
+        if self._tiers.memory is None:
+            self._saver.persist(snapshot)
+            assert snapshot.persisted is not None  # persist() has begun it
+            snapshot.persisted.result()
+
+    def _has_part(self, iteration: int) -> bool:
+        store = self._tiers.storage if self._tiers.memory is None else self._tiers.memory
+        return store.is_publishable(iteration, [self._world.rank])
+
+
+class Folder:
+    """Applier of saved gradients to this worker's state; communicates with no other worker."""
+
+    def __init__(self, engine: Engine, reader: SnapshotReader):
+        self._engine, self._reader = engine, reader
+
+    def fold(self, moment: ReplayPoint, manifests: Mapping[Key, Manifest]) -> Problem | None:
+        """Updates the loaded operators of a replay point by all of their gradients.
+
+        Returns:
+            A problem with a checkpoint, after which the state must be loaded again; or None.
+        """
+        mine = self._reader.folded_at(moment)
+        steps = {one.key: one for name in mine for one in moment.folds[name]}
+        for number, key in enumerate(sorted(steps)):
+            if number:
+                reach("folding")
+            before = {name: held for name in mine if (held := _before(moment, name, key)) is not None}
+            try:
+                self._update(steps[key], before, manifests)
+            except (CheckpointError, MissingTensorError, OSError) as error:
+                return self._reader.problem(steps[key], manifests[key], with_code(error))
+        return None
+
+    def _update(
+        self, held: AvailableCheckpoint, before: Mapping[str, AvailableCheckpoint], manifests: Mapping[Key, Manifest]
+    ) -> None:
+        """Repeats the update of operators by a checkpoint's gradients; ``before`` has their previous checkpoints."""
+        record = record_of(manifests[held.key].state, self._reader.where(held))
+        if record.skipped:
+            return
+        counts = {name: manifests[one.key].operators[name].step for name, one in before.items()}
+        self._engine.state.set_steps({name: count for name, count in counts.items() if count is not None})
+        first = next(iter(before.values()))  # all are of one iteration
+        self._engine.load_scalars(manifests[first.key].state, self._reader.where(first))
+        self._engine.apply(record, self._reader.values(held, manifests[held.key]), before.keys())
+
+
+def _before(moment: ReplayPoint, operator: str, key: Key) -> AvailableCheckpoint | None:
+    """Returns the checkpoint that precedes checkpoint ``key`` in an operator's chain, if any."""
+    chain = [moment.sources[operator, MASTER], *moment.folds[operator]]
+    return next((before for before, after in zip(chain, chain[1:], strict=False) if after.key == key), None)
 
 
 class Rebuilder:

@@ -28,11 +28,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moc.errors import code_of
-from moc.faults import reach
+from moc.fault_points import reach
 from moc.files import decode
-from moc.recovery.scope import Replayed
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.results import settled
+from moc.recovery.stage_replay import InterruptedReplay
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.device import synchronize_and_check
 from moc.session.engine import Engine
 from moc.state.interface import FreezingError, TrainingState
 from moc.state.record import Position, StepRecord, mean_loss
@@ -65,9 +65,9 @@ class ReplayProgress:
         self.at, self.reduced = at, False
 
     @property
-    def told(self) -> Replayed | None:
+    def told(self) -> InterruptedReplay | None:
         """Returns the part of the progress that other workers need."""
-        return self.at and Replayed(self.at.position.iteration, self.at.frozen, self.reduced)
+        return self.at and InterruptedReplay(self.at.position.iteration, self.at.frozen, self.reduced)
 
 
 class ReplayedStep(NamedTuple):
@@ -144,7 +144,7 @@ class Replayer:
         No worker starts the update before its entire stage has the reduced gradients.  If a loss interrupts the stage
         now, the workers that have not started can complete it, too.
         """
-        settled(self.engine.world.device)
+        synchronize_and_check(self.engine.world.device)
         self.progress.reduced = True
         wait_for_stage(self.engine)
         self.progress.move_to(None)

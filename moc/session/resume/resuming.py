@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import functools
 
-from moc.recovery.carrying import Carrier
-from moc.recovery.changes import in_storage_alone, is_of
-from moc.recovery.live import still_needed
+from moc.policy import recovers_exactly
+from moc.recovery.expert_versions import Carrier
 from moc.recovery.persisted import newest_full
+from moc.recovery.plan import in_storage_alone, is_of, still_needed
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
-from moc.runtime.agreement import gather, run_on_all, run_on_rank0
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
 from moc.session.elsewhere import Elsewhere
 from moc.session.engine import Engine, Listener
@@ -62,13 +62,13 @@ def resume(
             only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
-    publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+    publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
     if parts.peers is not None:
         parts.peers.restore(log)
     loader.adopted.adopt()
     _reduce_superseded(parts)
     held = loader.find(left)
-    run = parts.tiers.storage.place.run
+    run = parts.tiers.storage.storage.run
     oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None, run)
     loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
     if left.again and not loaded:  # workers that start over do not use old snapshots
@@ -76,7 +76,7 @@ def resume(
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
-        publish_what_is_whole(left, parts.tiers, parts.publisher, parts.world)
+        publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
         loaded = dataclasses.replace(loaded, held=loader.find_again())
     if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
@@ -105,7 +105,7 @@ def has_gone_back(tiers: Tiers, iteration: int) -> bool:
         stores = [store for store in (tiers.memory, tiers.storage) if store is not None]
         there = [(iterations[-1], store) for store in stores if (iterations := store.iterations())]
         newest, store = max(there, key=lambda one: one[0], default=(0, None))
-        return store is not None and newest > iteration and store.manifest(newest).state.get(BEGUN_AT) == iteration
+        return store is not None and newest > iteration and store.read_manifest(newest).state.get(BEGUN_AT) == iteration
 
     with contextlib.suppress(CheckpointError, OSError):
         return bool(within(LOOKING_S, look))
@@ -119,7 +119,7 @@ def _reduce_superseded(parts: Components) -> None:
     reduced the snapshots.  A node without a snapshot was lost with its memory.
     """
     tiers = parts.tiers
-    if tiers.memory is None or parts.policy.exact:
+    if tiers.memory is None or recovers_exactly(parts.policy):
         return
     carrier = Carrier(tiers.memory, ())
     told = gather(carrier.whole() if tiers.leads_node else None)
@@ -132,19 +132,20 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
     """Returns the point where the run resumes; informs the policy whether its window continues."""
     policy, tier, at = parts.policy, MEMORY if parts.tiers.memory is not None else STORAGE, loaded.position.iteration
     stored = tuple(one for one in loaded.held if one.tier == STORAGE and one.iteration <= at)
-    there = staying(loaded.held, policy.operators, policy.exact, tier, at, policy.under_way(at))
+    window = policy.schedule.current_window(at)
+    there = staying(loaded.held, policy.operators, recovers_exactly(policy), tier, at, window)
     if not there.goes_on:
-        policy.begin_anew()
+        policy.schedule.restart_window()
     begun = {iteration: one for iteration, one in left.begun.items() if iteration in there.in_memory}
-    if policy.exact:
+    if recovers_exactly(policy):
         stays = experts_staying((), there.in_memory, at)
     else:
         way = loaded.plan.way
         assert way is not None  # only exact policies resume without a recovery path
         stays = experts_staying(still_needed(way, loaded.held, policy.operators), there.in_memory, at)
         in_order = not stays.newer and not stays.before and (tier == STORAGE or at in there.in_memory)
-        policy.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
-        policy.on_inventory(newest_full(stored))
+        policy.recovery.on_resume(in_order and is_of(policy, way), in_storage_alone(loaded.held, policy))
+        policy.storage.on_inventory(newest_full(stored))
     kept = (there.newest, there.in_memory, *stays)
     return ResumePoint(loaded.position, loaded.record, *kept, again=there.again, stored=stored, begun=begun)
 
@@ -152,7 +153,7 @@ def _point(loaded: ResumeResult, parts: Components, left: Survivors) -> ResumePo
 def _tidy_up(parts: Components, start: ResumePoint, storage: bool = True) -> None:
     run_on_all(lambda: tidy_memory(parts.tiers, start), "cannot tidy up old snapshots")
     if storage:
-        tidy = lambda: parts.publisher.beside(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
+        tidy = lambda: parts.committer.in_background(lambda: tidy_storage(parts.tiers, start)).result()  # noqa: E731
         run_on_rank0(tidy, "cannot tidy up old snapshots")
 
 
@@ -160,8 +161,8 @@ def tidy_storage(tiers: Tiers, start: ResumePoint) -> None:
     """Sets aside newer snapshots, and removes uncommitted files of killed jobs; on rank 0."""
     for newer in tiers.storage.iterations():
         if newer > start.position.iteration:
-            tiers.storage.set_aside(newer)
-    tiers.storage.clear_unpublished()
+            tiers.storage.hide(newer)
+    tiers.storage.remove_unpublished()
 
 
 def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
@@ -179,4 +180,4 @@ def tidy_memory(tiers: Tiers, start: ResumePoint) -> None:
             elif other not in (*start.in_memory, *start.experts):
                 tiers.memory.remove(other)
         Carrier(tiers.memory, ()).delete()
-        tiers.memory.clear_unpublished()
+        tiers.memory.remove_unpublished()

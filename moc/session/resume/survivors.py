@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from moc.recovery.replicas import pieces
-from moc.recovery.scope import Logs
-from moc.runtime.agreement import gather, run_on_all
-from moc.runtime.world import World
+from moc.recovery.stage_replay import Logs
+from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.job import World
 from moc.session.digests import KnownDigests
 from moc.session.engine import Engine
-from moc.session.publishing import Publisher
+from moc.session.resume.rank_transfers import part_ids
 from moc.session.resume.replay import ReplayProgress
 from moc.session.tiers import Tiers
-from moc.snapshot.kept import KeptBuffers
-from moc.state.detail import Detail
+from moc.snapshot.buffer_pool import KeptBuffers
+from moc.state.operators import Detail
 from moc.state.record import Position, Records
+from moc.store.store import Store
+
+CommitReported = Callable[[Store, int, dict, Iterable[int]], None]
+"""Commits the parts of a snapshot that ranks have reported; takes store, iteration, non-tensor state and ranks."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
         if rank in live:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
-    held = dict(enumerate(gather(pieces(engine.state))))
+    held = dict(enumerate(gather(part_ids(engine.state))))
     reduced = {rank: iteration for rank, (_, _, iteration, _) in enumerate(told) if iteration is not None}
     return Survivors(again, live, states, begun, held, steps, logs, reduced, resized)
 
@@ -146,7 +149,7 @@ def _logs(engine: Engine, records: Records, progress: ReplayProgress) -> Logs:
     )
 
 
-def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, world: World) -> None:
+def publish_what_is_whole(left: Survivors, tiers: Tiers, commit: CommitReported, world: World) -> None:
     """Commits snapshots that every worker, including lost ones, had saved before the loss; a collective call.
 
     A snapshot is committed once the all-reduce of the next iteration reports that all have copied it.  If that
@@ -160,9 +163,9 @@ def publish_what_is_whole(left: Survivors, tiers: Tiers, publisher: Publisher, w
 
     def publish(iteration: int, state: dict) -> None:
         if publishes and iteration not in store.iterations():
-            publisher.reported(store, iteration, state, ranks)
+            commit(store, iteration, state, ranks)
 
     begun = {iteration: one.state for iteration, one in left.begun.items()}
     for iteration, state in sorted({**left.states, **begun}.items()):
-        if all(gather(not publishes or store.has_all(iteration, ranks))):
+        if all(gather(not publishes or store.is_publishable(iteration, ranks))):
             run_on_all(partial(publish, iteration, state), "cannot publish what all workers had saved")

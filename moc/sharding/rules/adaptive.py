@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from moc.sharding.item import Item
 from moc.sharding.rules.registry import rule
+from moc.sharding.save_items import SaveItem
 
 
 @rule("adaptive")
-def adaptive(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
+def adaptive(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
     """Assigns each item, largest first, to its least loaded holder, counting expert parts.
 
     MoC, section 4.3: dense items fill the gaps that partial experts checkpointing leaves.
@@ -18,7 +18,7 @@ def adaptive(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
     return largest_to_least_loaded(items, load)
 
 
-def largest_to_least_loaded(items: Sequence[Item], load: Mapping[int, int]) -> list[int]:
+def largest_to_least_loaded(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
     """Assigns items greedily in descending size, each to the least loaded of its holders.
 
     Items of equal size keep their order, and ties between holders go to the lowest rank.  Without initial loads, and if

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from moc.errors import UserError
-from moc.sharding.item import Item
+from moc.sharding.save_items import SaveItem
 
-Rule = Callable[[Sequence[Item], Mapping[int, int]], Sequence[int]]
+Rule = Callable[[Sequence[SaveItem], Mapping[int, int]], Sequence[int]]
 """Function from items, and the bytes already assigned to each rank, to the rank that saves each item.
 
 Every rank computes the rule itself, so the result must depend only on the arguments, with ties broken identically on

@@ -37,7 +37,7 @@ def test_losses_may_differ_by_rounding_alone():
     [
         ({"type": "iteration", "iteration": 2}, "computed twice"),
         ({"type": "fallback", "reason": "nobody has it"}, "a checkpoint was read: nobody has it"),
-        ({"type": "resume", "tier": "storage"}, "state came from storage"),
+        ({"type": "resume", "tier": "storage"}, "state was loaded from storage"),
     ],
 )
 def test_what_an_elastic_job_must_not_do(event, sentence):

@@ -6,9 +6,8 @@ import pytest
 
 from benchmarks import simulator_vs_real
 from benchmarks.ettr.predict import Way, expected, halves, predicted, saving_of
-from moc.runtime.inject import faults_of
-from moc.simulate.profile import profile_of
-from moc.simulate.recoveries import fitted
+from moc.runtime.fault_injection import parse_faults
+from moc.simulate.profile import fitted, profile_of
 
 PLAIN_S, SAVING_S, RESTART_S = 0.1, 0.125, 0.75
 
@@ -128,6 +127,6 @@ def test_faults_are_as_far_apart_as_is_said(mean, iterations, count):
     assert (
         faults == simulator_vs_real.planned(mean, iterations, seed=1) != simulator_vs_real.planned(mean, iterations, 2)
     )
-    plan = faults_of(";".join(faults))
+    plan = parse_faults(";".join(faults))
     assert len(plan) == len({fault.iteration for fault in plan}) == count
     assert all(16 <= fault.iteration < iterations - 8 and 1 <= len(fault.ranks) <= 3 for fault in plan)

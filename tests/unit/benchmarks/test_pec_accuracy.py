@@ -13,9 +13,9 @@ from benchmarks.accuracy import plots, report, runs
 from benchmarks.accuracy.cells import EXPERTS, QUICK, Cell, Plan, cells, expected, expected_plt
 from benchmarks.accuracy.results import Results
 from megatron.pretraining.entry.offline import config_of_words
-from moc.policy.adaptive import uniform_plt
-from moc.policy.ledger import Ledger
 from moc.policy.pec_selection import sequential_experts
+from moc.policy.pec_tuner import uniform_plt
+from moc.policy.token_ledger import TokenLedger
 
 PLAN = Plan()
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,17 +90,21 @@ def test_lost_tokens_to_expect_are_those_of_the_planner_and_of_the_ledger(k):
 
 def counted(k: int, interval: int, fault: int, layers: int = 2) -> float:
     """The ledger's PLT of a run with equally busy experts, up to a fault right after a snapshot."""
-    ledger, saved = Ledger.of(dict.fromkeys(range(layers), EXPERTS)), {}
+    ledger, saved = TokenLedger.empty(dict.fromkeys(range(layers), EXPERTS)), {}
     for iteration in range(1, fault + 1):
-        ledger = ledger.after(dict.fromkeys(range(layers), [5] * EXPERTS))
+        ledger = ledger.after_iteration(dict.fromkeys(range(layers), [5] * EXPERTS))
         if iteration % interval == 0:
             number = iteration // interval - 2
             chosen = {i: sequential_experts(number, i, k, EXPERTS, 1) for i in range(layers)}
             chosen = chosen if number >= 0 else dict.fromkeys(range(layers), range(EXPERTS))
-            ledger = ledger.begun(chosen, chosen).snapshotted(iteration).persisted(iteration)
+            ledger = (
+                ledger.with_snapshot(chosen, chosen)
+                .with_snapshot_completed(iteration)
+                .with_persist_completed(iteration)
+            )
             saved |= {(layer, expert): iteration for layer, experts in chosen.items() for expert in experts}
     restored = {i: {e: saved[i, e] for e in range(EXPERTS)} for i in range(layers)}
-    return ledger.recovered(restored).plt()
+    return ledger.after_recovery(restored).plt()
 
 
 def test_what_to_expect_of_each_kind_of_run():

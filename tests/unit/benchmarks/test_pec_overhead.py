@@ -8,11 +8,11 @@ from benchmarks import pec_overhead
 from benchmarks.overhead import figures, methods, report
 from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
+from moc.store.host_memory import memory_storage
 from moc.store.manifest import FileEntry, Manifest
 from moc.store.runs import begin_run
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 
 EVERY = 6
 SLOW = 1.5  # seconds more of the iteration beside which a snapshot is copied
@@ -182,8 +182,8 @@ def test_the_watch_remembers_what_is_gone(tmp_path):
     storage, memory = tmp_path / "checkpoints", tmp_path / "memory"
     memory.mkdir()
     stores = {
-        "storage": Store(LocalPlace(storage)),
-        "memory": Store(memory_place(memory, str(storage), begin_run(LocalPlace(storage), str(storage)).run)),
+        "storage": Store(LocalStorage(storage)),
+        "memory": Store(memory_storage(memory, str(storage), begin_run(LocalStorage(storage), str(storage)).run)),
     }
     watch = Watch(storage, memory)
     for number, store in enumerate(stores.values()):
@@ -198,7 +198,7 @@ def test_the_watch_sees_what_comes_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
     with Watch(tmp_path / "checkpoints", tmp_path / "memory") as watch:
         files = {"rank_00000.safetensors": FileEntry(9, 8, "0" * 32)}
-        Store(LocalPlace(tmp_path / "checkpoints")).publish(Manifest(1, "full", 1, files, {}))
+        Store(LocalStorage(tmp_path / "checkpoints")).publish(Manifest(1, "full", 1, files, {}))
     assert watch.sizes["storage"] == {1: [9]}
 
 

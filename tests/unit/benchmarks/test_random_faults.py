@@ -145,7 +145,7 @@ def test_all_that_can_happen_in_recoveries_does(nodes, candidates, possible):
 
 def test_a_run_with_partial_snapshots_has_to_end_whole():
     assert missing(End({1: (9.0, 9.0), 2: (8.0, 8.0)}, {"box": "z"}), EXPECTED) == []
-    assert missing(End({1: (9.0, 9.0)}, {"box": "z"}), EXPECTED) == ["iterations [2] are not told"]
+    assert missing(End({1: (9.0, 9.0)}, {"box": "z"}), EXPECTED) == ["iterations [2] are not reported"]
     assert len(missing(End(EXPECTED.losses, {}), EXPECTED)) == 1
     assert len(missing(End(EXPECTED.losses, {"other model's": "a"}), EXPECTED)) == 1
 

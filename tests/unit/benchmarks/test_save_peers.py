@@ -8,7 +8,7 @@ import pytest
 from benchmarks import save_stall
 from benchmarks.save_peers import cases, ours, report, rounds
 from benchmarks.save_peers.rounds import Plan
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 
 
 def test_an_early_worker_waits_for_the_others_and_not_for_the_save():

@@ -6,9 +6,17 @@ import pytest
 
 from benchmarks.ettr.changes import Pauses, pauses
 from benchmarks.spot_replay import BATCH, Change, Told, as_trace, by_most, changes, claims, ettr, forecast, parse
-from moc.simulate.failures import Event, Trace, read_trace
+from moc.simulate.failures import ClusterEvent, Trace, read_trace
 
-TRACE = Trace(30, (Event(100.0, gained=30), Event(200.0, lost=2), Event(300.0, lost=18), Event(900.0, lost=40)))
+TRACE = Trace(
+    30,
+    (
+        ClusterEvent(100.0, gained=30),
+        ClusterEvent(200.0, lost=2),
+        ClusterEvent(300.0, lost=18),
+        ClusterEvent(900.0, lost=40),
+    ),
+)
 OF = (Change(0.0, 3), Change(10.0, 6), Change(30.0, 4))
 OWN = parse(["--directory", str(Path("."))])
 
@@ -24,12 +32,16 @@ def read_back(of, building_s, path):
 
 
 def test_the_simulator_reads_the_same(tmp_path):
-    assert read_back(OF, 0.0, tmp_path / "trace.csv") == Trace(3, (Event(10.0, gained=3), Event(30.0, lost=2)))
+    assert read_back(OF, 0.0, tmp_path / "trace.csv") == Trace(
+        3, (ClusterEvent(10.0, gained=3), ClusterEvent(30.0, lost=2))
+    )
 
 
 def test_nodes_that_build_are_there_later_or_never(tmp_path):
-    assert read_back(OF, 5.0, tmp_path / "trace.csv") == Trace(3, (Event(15.0, gained=3), Event(30.0, lost=2)))
-    assert read_back(OF, 25.0, tmp_path / "trace.csv") == Trace(3, (Event(35.0, gained=1),))
+    assert read_back(OF, 5.0, tmp_path / "trace.csv") == Trace(
+        3, (ClusterEvent(15.0, gained=3), ClusterEvent(30.0, lost=2))
+    )
+    assert read_back(OF, 25.0, tmp_path / "trace.csv") == Trace(3, (ClusterEvent(35.0, gained=1),))
 
 
 def test_iterations_are_those_of_the_workers_with_which_most_were_trained():

@@ -2,7 +2,7 @@
 
 import random
 
-from moc.elastic.allocation import allocate, allocate_distinct, ascending, least_replicas
+from moc.elastic.allocation import allocate_distinct, allocate_replicas, experts_by_load, feasible_replicas
 from tests.errors import raises
 
 
@@ -20,32 +20,32 @@ def test_the_sum_the_order_and_f_hold_for_any_loads():
         nodes, slots = rng.randint(1, 16), rng.randint(1, 8)
         if nodes * slots < len(loads):
             continue
-        least = least_replicas(rng.randint(1, 4), len(loads), nodes, slots)
-        replicas = allocate(loads, nodes * slots, least)
+        least = feasible_replicas(rng.randint(1, 4), len(loads), nodes, slots)
+        replicas = allocate_replicas(loads, nodes * slots, least)
         assert sum(replicas) == nodes * slots
-        in_order = [replicas[expert] for expert in ascending(loads)]
+        in_order = [replicas[expert] for expert in experts_by_load(loads)]
         assert in_order == sorted(in_order)
         assert in_order[0] >= least
         distinct = allocate_distinct(loads, nodes, slots, least)
         assert sum(distinct) == min(nodes * slots, nodes * len(loads))
-        in_order = [distinct[expert] for expert in ascending(loads)]
+        in_order = [distinct[expert] for expert in experts_by_load(loads)]
         assert in_order == sorted(in_order)
         assert least <= in_order[0] and in_order[-1] <= nodes
 
 
 def test_in_proportion():
-    assert allocate([1, 1, 2, 4], 16, 2) == [2, 2, 4, 8]
-    assert allocate([100, 1, 1], 12, 2) == [8, 2, 2]
-    assert allocate([0, 0, 0], 7, 1) == [2, 2, 3]
+    assert allocate_replicas([1, 1, 2, 4], 16, 2) == [2, 2, 4, 8]
+    assert allocate_replicas([100, 1, 1], 12, 2) == [8, 2, 2]
+    assert allocate_replicas([0, 0, 0], 7, 1) == [2, 2, 3]
     assert allocate_distinct([100, 1, 1], 4, 3, 2) == [4, 4, 4]
     assert allocate_distinct([100, 3, 1, 1], 4, 3, 2, everywhere=1) == [4, 4, 2, 2]
 
 
 def test_f_is_dropped_where_it_does_not_fit_and_one_replica_must():
-    assert least_replicas(2, experts=16, nodes=10, slots=6) == 2
-    assert least_replicas(2, experts=16, nodes=5, slots=6) == 1  # section 6.2
-    assert least_replicas(3, experts=2, nodes=2, slots=6) == 2
+    assert feasible_replicas(2, experts=16, nodes=10, slots=6) == 2
+    assert feasible_replicas(2, experts=16, nodes=5, slots=6) == 1  # section 6.2
+    assert feasible_replicas(3, experts=2, nodes=2, slots=6) == 2
     with raises("slots-too-few", "4 slots"):
-        least_replicas(1, experts=16, nodes=5, slots=3)
+        feasible_replicas(1, experts=16, nodes=5, slots=3)
     with raises("slots-too-few", "3 slots", "2 replicas"):
-        allocate([1, 1], 3, 2)
+        allocate_replicas([1, 1], 3, 2)

@@ -4,8 +4,8 @@ import numpy
 import pytest
 
 from moc.elastic.allocation import allocate_distinct
-from moc.elastic.dispatch import even, exchange, filled_up, level
-from moc.elastic.placement import distinct, holders, place
+from moc.elastic.dispatch import even_capacities, exchange_of_rank, level_capacities, water_fill
+from moc.elastic.placement import place_replicas, replicas_by_node, without_repetition
 
 
 def some(rng, experts, ranks):
@@ -17,7 +17,7 @@ def some(rng, experts, ranks):
     return counts, replicas
 
 
-@pytest.mark.parametrize("capacities", [level, even])
+@pytest.mark.parametrize("capacities", [level_capacities, even_capacities])
 def test_every_token_is_computed_once_where_its_expert_is(capacities):
     rng = numpy.random.default_rng(0)
     for _ in range(200):
@@ -26,7 +26,7 @@ def test_every_token_is_computed_once_where_its_expert_is(capacities):
         given = capacities(counts.sum(axis=1), replicas)
         assert (given.sum(axis=1) == counts.sum(axis=1)).all()
         assert (given >= 0).all() and not given[replicas == 0].any()
-        parts = [exchange(counts, given, rank) for rank in range(ranks)]
+        parts = [exchange_of_rank(counts, given, rank) for rank in range(ranks)]
         sends = numpy.stack([part.sends for part in parts])  # by sender, expert, receiver
         receives = numpy.stack([part.receives for part in parts])  # by receiver, expert, sender
         assert (sends >= 0).all()
@@ -39,12 +39,12 @@ def test_every_token_is_computed_once_where_its_expert_is(capacities):
 
 
 def test_the_least_loaded_are_filled_up():
-    assert filled_up(numpy.array([5, 0, 2]), 4).tolist() == [0, 3, 1]
-    assert filled_up(numpy.array([5, 0, 2]), 10).tolist() == [0, 6, 4]
+    assert water_fill(numpy.array([5, 0, 2]), 4).tolist() == [0, 3, 1]
+    assert water_fill(numpy.array([5, 0, 2]), 10).tolist() == [0, 6, 4]
     rng = numpy.random.default_rng(0)
     for _ in range(1_000):
         loads, amount = rng.integers(0, 20, rng.integers(1, 9)), int(rng.integers(0, 60))
-        more = filled_up(loads, amount)
+        more = water_fill(loads, amount)
         assert more.sum() == amount and (more >= 0).all()
         filled = (loads + more)[more > 0]
         if amount:
@@ -55,17 +55,17 @@ def test_the_least_loaded_are_filled_up():
 def test_one_hot_expert_is_shared_by_all_that_hold_it_and_level_makes_up_for_cold_ones():
     tokens = numpy.array([0, 30, 90])
     replicas = numpy.array([[1, 0, 0], [1, 0, 0], [1, 1, 1]])
-    assert level(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [10, 40, 40]]
-    assert even(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [30, 30, 30]]
+    assert level_capacities(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [10, 40, 40]]
+    assert even_capacities(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [30, 30, 30]]
 
 
 def test_level_takes_what_ranks_have_to_do_already():
-    assert level(numpy.array([6]), numpy.array([[1, 1]]), numpy.array([4, 0])).tolist() == [[1, 5]]
+    assert level_capacities(numpy.array([6]), numpy.array([[1, 1]]), numpy.array([4, 0])).tolist() == [[1, 5]]
 
 
 def test_the_hottest_expert_everywhere_levels_the_load():
     loads = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987]
     replicas = allocate_distinct(loads, 10, 6, 2, everywhere=1)
-    table = distinct(place(replicas, 10, 6, [15]), range(15, -1, -1))
-    work = level(numpy.array(loads), holders(table, 16)).sum(axis=0)
+    table = without_repetition(place_replicas(replicas, 10, 6, [15]), range(15, -1, -1))
+    work = level_capacities(numpy.array(loads), replicas_by_node(table, 16)).sum(axis=0)
     assert work.max() <= 1.01 * work.mean()

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.allocation import least_replicas
-from moc.elastic.dispatch import even, exchange, level, work_of
-from moc.elastic.domains import cut, least_in_each
-from moc.elastic.plan import Plan, Settings, plan
-from moc.elastic.survival import survived
+from moc.elastic.allocation import domain_sizes, feasible_replicas, min_replicas_per_domain
+from moc.elastic.dispatch import even_capacities, exchange_of_rank, level_capacities, tokens_per_rank_in_domains
+from moc.elastic.plan import Plan, PlanSettings, make_plan
+from moc.elastic.survival import count_survived
 from tests.errors import raises
 
 
@@ -22,7 +21,7 @@ def any_case(seed):
     experts, ranks, slots = int(rng.integers(1, 13)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
     nodes = -(-experts // (slots * ranks)) + int(rng.integers(0, 12))
     loads = {layer: rng.integers(0, rng.choice([1, 3, 500]), experts).tolist() for layer in (1, 3)}
-    wanted = Settings(slots, int(rng.integers(1, 5)), None, ranks, ranks * int(rng.integers(1, 5)))
+    wanted = PlanSettings(slots, int(rng.integers(1, 5)), None, ranks, ranks * int(rng.integers(1, 5)))
     return rng, experts, sorted(rng.choice(40, nodes, replace=False).tolist()), loads, wanted
 
 
@@ -42,7 +41,7 @@ def any_case(seed):
     ],
 )
 def test_as_few_domains_as_have_room_and_no_more_ranks_than_asked(given, found):
-    assert cut(*given) == found
+    assert domain_sizes(*given) == found
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,16 +51,16 @@ def test_each_domain_has_each_expert_and_all_together_have_f_holders(seed):
     rng, experts, members, loads, wanted = any_case(seed)
     previous = None
     for step in range(3):
-        now = plan(members, loads, wanted, previous)
-        assert now == plan(members, loads, wanted, previous)
+        now = make_plan(members, loads, wanted, previous)
+        assert now == make_plan(members, loads, wanted, previous)
         assert sum(now.domains) == len(members) and max(now.domains) - min(now.domains) <= 1
-        fit = [least_replicas(wanted.least, experts, n, wanted.slots * wanted.ranks) for n in now.domains]
+        fit = [feasible_replicas(wanted.min_replicas, experts, n, wanted.slots * wanted.ranks) for n in now.domains]
         stops = numpy.cumsum(now.domains) * now.ranks
         for layer in loads:
-            held = now.held(layer)
+            held = now.replica_matrix(layer)
             assert all((part.sum(axis=1) >= 1).all() for part in numpy.split(held, stops[:-1], axis=1))
-            by_node = now.held_by_nodes(layer)
-            assert by_node.max() <= 1 and by_node.sum(axis=1).min() >= min(wanted.least, sum(fit))
+            by_node = now.replicas_by_node(layer)
+            assert by_node.max() <= 1 and by_node.sum(axis=1).min() >= min(wanted.min_replicas, sum(fit))
         for nodes, stop in zip(now.domains, numpy.cumsum(now.domains), strict=True):
             assert sorted(now.columns[stop - nodes : stop]) == list(range(stop - nodes, stop))
             assert now.domain_of((stop - 1) * now.ranks) == slice((stop - nodes) * now.ranks, stop * now.ranks)
@@ -73,16 +72,16 @@ def test_each_domain_has_each_expert_and_all_together_have_f_holders(seed):
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.sampled_from([level, even]))
+@given(st.integers(0, 10**6), st.sampled_from([level_capacities, even_capacities]))
 def test_tokens_are_dispatched_within_each_domain_and_none_is_lost(seed, capacities):
     rng, experts, members, loads, wanted = any_case(seed)
-    made = plan(members, loads, wanted)
-    counts, held = rng.integers(0, 50, (experts, made.size)), made.held(1)
+    made = make_plan(members, loads, wanted)
+    counts, held = rng.integers(0, 50, (experts, made.num_ranks)), made.replica_matrix(1)
     computed = numpy.zeros_like(counts)
-    for rank in range(made.size):
+    for rank in range(made.num_ranks):
         domain = made.domain_of(rank)
         mine, replicas = counts[:, domain], held[:, domain]
-        flow = exchange(mine, capacities(mine.sum(axis=1), replicas), rank - domain.start)
+        flow = exchange_of_rank(mine, capacities(mine.sum(axis=1), replicas), rank - domain.start)
         assert (flow.sends.sum(axis=1) == counts[:, rank]).all()
         assert (flow.sends <= replicas * counts[:, rank, None]).all()
         computed[:, rank] = flow.receives.sum(axis=1)
@@ -95,7 +94,7 @@ def test_tokens_are_dispatched_within_each_domain_and_none_is_lost(seed, capacit
 @given(st.integers(0, 10**6))
 def test_json_tells_domains_and_without_them_there_is_one(seed):
     _, _, members, loads, wanted = any_case(seed)
-    made = plan(members, loads, wanted)
+    made = make_plan(members, loads, wanted)
     told = json.loads(json.dumps(made.to_json()))
     assert Plan.from_json(told) == made and Plan.from_json(told).domains == made.domains
     del told["domains"]
@@ -104,18 +103,21 @@ def test_json_tells_domains_and_without_them_there_is_one(seed):
     for domains in ([len(members), 1], [len(members) + 1, -1], []):
         with raises("expert-plan-invalid"):
             Plan.from_json(made.to_json() | {"domains": domains})
-    among = made.among(members, [True] * made.size)
-    assert among.domains == (len(members),) and (among.held(1) == made.held(1)).all()
+    among = made.restricted_to(members, [True] * made.num_ranks)
+    assert among.domains == (len(members),) and (among.replica_matrix(1) == made.replica_matrix(1)).all()
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6))
 def test_work_of_domains_is_that_of_all_tokens(seed):
     rng, experts, members, loads, wanted = any_case(seed)
-    made, tokens = plan(members, loads, wanted), rng.integers(0, 10_000, experts)
-    work = made.work(1, tokens.tolist())
-    assert work.sum() == tokens.sum() and (work[~made.held(1).any(axis=0)] == 0).all()
-    assert (work_of(tokens, made.held(1), [made.size]) == level(tokens, made.held(1)).sum(axis=0)).all()
+    made, tokens = make_plan(members, loads, wanted), rng.integers(0, 10_000, experts)
+    work = made.tokens_per_rank(1, tokens.tolist())
+    assert work.sum() == tokens.sum() and (work[~made.replica_matrix(1).any(axis=0)] == 0).all()
+    assert (
+        tokens_per_rank_in_domains(tokens, made.replica_matrix(1), [made.num_ranks])
+        == level_capacities(tokens, made.replica_matrix(1)).sum(axis=0)
+    ).all()
 
 
 def test_a_domain_counts_its_own_busiest_rank():
@@ -123,31 +125,40 @@ def test_a_domain_counts_its_own_busiest_rank():
     table = numpy.array([[0], [1], [0], [0], [0], [1]])
     tokens = [600, 600]
     apart = Plan(tuple(range(6)), tuple(range(6)), 2, 1, {0: table}, (2, 4))
-    assert apart.work(0, tokens).tolist() == [200, 200, 134, 133, 133, 400]
+    assert apart.tokens_per_rank(0, tokens).tolist() == [200, 200, 134, 133, 133, 400]
     assert apart.imbalance(0, tokens) == 2.0 and apart.imbalance(0, [0, 0]) == 1.0
     assert Plan(tuple(range(6)), tuple(range(6)), 2, 1, {0: table}, (6,)).imbalance(0, tokens) == 1.5
 
 
 def test_what_each_domain_is_asked_for():
-    assert least_in_each(2, [1, 1]) == 1 and least_in_each(3, [2, 2]) == 2
-    assert least_in_each(3, [2, 1]) == 2 and least_in_each(9, [2, 1]) == 2
-    assert least_in_each(2, [2]) == 2
+    assert min_replicas_per_domain(2, [1, 1]) == 1 and min_replicas_per_domain(3, [2, 2]) == 2
+    assert min_replicas_per_domain(3, [2, 1]) == 2 and min_replicas_per_domain(9, [2, 1]) == 2
+    assert min_replicas_per_domain(2, [2]) == 2
 
 
 def test_survival_of_many_nodes_in_equal_domains_is_exact():
     """Of 40 nodes, as of the 20 pairs that have the same place in both domains."""
     loads = {0: list(range(1, 17)), 1: list(range(17, 1, -1))}
-    before = plan(range(40), loads, Settings(2, 2, 0, domain=20))
-    made = plan(range(40), loads, Settings(2, 2, 0, domain=20), before)
+    before = make_plan(range(40), loads, PlanSettings(2, 2, 0, max_domain_ranks=20))
+    made = make_plan(range(40), loads, PlanSettings(2, 2, 0, max_domain_ranks=20), before)
     assert before.domains == made.domains == (20, 20)
-    held = made.held_by_nodes(0)
+    held = made.replicas_by_node(0)
     assert (held[:, ::2] == held[:, 1::2]).all()
-    found, alone = survived(held, 4), survived(held[:, ::2], 2)
+    found, alone = count_survived(held, 4), count_survived(held[:, ::2], 2)
     assert found[:2] == [1, 40] and found[2] == comb(40, 2) - (comb(20, 1) - alone[1])
 
 
 def test_groups_are_alike_in_domains_of_other_sizes_so_that_replicas_survive_together():
     """Experts with equally many replicas in one domain may have unequally many in a larger one."""
-    made = plan(range(7), {0: [12, 23, 17, 4, 15, 12]}, Settings(2, 2, 0, domain=4))
+    made = make_plan(range(7), {0: [12, 23, 17, 4, 15, 12]}, PlanSettings(2, 2, 0, max_domain_ranks=4))
     assert made.domains == (4, 3)
-    assert survived(made.held_by_nodes(0), 7) == [1, 7, 19, 24, 12, 0, 0, 0]  # by number they survive 17 of 2 lost
+    assert count_survived(made.replicas_by_node(0), 7) == [
+        1,
+        7,
+        19,
+        24,
+        12,
+        0,
+        0,
+        0,
+    ]  # by number they survive 17 of 2 lost

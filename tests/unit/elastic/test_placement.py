@@ -7,9 +7,18 @@ from math import comb
 import numpy
 import pytest
 
-from moc.elastic.allocation import allocate_distinct, ascending, least_replicas
-from moc.elastic.placement import EMPTY, compact, cyclic, distinct, holders, overlapped, place, representatives
-from moc.elastic.survival import score, survived
+from moc.elastic.allocation import allocate_distinct, experts_by_load, feasible_replicas
+from moc.elastic.placement import (
+    EMPTY,
+    place_compact,
+    place_overlapping,
+    place_replicas,
+    place_spread,
+    replicas_by_node,
+    representative_counts,
+    without_repetition,
+)
+from moc.elastic.survival import count_survived, survival_score
 
 
 @functools.cache
@@ -55,17 +64,17 @@ SIZES = [
 @pytest.mark.parametrize(("nodes", "slots", "experts"), SIZES)
 def test_no_placement_survives_more(nodes, slots, experts):
     for replicas in ascending_replicas(nodes, slots, experts):
-        table = place(replicas, nodes, slots)
-        assert survived(holders(table, experts), nodes) == best(replicas, nodes, slots), replicas
+        table = place_replicas(replicas, nodes, slots)
+        assert count_survived(replicas_by_node(table, experts), nodes) == best(replicas, nodes, slots), replicas
 
 
 def test_theorem_1_holds_as_far_as_the_nodes_suffice_for_all_representatives():
     beyond = 0
     for nodes, slots, experts in SIZES:
         for replicas in ascending_replicas(nodes, slots, experts):
-            table = overlapped(numpy.array(replicas), nodes, slots)
-            optimal = survived(holders(table, experts), nodes) == best(replicas, nodes, slots)
-            suffice = sum(representatives(replicas, slots)) <= nodes
+            table = place_overlapping(numpy.array(replicas), nodes, slots)
+            optimal = count_survived(replicas_by_node(table, experts), nodes) == best(replicas, nodes, slots)
+            suffice = sum(representative_counts(replicas, slots)) <= nodes
             assert optimal or not suffice, (nodes, slots, replicas)
             beyond += not optimal
     assert beyond > 10  # it is no theorem without the condition
@@ -73,25 +82,25 @@ def test_theorem_1_holds_as_far_as_the_nodes_suffice_for_all_representatives():
 
 def chances(table, experts, lost):
     nodes = len(table)
-    return survived(holders(table, experts), nodes)[lost], comb(nodes, lost)
+    return count_survived(replicas_by_node(table, experts), nodes)[lost], comb(nodes, lost)
 
 
 def test_counterexample_one_of_theorem_1():
     replicas = (2, 3, 3)
-    assert chances(overlapped(numpy.array(replicas), 4, 2), 3, lost=2) == (4, 6)
-    assert chances(place(replicas, 4, 2), 3, lost=2) == (5, 6)
+    assert chances(place_overlapping(numpy.array(replicas), 4, 2), 3, lost=2) == (4, 6)
+    assert chances(place_replicas(replicas, 4, 2), 3, lost=2) == (5, 6)
 
 
 def test_counterexample_two_of_theorem_1_where_f_does_not_hold_either():
     replicas = (2, 2, 2)
-    assert (holders(overlapped(numpy.array(replicas), 3, 2), 3) > 0).sum(axis=1).min() == 1
-    assert chances(place(replicas, 3, 2), 3, lost=1) == (3, 3)
+    assert (replicas_by_node(place_overlapping(numpy.array(replicas), 3, 2), 3) > 0).sum(axis=1).min() == 1
+    assert chances(place_replicas(replicas, 3, 2), 3, lost=1) == (3, 3)
 
 
 def test_figure_4():
     a = [[0, 2, 3, 3], [0, 1, 3, 3], [1, 3, 3, 3], [1, 2, 3, 3], [2, 3, 3, 3]]
     assert chances(numpy.array(a), 4, lost=3) == (5, 10)
-    assert chances(place((2, 3, 3, 12), 5, 4), 4, lost=3) == (7, 10)
+    assert chances(place_replicas((2, 3, 3, 12), 5, 4), 4, lost=3) == (7, 10)
 
 
 @pytest.mark.parametrize("everywhere", [0, 1, 2])
@@ -101,28 +110,31 @@ def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere)
         nodes, slots = int(rng.integers(2, 30)), int(rng.integers(3, 9))
         experts = int(rng.integers(3, nodes * (slots - everywhere) + everywhere + 1))
         loads = rng.integers(0, 100, experts).tolist()
-        least = least_replicas(2, experts - everywhere, nodes, slots - everywhere)
+        least = feasible_replicas(2, experts - everywhere, nodes, slots - everywhere)
         replicas = allocate_distinct(loads, nodes, slots, least, everywhere)
-        coldest_first = ascending(loads)
+        coldest_first = experts_by_load(loads)
         hottest = coldest_first[experts - everywhere :]
-        table = place(replicas, nodes, slots, hottest)
-        held = holders(table, experts)
+        table = place_replicas(replicas, nodes, slots, hottest)
+        held = replicas_by_node(table, experts)
         assert held.sum(axis=1).tolist() == replicas
         assert (held > 0).sum(axis=1).min() >= least
         assert (held[hottest] == 1).all()
-        more = holders(distinct(table, coldest_first[::-1]), experts)
+        more = replicas_by_node(without_repetition(table, coldest_first[::-1]), experts)
         assert more.max() == 1 and more.sum() == nodes * min(slots, experts)
         assert (more >= (held > 0)).all()
 
 
 def test_spread_and_compact():
-    assert cyclic([2, 9], 10, 6)[:, :2].tolist() == [[0, 1]] + [[0, EMPTY]] + [[1, EMPTY]] * 8
-    assert [set(row) - {EMPTY} for row in compact([2, 9], 10, 6)[:2].tolist()] == [{0, 1}, {1}]
+    assert place_spread([2, 9], 10, 6)[:, :2].tolist() == [[0, 1]] + [[0, EMPTY]] + [[1, EMPTY]] * 8
+    assert [set(row) - {EMPTY} for row in place_compact([2, 9], 10, 6)[:2].tolist()] == [{0, 1}, {1}]
 
 
 def test_only_as_many_groups_are_spread_as_must_be_on_more_nodes_than_can_be_listed():
     replicas = [9] * 8  # three groups of 3 on 24 nodes, where 27 are needed
-    placed, all_spread = (score(holders(table, 8)) for table in (place(replicas, 24, 3), cyclic(replicas, 24, 3)))
-    mro = score(holders(overlapped(replicas, 24, 3), 8))
+    placed, all_spread = (
+        survival_score(replicas_by_node(table, 8))
+        for table in (place_replicas(replicas, 24, 3), place_spread(replicas, 24, 3))
+    )
+    mro = survival_score(replicas_by_node(place_overlapping(replicas, 24, 3), 8))
     assert placed[0] == all_spread[0] == 9 > mro[0]  # of the smallest set of holders
     assert placed > all_spread

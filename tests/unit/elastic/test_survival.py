@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.survival import TooManyNodesError, least_survival, minimal, survival, survived
+from moc.elastic.survival import (
+    TooManyNodesError,
+    count_survived,
+    minimal_holder_sets,
+    survival_lower_bound,
+    survival_probability,
+)
 
 
 def tried(held, lost):
@@ -23,15 +29,15 @@ def tried(held, lost):
 def test_as_by_trying_all(nodes, experts, rng):
     held = numpy.array([[rng.randint(0, 2) for _ in range(nodes)] for _ in range(experts)])
     for lost in range(nodes + 1):
-        assert isclose(survival(held, lost), tried(held, lost))
-        assert least_survival(held, lost) <= survival(held, lost) + 1e-12
+        assert isclose(survival_probability(held, lost), tried(held, lost))
+        assert survival_lower_bound(held, lost) <= survival_probability(held, lost) + 1e-12
 
 
 def test_by_hand():
     held = numpy.zeros((2, 10), int)
     held[0, :2] = held[1, 2:5] = 1
-    assert survival(held, 2) == 1 - 1 / 45  # of 45 pairs, only 0 and 1 take an expert with them
-    assert survival(held[:1], 10) == 0 == survival(held[:1], 11)
+    assert survival_probability(held, 2) == 1 - 1 / 45  # of 45 pairs, only 0 and 1 take an expert with them
+    assert survival_probability(held[:1], 10) == 0 == survival_probability(held[:1], 11)
 
 
 def test_runs_of_neighbours_are_exact_for_any_number_of_nodes():
@@ -42,21 +48,21 @@ def test_runs_of_neighbours_are_exact_for_any_number_of_nodes():
         for row in held:
             start = rng.integers(0, nodes - 3)
             row[start : start + rng.integers(2, 9)] = 1
-        assert isclose(survival(held, 3), tried(held, 3))
+        assert isclose(survival_probability(held, 3), tried(held, 3))
     pairs = numpy.kron(numpy.eye(50, dtype=int), [1, 1])
-    assert survived(pairs, 3)[3] == comb(100, 3) - 50 * 98
-    assert survival(numpy.ones((4, 4096), int), 100) == 1
+    assert count_survived(pairs, 3)[3] == comb(100, 3) - 50 * 98
+    assert survival_probability(numpy.ones((4, 4096), int), 100) == 1
 
 
 def test_what_is_no_run_is_bounded_where_it_cannot_be_listed():
     held = numpy.zeros((1, 20), int)
     held[0, [0, 5]] = 1
-    assert survival(held, 1) == 1
+    assert survival_probability(held, 1) == 1
     with pytest.raises(TooManyNodesError):
-        survival(held, 2)
-    assert least_survival(held, 2) == 1 - 1 / 190
+        survival_probability(held, 2)
+    assert survival_lower_bound(held, 2) == 1 - 1 / 190
 
 
 def test_of_sets_that_contain_others_only_those_others_count():
     held = numpy.array([[1, 1, 0, 0], [2, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]])
-    assert minimal(held).astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+    assert minimal_holder_sets(held).astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]

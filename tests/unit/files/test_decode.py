@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from moc.files import decode
-from moc.files.text import printable
+from moc.files.text import escape_controls
 
 
 @dataclass(frozen=True)
@@ -61,31 +61,31 @@ def test_anything_else_is_refused(text):
 
 
 def test_a_seal_detects_every_changed_byte():
-    text = decode.sealed({"count": 12, "name": "abc"}).encode()
-    whole = decode.unsealed(text, Example)
+    text = decode.encode_with_hash({"count": 12, "name": "abc"}).encode()
+    whole = decode.decode_verified(text, Example)
     for place in range(len(text)):
         for bit in range(8):
             changed = bytearray(text)
             changed[place] ^= 1 << bit
             try:
-                assert decode.unsealed(bytes(changed), Example) == whole
+                assert decode.decode_verified(bytes(changed), Example) == whole
             except ValueError:
                 pass
 
 
 def test_a_text_without_a_seal_is_of_an_earlier_version():
-    assert decode.unsealed('{"count": 1}', Example) == Example(1)
+    assert decode.decode_verified('{"count": 1}', Example) == Example(1)
 
 
 def test_no_control_character_is_printed():
     text = "".join(map(chr, range(0x3000))) + "\ud800\x9b"
-    shown = printable(text)
-    assert all(one.isprintable() or one in "\n\t" for one in shown) and printable("plain é\n") == "plain é\n"
+    shown = escape_controls(text)
+    assert all(one.isprintable() or one in "\n\t" for one in shown) and escape_controls("plain é\n") == "plain é\n"
 
 
 def test_numbers_that_json_has_and_types_have_not():
     assert math.isinf(decode.parse("Infinity"))  # a record of a skipped iteration has it
-    assert json.loads(decode.sealed({"a": 1}))["a"] == 1
+    assert json.loads(decode.encode_with_hash({"a": 1}))["a"] == 1
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class WithDefaults:
 @pytest.mark.parametrize("lacking", ["count", "names"])
 def test_a_state_that_lacks_a_field_with_a_default_is_refused_where_every_field_is_required(lacking):
     whole = {"count": 1, "names": ["a"]}
-    assert decode.state(whole, WithDefaults, "x", every_field=True) == WithDefaults(1, ("a",))
+    assert decode.convert_state(whole, WithDefaults, "x", requires_every_field=True) == WithDefaults(1, ("a",))
     del whole[lacking]
-    found = decode.state(whole, WithDefaults, "x")
-    assert decode.values_of(found).keys() == {"count", "names"}
+    found = decode.convert_state(whole, WithDefaults, "x")
+    assert decode.field_values(found).keys() == {"count", "names"}
     with pytest.raises(ValueError, match=lacking):
-        decode.state(whole, WithDefaults, "x", every_field=True)
+        decode.convert_state(whole, WithDefaults, "x", requires_every_field=True)

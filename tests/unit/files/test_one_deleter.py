@@ -1,4 +1,4 @@
-"""Programs delete files through moc.files.tree alone."""
+"""Programs delete files through moc.files.safe_directory alone."""
 
 import ast
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_the_rule_finds_what_deletes():
         "from shutil import rmtree", "import os as system", "getattr(path, 'unlink')()",
     ):  # fmt: skip
         assert deleting(text), text
-    assert not deleting("names.remove('a')\nplace.remove('b')\ntree.remove_own(path)")
+    assert not deleting("names.remove('a')\nplace.remove('b')\ntree.remove_owned(path)")
 
 
 def test_only_the_one_deleter_deletes():

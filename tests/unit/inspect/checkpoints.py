@@ -11,7 +11,7 @@ import torch
 
 from moc.state.region import boxes_of_range
 from moc.store import dense_files
-from moc.store.regions import RegionTensor, write_regions
+from moc.store.shard_file import BoxTensor, write_shard_file
 
 TENSORS = {
     "embedding.word_embeddings.weight": (8, 4),
@@ -37,41 +37,43 @@ STATE = {
 }
 
 
-def entries() -> list[list[RegionTensor]]:
+def entries() -> list[list[BoxTensor]]:
     """What each worker saves: its half of every flattened tensor, as ZeRO cuts it."""
     return [[entry for slot in SLOTS for entry in _half(slot, worker)] for worker in (0, 1)]
 
 
-def _half(slot: str, worker: int) -> Iterator[RegionTensor]:
+def _half(slot: str, worker: int) -> Iterator[BoxTensor]:
     for name, shape in TENSORS.items():
         middle = math.prod(shape) // 2 - 1  # in the middle of a row
         start, stop = ((0, middle), (middle, math.prod(shape)))[worker]
         for _, box in boxes_of_range(shape, start, stop):
-            yield RegionTensor(name, slot, shape, box, torch.randn(box.shape))
+            yield BoxTensor(name, slot, shape, box, torch.randn(box.shape))
 
 
-def save(root: Path, iteration: int = 3, workers: list[list[RegionTensor]] | None = None, **state) -> Path:
+def save(root: Path, iteration: int = 3, workers: list[list[BoxTensor]] | None = None, **state) -> Path:
     """Publishes a checkpoint whose files are as listed, whatever they hold."""
-    staging = dense_files.start(root, iteration)
+    staging = dense_files.begin_save(root, iteration)
     (staging / "optimizer").mkdir()
     for worker, boxes in enumerate(entries() if workers is None else workers):
-        write_regions(staging / "optimizer" / f"rank_{worker:05d}.safetensors", boxes)
+        write_shard_file(staging / "optimizer" / f"rank_{worker:05d}.safetensors", boxes)
     for name in (".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp"):
         (staging / name).write_bytes(name.encode() * 100)
-    (staging / dense_files.STATE).write_text(json.dumps({"iteration": iteration} | STATE | state))
+    (staging / dense_files.STATE_FILE).write_text(json.dumps({"iteration": iteration} | STATE | state))
     return publish(root, iteration)
 
 
 def publish(root: Path, iteration: int) -> Path:
     """Publishes what is staged."""
-    staging = dense_files.staging_of(root, iteration)
+    staging = dense_files.staging_path(root, iteration)
     names = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    return dense_files.publish(root, iteration, {name: dense_files.describe(staging / name) for name in names})
+    return dense_files.publish_save(
+        root, iteration, {name: dense_files.describe_file(staging / name) for name in names}
+    )
 
 
 def publish_again(directory: Path) -> Path:
     """Lists the files of a checkpoint anew, as they are now."""
     root, iteration = directory.parent, int(directory.name[5:])
-    directory.rename(dense_files.staging_of(root, iteration))
-    (dense_files.staging_of(root, iteration) / dense_files.MANIFEST).unlink()
+    directory.rename(dense_files.staging_path(root, iteration))
+    (dense_files.staging_path(root, iteration) / dense_files.MANIFEST).unlink()
     return publish(root, iteration)

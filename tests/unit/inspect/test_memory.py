@@ -12,13 +12,11 @@ import time
 import pytest
 
 from moc.inspect import memory
-from moc.store.claims import Claim
-from moc.store.leases import lease_left_s, record_lease, renew_lease
-from moc.store.leftovers import leftovers
+from moc.store.host_memory import lease_remaining_s, leftovers, memory_storage, record_lease, renew_lease
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_place
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.store.test_store import files, saved
@@ -26,9 +24,9 @@ from tests.unit.store.test_store import files, saved
 USES = {
     "has the place": """
 import sys, time
-from moc.store.claims import Claim
-from moc.store.storage import LocalPlace
-place = LocalPlace(sys.argv[1], claim=Claim("job", (0, 0), "run"))
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
+place = LocalStorage(sys.argv[1], claim=Claim("job", (0, 0), "run"))
 place.lock()
 print("uses it", flush=True)
 time.sleep(1000)
@@ -36,8 +34,8 @@ time.sleep(1000)
     "has a buffer there": """
 import sys, time
 from pathlib import Path
-from moc.store.buffers import Buffer
-buffer = Buffer(4096, Path(sys.argv[1]) / "slots" / "rank_00001.0")
+from moc.store.buffers import HostBuffer
+buffer = HostBuffer(4096, Path(sys.argv[1]) / "slots" / "rank_00001.0")
 print("uses it", flush=True)
 time.sleep(1000)
 """,
@@ -47,8 +45,8 @@ time.sleep(1000)
 @pytest.fixture
 def left(tmp_path):
     """Memory of two runs, one of which has snapshots."""
-    places = [memory_place(tmp_path, "/data/ckpt", run) for run in ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")]
-    saved(Store(LocalPlace(places[0].root, claim=Claim("ended", (0, 3)))), 10, 20)
+    places = [memory_storage(tmp_path, "/data/ckpt", run) for run in ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb")]
+    saved(Store(LocalStorage(places[0].root, claim=Claim("ended", (0, 3)))), 10, 20)
     for place, run in zip(places, ("aaaaaaaaaaaaaaaa", "bbbbbbbbbbbbbbbb"), strict=True):
         record_run(place, Run(run, "/data/ckpt", 0.0))
     os.link(places[0].root / "iter_0000010" / "rank_00000.safetensors", places[0].root / "a second name")
@@ -116,9 +114,12 @@ def test_a_checkpoint_directory_names_the_memory_of_its_run_alone(capsys, tmp_pa
     """Other runs stay: of other directories, and of the same directory before it was made again."""
     memory, here, there = tmp_path / "memory", tmp_path / "here", tmp_path / "there"
     memory.mkdir()
-    runs = {name: begin_run(LocalPlace(name), str(name)).run for name in (here, there)}
-    mine = [memory_place(memory, str(here), runs[here], node) for node in (None, "0", "1")]
-    others = [memory_place(memory, str(there), runs[there]), memory_place(memory, str(here), "bbbbbbbbbbbbbbbb", "0")]
+    runs = {name: begin_run(LocalStorage(name), str(name)).run for name in (here, there)}
+    mine = [memory_storage(memory, str(here), runs[here], node) for node in (None, "0", "1")]
+    others = [
+        memory_storage(memory, str(there), runs[there]),
+        memory_storage(memory, str(here), "bbbbbbbbbbbbbbbb", "0"),
+    ]
     for place in (*mine, *others):
         alive(place, 3600)
     assert all(str(one.root) in clean(capsys, memory, "--ckpt-dir", here)[1] for one in mine)
@@ -151,9 +152,9 @@ def test_memory_without_a_lease_stays_as_long_as_by_default(left, capsys, tmp_pa
 
 def test_a_renewed_lease_is_young(left):
     alive(left[0], 3600)
-    assert lease_left_s(left[0].root) <= 0
+    assert lease_remaining_s(left[0].root) <= 0
     renew_lease(left[0].root)
-    assert 25 < lease_left_s(left[0].root) <= 30
+    assert 25 < lease_remaining_s(left[0].root) <= 30
     shutil.rmtree(left[0].root)
     renew_lease(left[0].root)  # a newer generation may have removed the directory
     assert not left[0].root.exists()

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.pretraining.convert.regions import cut, write_regions
+from megatron.pretraining.convert.contents import cut_tensors, write_regions
 from megatron.pretraining.convert.snapshot import write_snapshot
 from moc.inspect import summary
 from moc.inspect import verify as tool
@@ -48,7 +48,7 @@ def edit(directory, **changes):
 def write_again(directory, change):
     """Writes the files anew with other boxes, and lists them as they are; what is promised stays."""
     model = Model()
-    parts = change(cut(model.tensors, 2))
+    parts = change(cut_tensors(model.tensors, 2))
     written = [write_regions(directory / f"rank_{i:05d}.safetensors", p, model, abs) for i, p in enumerate(parts)]
     edit(directory, files=dict(zip([FIRST, SECOND], written, strict=True)))
 
@@ -77,7 +77,7 @@ def test_every_bit_counts(capsys, tmp_path):
 def test_the_damaged_tensor_is_named(capsys, tmp_path):
     directory = snapshot(tmp_path)
     flip(directory / SECOND, 8 * (directory / SECOND).stat().st_size - 1)
-    last = cut(Model().tensors, 2)[1][-1]
+    last = cut_tensors(Model().tensors, 2)[1][-1]
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and problem.startswith(f"{SECOND}: {last.slot} of {last.name} at {list(last.region.offset)} ")
 
@@ -118,7 +118,7 @@ def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
         re.findall(r"\d+", problem) for problem in problems if problem.startswith("output: ") and "master" in problem
     ]
     assert code == 1 and held == [["4", str(4 + promised)]]
-    box = next(entry for part in cut(Model().tensors, 2) for entry in part if entry.name == QKV)
+    box = next(entry for part in cut_tensors(Model().tensors, 2) for entry in part if entry.name == QKV)
     write_again(directory, lambda parts: [parts[0], [*parts[1], box]])
     code, problems = verify(capsys, tmp_path)
     assert code == 1 and any(problem.startswith(f"{QKV}: {box.slot} overlaps at ") for problem in problems)

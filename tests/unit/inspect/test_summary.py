@@ -67,7 +67,7 @@ def test_no_loss_scale(capsys, tmp_path, scaler):
 
 def test_layers_and_experts_are_in_order_of_their_numbers():
     names = ["layers.10.expert.2", "output", "layers.2.expert.10", "layers.2.expert.9", "layers.2.router", "embedding"]
-    assert sorted(names, key=summary._place_of_operator) == [
+    assert sorted(names, key=summary._operator_position) == [
         "embedding", "layers.2.router", "layers.2.expert.9", "layers.2.expert.10", "layers.10.expert.2", "output"
     ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from moc.state.region import Region
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
-from tests.unit.store.test_regions import cuts
+from tests.unit.store.test_shard_file import cuts
 
 FIRST, SECOND = "optimizer/rank_00000.safetensors", "optimizer/rank_00001.safetensors"
 

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from moc.policy import Interval, Observed
+from moc.policy import Interval, ObservedIteration
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Clock:
         self.lost_s += disturbed - plain + stall
         self._left_s -= seconds
         self._iteration += 1
-        self.interval.observe(Observed(seconds, stall, self._started, self._left_s > 0))
-        self._started = self.interval.due(self._iteration)
+        self.interval.observe(ObservedIteration(seconds, stall, self._started, self._left_s > 0))
+        self._started = self.interval.is_due(self._iteration)
         if self._started:
             assert self._left_s <= 0, "a snapshot starts while one is in flight"
             self.starts.append(self._iteration)

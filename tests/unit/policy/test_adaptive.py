@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.policy.adaptive import Measured, TuningLimits, candidates, choose, uniform_plt
-from moc.policy.ledger import Ledger
+from moc.policy.pec_tuner import PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings, uniform_plt
+from moc.policy.token_ledger import TokenLedger
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.test_pec import persist
 
-MACHINE = Measured(
-    busiest={k: 100 + 50 * k for k in range(1, 9)},
+MACHINE = PecMeasurements(
+    busiest_rank_bytes={k: 100 + 50 * k for k in range(1, 9)},
     forward_backward_s=3.0,
     iteration_s=4.0,
     snapshot_bandwidth=100.0,
@@ -30,7 +30,7 @@ MACHINE = Measured(
 def machines(draw):
     sizes = sorted(draw(st.lists(st.integers(1, 1000), min_size=1, max_size=5)))
     seconds = st.floats(0.1, 50)
-    return Measured(
+    return PecMeasurements(
         dict(enumerate(sizes, start=1)),
         *(draw(seconds) for _ in range(2)),
         *(draw(st.floats(1, 1000)) for _ in range(2)),
@@ -41,8 +41,8 @@ def machines(draw):
 
 def possible(machine):
     """All pairs of numbers with all intervals, up to far beyond the best one."""
-    for k_snapshot in machine.busiest:
-        for k_persist in (k for k in machine.busiest if k <= k_snapshot):
+    for k_snapshot in machine.busiest_rank_bytes:
+        for k_persist in (k for k in machine.busiest_rank_bytes if k <= k_snapshot):
             least = -(-machine.persist_s(k_persist) // machine.iteration_s)
             for interval in (*range(max(1, int(least)), int(least) + 60), *(int(least) + 10**n for n in (2, 3, 4))):
                 yield k_snapshot, k_persist, interval
@@ -51,7 +51,7 @@ def possible(machine):
 @settings(deadline=None)
 @given(machines(), st.sampled_from([None, 0.0, 0.001, 0.0375, 0.5]))
 def test_nothing_is_better(machine, limit):
-    choice = choose(machine, TuningLimits(limit))
+    choice = choose_pec_settings(machine, PecLimits(limit))
     assert choice.k_persist <= choice.k_snapshot
     assert choice.interval * machine.iteration_s >= machine.persist_s(choice.k_persist) * (1 - 1e-12)
     assert choice.overhead_s == machine.overhead_s(choice.k_snapshot, choice.interval)
@@ -65,15 +65,15 @@ def test_nothing_is_better(machine, limit):
 @settings(deadline=None)
 @given(machines())
 def test_k_snapshot_is_the_largest_that_hides(machine):
-    hidden = [k for k in machine.busiest if machine.snapshot_s(k) <= machine.forward_backward_s]
-    choice = choose(machine)
+    hidden = [k for k in machine.busiest_rank_bytes if machine.snapshot_s(k) <= machine.forward_backward_s]
+    choice = choose_pec_settings(machine)
     if hidden:
         assert choice.k_snapshot == max(hidden) and choice.save_s == 0
 
 
 def test_the_example():
     """(100 + 50 K) / 100 <= 3 s: 4 experts hide.  One of them takes 15 s to storage, that is 4 iterations."""
-    choice = choose(MACHINE)
+    choice = choose_pec_settings(MACHINE)
     assert (choice.k_snapshot, choice.k_persist, choice.interval, choice.save_s) == (4, 1, 4, 0)
     assert choice.overhead_s == pytest.approx(1e-3 * (60 + 4 / 2 * 4))
     # all 8: 2 s of stall, 50 s to storage
@@ -83,14 +83,14 @@ def test_the_example():
 def test_experts_that_cost_no_time_are_taken():
     """More experts at the same bottleneck, and a storage that has time left in the same interval."""
     same = {1: 150, 2: 200, 3: 300, 4: 300, 5: 301, 8: 400}
-    choice = choose(dataclasses.replace(MACHINE, busiest=same, persist_bandwidth=50.0))
+    choice = choose_pec_settings(dataclasses.replace(MACHINE, busiest_rank_bytes=same, persist_bandwidth=50.0))
     assert (choice.k_snapshot, choice.k_persist, choice.interval) == (4, 2, 1)
-    less = choose(dataclasses.replace(MACHINE, busiest={k: 150 for k in (1, 2, 3)}))
+    less = choose_pec_settings(dataclasses.replace(MACHINE, busiest_rank_bytes={k: 150 for k in (1, 2, 3)}))
     assert (less.k_snapshot, less.k_persist) == (3, 3)
 
 
 def test_a_limit_takes_more_experts():
-    free, limited = choose(MACHINE), choose(MACHINE, TuningLimits(0.007))
+    free, limited = choose_pec_settings(MACHINE), choose_pec_settings(MACHINE, PecLimits(0.007))
     assert free.plt > 0.007 >= limited.plt
     assert (free.k_persist, limited.k_persist) == (1, 2) and limited.interval > free.interval
 
@@ -98,17 +98,17 @@ def test_a_limit_takes_more_experts():
 def test_a_limit_may_be_kept_by_snapshots_that_are_more_frequent():
     """Nothing hides, and storage is quick: a snapshot costs 1 s and more, so that they are seldom without a limit."""
     machine = dataclasses.replace(MACHINE, forward_backward_s=0.5, persist_bandwidth=1e6)
-    free, limited = choose(machine), choose(machine, TuningLimits(0.07))
+    free, limited = choose_pec_settings(machine), choose_pec_settings(machine, PecLimits(0.07))
     assert (free.k_snapshot, free.interval) == (1, 22) and free.plt == pytest.approx(0.077)
     assert (limited.k_snapshot, limited.interval) == (1, 20)
 
 
 def test_a_limit_of_nothing_saves_everything():
-    strict = choose(MACHINE, TuningLimits(0.0))
+    strict = choose_pec_settings(MACHINE, PecLimits(0.0))
     assert (strict.k_snapshot, strict.k_persist, strict.plt) == (8, 8, 0)
     assert strict.overhead_s == strict.full_overhead_s
     with raises("plt-limit-too-low"):
-        choose(MACHINE, TuningLimits(0.1), lambda *_: 0.2)
+        choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2)
 
 
 def test_equation_10():
@@ -130,48 +130,64 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
     """A policy plans for 8 equally busy experts, and at some checkpoint some were on a node that is lost."""
     shape = ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=8, expert_ffn_hidden_size=256)
     policy = policy_named("pec")(model_operators(shape), Every(interval), k=k_snapshot, k_persist=k_persist)
-    ledger, losses = Ledger.of({0: 8}), []
+    ledger, losses = TokenLedger.empty({0: 8}), []
     for iteration in range(1, 400 * interval + 1):
-        ledger = ledger.after({0: [5] * 8})
+        ledger = ledger.after_iteration({0: [5] * 8})
         if policy.plan(iteration) is None:
             continue
         plan, part = persist(policy, iteration)
         saved = [[e for e in range(8) if f"layers.0.expert.{e}" in one.operators] for one in (plan, part)]
-        ledger = ledger.begun({0: saved[0]}, {0: saved[1]}).snapshotted(iteration).persisted(iteration)
+        ledger = (
+            ledger.with_snapshot({0: saved[0]}, {0: saved[1]})
+            .with_snapshot_completed(iteration)
+            .with_persist_completed(iteration)
+        )
         if iteration > 200 * interval:
             (memory,), (storage,) = ledger.memory, ledger.storage
             for first in range(8):  # every expert once from storage, so that the mean over them is taken
                 gone = [(first + i) % 8 for i in range(from_storage)]
                 restored = {e: (storage if e in gone else memory)[e].iteration for e in range(8)}
-                losses.append(ledger.recovered({0: restored}).plt() * ledger.iteration)
+                losses.append(ledger.after_recovery({0: restored}).plt() * ledger.iteration)
     expected = uniform_plt(8, 1.0, from_storage / 8, k_snapshot, k_persist, interval)
     assert sum(losses) / len(losses) == pytest.approx(expected, rel=1e-2)
 
 
 def test_the_reason_is_said():
-    said = choose(MACHINE, TuningLimits(0.05)).reason
+    said = choose_pec_settings(MACHINE, PecLimits(0.05)).reason
     assert re.findall(r"[\d.]+ (?:s|ms|%|experts?|iterations)(?= |,|;|:|\)|\.)|(?<=one of )\d+", said) == [
         *("4 experts", "3 s", "3 s", "5", "3.5 s"),
         *("15 s", "4 iterations", "16 s"),
         *("68 ms", "186 ms"),
         *("0.8 %", "5 %"),
     ]
-    waits = choose(dataclasses.replace(MACHINE, forward_backward_s=0.5)).reason
+    waits = choose_pec_settings(dataclasses.replace(MACHINE, forward_backward_s=0.5)).reason
     assert all(figure in waits for figure in ("of 1 expert ", " 1.5 s ", " 0.5 s ", " 1 s.", " 7.7 % "))
-    quick = choose(dataclasses.replace(MACHINE, snapshot_bandwidth=1e3)).reason
+    quick = choose_pec_settings(dataclasses.replace(MACHINE, snapshot_bandwidth=1e3)).reason
     assert "all 8 experts" in quick and " 0.5 s " in quick
 
 
 def test_numbers_of_experts_that_are_looked_at():
-    assert candidates(1) == [1] and candidates(3) == [1, 2, 3] and candidates(16) == list(range(1, 17))
-    assert candidates(17) == [1, 2, 4, 8, 16, 17] and candidates(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert (
+        candidate_expert_counts(1) == [1]
+        and candidate_expert_counts(3) == [1, 2, 3]
+        and candidate_expert_counts(16) == list(range(1, 17))
+    )
+    assert candidate_expert_counts(17) == [1, 2, 4, 8, 16, 17] and candidate_expert_counts(64) == [
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        64,
+    ]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"busiest": {}},
-        {"busiest": {0: 1, 1: 2}},
+        {"busiest_rank_bytes": {}},
+        {"busiest_rank_bytes": {0: 1, 1: 2}},
         {"iteration_s": 0.0},
         {"iteration_s": math.inf},
         {"restart_s": -1.0},

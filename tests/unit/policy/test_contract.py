@@ -5,8 +5,8 @@ import copy
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from moc.policy import POLICIES, Every, policy_named
-from moc.state.detail import Detail
+from moc.policy import POLICIES, Every, full_plan, policy_named
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 
 
@@ -46,9 +46,9 @@ def test_plans_follow_from_the_question_alone(name, question):
 def test_plans_name_operators_of_the_model_in_its_order(name, question):
     operators, interval, iteration, load = question
     policy = made(name, operators, interval)
-    for plan in filter(None, (policy.plan(iteration, load), policy.everything(iteration))):
+    for plan in filter(None, (policy.plan(iteration, load), full_plan(policy, iteration))):
         assert (plan.iteration, plan.policy) == (iteration, name)
         assert list(plan.operators) == [operator.name for operator in operators if operator.name in plan.operators]
-        in_full = set(plan.of(Detail.FULL)) == {operator.name for operator in operators}
+        in_full = set(plan.operators_at(Detail.FULL)) == {operator.name for operator in operators}
         # Where something is missing, or is there without its optimizer state, earlier snapshots are needed.
         assert not plan.complete or in_full

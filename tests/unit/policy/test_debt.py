@@ -3,8 +3,7 @@
 import dataclasses
 import json
 
-from moc.policy.debt import Debt
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenDebt, TokenLedger
 from tests.errors import raises
 
 LAYERS = {0: 2, 3: 2}
@@ -13,25 +12,29 @@ LAYERS = {0: 2, 3: 2}
 def trained(ledger, counts=(10, 20, 30, 40), beyond=None):
     """One more iteration."""
     tables = [{0: row[:2], 3: row[2:]} for row in (counts, beyond) if row is not None]
-    return ledger.after(tables[0], None, *tables[1:])
+    return ledger.after_iteration(tables[0], None, *tables[1:])
 
 
 def base():
     """After three iterations, the first of which all experts were saved at."""
-    ledger = trained(Ledger.of(LAYERS)).begun({layer: range(2) for layer in LAYERS}).snapshotted(1)
+    ledger = (
+        trained(TokenLedger.empty(LAYERS))
+        .with_snapshot({layer: range(2) for layer in LAYERS})
+        .with_snapshot_completed(1)
+    )
     return trained(trained(ledger))
 
 
 def recovered(ledger, iterations=5):
     """It resumes with an expert as of the first iteration."""
-    return ledger.recovered({0: {0: 1}}).indebted(ledger, iterations)
+    return ledger.after_recovery({0: {0: 1}}).with_debt(ledger, iterations)
 
 
 def test_what_a_recovery_loses_is_owed():
     ledger = recovered(base())
     assert ledger.owed == {0: (20, 0), 3: (0, 0)} == ledger.lost
-    assert base().indebted(base(), 5).debt is None and base().owed == {}
-    assert base().recovered({}).indebted(base(), 5).debt is None
+    assert base().with_debt(base(), 5).debt is None and base().owed == {}
+    assert base().after_recovery({}).with_debt(base(), 5).debt is None
 
 
 def test_only_tokens_beyond_capacity_make_up_for_it():
@@ -49,38 +52,40 @@ def test_only_tokens_beyond_capacity_make_up_for_it():
 def test_what_is_owed_when_the_iterations_are_over_is_given_up():
     ledger = trained(trained(recovered(base(), iterations=2)), beyond=(5, 0, 0, 0))
     assert ledger.owed == {} and ledger.debt.totals == (20, 5)
-    again = ledger.recovered({0: {1: 1}}).indebted(ledger, 2)  # of iterations 2 to 5
+    again = ledger.after_recovery({0: {1: 1}}).with_debt(ledger, 2)  # of iterations 2 to 5
     assert again.owed == {0: (0, 80), 3: (0, 0)}
 
 
 def test_another_recovery_adds_to_what_is_owed():
     ledger = trained(recovered(base()), beyond=(12, 0, 0, 0))
-    same = ledger.recovered({}).indebted(ledger, 5)
+    same = ledger.after_recovery({}).with_debt(ledger, 5)
     assert same.debt == ledger.debt  # nothing more is lost, so it goes on as it would have
-    again = ledger.recovered({0: {0: 1}, 3: {1: 1}}).indebted(ledger, 5)
+    again = ledger.after_recovery({0: {0: 1}, 3: {1: 1}}).with_debt(ledger, 5)
     assert again.owed == {0: (8 + 10, 0), 3: (0, 120)}  # what made up for it is lost, too
     assert again.debt.left == 5
 
 
 def test_what_is_found_after_all_is_no_longer_owed():
     stale = recovered(base())
-    found = trained(stale).recovered({0: {0: 3}}, [base()])  # the state of iteration 3, before it was lost
-    assert found.lost[0] == (10, 0) and found.indebted(trained(stale), 5).owed == {0: (10, 0), 3: (0, 0)}
+    found = trained(stale).after_recovery({0: {0: 3}}, [base()])  # the state of iteration 3, before it was lost
+    assert found.lost[0] == (10, 0) and found.with_debt(trained(stale), 5).owed == {0: (10, 0), 3: (0, 0)}
     better = dataclasses.replace(stale, learned=base().learned)
-    assert better.indebted(stale, 5).owed == {} and better.indebted(stale, 5).debt.left == 0
+    assert better.with_debt(stale, 5).owed == {} and better.with_debt(stale, 5).debt.left == 0
 
 
 def test_it_survives_json_and_older_ledgers_owe_nothing():
     ledger = trained(recovered(base()), beyond=(12, 0, 0, 0))
     state = json.loads(json.dumps(ledger.state_dict()))
-    assert Ledger.from_state(state) == ledger
+    assert TokenLedger.from_state(state) == ledger
     older = {name: value for name, value in state.items() if name != "debt"}
-    assert Ledger.from_state(older).debt is None
+    assert TokenLedger.from_state(older).debt is None
     for wrong in ({"tokens": []}, {"tokens": [[1]], "made_up": [[0]], "left": 3}):
         with raises("saved-state-invalid"):
-            Ledger.from_state(state | {"debt": wrong})
+            TokenLedger.from_state(state | {"debt": wrong})
 
 
 def test_iterations_that_make_up_nothing_still_pass():
-    debt = Debt(((5, 0),), ((0, 0),), 2)
-    assert debt.after([[0, 3]]).owed == ((5, 0),) and debt.after([[0, 0]]).after([[0, 0]]).owed == ((0, 0),)
+    debt = TokenDebt(((5, 0),), ((0, 0),), 2)
+    assert debt.after_iteration([[0, 3]]).owed == ((5, 0),) and debt.after_iteration([[0, 0]]).after_iteration(
+        [[0, 0]]
+    ).owed == ((0, 0),)

@@ -4,10 +4,10 @@ import pytest
 
 from moc.policy import Every
 from moc.policy.selective import Selective
-from moc.simulate.live_costs import Running, Saved, flags_of_candidate, priced
+from moc.simulate.live_costs import Running, SavedBytes, flags_of_candidate, priced
 from moc.simulate.policies import Options
 from tests.unit.policy.test_pec import operators, persist, take
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 24, 32
 SKIPPED = 10
@@ -16,7 +16,7 @@ SKIPPED = 10
 @pytest.fixture(scope="module")
 def run(trace):
     """A run on two nodes that has had the tokens of all of them, and copies of everything hide."""
-    saved = Saved(10.0 + EXPERTS, {k: 10.0 + k for k in range(1, EXPERTS + 1)}, [], gradient=1 / 3)
+    saved = SavedBytes(10.0 + EXPERTS, {k: 10.0 + k for k in range(1, EXPERTS + 1)}, [], gradient=1 / 3)
     loads = {layer: [sum(row[layer][e] for row in trace) for e in range(EXPERTS)] for layer in range(LAYERS)}
     rates = dict(copy_rate=50.0, write_rate=25.0, replicate_rate=500.0)
     return Running("peers", 2, 1, saved, iteration_s=1.0, forward_backward_s=0.9, loads=loads, **rates)
@@ -44,7 +44,7 @@ def happened(found, trace):
     for iteration, row in enumerate(trace, start=2):
         load = {layer: [a + b for a, b in zip(load[layer], tokens, strict=True)] for layer, tokens in enumerate(row)}
         persist(policy, iteration, load) if iteration % every == 0 else take(policy, iteration, load)
-        risks.append(policy.told.mlt)
+        risks.append(policy.state.mlt)
     return sum(risks[SKIPPED:]) / len(risks[SKIPPED:])
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Observed, Transfer
+from moc.policy import POLICIES, ObservedIteration, Transfer, check_plan
 from moc.policy.flags import JobShape
-from moc.policy.gradient import LONGEST, Gradient, shortest_window
+from moc.policy.gradient import MAX_WINDOW, Gradient, shortest_window
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 
@@ -29,7 +29,7 @@ def run(policy: Gradient, iterations) -> list:
     for iteration in iterations:
         plans.append(plan := policy.plan(iteration))
         if plan is not None:
-            policy.check(plan)
+            check_plan(policy, plan)
             policy.on_snapshot(plan)
     return plans
 
@@ -89,7 +89,7 @@ def test_a_round_in_storage_is_whole_at_its_end_alone():
     for iteration in range(1, 8):
         plan = policy.plan(iteration)
         if iteration >= 5:  # 2, 3, 4 and 5, 6, 7 are rounds
-            stored.append(kept(policy.for_storage(plan), STORAGE))
+            stored.append(kept(policy.storage.part_of(plan), STORAGE))
             ways = [way.iteration for way in recoveries(stored, OPERATORS, exact=True)]
             assert ways == ([7] if iteration == 7 else [])
         policy.on_snapshot(plan)
@@ -102,7 +102,7 @@ def test_a_skipped_iteration_or_a_lost_snapshot_is_followed_by_a_full_one():
     policy = Gradient(OPERATORS, None, window=4)
     run(policy, range(1, 5))
     assert policy.plan(6).complete and not policy.plan(5).complete
-    policy.begin_anew()
+    policy.schedule.restart_window()
     assert policy.plan(5).complete
 
 
@@ -111,13 +111,13 @@ def test_a_skipped_iteration_or_a_lost_snapshot_is_followed_by_a_full_one():
 def test_the_state_goes_through_json(window, iterations):
     policy, other = (Gradient(OPERATORS, None, window=window) for _ in range(2))
     run(policy, range(1, 1 + iterations))
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    other.loading(json.loads(json.dumps(policy.state_dict())))()
     following = range(1 + iterations, 30)
     assert run(policy, following) == run(other, following)
     with raises("saved-state-invalid"):
-        other.load_state_dict({"window": 2})
+        other.loading({"window": 2})()
     with raises("saved-state-invalid"):
-        other.load_state_dict(policy.state_dict() | {"bases": [1]})
+        other.loading(policy.state_dict() | {"bases": [1]})()
 
 
 def test_turns_are_balanced_within_a_rank():
@@ -128,7 +128,7 @@ def test_turns_are_balanced_within_a_rank():
 
 
 @pytest.mark.parametrize(
-    "hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, LONGEST)]
+    "hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, MAX_WINDOW)]
 )
 def test_the_shortest_window_whose_snapshots_hide(hidden_s, window):
     assert shortest_window(12.0, 4.0, hidden_s, 12.0) == window
@@ -139,11 +139,11 @@ def test_the_window_is_measured():
     policy.on_sizes(lambda operators: {Detail.FULL: 12.0, Detail.GRAD: 4.0}[next(iter(operators.values()))])
     assert policy.plan(3) is None  # nothing is measured
     for _ in range(WARM_UP + BLOCK):
-        policy.interval.observe(Observed(1.0, forward_backward_s=0.5, copied=Transfer(12, 1.0)))
+        policy.interval.observe(ObservedIteration(1.0, forward_backward_s=0.5, copied=Transfer(12, 1.0)))
     first, second = run(policy, (20, 21))
     assert first.complete and not second.complete
-    assert policy.chosen() == {"gradient_window": 4.0} and policy.window_length == 4
-    assert "1.2e-08 GB/s" in policy.reason() and "0.5 s" in policy.reason()
+    assert policy.report.chosen() == {"gradient_window": 4.0} and policy.schedule.window_length == 4
+    assert "1.2e-08 GB/s" in policy.report.reason() and "0.5 s" in policy.report.reason()
 
 
 def test_a_window_of_one_is_everything_each_time():
@@ -152,12 +152,20 @@ def test_a_window_of_one_is_everything_each_time():
 
 
 def test_what_is_refused():
-    assert list(Gradient.refusals(asked())) == []
-    assert "--ckpt-tier memory" in str(next(Gradient.misfits(asked(ckpt_tier="disk"), JobShape())))
-    assert "drop --elastic" in str(next(Gradient.misfits(asked(), JobShape(elastic=True))))
-    assert "5th" in str(next(Gradient.refusals(asked(snapshot_interval="5"))))
-    assert list(Gradient.misfits(asked(), JobShape())) == []
-    assert "take adam" in str(next(Gradient.misfits(asked(), JobShape(optimizer="sgd"))))
-    assert "drop --moe-grouped-gemm" in str(next(Gradient.misfits(asked(), JobShape(experts_apart=False))))
+    assert list(POLICIES[Gradient.name].flags.conflicts_in(asked())) == []
+    assert "--ckpt-tier memory" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(ckpt_tier="disk"), JobShape()))
+    )
+    assert "drop --elastic" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(is_elastic=True)))
+    )
+    assert "5th" in str(next(POLICIES[Gradient.name].flags.conflicts_in(asked(snapshot_interval="5"))))
+    assert list(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape())) == []
+    assert "--optimizer adam" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(optimizer="sgd")))
+    )
+    assert "drop --moe-grouped-gemm" in str(
+        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(has_separate_experts=False)))
+    )
     with raises("value-out-of-range", "-1"):
         Gradient(OPERATORS, None, window=-1)

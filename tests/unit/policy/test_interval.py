@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, Observed, interval_named
-from moc.policy.interval import BLOCK, BLOCKS, PROFILE_BLOCKS, REFRESH, SNAPSHOTS, WARM_UP
+from moc.policy import Every, IntervalTuner, ObservedIteration, Transfer, parse_interval
+from moc.policy.interval import (
+    BLOCK,
+    BLOCKS,
+    PROFILE_BLOCKS,
+    REFRESH,
+    SNAPSHOTS,
+    UNDISTURBED_MTBF_S,
+    WARM_UP,
+    Measurements,
+)
 from tests.errors import raises
 from tests.unit.policy.clock import Clock
 
@@ -50,7 +59,7 @@ def close(interval, clock):
 
 def settled(**costs):
     clock = Clock(IntervalTuner(0.03), **costs).snapshots(SNAPSHOTS)
-    assert clock.interval.settled and close(clock.interval.interval, clock)
+    assert clock.interval.is_settled and close(clock.interval.interval, clock)
     return clock
 
 
@@ -81,9 +90,9 @@ def test_no_shorter_interval_would_do(clock):
 def test_whatever_is_measured_the_interval_is_positive_and_nothing_starts_in_flight(measured, budget):
     tuner = IntervalTuner(budget)
     for iteration, (iteration_s, stall_s, snapshot, busy) in enumerate(measured, 1):
-        tuner.observe(Observed(iteration_s, stall_s, snapshot, busy))
+        tuner.observe(ObservedIteration(iteration_s, stall_s, snapshot, busy))
         assert isinstance(tuner.interval, int) and tuner.interval >= 1
-        assert not (busy and tuner.due(iteration))
+        assert not (busy and tuner.is_due(iteration))
 
 
 @given(observations, BUDGETS, st.data())
@@ -91,18 +100,18 @@ def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
     tuners = [IntervalTuner(budget) for _ in range(3)]
     for iteration, observation in enumerate(measured, 1):
         for tuner in tuners:
-            tuner.observe(Observed(*observation))
+            tuner.observe(ObservedIteration(*observation))
         # How often one asks makes no difference.
         for _ in range(data.draw(st.integers(0, 3))):
-            tuners[0].due(iteration), tuners[0].interval, tuners[0].state_dict()
-        assert len({(tuner.due(iteration), tuner.interval, tuner.overhead) for tuner in tuners}) == 1
+            tuners[0].is_due(iteration), tuners[0].interval, tuners[0].state_dict()
+        assert len({(tuner.is_due(iteration), tuner.interval, tuner.overhead) for tuner in tuners}) == 1
 
 
 @given(observations, observations, BUDGETS)
 def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, budget):
     survivor, replacement = IntervalTuner(budget), IntervalTuner(budget)
     for observation in before:
-        survivor.observe(Observed(*observation))
+        survivor.observe(ObservedIteration(*observation))
     state = json.loads(json.dumps(survivor.state_dict()))
     was = survivor.interval, survivor.iteration_s, survivor.snapshot_s
     for tuner in (survivor, replacement):
@@ -111,8 +120,8 @@ def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, bu
         assert (tuner.interval, tuner.iteration_s, tuner.snapshot_s) == was
     for iteration, observation in enumerate(after):
         for tuner in (survivor, replacement):
-            tuner.observe(Observed(*observation))
-        assert survivor.due(iteration) == replacement.due(iteration)
+            tuner.observe(ObservedIteration(*observation))
+        assert survivor.is_due(iteration) == replacement.is_due(iteration)
         assert survivor.state_dict() == replacement.state_dict()
 
 
@@ -120,7 +129,7 @@ def test_a_resumed_run_keeps_its_interval_and_does_not_save_at_once():
     clock = settled(stall_s=1.5)
     resumed = Clock(IntervalTuner(0.03), stall_s=1.5)
     resumed.interval.load_state_dict(clock.interval.state_dict())
-    assert resumed.interval.settled
+    assert resumed.interval.is_settled
     resumed.snapshots(2)
     assert resumed.starts == [50, 100]
 
@@ -181,9 +190,9 @@ def test_slowdown_in_bursts_counts():
     for iteration in range(2000):
         flight = since is not None and since < 20
         slow = flight and since in (5, 6)
-        tuner.observe(Observed(4.0 if slow else 1.0, 0.0, since == 0, flight and since < 19))
+        tuner.observe(ObservedIteration(4.0 if slow else 1.0, 0.0, since == 0, flight and since < 19))
         since = None if since is None else since + 1
-        if tuner.due(iteration):
+        if tuner.is_due(iteration):
             since = 0
     assert tuner.snapshot_s == pytest.approx(6.0) and tuner.interval == 200
 
@@ -192,9 +201,9 @@ def test_a_stall_after_the_flight_counts():
     tuner, since = IntervalTuner(0.03), None
     for iteration in range(1000):
         stall = 1.5 if since == 1 else 0.0
-        tuner.observe(Observed(1.0 + stall, stall, since == 0))
+        tuner.observe(ObservedIteration(1.0 + stall, stall, since == 0))
         since = None if since is None else since + 1
-        if tuner.due(iteration):
+        if tuner.is_due(iteration):
             since = 0
     assert tuner.interval == 50
 
@@ -220,15 +229,15 @@ def test_an_unplanned_snapshot_is_measured_too():
     tuner = IntervalTuner(0.03)
     for iteration in range(100):
         started = iteration % 20 == 0
-        tuner.observe(Observed(1.0 + started, float(started), started))
-    assert tuner.settled and tuner.interval == 34
+        tuner.observe(ObservedIteration(1.0 + started, float(started), started))
+    assert tuner.is_settled and tuner.interval == 34
 
 
 def test_a_snapshot_that_another_overtakes_is_not_measured():
     clock = settled(stall_s=0.9)
     was = clock.interval.state_dict()
     for _ in range(SNAPSHOTS + 1):
-        clock.interval.observe(Observed(100.0, 99.0, started=True, busy=True))
+        clock.interval.observe(ObservedIteration(100.0, 99.0, snapshot_started=True, snapshot_pending=True))
     assert clock.interval.state_dict()["snapshots"] == was["snapshots"][-SNAPSHOTS:]
 
 
@@ -243,7 +252,7 @@ def test_the_budget_must_be_positive(budget):
 )
 def test_impossible_times_are_refused(iteration_s, stall_s):
     with raises("value-out-of-range"):
-        IntervalTuner().observe(Observed(iteration_s, stall_s))
+        IntervalTuner().observe(ObservedIteration(iteration_s, stall_s))
 
 
 @pytest.mark.parametrize(
@@ -260,17 +269,90 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state):
 
 def test_a_fixed_interval_is_a_multiple():
     every = Every(5)
-    every.observe(Observed(1.0, 100.0, started=True, busy=True))
-    assert [iteration for iteration in range(16) if every.due(iteration)] == [5, 10, 15]
+    every.observe(ObservedIteration(1.0, 100.0, snapshot_started=True, snapshot_pending=True))
+    assert [iteration for iteration in range(16) if every.is_due(iteration)] == [5, 10, 15]
     every.load_state_dict(every.state_dict())
 
 
 def test_intervals_by_name():
-    assert interval_named("7") == Every(7)
-    assert interval_named("auto", 0.05).budget == 0.05
+    assert parse_interval("7") == Every(7)
+    assert parse_interval("auto", 0.05).budget == 0.05
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "1.5", ""])
 def test_impossible_intervals_are_refused(text):
     with raises("interval-invalid", text):
-        interval_named(text)
+        parse_interval(text)
+
+
+def measured(iterations, seen):
+    found = Measurements()
+    for _ in range(iterations):
+        found.observe(seen)
+    return found
+
+
+def test_times_without_stalls_and_rates():
+    seen = ObservedIteration(
+        3.0, stall_s=1.0, forward_backward_s=1.5, copied=Transfer(80.0, 2.0), written=Transfer(80.0, 8.0)
+    )
+    found = measured(WARM_UP + BLOCK, seen)
+    assert found.medians == {"iteration_s": 2.0, "forward_backward_s": 1.5, "copy_rate": 40.0, "write_rate": 10.0}
+    assert found.trained_s == 3.0 * (WARM_UP + BLOCK)
+    for unknown in (
+        ObservedIteration(2.0),
+        ObservedIteration(2.0, copied=Transfer(80.0, 0.0), written=Transfer(0.0, 8.0)),
+    ):
+        for _ in range(BLOCK + 1):  # what took no time, or had no bytes, tells nothing
+            found.observe(unknown)
+    assert found.medians == {"iteration_s": 2.0, "forward_backward_s": 1.5, "copy_rate": 40.0, "write_rate": 10.0}
+
+
+def test_the_first_iterations_do_not_count_and_one_hiccup_neither():
+    found = measured(WARM_UP, ObservedIteration(100.0, forward_backward_s=90.0))
+    assert not found.medians
+    for _ in range(BLOCK - 1):
+        found.observe(ObservedIteration(2.0, forward_backward_s=1.0))
+    assert not found.medians  # not before there is a block of them
+    found = measured(WARM_UP, ObservedIteration(100.0, forward_backward_s=90.0))
+    for seconds in (*(2.0,) * BLOCK, 50.0):
+        found.observe(ObservedIteration(seconds, forward_backward_s=0.5 * seconds))
+    assert found.medians == {"iteration_s": 2.0, "forward_backward_s": 1.0}
+
+
+def test_what_was_long_ago_is_forgotten():
+    found = measured(WARM_UP + BLOCK, ObservedIteration(1.0, forward_backward_s=1.0, replicated=Transfer(1.0, 1.0)))
+    for _ in range(BLOCK * BLOCKS):
+        found.observe(ObservedIteration(4.0, forward_backward_s=3.0, replicated=Transfer(6.0, 1.0)))
+    assert found.medians == {"iteration_s": 4.0, "forward_backward_s": 3.0, "replicate_rate": 6.0}
+
+
+def test_bubbles_count_where_they_are_timed():
+    found = measured(WARM_UP + BLOCK, ObservedIteration(4.0, forward_backward_s=3.0))
+    assert "bubble_s" not in found.medians and "bubble_s" not in found.state_dict()
+    for _ in range(BLOCK):
+        found.observe(ObservedIteration(4.0, forward_backward_s=3.0, bubble_s=1.0))
+    assert found.medians["bubble_s"] == 1.0
+    again = Measurements.from_state(json.loads(json.dumps(found.state_dict())))
+    assert again.medians == found.medians
+
+
+def test_faults_shorten_what_is_expected_from_one_to_the_next():
+    found = Measurements()
+    assert found.mtbf_s == UNDISTURBED_MTBF_S
+    found.trained_s, found.faults = 36_000.0, 9
+    assert found.mtbf_s == (UNDISTURBED_MTBF_S + 36_000) / 10
+    found.trained_s, found.faults = 1e9, 1000
+    assert found.mtbf_s == pytest.approx(1e6, rel=0.01)
+
+
+def test_it_goes_on_from_what_is_stored():
+    found = measured(WARM_UP + BLOCK + 3, ObservedIteration(3.0, forward_backward_s=2.0, written=Transfer(5.0, 2.0)))
+    found.faults = 2
+    again = Measurements.from_state(json.loads(json.dumps(found.state_dict())))
+    assert again.state_dict() == found.state_dict() and again.medians == found.medians
+    for _ in range(WARM_UP):
+        again.observe(ObservedIteration(99.0, forward_backward_s=98.0))
+    assert again.medians == found.medians
+    with raises("saved-state-invalid"):
+        Measurements.from_state({"trained_s": 1.0})

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -87,12 +88,30 @@ def test_one_that_cannot_be_imported_is_named(tmp_path):
         ),
         ("@dataclass(frozen=True)\n", "", ["policy busier", "@dataclass(frozen=True)"]),
         ("def plan(", "def plans(", ["policy busier", " plan."]),
-        ('@policy("busier")\n', "", ["policy-module-broken", "ValueError"]),
+        (re.search("@policy.*\n", FILE)[0], "", ["policy-module-broken", "ValueError"]),
     ],
 )
 def test_one_that_cannot_work_is_refused(there, instead, named, tmp_path):
     said = run("-c", "import moc.policy", env=install(tmp_path, FILE.replace(there, instead)), status=1)
     assert all(name in said for name in named) and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["pec", "selective", "sparse", "gradient"])
+def test_auto_can_be_imported_without_a_policy(name):
+    program = f"""
+import importlib.abc, pkgutil, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "moc.policy.{name}":
+            raise ModuleNotFoundError(name)
+found = pkgutil.iter_modules
+pkgutil.iter_modules = lambda path=None, prefix="": (one for one in found(path, prefix) if one.name != "{name}")
+sys.meta_path.insert(0, Absent())
+import moc.policy, moc.session.auto
+assert "{name}" not in moc.policy.POLICIES and moc.policy.full_policy_name() == "full"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_policy_is_named_outside_of_their_room():

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, policy_named
+from moc.policy import Every, IntervalTuner, full_plan, policy_named
 from moc.policy.pec import NOT_CHOSEN, Pec
 from moc.policy.pec_selection import load_aware_experts, persist_selection
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.clock import Clock
@@ -24,7 +24,7 @@ def operators(layers=(0, 1, 1), experts=4):
 def saved(plan, detail=Detail.FULL) -> dict[int, list[int]]:
     """The experts at a detail, by layer."""
     found = defaultdict(list)
-    for name in plan.of(detail):
+    for name in plan.operators_at(detail):
         if ".expert." in name:
             found[int(name.split(".")[1])].append(int(name.split(".")[3]))
     return dict(found)
@@ -38,18 +38,18 @@ def take(policy, iteration, load=None):
 
 def persist(policy, iteration, load=None, published=True):
     """Takes a snapshot that goes to storage, too; returns its plan and the part in storage."""
-    plan = policy.plan_for_storage(iteration, load)
+    plan = policy.storage.plan(iteration, load)
     policy.on_snapshot(plan, load)
-    part = policy.for_storage(plan)
-    policy.on_stored(part)
-    policy.on_persisted(part, published)
+    part = policy.storage.part_of(plan)
+    policy.storage.on_write_begun(part)
+    policy.storage.on_write_ended(part, published)
     return plan, part
 
 
 def test_the_first_snapshot_saves_everything_and_the_others_one_expert_of_each_layer_in_turn():
     policy = policy_named("pec")(operators(), Every(5))
     first, second, third = (take(policy, iteration) for iteration in (5, 10, 15))
-    assert first == policy.everything(5) and first.complete
+    assert first == full_plan(policy, 5) and first.complete
     assert policy.plan(16) is None
     assert saved(second) == {1: [0], 2: [1]} and saved(third) == {1: [1], 2: [2]}
     others = [operator.name for operator in policy.operators if operator.kind != "expert"]
@@ -104,7 +104,7 @@ def test_all_experts_make_a_snapshot_complete():
     policy = Pec(operators(), Every(1), k=4)
     assert take(policy, 1).complete and take(policy, 2).complete
     dense = Pec(operators((0, 0)), Every(1))
-    assert take(dense, 1) == dense.everything(1) and take(dense, 2) == dense.everything(2)
+    assert take(dense, 1) == full_plan(dense, 1) and take(dense, 2) == full_plan(dense, 2)
 
 
 def test_experts_by_load():
@@ -172,39 +172,42 @@ def test_storage_needs_everything_once():
     take(policy, 1)
     partial = take(policy, 2)
     with raises("storage-lacks-experts", "2"):
-        policy.for_storage(partial)
-    whole = policy.everything(3)
-    assert policy.for_storage(whole) == whole
-    policy.on_stored(whole)
-    assert saved(policy.for_storage(partial)).keys() == {1, 2}
-    assert [len(numbers) for numbers in saved(policy.for_storage(partial)).values()] == [1, 1]
+        policy.storage.part_of(partial)
+    whole = full_plan(policy, 3)
+    assert policy.storage.part_of(whole) == whole
+    policy.storage.on_write_begun(whole)
+    assert saved(policy.storage.part_of(partial)).keys() == {1, 2}
+    assert [len(numbers) for numbers in saved(policy.storage.part_of(partial)).values()] == [1, 1]
 
 
 def test_memory_may_hold_all_where_storage_does_not():
     policy = Pec(operators(), Every(1), k=4, k_persist=1, target="optimizer")
     plan = take(policy, 1)
-    policy.on_stored(policy.for_storage(plan))
-    part = policy.for_storage(take(policy, 2))
-    assert not part.complete and [len(part.of(d)) for d in (Detail.FULL, Detail.MASTER)] == [len(part.operators) - 6, 6]
+    policy.storage.on_write_begun(policy.storage.part_of(plan))
+    part = policy.storage.part_of(take(policy, 2))
+    assert not part.complete and [len(part.operators_at(d)) for d in (Detail.FULL, Detail.MASTER)] == [
+        len(part.operators) - 6,
+        6,
+    ]
 
 
 def test_everything_is_saved_again_when_memory_is_lost():
     policy = Pec(operators(), Every(1))
     take(policy, 1)
-    policy.on_resume(in_memory=False, in_storage=True)
+    policy.recovery.on_resume(in_memory=False, in_storage=True)
     assert take(policy, 2).complete and not take(policy, 3).complete
 
 
 def test_everything_goes_to_storage_again_when_the_first_could_not():
     policy = Pec(operators(), Every(1), 2, 1)
     first = take(policy, 1)
-    policy.on_stored(policy.for_storage(first))
-    policy.storage_lost()
+    policy.storage.on_write_begun(policy.storage.part_of(first))
+    policy.storage.on_full_snapshot_lost()
     second = take(policy, 2)
-    assert second.complete and policy.for_storage(second) is second
-    policy.on_stored(second)
+    assert second.complete and policy.storage.part_of(second) is second
+    policy.storage.on_write_begun(second)
     third = take(policy, 3)
-    assert not third.complete and not policy.for_storage(third).complete
+    assert not third.complete and not policy.storage.part_of(third).complete
 
 
 @settings(deadline=None)
@@ -223,21 +226,21 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, d
     loads = data.draw(st.lists(st.fixed_dictionaries({1: rows, 2: rows}), min_size=12, max_size=12))
     one, other = made(), made()
     go_on(one, 1, loads[:snapshots])
-    one.on_recovery(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    one.recovery.on_recovery(data.draw(st.sampled_from([0.0, 0.011, 0.05])))
+    other.loading(json.loads(json.dumps(one.state_dict())))()
     assert go_on(other, 20, loads[snapshots:]) == go_on(one, 20, loads[snapshots:])
 
 
 def test_a_fault_that_loses_nothing_pins_nothing():
     policy = Pec(operators(experts=16), Every(1), k=4, plt_limit=0.05)
-    policy.on_recovery(0.0)
+    policy.recovery.on_recovery(0.0)
     other = Pec(operators(experts=16), Every(1), k=1, plt_limit=0.05)
-    other.load_state_dict(policy.state_dict())
+    other.loading(policy.state_dict())()
     assert other.k_to_persist == 1
-    policy.on_recovery(0.04)
+    policy.recovery.on_recovery(0.04)
     raised, fixed = (Pec(operators(experts=16), Every(1), k=1, plt_limit=limit) for limit in (0.05, 0.0))
     for one in (raised, fixed):
-        one.load_state_dict(policy.state_dict())
+        one.loading(policy.state_dict())()
     assert raised.k_to_persist == policy.k_to_persist > 4
     assert fixed.k_to_persist == 1  # a run without Dynamic-K has the K of its flags
 
@@ -246,13 +249,13 @@ def test_faults_raise_both_numbers():
     policy = Pec(operators(experts=16), Every(1), k=4, k_persist=1, plt_limit=0.05)  # five shares of one percent
     numbers = []
     for plt in (0.009, -0.5, 0.002, 0.01, 0.01, 0.01, 0.01):
-        policy.on_recovery(plt)
+        policy.recovery.on_recovery(plt)
         numbers.append((policy.k_to_snapshot, policy.k_to_persist))
     assert numbers == [(4, 1), (4, 1), (8, 2), (16, 4), (16, 8), (16, 16), (16, 16)]
     take(policy, 1)
     assert take(policy, 2).complete
     fixed = Pec(operators(experts=16), Every(1), k=4, k_persist=1)
-    fixed.on_recovery(0.9)
+    fixed.recovery.on_recovery(0.9)
     assert (fixed.k_to_snapshot, fixed.k_to_persist) == (4, 1)
 
 
@@ -278,26 +281,26 @@ def test_settings_must_fit(wrong, code, named):
 @pytest.mark.parametrize("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
 def test_what_is_no_state_is_refused(broken):
     with raises("saved-state-invalid"):
-        Pec(operators(), Every(1)).load_state_dict(broken)
+        Pec(operators(), Every(1)).loading(broken)()
 
 
 def test_storage_gets_everything_once_and_again_when_that_was_lost():
     policy = Pec(operators(), Every(1))
-    everything = policy.everything(1)
-    assert policy.stores(everything)
+    everything = full_plan(policy, 1)
+    assert policy.storage.needs(everything)
     policy.on_snapshot(everything)
     partial = policy.plan(2)
-    assert not policy.stores(partial)  # which is of no use there
-    policy.on_stored(everything)
-    assert not policy.stores(policy.everything(2)) and not policy.stores(partial)
-    policy.storage_lost()
-    assert policy.plan(3).complete and policy.stores(policy.plan(3))
+    assert not policy.storage.needs(partial)  # which is of no use there
+    policy.storage.on_write_begun(everything)
+    assert not policy.storage.needs(full_plan(policy, 2)) and not policy.storage.needs(partial)
+    policy.storage.on_full_snapshot_lost()
+    assert policy.plan(3).complete and policy.storage.needs(policy.plan(3))
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("in_storage", [False, True])
 def test_a_run_that_goes_on_saves_everything_where_either_tier_lacks_some_expert(in_memory, in_storage):
     policy = Pec(operators(), Every(1))
-    policy.on_resume(in_memory, in_storage)
+    policy.recovery.on_resume(in_memory, in_storage)
     assert policy.plan(5).complete == (not (in_memory and in_storage))
-    assert policy.stores(policy.everything(5)) == (not in_storage)
+    assert policy.storage.needs(full_plan(policy, 5)) == (not in_storage)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, policy, policy_named
+from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, full_plan, policy, policy_named
 from moc.policy.full import Full
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 from tests.unit.policy.clock import Clock
@@ -28,9 +28,9 @@ def run(code, cwd=ROOT):
 
 
 def test_operators_by_detail_keep_their_order():
-    assert MIXED.of(Detail.COMPUTE) == ("output", "layers.0.mlp")
-    assert MIXED.of(Detail.FULL) == ("embedding",)
-    assert MIXED.of(Detail.GRAD) == ()
+    assert MIXED.operators_at(Detail.COMPUTE) == ("output", "layers.0.mlp")
+    assert MIXED.operators_at(Detail.FULL) == ("embedding",)
+    assert MIXED.operators_at(Detail.GRAD) == ()
     assert MIXED.details == (Detail.FULL, Detail.COMPUTE)
     assert not MIXED.ends_window and SnapshotPlan(7, "sparse", {"output": Detail.FULL}, complete=False).ends_window
 
@@ -39,7 +39,7 @@ def test_a_plan_does_not_change():
     wanted = {"embedding": Detail.FULL}
     plan = SnapshotPlan(7, "full", wanted, complete=True)
     wanted["output"] = Detail.FULL
-    assert plan.of(Detail.FULL) == ("embedding",)
+    assert plan.operators_at(Detail.FULL) == ("embedding",)
     assert plan == SnapshotPlan(7, "full", {"embedding": Detail.FULL}, complete=True) and len({plan, plan}) == 1
     with pytest.raises(TypeError):
         plan.operators["output"] = Detail.FULL
@@ -57,7 +57,7 @@ def test_full_saves_everything_at_every_nth_iteration(interval, iteration):
     plan = Full(OPERATORS, Every(interval)).plan(iteration, None)
     assert (plan is not None) == (iteration > 0 and iteration % interval == 0)
     if plan:
-        assert plan.of(Detail.FULL) == tuple(plan.operators) == tuple(operator.name for operator in OPERATORS)
+        assert plan.operators_at(Detail.FULL) == tuple(plan.operators) == tuple(operator.name for operator in OPERATORS)
         assert (plan.iteration, plan.policy, plan.complete) == (iteration, "full", True)
         assert plan == Full(OPERATORS, Every(interval)).plan(iteration, {1: [5, 0, 9, 1]})
 
@@ -74,12 +74,12 @@ def test_full_follows_the_tuner():
 def test_everything_is_saved_whether_due_or_not():
     full = Full(OPERATORS, Every(10))
     assert full.plan(3) is None
-    assert full.everything(3).operators == full.plan(10).operators
-    assert (full.window_length, full.counts_tokens, full.counts_probabilities) == (1, False, False)
+    assert full_plan(full, 3).operators == full.plan(10).operators
+    assert (full.schedule.window_length, full.requires) == (1, frozenset())
 
 
 def test_policies_are_found_by_name():
-    assert policy_named("full") is POLICIES["full"] is Full and Full.name == "full"
+    assert policy_named("full") is POLICIES["full"].policy_class is Full and Full.name == "full"
     with raises("value-not-a-choice", "fuller", " full,"):
         policy_named("fuller")
 

@@ -8,15 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.policy import Every, IntervalTuner, JobShape, Observed, Transfer, policy_named
-from moc.policy.budgets import Sizes
-from moc.policy.debt import Boost
+from moc.policy import (
+    POLICIES,
+    Capability,
+    Every,
+    IntervalTuner,
+    JobShape,
+    ObservedIteration,
+    Transfer,
+    full_plan,
+    policy_named,
+)
+from moc.policy.costs import Machine, SnapshotSizes
 from moc.policy.interval import BLOCK, WARM_UP
-from moc.policy.prices import Machine
-from moc.policy.prices import Sizes as SnapshotSizes
-from moc.policy.selective import FLAGS, Selective
-from moc.policy.selective_tuner import SelectiveTuner
-from moc.state.detail import Detail
+from moc.policy.selective import Selective
+from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
+from moc.policy.selective_flags import FLAGS
+from moc.policy.token_ledger import CapacityBoost
+from moc.state.operators import Detail
 from tests.errors import raises
 from tests.unit.policy.test_pec import operators, persist, saved, take
 
@@ -48,12 +57,12 @@ def measured(policy, copied=(0.0, 0.0), replicated=(0.0, 0.0), written=(0.0, 0.0
     for number in range(iterations):
         moved = zip(("copied", "replicated", "written"), (copied, replicated, written), strict=True)
         seen = {name: Transfer(*transfer) for name, transfer in moved if number == iterations - 1}
-        policy.interval.observe(Observed(2.0, forward_backward_s=1.0, **seen))
+        policy.interval.observe(ObservedIteration(2.0, forward_backward_s=1.0, **seen))
     return policy
 
 
 def based(policy, iteration=1, load=ZEROS):
-    policy.on_snapshot(policy.everything(iteration), load)
+    policy.on_snapshot(full_plan(policy, iteration), load)
     return policy
 
 
@@ -87,22 +96,22 @@ def test_every_expert_is_saved_before_it_is_too_old():
 def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
     """Equation 6, as the mean over layers: 6 of the 10 tokens of an iteration in one, none of the other's."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
-    assert policy.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
+    assert policy.report.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
     take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})  # two iterations of ten tokens
-    assert policy.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
+    assert policy.report.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
 
 
 def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
     """0.3 iterations, in the mean over two layers, of a training of 20: 1.5 %."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
     take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})
-    assert policy.mlt_limit == 0.03 and policy.at_risk(0.0149, 20) is None
-    text, fields = policy.at_risk(0.0151, 20)
+    assert policy.mlt_limit == 0.03 and policy.report.at_risk(0.0149, 20) is None
+    text, fields = policy.report.at_risk(0.0151, 20)
     assert fields == pytest.approx({"plt": 0.0301, "lost": 0.0151, "mlt": 0.3, "mlt_sum": 0.6})
     assert "3.010%" in text and "--selective-experts" in text and "--snapshot-interval" in text
     for tier, flags in (("memory", "local-gb"), ("peers", "local-gb and --selective-remote-gb")):
-        other = Selective(OPERATORS, Every(1), tier=tier, mlt_limit=0.01, told=policy.told)
-        assert f"raise --selective-{flags}, or lower" in other.at_risk(0.0, 20)[0]
+        other = Selective(OPERATORS, Every(1), tier=tier, mlt_limit=0.01, state=policy.state)
+        assert f"raise --selective-{flags}, or lower" in other.report.at_risk(0.0, 20)[0]
 
 
 def test_asking_changes_nothing_and_tokens_must_be_counted():
@@ -120,12 +129,16 @@ def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_cost
     plan = policy.plan(15, ZEROS)
     assert plan.complete
     policy.on_snapshot(plan, ZEROS)
-    policy.interval.observe(Observed(2.0, started=True, busy=True, forward_backward_s=1.0))
+    policy.interval.observe(
+        ObservedIteration(2.0, snapshot_started=True, snapshot_pending=True, forward_backward_s=1.0)
+    )
     assert policy.plan(16, ZEROS) is None
-    policy.interval.observe(Observed(2.0, busy=True, forward_backward_s=1.0, copied=Transfer(120.0, 1.0)))
+    policy.interval.observe(
+        ObservedIteration(2.0, snapshot_pending=True, forward_backward_s=1.0, copied=Transfer(120.0, 1.0))
+    )
     plan = policy.plan(17, {0: [1, 2, 3, 4], 1: [5, 6, 7, 8]})
     assert saved(plan) == {1: [0, 1, 2, 3]}  # 120 bytes in a forward and backward: dense operators and two experts
-    assert "1.2e-07 GB" in policy.reason()
+    assert "1.2e-07 GB" in policy.report.reason()
 
 
 @pytest.mark.parametrize(
@@ -157,12 +170,12 @@ def test_what_nodes_receive_is_a_budget_of_its_own():
     policy.on_sizes(Told())
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
     plan = policy.plan(20, load)
-    assert saved(plan.copied) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
-    assert saved(plan) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} and plan.complete and not plan.copied.complete
-    assert "1.1e-07 GB" in policy.reason()
+    assert saved(plan.remote_plan) == {0: [0], 1: [2]}  # 110 bytes in an iteration of 2 s
+    assert saved(plan) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]} and plan.complete and not plan.remote_plan.complete
+    assert "1.1e-07 GB" in policy.report.reason()
     given_ = based(measured(Selective(OPERATORS, **sized, remote_gb=130 / GB), copied=(1e9, 1.0)))
     given_.on_sizes(Told())
-    assert saved(given_.plan(20, load).copied) == {0: [0, 1, 2, 3], 1: [0, 2]}
+    assert saved(given_.plan(20, load).remote_plan) == {0: [0, 1, 2, 3], 1: [0, 2]}
     on_disk = based(
         measured(Selective(OPERATORS, Every(1), tier="disk", max_age=99), copied=(1e9, 1.0), written=(65.0, 1.0))
     )
@@ -190,17 +203,23 @@ def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, rem
     load = ZEROS
     for iteration, row in enumerate(rows, start=2):
         load = {layer: [*map(sum, zip(load[layer], row[4 * layer : 4 * layer + 4], strict=True))] for layer in load}
-        as_copied = {"saved": policy.told.copied, "saved_at": policy.told.copied_at}
-        alone.load_state_dict(json.loads(json.dumps(policy.state_dict() | as_copied)))
-        apart = saved(alone.plan(iteration, load).copied)
+        as_copied = {"saved": policy.state.copied, "saved_at": policy.state.copied_at}
+        alone.loading(json.loads(json.dumps(policy.state_dict() | as_copied)))()
+        apart = saved(alone.plan(iteration, load).remote_plan)
         plan = take(policy, iteration, load)
-        assert saved(plan.copied) == apart
-        assert plan.copied.operators.keys() <= plan.operators.keys() and set(DENSE) < plan.copied.operators.keys()
+        assert saved(plan.remote_plan) == apart
+        assert (
+            plan.remote_plan.operators.keys() <= plan.operators.keys()
+            and set(DENSE) < plan.remote_plan.operators.keys()
+        )
         assert plan.remote is None or plan.remote != plan.operators
-        assert max(by_rank(saved(plan))) <= local and max(by_rank(saved(plan.copied))) <= min(local, remote)
+        assert max(by_rank(saved(plan))) <= local and max(by_rank(saved(plan.remote_plan))) <= min(local, remote)
         if remote >= local:
             assert plan.remote is None
-        for told, names in ((policy.told.saved_at, plan.operators), (policy.told.copied_at, plan.copied.operators)):
+        for told, names in (
+            (policy.state.saved_at, plan.operators),
+            (policy.state.copied_at, plan.remote_plan.operators),
+        ):
             newest = {
                 f"layers.{layer}.expert.{e}" for layer, at in told.items() for e, i in enumerate(at) if i == iteration
             }
@@ -212,16 +231,16 @@ def test_what_copies_lack_is_not_what_memory_lacks():
     policy = based(measured(Selective(OPERATORS, Every(1), **budgets), copied=(1e9, 1.0)))
     policy.on_sizes(Told())
     first = take(policy, 2, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # two experts of each rank, and copies of one
-    assert (saved(first), saved(first.copied)) == ({0: [0, 1, 2, 3]}, {0: [0, 2]})
-    assert policy.gauges() == {
+    assert (saved(first), saved(first.remote_plan)) == ({0: [0, 1, 2, 3]}, {0: [0, 2]})
+    assert policy.report.gauges() == {
         "selective_experts": 2.0,
         "selective_copies": 1.0,
         "mlt": pytest.approx(12 / 12 / 2),
         "mlt_peers": pytest.approx((14 / 30 + 12 / 12) / 2),  # a node's loss costs the 8 and the 6, too
     }
     second = take(policy, 3, {0: [9, 8, 7, 6], 1: [5, 1, 5, 1]})  # without a token more
-    assert (saved(second), saved(second.copied)) == ({0: [1, 3], 1: [0, 2]}, {0: [1, 3]})
-    assert policy.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
+    assert (saved(second), saved(second.remote_plan)) == ({0: [1, 3], 1: [0, 2]}, {0: [1, 3]})
+    assert policy.report.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
 
 
 def test_a_state_of_before_there_were_separate_copies_loads():
@@ -231,8 +250,8 @@ def test_a_state_of_before_there_were_separate_copies_loads():
         name: value for name, value in policy.state_dict().items() if name not in ("copied", "copied_at", "mlt_peers")
     }
     other = Selective(OPERATORS, Every(1), experts=1)
-    other.load_state_dict(json.loads(json.dumps(state)))
-    assert other.told == policy.told and other.told.copied_at == policy.told.saved_at
+    other.loading(json.loads(json.dumps(state)))()
+    assert other.state == policy.state and other.state.copied_at == policy.state.saved_at
 
 
 @pytest.mark.parametrize(
@@ -246,10 +265,10 @@ def test_a_state_of_before_there_were_separate_copies_loads():
 def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apart):
     policy = based(measured(Selective(OPERATORS, Every(2), tier="peers", max_age=99), **moved))
     policy.on_sizes(Told())
-    assert policy.iterations_apart == -(-apart // 2) * 2
+    assert policy.schedule.iterations_apart == -(-apart // 2) * 2
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
     due = [iteration for iteration in range(1, 41) if policy.plan(iteration, load)]
-    assert due == list(range(policy.iterations_apart, 41, policy.iterations_apart))
+    assert due == list(range(policy.schedule.iterations_apart, 41, policy.schedule.iterations_apart))
     assert {0: [0], 1: [2]} == saved(policy.plan(due[0], load)) or apart == 4
 
 
@@ -262,9 +281,9 @@ def test_a_given_budget_that_is_too_small_is_refused():
 
 
 def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
-    sizes = Sizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
-    assert sizes.by_rank(120).room == {0: 15.0, 1: 15.0} and sizes.by_rank(90).room == {0: 0.0, 1: 0.0}
-    assert sizes.least_of_rank == 110
+    sizes = ExpertSizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
+    assert sizes.rank_limit(120).capacity == {0: 15.0, 1: 15.0} and sizes.rank_limit(90).capacity == {0: 0.0, 1: 0.0}
+    assert sizes.least_rank_bytes == 110
 
 
 def test_limits_stay_the_same_while_measurements_do():
@@ -276,12 +295,12 @@ def test_limits_stay_the_same_while_measurements_do():
     measured(policy, copied=(260.0, 1.0), iterations=2 * BLOCK)
     now = policy.limits()
     assert [now[name] is before[name] for name in before] == [True, False, True]
-    assert now["local"].room[0] > before["local"].room[0]
+    assert now["local"].capacity[0] > before["local"].capacity[0]
 
 
 def test_storage_gets_the_experts_that_it_lacks():
     policy = Selective(OPERATORS, Every(1), experts=1)
-    assert policy.stores(policy.everything(1))
+    assert policy.storage.needs(full_plan(policy, 1))
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 0, 0], 1: [0] * 4}
     assert saved(take(policy, 2, load)) == {0: [0, 1]}
@@ -292,7 +311,7 @@ def test_storage_gets_the_experts_that_it_lacks():
     plan, part = persist(policy, 4, load)  # storage lacks nine tokens of the first
     assert saved(plan) == {0: [0, 1]} and part == plan
     assert saved(policy.plan(5, load)) == {0: [3], 1: [0]}
-    assert saved(policy.plan_for_storage(5, load)) == {0: [2, 3]}
+    assert saved(policy.storage.plan(5, load)) == {0: [2, 3]}
 
 
 def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
@@ -300,51 +319,51 @@ def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
     _, part = persist(policy, 2, load, published=False)
-    assert saved(part) == {0: [0, 1]} == saved(policy.plan_for_storage(3, load))
+    assert saved(part) == {0: [0, 1]} == saved(policy.storage.plan(3, load))
     persist(policy, 3, load)
-    assert saved(policy.plan_for_storage(4, load)) == {0: [2, 3]}
+    assert saved(policy.storage.plan(4, load)) == {0: [2, 3]}
 
 
 def test_what_is_on_its_way_to_storage_is_not_written_twice():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
-    first = policy.plan_for_storage(2, load)
+    first = policy.storage.plan(2, load)
     policy.on_snapshot(first, load)
-    policy.on_stored(first)
-    assert saved(policy.plan_for_storage(3, load)) == {0: [2, 3]}
-    policy.on_persisted(first, published=False)
-    assert saved(policy.plan_for_storage(3, load)) == {0: [0, 1]}
+    policy.storage.on_write_begun(first)
+    assert saved(policy.storage.plan(3, load)) == {0: [2, 3]}
+    policy.storage.on_write_ended(first, committed=False)
+    assert saved(policy.storage.plan(3, load)) == {0: [0, 1]}
 
 
 def test_a_resumed_run_counts_what_storage_has():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
-    first = policy.plan_for_storage(2, load)
+    first = policy.storage.plan(2, load)
     policy.on_snapshot(first, load)
-    policy.on_stored(first)
+    policy.storage.on_write_begun(first)
     state = policy.state_dict()  # stored with the snapshot, before anybody knows whether it is published
     for published, expected in ((2, {0: [2, 3]}), (1, {0: [0, 1]})):
         again = Selective(OPERATORS, Every(1), experts=1)
-        again.load_state_dict(state)
-        again.on_resume(in_memory=True, in_storage=True)
+        again.loading(state)()
+        again.recovery.on_resume(in_memory=True, in_storage=True)
         names = [name for name in first.operators if ".expert." in name]
         everything = dict.fromkeys((one.name for one in OPERATORS), 1)
-        again.on_inventory(everything | dict.fromkeys(names, published))
-        assert saved(again.plan_for_storage(3, load)) == expected
+        again.storage.on_inventory(everything | dict.fromkeys(names, published))
+        assert saved(again.storage.plan(3, load)) == expected
 
 
 def test_partial_checkpoints_are_of_no_use_in_empty_storage():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     with raises("storage-lacks-experts"):
-        policy.for_storage(policy.plan(2, ZEROS))
-    policy.told.stored = True
-    policy.storage_lost()
+        policy.storage.part_of(policy.plan(2, ZEROS))
+    policy.state.stored = True
+    policy.storage.on_full_snapshot_lost()
     assert policy.plan(2, ZEROS).complete
-    policy.on_resume(in_memory=True, in_storage=False)
+    policy.recovery.on_resume(in_memory=True, in_storage=False)
     assert policy.plan(2, ZEROS).complete
-    policy.on_resume(in_memory=True, in_storage=True)
+    policy.recovery.on_resume(in_memory=True, in_storage=True)
     assert not policy.plan(2, ZEROS).complete
 
 
@@ -354,7 +373,7 @@ def test_what_it_was_told_survives_json(rows):
     for iteration, row in enumerate(rows, start=2):
         load = {0: [a + b for a, b in zip(load[0], row[:4], strict=True)], 1: [*map(sum, zip(load[1], row[4:]))]}  # noqa: B905
         other = Selective(OPERATORS, Every(1), experts=2)
-        other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+        other.loading(json.loads(json.dumps(policy.state_dict())))()
         assert other.plan(iteration, load) == policy.plan(iteration, load)
         take(policy, iteration, load)
 
@@ -362,7 +381,7 @@ def test_what_it_was_told_survives_json(rows):
 def test_a_damaged_state_is_refused_by_name():
     for state in ({}, {"based": True}, policy_named("selective")(OPERATORS, Every(1)).state_dict() | {"saved": 3}):
         with raises("saved-state-invalid"):
-            Selective(OPERATORS, Every(1)).load_state_dict(state)
+            Selective(OPERATORS, Every(1)).loading(state)()
 
 
 @pytest.mark.parametrize(
@@ -403,23 +422,25 @@ def asked(**flags) -> SimpleNamespace:
     ],
 )
 def test_flags_that_contradict_each_other(flags, sentence):
-    (refused,) = Selective.refusals(asked(**flags))
-    assert sentence in str(refused) and not list(Selective.refusals(asked()))
+    (refused,) = POLICIES[Selective.name].flags.conflicts_in(asked(**flags))
+    assert sentence in str(refused) and not list(POLICIES[Selective.name].flags.conflicts_in(asked()))
 
 
 def test_settings_from_flags():
     flags = asked(selective_experts=2, persist_interval=8)
-    policy = Selective(OPERATORS, Every(2), **Selective.settings(flags, JobShape()))
+    policy = Selective(OPERATORS, Every(2), **POLICIES[Selective.name].settings(flags, JobShape()))
     assert (policy.experts, policy.tier, policy.interval) == (2, "peers", Every(2))
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
 
 def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
     def boost(drops, **flags):
-        return Selective(OPERATORS, Every(2), **Selective.settings(asked(**flags), JobShape(drops=drops))).makes_up
+        return Selective(
+            OPERATORS, Every(2), **POLICIES[Selective.name].settings(asked(**flags), JobShape(drops_tokens=drops))
+        ).recovery.capacity_boost
 
-    assert boost(True) == Boost(0.1, 200) and boost(False) is None
-    assert boost(True, selective_boost=0.5, selective_boost_iterations=7) == Boost(0.5, 7)
+    assert boost(True) == CapacityBoost(0.1, 200) and boost(False) is None
+    assert boost(True, selective_boost=0.5, selective_boost_iterations=7) == CapacityBoost(0.5, 7)
     assert boost(True, selective_boost=0.0) is None
 
 
@@ -428,32 +449,41 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
 
-    assert list(Selective.candidates(machine(45.0))) == [{"experts": k, "gradients": "off"} for k in (1, 2, 4)]
-    assert [one["experts"] for one in Selective.candidates(machine(5.0))] == [1] and not list(
-        Selective.candidates(machine(5.0, ()))
+    assert list(POLICIES[Selective.name].costs.candidates(machine(45.0))) == [
+        {"experts": k, "gradients": "off"} for k in (1, 2, 4)
+    ]
+    assert [one["experts"] for one in POLICIES[Selective.name].costs.candidates(machine(5.0))] == [1] and not list(
+        POLICIES[Selective.name].costs.candidates(machine(5.0, ()))
     )
-    price = Selective.price(machine(45.0), {})
-    assert (price.k, price.size.busiest) == (4, 40.0) and Selective.price(machine(45.0), {"experts": 2}).k == 2
-    assert Selective.price(machine(45.0, ()), {}).k is None and price.at_risk is None
-    counted = dataclasses.replace(machine(45.0), at_risk=lambda share, always: 8 * share * always)
-    assert Selective.price(counted, {}).at_risk == 2.0  # 4 of 16
-    assert (Selective.described({"experts": 4}), Selective.described({})) == ("4 experts", "")
-    assert Selective.described({"experts": 4, "gradients": "off"}) != "4 experts"
+    price = POLICIES[Selective.name].costs.price(machine(45.0), {})
+    assert (price.k, price.size.busiest) == (4, 40.0) and POLICIES[Selective.name].costs.price(
+        machine(45.0), {"experts": 2}
+    ).k == 2
+    assert POLICIES[Selective.name].costs.price(machine(45.0, ()), {}).k is None and price.tokens_at_risk is None
+    counted = dataclasses.replace(machine(45.0), tokens_at_risk=lambda share, always: 8 * share * always)
+    assert POLICIES[Selective.name].costs.price(counted, {}).tokens_at_risk == 2.0  # 4 of 16
+    assert (POLICIES[Selective.name].costs.describe({"experts": 4}), POLICIES[Selective.name].costs.describe({})) == (
+        "4 experts",
+        "",
+    )
+    assert POLICIES[Selective.name].costs.describe({"experts": 4, "gradients": "off"}) != "4 experts"
 
 
 def test_copies_go_in_bubbles_where_there_are_any():
     flags = asked(selective_hide="bubble", selective_gradients="off")
     jobs = JobShape(pp=2, bubble_share=0.5), JobShape(pp=2)
-    timed, cuda = (Selective(OPERATORS, IntervalTuner(), **Selective.settings(flags, job)) for job in jobs)
-    assert timed.in_bubbles and not [*timed.remarks()]
-    assert not cuda.in_bubbles and "no effect" in next(cuda.remarks())
+    timed, cuda = (
+        Selective(OPERATORS, IntervalTuner(), **POLICIES[Selective.name].settings(flags, job)) for job in jobs
+    )
+    assert Capability.BUBBLES in timed.requires and not [*timed.report.remarks()]
+    assert Capability.BUBBLES not in cuda.requires and "no effect" in next(cuda.report.remarks())
     seen = dict(copied=Transfer(120.0, 1.0))
     for policy in (timed, cuda, Selective(OPERATORS, Every(1), bubble_share=0.5)):
         for _ in range(WARM_UP + BLOCK):
-            policy.interval.observe(Observed(2.0, forward_backward_s=1.0, **seen))
-        assert policy.interval.local == (60.0 if policy is timed else 120.0)
-        assert ("bubbles" in policy.reason()) == (policy is timed)
+            policy.interval.observe(ObservedIteration(2.0, forward_backward_s=1.0, **seen))
+        assert policy.interval.local_bytes == (60.0 if policy is timed else 120.0)
+        assert ("bubbles" in policy.report.reason()) == (policy is timed)
     fixed = Selective(OPERATORS, Every(1), experts=1, hide="bubble", bubble_share=0.5)
-    assert fixed.in_bubbles and isinstance(fixed.interval, Every)
+    assert Capability.BUBBLES in fixed.requires and isinstance(fixed.interval, Every)
     with raises("value-not-a-choice", "night"):
         Selective(OPERATORS, Every(1), hide="night")

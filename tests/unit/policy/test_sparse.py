@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.policy import Observed, Transfer
+from moc.policy import ObservedIteration, Transfer, full_plan
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises
 
@@ -54,7 +54,7 @@ def test_every_window_has_every_operator(window, order, stages, random):
             tokens = {layer: [a + b for a, b in zip(row, add[layer], strict=True)] for layer, row in tokens.items()}
         loads[iteration] = tokens
     first, *plans = run(policy, range(1, 41), loads.get)
-    length = len(policy.told.current.turns)
+    length = len(policy.state.current.turns)
     assert first.complete and length <= window  # of everything, so that there is something to go on from
     for start in range(0, 39 - length + 1, length):
         check_window(plans[start : start + length])
@@ -70,29 +70,29 @@ def test_asking_changes_nothing():
 
 
 def first_experts(policy, iteration, load) -> list[str]:
-    return [name for name in policy.plan(iteration, load).of(Detail.FULL) if ".expert." in name]
+    return [name for name in policy.plan(iteration, load).operators_at(Detail.FULL) if ".expert." in name]
 
 
 def test_the_order_follows_popularity_at_the_border_of_a_window_only():
     policy = Sparse(OPERATORS, None, window=9)
     run(policy, range(1, 10), grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 4]}))
-    assert policy.told.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
-    turns = policy.told.current.turns
+    assert policy.state.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
+    turns = policy.state.current.turns
     run(policy, [10], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
-    assert policy.told.current.turns == turns
+    assert policy.state.current.turns == turns
     run(policy, [11], grown({0: [1, 3, 2, 40], 2: [40, 2, 3, 4]}))
-    assert policy.told.current.start == 11 and policy.told.current.turns[0].full[:2] != turns[0].full[:2]
-    assert policy.told.current.turns[0].full[0] == "layers.0.expert.0"
+    assert policy.state.current.start == 11 and policy.state.current.turns[0].full[:2] != turns[0].full[:2]
+    assert policy.state.current.turns[0].full[0] == "layers.0.expert.0"
 
 
 def test_a_small_change_leaves_the_order_alone():
     policy = Sparse(OPERATORS, None, window=1)
     run(policy, [1], grown({0: [100, 101, 102, 103], 2: [103, 102, 101, 100]}))
-    order = policy.told.current.order
+    order = policy.state.current.order
     run(policy, [2], grown({0: [103, 102, 101, 100], 2: [100, 101, 102, 103]}))
-    assert policy.told.current.order == order
+    assert policy.state.current.order == order
     run(policy, [3], grown({0: [200, 102, 101, 100], 2: [100, 101, 102, 200]}))
-    assert policy.told.current.order != order
+    assert policy.state.current.order != order
 
 
 def test_orders_differ_in_what_they_look_at():
@@ -120,7 +120,7 @@ def test_decayed_popularity_forgets_what_popularity_does_not():
     def most(order):
         policy = Sparse(OPERATORS, None, window=1, order=order)
         run(policy, range(1, 101), loads)
-        ranked = [OPERATORS[place].name for place in policy.told.current.order]
+        ranked = [OPERATORS[place].name for place in policy.state.current.order]
         return [name for name in ranked if name.startswith("layers.0.expert.")][-1]
 
     assert most("popularity") == "layers.0.expert.0" and most("decayed") == "layers.0.expert.1"
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
         plans = run(straight, range(1, 13), loads)
         run(first, range(1, 8), loads)
         other = Sparse(OPERATORS, None, window=3, order=order)
-        other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        other.loading(json.loads(json.dumps(first.state_dict())))()
         assert run(other, range(8, 13), loads) == plans[7:]
 
 
@@ -144,21 +144,20 @@ def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
     plans = run(straight, range(1, 13), loads)
     run(first, range(1, at + 1), loads)
     other = Sparse(OPERATORS, None, window=3, stages=(0, 0, 1))
-    other.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    other.loading(json.loads(json.dumps(first.state_dict())))()
     start = 5 if at < 8 else 8
-    assert list(other.under_way(at)) == plans[start - 1 : at] and {plan.since for plan in other.under_way(at)} == {
-        start
-    }
-    assert other.under_way(at + 1) == ()  # which it was not told of
+    window = other.schedule.current_window(at)
+    assert list(window) == plans[start - 1 : at] and {plan.since for plan in window} == {start}
+    assert other.schedule.current_window(at + 1) == ()  # which it was not told of
     assert run(other, range(at + 1, 13), loads) == plans[at:]
 
 
-def test_a_window_may_begin_anew():
+def test_a_window_may_restart():
     policy = Sparse(OPERATORS, None, window=3)
     run(policy, range(1, 7))
-    order = policy.told.current.order
-    policy.begin_anew()
-    assert policy.under_way(6) == () and policy.told.current.order == order
+    order = policy.state.current.order
+    policy.schedule.restart_window()
+    assert policy.schedule.current_window(6) == () and policy.state.current.order == order
     plans = run(policy, range(7, 10))
     assert [plan.since for plan in plans] == [7] * 3
     check_window(plans)
@@ -167,10 +166,10 @@ def test_a_window_may_begin_anew():
 def test_a_window_that_is_over_is_over_in_another_layout():
     one, other = Sparse(OPERATORS, None, window=6, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=6)
     run(one, range(1, 6))
-    assert one.window_length == 5 and one.told.current.start == 2
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.schedule.window_length == 5 and one.state.current.start == 2
+    other.loading(json.loads(json.dumps(one.state_dict())))()
     plans = run(other, range(6, 12))
-    assert other.window_length == 6
+    assert other.schedule.window_length == 6
     check_window(plans)
 
 
@@ -182,10 +181,10 @@ def test_the_last_snapshot_of_a_window_supersedes_what_was_before_it():
 def test_everything_ends_a_window():
     policy = Sparse(OPERATORS, None, window=4)
     run(policy, range(1, 4))
-    policy.on_snapshot(policy.everything(3))
+    policy.on_snapshot(full_plan(policy, 3))
     other = Sparse(OPERATORS, None, window=4)
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert policy.window_length == other.window_length == 1
+    other.loading(json.loads(json.dumps(policy.state_dict())))()
+    assert policy.schedule.window_length == other.schedule.window_length == 1
     check_window(run(policy, range(4, 8)))
     check_window(run(other, range(4, 8)))
 
@@ -193,7 +192,7 @@ def test_everything_ends_a_window():
 @pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
 def test_no_state_of_this_policy(state):
     with raises("saved-state-invalid"):
-        Sparse(OPERATORS, None).load_state_dict(state)
+        Sparse(OPERATORS, None).loading(state)()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) 
             policy.on_snapshot(plan)
         amount = 0 if plan is None else busiest(plan.operators)
         copied = Transfer(amount, amount / bandwidth)
-        policy.interval.observe(Observed(2 * seconds, forward_backward_s=seconds, copied=copied))
+        policy.interval.observe(ObservedIteration(2 * seconds, forward_backward_s=seconds, copied=copied))
         taken.append(plan is not None)
     return taken
 
@@ -229,14 +228,14 @@ def test_a_window_that_finds_itself():
     policy.on_sizes(busiest)
     taken = measured(policy, seconds=1.0, bandwidth=dense / 2, iterations=40)
     assert taken == [False] * (WARM_UP + BLOCK) + [True] * (40 - WARM_UP - BLOCK)
-    length = policy.gauges()["sparse_window"]
-    assert length > 1 and "GB/s" in policy.reason()
+    length = policy.report.gauges()["sparse_window"]
+    assert length > 1 and "GB/s" in policy.report.reason()
     plans = run(policy, range(41, 41 + 2 * length))
     assert max(busiest(plan.operators) for plan in plans) <= dense / 2
     other = Sparse(OPERATORS, None)
     other.on_sizes(busiest)
     other.interval.load_state_dict(json.loads(json.dumps(policy.interval.state_dict())))
-    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    other.loading(json.loads(json.dumps(policy.state_dict())))()
     assert other.plan(1) is not None and not other.plan(1).complete
 
 
@@ -244,25 +243,25 @@ def test_a_fast_machine_takes_everything_each_time():
     policy = Sparse(OPERATORS, None)
     policy.on_sizes(busiest)
     measured(policy, seconds=1.0, bandwidth=1e12, iterations=30)
-    assert policy.gauges()["sparse_window"] == 1 and policy.plan(31).complete
+    assert policy.report.gauges()["sparse_window"] == 1 and policy.plan(31).complete
 
 
 def test_gauges_show_how_unequal_experts_are_of_late():
     policy = Sparse(OPERATORS, None, window=2)
-    assert policy.gauges() == {}
+    assert policy.report.gauges() == {}
     loads = {1: {0: [4, 4, 4, 4], 2: [4, 4, 4, 4]}, 2: {0: [8, 4, 4, 4], 2: [5, 5, 5, 5]}}
     run(policy, [1, 2], loads.get)
-    assert policy.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
-    assert policy.reason() is None
+    assert policy.report.gauges() == {"sparse_window": 2, "hhi": (1 + 0.25) / 2, "skewness": 0.5}
+    assert policy.report.reason() is None
 
 
 def test_tokens_of_an_iteration_are_the_mean_since_the_last_snapshot():
     policy = Sparse(OPERATORS, None, window=1, order="decayed", alpha=0.75)
-    policy.on_snapshot(policy.everything(2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
-    assert policy.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}
+    policy.on_snapshot(full_plan(policy, 2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
+    assert policy.report.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}
     assert policy.state_dict()["counts"] == {0: [3.0, 1.0, 0.0, 0.0], 2: [1.0] * 4}
-    policy.on_snapshot(policy.everything(6), {0: [10, 2, 8, 0], 2: [2, 2, 2, 2]})
+    policy.on_snapshot(full_plan(policy, 6), {0: [10, 2, 8, 0], 2: [2, 2, 2, 2]})
     assert policy.state_dict()["counts"] == {0: [1.0, 0.0, 2.0, 0.0], 2: [0.0] * 4}
     assert policy.state_dict()["mean"] == {0: [0.8125, 0.1875, 0.5, 0.0], 2: [0.1875] * 4}
-    policy.on_snapshot(policy.everything(6), {0: [11, 2, 8, 0], 2: [2, 2, 2, 2]})  # once more, at the end of the run
+    policy.on_snapshot(full_plan(policy, 6), {0: [11, 2, 8, 0], 2: [2, 2, 2, 2]})  # once more, at the end of the run
     assert policy.state_dict()["counts"][0] == [1.0, 0.0, 0.0, 0.0]

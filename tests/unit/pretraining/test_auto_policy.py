@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron.pretraining.session import auto_policy, in_force, lasting  # noqa: E402
 from moc.events import EventLog  # noqa: E402
-from moc.policy import Observed, Transfer  # noqa: E402
+from moc.policy import ObservedIteration, Transfer  # noqa: E402
 from moc.policy.interval import BLOCK, WARM_UP  # noqa: E402
 from moc.runtime import environment  # noqa: E402
 from moc.session import auto  # noqa: E402
@@ -23,10 +23,10 @@ from moc.session.settings import SettingsError  # noqa: E402
 from moc.session.tiers import Tiers  # noqa: E402
 from moc.simulate.live_costs import every_candidate, flags_of_candidate  # noqa: E402
 from moc.simulate.planner import PlanLimits  # noqa: E402
-from moc.state.detail import Detail  # noqa: E402
+from moc.state.operators import Detail  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.state.shape import ModelShape, model_operators  # noqa: E402
-from moc.store.storage import LocalPlace  # noqa: E402
+from moc.store.storage import LocalStorage  # noqa: E402
 from moc.store.store import Store  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 
@@ -64,7 +64,7 @@ class Run:
         left = (
             None if state is None else LocalRemains(live=LiveState(Position(), {"auto": json.loads(json.dumps(state))}))
         )
-        self._tiers = Tiers(Store(LocalPlace(directory)), None, nodes, True, (0,), None, 2)
+        self._tiers = Tiers(Store(LocalStorage(directory)), None, nodes, True, (0,), None, 2)
         self.in_force = in_force(self.config, self.auto._chosen(self._tiers, left, first=True)).snapshot
         operators = model_operators(SHAPE)
         parameters = {operator.name: operator.parameters for operator in operators}
@@ -81,7 +81,7 @@ class Run:
             self.iteration += 1
             moved = {"copied": copy_s, "written": write_s, "replicated": copy_s}
             seen = {name: Transfer(self.full, seconds) for name, seconds in moved.items()}
-            self.auto.observe(Observed(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
+            self.auto.observe(ObservedIteration(iteration_s, forward_backward_s=0.9 * iteration_s, **seen))
             if self.auto.plans_anew(self.iteration, load):
                 return self.iteration
         return None
@@ -279,12 +279,12 @@ def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_
 ):
     elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=48, ckpt_dir="there")
     flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
-    places = {environment.LEAST_PLACES: 4, environment.PLACES: 8, "LOCAL_WORLD_SIZE": per_node}
+    places = {environment.MIN_NODES: 4, environment.MAX_NODES: 8, "LOCAL_WORLD_SIZE": per_node}
     for name, value in places.items():
         monkeypatch.setenv(name, str(value))
     config = config_of(flags, workers=2 * stages * more.get("tensor_model_parallel_size", 1))
     found = lasting(config)
     assert (found.least, found.most, found.ranks, found.parts) == (4, 8, ranks, parts)
     assert all(0.0 <= chance <= 1.0 for chance in found.survivals())
-    monkeypatch.setenv(environment.LEAST_PLACES, "8")
+    monkeypatch.setenv(environment.MIN_NODES, "8")
     assert lasting(config) is None

@@ -11,10 +11,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.pretraining.engine.boost import slots_beyond
-from megatron.pretraining.engine.routing import RouterCounts
-from moc.policy.debt import Boost, Debt
-from moc.policy.ledger import Ledger
+from megatron.pretraining.engine.routing import RouterCounts, slots_beyond
+from moc.policy.token_ledger import CapacityBoost, TokenDebt, TokenLedger
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Operator
 
@@ -188,17 +186,18 @@ def test_a_capacity_for_every_token_leaves_nothing_to_boost():
     assert all(map(torch.equal, before, after)) and not any(layer.taken()[1])
 
 
-def tracker_of(layer, makes_up):
+def tracker_of(layer, boost):
     """What keeps the ledger of that layer."""
     experts = [Operator(f"layers.0.expert.{expert}", "expert", 0, expert, 1) for expert in range(EXPERTS)]
     engine = SimpleNamespace(operators=experts, router_tally=lambda *_: layer.counts)
-    return TokenTracker(engine, 100, SimpleNamespace(counts_probabilities=False, makes_up=makes_up))
+    recovery = SimpleNamespace(capacity_boost=boost)
+    return TokenTracker(engine, 100, SimpleNamespace(requires=frozenset(), recovery=recovery))
 
 
 def owing(owed, iterations):
     """The state of a ledger of experts that owe so many tokens."""
-    debt = Debt((tuple(owed),), ((0,) * EXPERTS,), iterations)
-    return dataclasses.replace(Ledger.of({0: EXPERTS}), debt=debt).state_dict()
+    debt = TokenDebt((tuple(owed),), ((0,) * EXPERTS,), iterations)
+    return dataclasses.replace(TokenLedger.empty({0: EXPERTS}), debt=debt).state_dict()
 
 
 def test_a_run_that_continues_without_a_boost_owes_nothing():
@@ -214,7 +213,7 @@ def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(ever
     _, routed = layer()
     dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()
     owed = tuple(9 * (drops or everybody) for drops in dropping)  # others never have more tokens than capacity
-    tracker = tracker_of(layer, Boost(FRACTION, most))
+    tracker = tracker_of(layer, CapacityBoost(FRACTION, most))
     tracker.goes_on(owing(owed, most))
     assert (layer()[1] & ~routed).any()
     layer.taken()

@@ -14,7 +14,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from megatron.pretraining.engine.boundary import Recorder, TimedCommunicator  # noqa: E402
-from moc.logs.crossings import Pipeline  # noqa: E402
+from moc.logs.log import Pipeline  # noqa: E402
 
 
 class Request:

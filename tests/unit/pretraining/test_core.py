@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pretraining.config.deepspeed_fit import check_deepspeed
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry.deepspeed import check_deepspeed
 from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 from moc.errors import codes_in

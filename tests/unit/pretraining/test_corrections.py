@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from megatron.pretraining.engine.routing import ExpertLoad  # noqa: E402
 from megatron.pretraining.entry.model import more_padding, with_rows  # noqa: E402
 from megatron.pretraining.model import corrections  # noqa: E402
-from megatron.pretraining.model.corrections import Vocabulary, mask_padding, scale_global_loss  # noqa: E402
+from megatron.pretraining.model.corrections import PaddedVocabulary, mask_padding, scale_global_loss  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def masked(monkeypatch, logits, rank, vocabulary):
 )
 def test_logits_of_padding_are_the_smallest_number(rank, width, kept, monkeypatch):
     logits = torch.zeros(2, 3, width, dtype=torch.bfloat16)
-    found = masked(monkeypatch, logits, rank, Vocabulary(6, 12))
+    found = masked(monkeypatch, logits, rank, PaddedVocabulary(6, 12))
     assert (found[..., :kept] == 0).all() and (found[..., kept:] == torch.finfo(torch.bfloat16).min).all()
 
 
 def test_padding_has_no_gradient(monkeypatch):
     hidden = torch.randn(2, 1, 6, requires_grad=True)
-    logits = masked(monkeypatch, hidden * 1.0, 0, Vocabulary(4, 6))
+    logits = masked(monkeypatch, hidden * 1.0, 0, PaddedVocabulary(4, 6))
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor([1, 3])).backward()
     assert hidden.grad is not None and (hidden.grad[..., 4:] == 0).all() and hidden.grad[..., :4].abs().sum() > 0
 
@@ -85,7 +85,7 @@ def test_a_model_without_an_output_layer_is_refused():
     model: torch.nn.Module = torch.nn.Module()
     model.post_process = True
     with raises("correction-unsupported", "vocabulary-padding"):
-        mask_padding([model], Vocabulary(6, 12))
+        mask_padding([model], PaddedVocabulary(6, 12))
 
 
 def test_a_shape_with_other_rows_of_padding():

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
-from moc.runtime import children
-from moc.runtime.job import Job
-from moc.runtime.world import World
+from moc.runtime import child_processes
+from moc.runtime.job import Job, World
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +179,7 @@ def descriptors_of(file: Path) -> int:
 @pytest.mark.parametrize("readers", [0, 1])
 def test_readers_hold_no_gpu(data, tmp_path, monkeypatch, readers):
     """Otherwise a killed worker's memory would stay taken as long as its readers live."""
-    monkeypatch.setattr(children, "DEVICES", str(tmp_path / "nvidia"))
+    monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     with open(tmp_path / "nvidia0", "wb"):
         stream = data.BatchStream(_DevicesHeld(tmp_path / "nvidia0"), num_workers=readers)
         (batch,) = stream.iteration(topology(0, 1, 2, 2), 0)

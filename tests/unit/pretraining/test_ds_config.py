@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from megatron.pretraining.config import check_world, deepspeed_fit, num_microbatches
+from megatron.pretraining.config import check_world, num_microbatches
 from megatron.pretraining.config.composed import all_flags
-from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, settings_of
+from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry import deepspeed
 from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write
 
 TEMPLATE = {  # what Megatron-DeepSpeed's template for ZeRO-2 and experts says, filled in
@@ -45,7 +46,7 @@ OFF = {  # what users leave in their files
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """The package, as far as flags ask for it."""
-    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.19.8")
+    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: "0.19.8")
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
 def test_what_is_off_is_never_refused(given):
     assert parse(given(OFF)).zero.zero_stage == 1
     problems = Problems()
-    assert not list(settings_of(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
+    assert not list(flags_of_section(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
     assert not problems.found
 
 
@@ -93,7 +94,7 @@ def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
             inner = inner.setdefault(section, {"enabled": True} if section in ("fp16", "bf16") else {})
         inner[name] = value
         problems = Problems()
-        list(settings_of(content, "ds.json", problems))
+        list(flags_of_section(content, "ds.json", problems))
         (problem,) = problems.found
         assert problem.code == "ds-config-key-unsupported"
         assert str(problem).startswith(f"{key} ") and "ds.json" in str(problem) and " Fix: " in str(problem)
@@ -254,9 +255,9 @@ def test_flags_of_launch_scripts_are_taken():
 
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
-    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: None)
+    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: None)
     codes, sentence = refusal("--deepspeed")
     assert codes == ["package-missing"] and "pip install 'deepspeed>=0.19,<0.20'" in sentence
-    monkeypatch.setattr(deepspeed_fit, "deepspeed_version", lambda: "0.20.1")
+    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: "0.20.1")
     codes, sentence = refusal("--deepspeed")
-    assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed_fit.WANTED in sentence
+    assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed.WANTED in sentence

@@ -10,14 +10,14 @@ from megatron.pretraining.config import (
     plan_settings,
     why_anew,
 )
-from moc.elastic.plan import plan
+from moc.elastic.plan import make_plan
 from tests.errors import raises
 from tests.unit.pretraining.flags import DENSE, PP2, assert_refused, parse, refusal, without
 
 ELASTIC = "--elastic --elastic-slots 4 --calculate-per-token-loss --global-batch-size 12"
 SAVED = "--ckpt-policy full --ckpt-dir snapshots"
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear --moe-token-dispatcher-type alltoall"
-NOT_WHOLE = "with a model that does not take whole nodes"
+NOT_WHOLE = "with a model that does not fill complete nodes"
 REFUSED = [
     ("--elastic-slots 4", "flag-has-no-effect --elastic-slots --elastic"),
     ("--elastic", "flag-needs-another --elastic --elastic-slots"),
@@ -112,7 +112,7 @@ def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, repli
     flags = f"{ELASTIC} {SAVED} --elastic-slots {slots} --elastic-min-replicas {replicas}"
     for nodes in (nodes for nodes in (3, 4, 5) if nodes * slots >= 8):
         settings, plans = plan_settings(parse(flags), 1), []
-        most = settings.most_everywhere(nodes, 8)
+        most = settings.max_everywhere(nodes, 8)
         for hot in range(min(slots, 8) + 1):
             config = parse(f"{flags} --elastic-everywhere {hot}")
             if hot > most:
@@ -120,7 +120,7 @@ def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, repli
                     check_fewest(config, nodes, 1)
                 continue
             check_fewest(config, nodes, 1)
-            plans.append(plan(range(nodes), {0: [9, 3, 5, 1, 1, 1, 1, 1]}, plan_settings(config, 1)))
+            plans.append(make_plan(range(nodes), {0: [9, 3, 5, 1, 1, 1, 1, 1]}, plan_settings(config, 1)))
         least = [min(len(one.holders(0, expert)) for expert in range(8)) for one in plans]
         assert min(least) >= min(replicas, nodes * slots // 8)
 

@@ -10,7 +10,7 @@ from megatron.pretraining.entry import cpu as entry_cpu  # noqa: E402
 
 entry_cpu.install()
 
-from megatron.pretraining.entry.model import Tensor, check_shape, operators_of, stages_of  # noqa: E402
+from megatron.pretraining.entry.model import ModelParameter, check_shape, operators_of_parameters, stages_of  # noqa: E402
 from megatron.pretraining.model.parameters import known_name  # noqa: E402
 from moc.state.operators import is_known  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -19,7 +19,7 @@ ADAM, MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
 
 def tensor(name, numel=8, stage=0, moments=ADAM, sliced=True):
-    return Tensor(name, numel, sliced, stage, moments)
+    return ModelParameter(name, numel, sliced, stage, moments)
 
 
 MODEL = [
@@ -50,7 +50,7 @@ def test_any_parameter_has_a_name_that_an_operator_holds(name, known):
 
 
 def test_operators_are_those_of_the_model_in_forward_order():
-    operators = operators_of(MODEL)
+    operators = operators_of_parameters(MODEL)
     assert [operator.name for operator in operators] == [
         "embedding", "layers.0.attention", "layers.1.router", "layers.1.expert.0", "layers.1.expert.1", "output"
     ]  # fmt: skip
@@ -66,14 +66,14 @@ def test_operators_of_several_optimizers_have_their_own_moments():
         tensor("output_layer.weight", 64),
         tensor("decoder.layers.0.self_attention.linear_qkv.weight", moments=MUON),
     ]
-    attention, output = operators_of(mixed)
+    attention, output = operators_of_parameters(mixed)
     assert attention.elements("momentum_buffer") == 8 and attention.elements("exp_avg") == 0
     assert output.elements("exp_avg") == 64 and output.elements("momentum_buffer") == 0
     assert attention.elements("master") == 8
 
 
 def test_another_model_is_named_by_its_operator():
-    here = {operator.name: operator.parameters for operator in operators_of(MODEL)}
+    here = {operator.name: operator.parameters for operator in operators_of_parameters(MODEL)}
     check_shape(here, dict(here), "snapshot")
     with pytest.raises(CheckpointError, match="layers.1.router"):
         check_shape(here, here | {"layers.1.router": 7}, "snapshot")

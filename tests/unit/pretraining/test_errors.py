@@ -13,8 +13,8 @@ cpu.install()
 
 from megatron.pretraining.config import ConfigError  # noqa: E402
 from megatron.pretraining.errors import reported  # noqa: E402
-from megatron.pretraining.process import rank0 as first_worker  # noqa: E402
-from moc.runtime.groups import Aborted, Suspicion  # noqa: E402
+from megatron.pretraining.process import topology as first_worker  # noqa: E402
+from moc.runtime.groups import Aborted, PeerFailure  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 
@@ -35,7 +35,7 @@ def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
     assert capsys.readouterr().err == f"pretrain_gpt_moe.py: error (worker 0): {with_code(error)}\n"
 
 
-@pytest.mark.parametrize("kind", [Suspicion, Aborted, dist.DistNetworkError, dist.DistStoreError])
+@pytest.mark.parametrize("kind", [PeerFailure, Aborted, dist.DistNetworkError, dist.DistStoreError])
 def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
     monkeypatch.setenv("RANK", "0")
     gloo = (

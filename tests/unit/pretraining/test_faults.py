@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.faults import inject_faults
-from moc.faults import on_reach, reach
+from moc.fault_points import on_reach, reach
 from moc.runtime.job import Job
 from tests.errors import raises
 from tests.unit.pretraining.flags import BASE

@@ -11,7 +11,7 @@ cpu.install()
 
 from megatron.training.datasets.fim_dataset import GPTFIMDataset  # noqa: E402
 
-from megatron.pretraining.entry import fim  # noqa: E402
+from megatron.pretraining.entry import streams  # noqa: E402
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def dataset(monkeypatch):
     """One whose samples are the next random numbers."""
     name = "_query_document_sample_shuffle_indices"
     monkeypatch.setattr(GPTFIMDataset, name, lambda self, idx: list(self.np_rng.randint(1 << 30, size=4)))
-    fim.seed_by_sample()
-    fim.seed_by_sample()
+    streams.seed_by_sample()
+    streams.seed_by_sample()
     made = GPTFIMDataset.__new__(GPTFIMDataset)
     made.np_rng, made.config = numpy.random.RandomState(1), SimpleNamespace(random_seed=5)
     return made._query_document_sample_shuffle_indices

@@ -6,7 +6,7 @@ from megatron.pretraining.process import cpu
 
 cpu.install()
 
-from megatron.pretraining.logging.flops import flops_per_sample  # noqa: E402
+from megatron.pretraining.logging.records import flops_per_sample  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 
 SMALL = dict(

@@ -10,7 +10,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from megatron.pretraining.model import fp8  # noqa: E402
+from megatron.pretraining.entry import formats  # noqa: E402
 
 PRODUCT = torch.ops.aten._scaled_mm.default
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -27,7 +27,7 @@ def rounded(tensor, dtype=torch.float8_e4m3fn):
 
 def ran(inputs, weight, outputs_gradient, fp8_format="hybrid", **how):
     inputs.requires_grad_()
-    outputs = fp8.linear(inputs, weight, fp8_format=fp8_format, **how)
+    outputs = formats.linear(inputs, weight, fp8_format=fp8_format, **how)
     outputs.backward(outputs_gradient)
     return outputs.detach(), inputs.grad, weight.grad
 
@@ -99,5 +99,5 @@ def test_what_is_not_finite_shows_in_the_gradient(wrong):
 
 def test_a_bias_is_added():
     inputs, weight, bias = values(32, 16), values(48, 16, seed=1), values(48, seed=2)
-    without = fp8.linear(inputs, weight, fp8_format="e4m3")
-    assert torch.equal(fp8.linear(inputs, weight, bias, fp8_format="e4m3"), without + bias)
+    without = formats.linear(inputs, weight, fp8_format="e4m3")
+    assert torch.equal(formats.linear(inputs, weight, bias, fp8_format="e4m3"), without + bias)

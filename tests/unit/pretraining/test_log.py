@@ -6,17 +6,16 @@ from dataclasses import replace
 import torch
 
 from megatron.pretraining.process import cpu
-from moc.runtime.job import Job
-from moc.runtime.world import World
+from moc.runtime.job import Job, World
 from moc.state.record import StepRecord
 from tests.unit.pretraining.flags import parse
 
 cpu.install()
 
-from megatron.pretraining.logging.records import Records  # noqa: E402
+from megatron.pretraining.logging.records import EventRecorder  # noqa: E402
 
 
-class Log(Records):
+class Log(EventRecorder):
     """Shows nothing."""
 
     def _show(self, *_):

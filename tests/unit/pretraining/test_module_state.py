@@ -14,8 +14,11 @@ from megatron.pretraining.process import cpu
 cpu.install()  # comes before megatron.core
 from megatron.pretraining.engine import module_state  # noqa: E402
 from megatron.pretraining.engine.module_state import ModuleState, operator_of_module, paths_of  # noqa: E402
-from moc.snapshot.capture import Gate, ThreadCapturer  # noqa: E402
-from moc.snapshot.copies import Copy  # noqa: E402
+from moc.snapshot.device_copy import (  # noqa: E402
+    Copy,  # noqa: E402
+    Gate,
+    ThreadCapturer,
+)
 from moc.state.module_bytes import ModuleStateError  # noqa: E402
 from moc.state.operators import is_module_state, operator_of  # noqa: E402
 

@@ -13,8 +13,8 @@ from tests.unit.pretraining.flags import BASE, parse
 FLAGS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
 
 
-def job(rank=0, others_wait=False, has_begun_before=False):
-    return SimpleNamespace(rank=rank, others_wait=others_wait, has_begun_before=has_begun_before)
+def job(rank=0, joins_running_job=False, is_restart=False):
+    return SimpleNamespace(rank=rank, joins_running_job=joins_running_job, is_restart=is_restart)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -24,7 +24,7 @@ def test_each_directory_is_checked(flag, tmp_path):
         config = parse(f"{flag} {wrong}")
         with pytest.raises(ConfigError, match=f"{flag} {wrong} "):
             check_outputs(config, job())
-        for one in (job(rank=1), job(others_wait=True), job(has_begun_before=True)):
+        for one in (job(rank=1), job(joins_running_job=True), job(is_restart=True)):
             check_outputs(config, one)
 
 

@@ -3,14 +3,14 @@
 import pytest
 
 from megatron.pretraining.entry.presets import preset_options
-from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.model import config_of, meta_operators
 from megatron.pretraining.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_within_5_percent_of_the_paper(name):
     preset, config = PRESETS[name], config_of(name, [])
-    operators = operators_of(config, name)
+    operators = meta_operators(config, name)
     assert len({operator.name for operator in operators}) == len(operators)
     assert {layer for layer, _ in filter(None, (operator.place for operator in operators))}
     total = sum(operator.parameters for operator in operators)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.pretraining.session import settings_of
-from moc.policy.full import Full
+from moc.policy.flags import PolicyFlags
 from moc.runtime.job import Job
 from tests.errors import raises
 from tests.unit.pretraining.flags import parse
@@ -20,7 +20,7 @@ def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(mo
 
     config = parse("--ckpt-policy full --ckpt-dir x")
     assert settings_of(config, ENGINE).policy == "full"
-    monkeypatch.setattr(Full, "settings", refuses)
+    monkeypatch.setattr(PolicyFlags, "settings", refuses)
     with raises("policy-flags-conflict", "--ckpt-policy full"):
         settings_of(config, ENGINE)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pretraining.entry.source_options import options_in
+from megatron.pretraining.entry.options import options_in
 
 
 def found(tmp_path, source, **modules):

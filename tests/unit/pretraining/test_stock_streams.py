@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from megatron.pretraining.process import cpu
-from moc.runtime import children
+from moc.runtime import child_processes
 
 cpu.install()
 
@@ -46,7 +46,7 @@ def _read(file: Path) -> tuple[streams.StockStream, int]:
 
 def _patch(monkeypatch, tmp_path, begun):
     monkeypatch.setattr(streams, "get_args", lambda: SimpleNamespace(dataloader_type="cyclic"))
-    monkeypatch.setattr(children, "DEVICES", str(tmp_path / "nvidia"))
+    monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     monkeypatch.setattr(
         streams,
         "build_pretraining_data_loader",

@@ -24,7 +24,7 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs  # noqa: E402
 from moc.errors import code_of  # noqa: E402
-from moc.files import tree  # noqa: E402
+from moc.files import safe_directory  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from tests.shared import ALL  # noqa: E402
 
@@ -197,7 +197,7 @@ def a_lie():
 
 def a_long_list(path):
     """An archive whose end tells of a list of records with 64 GB, in a file with holes."""
-    records = tree.MANIFEST << 10
+    records = safe_directory.MAX_MANIFEST_BYTES << 10
     record = struct.pack("<4sQ2H2L4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1 << 20, 1 << 20, records, 0)
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, records, 1)
     with path.open("wb") as file:
@@ -242,9 +242,9 @@ def test_a_file_with_a_long_list_of_records_takes_little(tmp_path):
 
 
 def test_a_file_may_hold_more_tensors_than_objects(tmp_path):
-    weights = torch.arange(tree.MANIFEST // 4 + 1, dtype=torch.float32)
+    weights = torch.arange(safe_directory.MAX_MANIFEST_BYTES // 4 + 1, dtype=torch.float32)
     torch.save({"model": {"weight": weights}, "iteration": 3}, tmp_path / "model_optim_rng.pt")
-    assert (tmp_path / "model_optim_rng.pt").stat().st_size > tree.MANIFEST
+    assert (tmp_path / "model_optim_rng.pt").stat().st_size > safe_directory.MAX_MANIFEST_BYTES
     with nothing_runs():
         loaded = torch.load(tmp_path / "model_optim_rng.pt")
     assert loaded["iteration"] == 3 and loaded["model"]["weight"].equal(weights)

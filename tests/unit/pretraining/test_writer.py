@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pretraining.process import cpu
-from moc.runtime import children
+from moc.runtime import child_processes
 from tests.unit.pretraining.test_data import descriptors_of
 
 
@@ -30,7 +30,7 @@ def tell(device: Path, told: Path) -> None:
 
 
 def test_it_holds_no_gpu_and_nor_do_its_children(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(children, "DEVICES", str(tmp_path / "nvidia"))
+    monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     with open(tmp_path / "nvidia0", "wb"):
         arguments = (tell, tmp_path, 0, None, tmp_path / "nvidia0", tmp_path / "told")
         process = multiprocessing.get_context("fork").Process(target=writer.write_files, args=arguments)

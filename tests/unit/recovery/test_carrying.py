@@ -11,18 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import Every, policy_named
-from moc.recovery.carrying import CARRIED, Carrier, most_carried, slot_of
-from moc.recovery.chains import file_of_operator
+from moc.recovery.expert_versions import CARRIED, Carrier, most_carried, slot_of
+from moc.recovery.gradient_chains import file_of_operator
 from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
-from moc.state.detail import Detail
-from moc.state.operators import Operator, operator_of
+from moc.state.operators import Detail, Operator, operator_of
 from moc.state.region import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import Entry, FileLayout, RegionReader, digest_of
-from moc.store.slots import DIRECTORY
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of, part_of_file
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.shard_file import FileLayout, ShardReader, TensorBox, compute_digest
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name, sub_file_name
 from tests.errors import raises
 
 EXPERTS, ROWS = 8, 64
@@ -36,15 +35,15 @@ PARAMETERS["output"] = "output_layer.weight"
 
 def part_of_rank(rank: int) -> str:
     """Name of a copy of some of the operators that a rank saved."""
-    return part_of_file(file_of(rank), 0)
+    return sub_file_name(shard_file_name(rank), 0)
 
 
-def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=file_of, ranks: int = 2) -> None:
+def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=shard_file_name, ranks: int = 2) -> None:
     """A snapshot of which each rank has some rows of everything; values tell operator and iteration."""
     files, elements = {}, {name: Counter() for name in operators}
     for rank in range(ranks):
         entries = [
-            Entry(
+            TensorBox(
                 PARAMETERS[name], slot, (ROWS, 2), Region((rank * ROWS // ranks, 0), (ROWS // ranks, 2)), torch.float32
             )
             for name, detail in operators.items()
@@ -53,9 +52,9 @@ def save(store: Store, iteration: int, operators: dict[str, Detail], name_of=fil
         ]
         layout = FileLayout(entries)
         data = [torch.full(entry.region.shape, float(iteration)).numpy().tobytes() for entry in layout.entries]
-        header = layout.header(list(map(digest_of, data)))
-        store.place.write(f"{directory_of(iteration)}/{name_of(rank)}", [header, *data], final=False)
-        files[name_of(rank)] = FileEntry(layout.nbytes, len(header), digest_of(header))
+        header = layout.header(list(map(compute_digest, data)))
+        store.storage.write(f"{checkpoint_name(iteration)}/{name_of(rank)}", [header, *data], is_durable=False)
+        files[name_of(rank)] = FileEntry(layout.nbytes, len(header), compute_digest(header))
         for entry in entries:
             elements[operator_of(entry.name)][entry.slot] += entry.region.numel
     entries = {name: OperatorEntry(operators[name].value, iteration, dict(its)) for name, its in elements.items()}
@@ -66,7 +65,7 @@ def held_of(iteration, operators):
     return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in operators.items()})
 
 
-def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail], name_of=file_of) -> int:
+def take(store: Store, carrier: Carrier, iteration: int, operators: dict[str, Detail], name_of=shard_file_name) -> int:
     """What a run does for one snapshot; the bytes that it has carried."""
     carried = carrier.carry(held_of(iteration, operators))
     save(store, iteration, operators, name_of)
@@ -84,38 +83,40 @@ def newest(store: Store) -> dict[str, tuple[int, int]]:
     held = in_memory([look(store)[0]], OPERATORS)
     way = next(recoveries(held, OPERATORS, exact=False))
     for one in way.used():
-        manifest = store.manifest(one.iteration)
-        reader = RegionReader(
-            (store.blob(one.iteration, name, entry) for name, entry in manifest.files.items()), verify=True
+        manifest = store.read_manifest(one.iteration)
+        reader = ShardReader(
+            (store.open_verified(one.iteration, name, entry) for name, entry in manifest.files.items()), verifies=True
         )
         for name, slot in (
             (n, s) for n, p in way.sources for s in ("master", "exp_avg") if (p == "master") == (s == "master")
         ):
             if way.sources[name, "master" if slot == "master" else "moments"].key == one.key:
-                values = reader.get(PARAMETERS[name], slot, Region((0, 0), (ROWS, 2)))
+                values = reader.read_region(PARAMETERS[name], slot, Region((0, 0), (ROWS, 2)))
                 assert (values == one.iteration).all()
     return {name: tuple(way.sources[name, part].iteration for part in ("master", "moments")) for name in PARAMETERS}
 
 
 def bytes_in(store: Store, iteration: int) -> int:
     return sum(
-        path.stat().st_size for path in (store.place.root / directory_of(iteration)).iterdir() if path.suffix != ".json"
+        path.stat().st_size
+        for path in (store.storage.root / checkpoint_name(iteration)).iterdir()
+        if path.suffix != ".json"
     )
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(LocalPlace(tmp_path / "memory", in_memory=True), slack=True)
+    return Store(LocalStorage(tmp_path / "memory", in_memory=True), allows_slack=True)
 
 
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.sets(st.integers(0, EXPERTS - 1), max_size=4), min_size=1, max_size=7),
     st.sampled_from([None, Detail.MOMENTS, Detail.MASTER]),
-    st.sampled_from([file_of, part_of_rank]),
+    st.sampled_from([shard_file_name, part_of_rank]),
 )
 def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest, name_of):
-    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, wanted, saved = Carrier(store, ONES), {}, {}
     for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
         operators = dict.fromkeys(NAMES, rest) if rest else {}
@@ -130,7 +131,7 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
     assert newest(store) == wanted
     last = len(saved)
     state = 2 * ROWS * 2 * 4  # bytes of an expert
-    data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
+    data = {i: bytes_in(store, i) - 4096 * len(store.read_manifest(i).files) for i in store.iterations()}
     assert sum(nbytes for i, nbytes in data.items() if i != last) <= EXPERTS * state
     assert sum(data.values()) == (EXPERTS + 1) * state  # one full state, to the byte; of some only masters or moments
 
@@ -142,7 +143,7 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
     )
 )
 def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chosen):
-    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, plans, there = Carrier(store, ONES), [in_full(*range(EXPERTS))], Counter()
     for details in chosen:
         its = {f"layers.0.expert.{e}": d for e, d in enumerate(details) if d not in (None, Detail.COMPUTE)}
@@ -150,7 +151,7 @@ def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chos
     held = [held_of(iteration, operators) for iteration, operators in enumerate(plans, start=1)]
     for one, operators in zip(held, plans, strict=True):
         take(store, carrier, one.iteration, operators)
-        slots = store.place.root / DIRECTORY
+        slots = store.storage.root / SLOTS_DIRECTORY
         there |= Counter(path.name.partition(".")[0] for path in slots.glob("*"))
     most = most_carried(held, NAMES, 0)
     assert {slot_of(detail): number for detail, number in most.items()} == there
@@ -159,7 +160,7 @@ def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chos
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["full", "grad", None]), min_size=EXPERTS, max_size=EXPERTS), max_size=7))
 def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_path_factory, wanted):
-    store = Store(LocalPlace(tmp_path_factory.mktemp("memory"), in_memory=True), slack=True)
+    store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, chains = Carrier(store, ONES), {}
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     chains = {f"layers.0.expert.{e}": [1] for e in range(EXPERTS)}
@@ -177,7 +178,7 @@ def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_
     folds = {name: [one.iteration for one in its] for name, its in way.folds.items()}
     assert {name: [way.sources[name, "master"].iteration, *folds.get(name, ())] for name in NAMES} == chains
     last = len(wanted) + 1
-    data = {i: bytes_in(store, i) - 4096 * len(store.manifest(i).files) for i in store.iterations()}
+    data = {i: bytes_in(store, i) - 4096 * len(store.read_manifest(i).files) for i in store.iterations()}
     older = [i == chain[0] or 1 / 2 for chain in chains.values() for i in chain if i != last]  # of two slots, and one
     assert sum(nbytes for i, nbytes in data.items() if i != last) == sum(older) * 2 * ROWS * 2 * 4
 
@@ -205,7 +206,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
         """Not to be caught."""
 
     def life(root, dies_after):
-        store = Store(LocalPlace(root, in_memory=True), slack=True)
+        store = Store(LocalStorage(root, in_memory=True), allows_slack=True)
         carrier, left = Carrier(store, ONES), itertools.count()
         real = {name: getattr(os, name) for name in ("rename", "unlink")}
 
@@ -250,7 +251,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
     after = before | {0: 4, 4: 4}
     kills = 0
     for dies_after in itertools.count():
-        found = life(store.place.root / str(dies_after), dies_after)
+        found = life(store.storage.root / str(dies_after), dies_after)
         if found is None:
             break
         kills += 1
@@ -264,16 +265,16 @@ def test_of_copies_the_newest_is_left_alone(store):
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     assert carrier.carry() // (2 * ROWS * 2 * 4 + 4096) == EXPERTS - 2
-    assert [CARRIED in store.place.names(directory_of(iteration)) for iteration in (1, 2)] == [True, False]
+    assert [CARRIED in store.storage.list_names(checkpoint_name(iteration)) for iteration in (1, 2)] == [True, False]
 
 
 def test_what_is_not_reduced_yet_is_left_as_it_is(store):
     carrier = Carrier(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
-    manifest, files = store.manifest(1), store.place.names(directory_of(1))
+    manifest, files = store.read_manifest(1), store.storage.list_names(checkpoint_name(1))
     carrier.drop(2)
-    assert store.manifest(1) == manifest and store.place.names(directory_of(1)) == files
+    assert store.read_manifest(1) == manifest and store.storage.list_names(checkpoint_name(1)) == files
 
 
 def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
@@ -282,10 +283,10 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     carrier.carry(held_of(2, in_full(0, 1)))
     again = Carrier(store, ONES)
     again.delete()
-    assert CARRIED not in store.place.names(directory_of(1))
-    untouched = {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()}
+    assert CARRIED not in store.storage.list_names(checkpoint_name(1))
+    untouched = {path.name: path.stat().st_ino for path in (store.storage.root / checkpoint_name(1)).iterdir()}
     again.delete()
-    assert {path.name: path.stat().st_ino for path in (store.place.root / directory_of(1)).iterdir()} == untouched
+    assert {path.name: path.stat().st_ino for path in (store.storage.root / checkpoint_name(1)).iterdir()} == untouched
     take(store, again, 2, in_full(6, 7))  # other experts than before
     assert newest(store)["layers.0.expert.0"] == (1, 1)
 
@@ -293,10 +294,10 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
 def test_an_expert_that_is_not_carried_is_told(store):
     carrier = Carrier(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
-    (store.place.root / directory_of(1) / file_of(1)).unlink()
+    (store.storage.root / checkpoint_name(1) / shard_file_name(1)).unlink()
     with raises("checkpoint-unreadable", "rank_00001"):
         carrier.carry(held_of(2, in_full(0)))
-    assert file_of_operator("layers.0.expert.1") not in store.place.names(directory_of(1))
+    assert file_of_operator("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
 
 
 def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_again(store):
@@ -307,7 +308,7 @@ def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_aga
     save(store, 2, after)
     assert carrier.whole() == {1, 2}
     for rank in range(2):
-        path = store.place.root / directory_of(1) / file_of(rank)
+        path = store.storage.root / checkpoint_name(1) / shard_file_name(rank)
         path.write_bytes(bytes(path.stat().st_size))
     Carrier(store, ()).reduce(2)
     assert carrier.whole() == {2} and newest(store) == {name: (1, 1) for name in before} | {n: (2, 2) for n in after}
@@ -333,12 +334,13 @@ def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_ne
             names = [f"layers.0.expert.{e}" for e in copied]
             carrier.carry(held_of(iteration, in_full(*experts)), names)
             save(store, iteration, in_full(*experts))
-            manifest = store.manifest(iteration)
-            store.rewrite(replace(manifest, state={**manifest.state, COPIED: ["output", *names]}))
+            manifest = store.read_manifest(iteration)
+            store.publish_as_is(replace(manifest, state={**manifest.state, COPIED: ["output", *names]}))
             carrier.retire(iteration)
             carrier.drop(iteration)
         there = {
-            i: {int(n.split(".")[-1]) for n in store.manifest(i).operators if n != "output"} for i in store.iterations()
+            i: {int(n.split(".")[-1]) for n in store.read_manifest(i).operators if n != "output"}
+            for i in store.iterations()
         }
         assert there == versions | {3: {0, 1, 2}}
 

@@ -3,8 +3,8 @@
 import pytest
 
 from moc.errors import code_of
-from moc.policy import Every, policy_named
-from moc.recovery.changes import in_storage_alone, is_of, refusal
+from moc.policy import Every, policy_named, recovers_exactly
+from moc.recovery.plan import exact_resume_error, in_storage_alone, is_of
 from moc.recovery.retention import Experts, experts_staying
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
 from moc.state.shape import ModelShape, model_operators
@@ -31,12 +31,12 @@ def saved(name, tier, upto):
 @pytest.mark.parametrize("old", POLICIES)
 def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
-    way = next(recoveries(held, OPERATORS, policy.exact))
-    why = refusal(held, policy, way.iteration)
+    way = next(recoveries(held, OPERATORS, recovers_exactly(policy)))
+    why = exact_resume_error(held, policy, way.iteration)
     if old == "pec" and new != "pec":
         assert code_of(why) == "policy-change-refused" and way.iteration == 1  # the first one of everything
         assert all(f"--ckpt-policy {name}" in str(why) for name in (new, "pec"))
-        assert str(refusal(held, policy)) == str(why)
+        assert str(exact_resume_error(held, policy)) == str(why)
         return
     assert why is None and way.iteration >= 7  # the end of a window
     assert is_of(policy, way) == (old == new)
@@ -46,7 +46,7 @@ def test_there_is_a_way_on_or_a_sentence(old, new, tier):
 def test_everything_that_a_partial_policy_saved_last_is_no_reason_to_refuse():
     everything = dict.fromkeys((one.name for one in OPERATORS), "full")
     held = [*saved("pec", STORAGE, 5), AvailableCheckpoint(6, STORAGE, everything, "pec")]
-    assert refusal(held, POLICIES["full"], 6) is None
+    assert exact_resume_error(held, POLICIES["full"], 6) is None
 
 
 def test_experts_in_memory_stay_and_newer_ones_make_room():

@@ -6,21 +6,20 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from moc.recovery import folds
-from moc.recovery.carrying import Carrier
-from moc.recovery.chains import Chain, file_of_folded, foldable, place_of_folded
-from moc.recovery.folds import RULES, carry_out
+from moc.recovery import gradient_folding
+from moc.recovery.expert_versions import Carrier
+from moc.recovery.gradient_chains import Chain, file_of_folded, foldable, place_of_folded
+from moc.recovery.gradient_folding import RULES, carry_out
 from moc.recovery.inventory import in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.adam import Rule, Rules, kind_of
-from moc.state.detail import Detail
-from moc.state.operators import Operator
+from moc.state.operators import Detail, Operator
 from moc.state.record import StepRecord
 from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
-from moc.store.regions import RegionReader, RegionTensor, write_regions
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 
 EXPERTS, SHAPE, SKIPPED = 3, (8, 3), 4
 NAMES = [f"layers.0.expert.{e}" for e in range(EXPERTS)]
@@ -34,7 +33,7 @@ class Run:
 
     def __init__(self, path):
         torch.manual_seed(3)
-        self.store = Store(LocalPlace(path, in_memory=True), slack=True)
+        self.store = Store(LocalStorage(path, in_memory=True), allows_slack=True)
         self.carrier = Carrier(self.store, ONES)
         self.experts = {name: torch.nn.Parameter(torch.randn(SHAPE)) for name in NAMES}
         self.optimizer = torch.optim.AdamW(self.experts.values(), weight_decay=0.1)
@@ -71,18 +70,18 @@ class Run:
 
     def _save(self, planned, both, gradients, record) -> None:
         """Each of two ranks has some rows of everything."""
-        directory = self.store.place.root / directory_of(self.iteration)
+        directory = self.store.storage.root / checkpoint_name(self.iteration)
         directory.mkdir(parents=True)
         files, updates = {}, self.iteration - (self.iteration >= SKIPPED)
         for rank, rows in enumerate((slice(0, 5), slice(5, 8))):
             region = Region((rows.start, 0), (rows.stop - rows.start, SHAPE[1]))
             tensors = [
-                RegionTensor(TENSORS[name], slot, SHAPE, region, values[rows].contiguous())
+                BoxTensor(TENSORS[name], slot, SHAPE, region, values[rows].contiguous())
                 for name, detail in planned.items()
                 for slot, values in {**self.was[self.iteration][name], "grad": gradients[name]}.items()
                 if detail.holds(slot) or name in both
             ]
-            files[file_of(rank)] = write_regions(directory / file_of(rank), tensors)
+            files[shard_file_name(rank)] = write_shard_file(directory / shard_file_name(rank), tensors)
         elements = {
             name: {s: 24 for s in ("master", "exp_avg", "exp_avg_sq", "grad") if d.holds(s) or name in both}
             for name, d in planned.items()
@@ -98,10 +97,10 @@ class Run:
         found = {name: way.sources[name, "master"].iteration for name in NAMES}
         assert way.iteration == self.iteration and not way.stale
         for name, iteration in found.items():
-            files = self.store.manifest(iteration).files.items()
-            reader = RegionReader((self.store.blob(iteration, f, entry) for f, entry in files), verify=True)
+            files = self.store.read_manifest(iteration).files.items()
+            reader = ShardReader((self.store.open_verified(iteration, f, entry) for f, entry in files), verifies=True)
             for slot, values in self.was[iteration][name].items():
-                assert torch.equal(reader.get(TENSORS[name], slot, Region((0, 0), SHAPE)), values), (name, slot)
+                assert torch.equal(reader.read_region(TENSORS[name], slot, Region((0, 0), SHAPE)), values), (name, slot)
         return found
 
 
@@ -123,12 +122,14 @@ def test_a_folded_chain_is_a_base_with_the_bits_that_training_had(run):
     assert {first, *others} == {Chain(name, 1, 8) for name in NAMES}  # the newest snapshot is not reduced yet
     outcome = carry_out(run.store, [], [first])
     assert outcome == ([first.operator], 7, [], [], [], "")
-    assert run.carrier.adopt() == [first.operator] and not place_of_folded(run.store).place.names()
+    assert run.carrier.adopt() == [first.operator] and not place_of_folded(run.store).storage.list_names()
     assert run.comes_back() == {name: 8 if name == first.operator else 1 for name in NAMES}
     run.carrier.drop(run.iteration)
     assert run.comes_back()[first.operator] == 8
-    assert first.operator not in run.store.manifest(1).operators  # the base before, and the gradients between, are gone
-    assert first.operator not in run.store.manifest(5).operators
+    assert (
+        first.operator not in run.store.read_manifest(1).operators
+    )  # the base before, and the gradients between, are gone
+    assert first.operator not in run.store.read_manifest(5).operators
     run.train(**ALL_GRAD)
     run.train(e0=GRAD, e1=GRAD)
     assert carry_out(run.store, [], run.carrier.to_fold(least=1)).gradients == 2 + 9 + 9
@@ -142,7 +143,7 @@ def test_what_a_killed_folder_leaves_changes_nothing(run):
     for _ in range(6):
         run.train(**ALL_GRAD)
     chains = run.carrier.to_fold(least=1)
-    into, steps = place_of_folded(run.store), folds._Steps(run.store)
+    into, steps = place_of_folded(run.store), gradient_folding._Steps(run.store)
     steps.fold(chains[0], into)  # killed before it is published
     assert run.carrier.adopt() == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
     steps.fold(chains[0], into)
@@ -163,11 +164,11 @@ def test_a_chain_is_kept_until_it_is_compared_with_the_state_beside_its_last_gra
     run.train(**ALL_GRAD)
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
     (chain,) = run.carrier.to_compare()
-    assert chain == Chain(NAMES[0], 1, 7) and run.store.manifest(1).operators.keys() == {NAMES[0], NAMES[2]}
+    assert chain == Chain(NAMES[0], 1, 7) and run.store.read_manifest(1).operators.keys() == {NAMES[0], NAMES[2]}
     assert carry_out(run.store, [chain], []) == ([], 0, [NAMES[0]], [], [], "")
     run.carrier.is_compared([NAMES[0]])
     run.train(**ALL_GRAD)
-    assert not run.carrier.to_compare() and run.store.manifest(1).operators.keys() == {NAMES[2]}
+    assert not run.carrier.to_compare() and run.store.read_manifest(1).operators.keys() == {NAMES[2]}
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
 
 
@@ -177,8 +178,10 @@ def test_other_bits_are_noticed(run, monkeypatch):
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
     run.train(**ALL_GRAD)
     run.train(**ALL_GRAD)
-    update = folds.update
-    monkeypatch.setattr(folds, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f))
+    update = gradient_folding.update
+    monkeypatch.setattr(
+        gradient_folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, eps=1e-7), f)
+    )
     assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
 
 
@@ -195,16 +198,16 @@ def test_newer_state_ends_the_wait_for_a_comparison(run):
 def test_damaged_or_missing_gradients_and_untold_rules_fold_nothing(run):
     for _ in range(5):
         run.train(**ALL_GRAD)
-    path = run.store.place.root / directory_of(3) / f"{NAMES[0]}.safetensors"
+    path = run.store.storage.root / checkpoint_name(3) / f"{NAMES[0]}.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    (run.store.place.root / directory_of(5) / f"{NAMES[1]}.safetensors").unlink()
+    (run.store.storage.root / checkpoint_name(5) / f"{NAMES[1]}.safetensors").unlink()
     outcome = carry_out(run.store, [], run.carrier.to_fold(least=1))
     assert outcome.folded == [NAMES[2]] and set(outcome.superseded) == {NAMES[0], NAMES[1]}
-    manifest = run.store.manifest(2)
+    manifest = run.store.read_manifest(2)
     told = {**manifest.state, RULES: Rules(0.5, {}).to_plain()}
-    run.store.rewrite(dataclasses.replace(manifest, state=told))
+    run.store.publish_as_is(dataclasses.replace(manifest, state=told))
     outcome = carry_out(run.store, [], [Chain(NAMES[2], 1, 5)])
     assert not outcome.folded and outcome.why.startswith(f"{NAMES[2]}: ")
 

@@ -4,8 +4,8 @@ from moc.recovery.inventory import Summary, in_memory, in_storage, look, whole_i
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.unit.recovery.test_carrying import in_full, save
 
 OPERATORS = [Operator("output", "output", None, None, 10), Operator("layers.0.router", "router", 0, None, 6)]
@@ -40,12 +40,12 @@ def test_biases_of_routers_are_not_among_their_parameters():
 
 
 def test_a_manifest_is_told_in_short_and_one_that_cannot_be_read_is_named(tmp_path):
-    store = Store(LocalPlace(tmp_path))
+    store = Store(LocalStorage(tmp_path))
     for iteration in (3, 4):
         save(store, iteration, in_full(0))
     elements = {"master": 128, "exp_avg": 128}
     expected = Summary(3, 2, 2, {name: ("full", elements) for name in in_full(0)}, "", "pec")
-    (tmp_path / directory_of(4) / "manifest.json").write_text("{")
+    (tmp_path / checkpoint_name(4) / "manifest.json").write_text("{")
     summaries, (problem,) = look(store)
     assert summaries == [expected] and problem.startswith(f"{tmp_path}/iter_0000004/manifest.json is damaged")
     (held,) = in_storage(summaries)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from moc.recovery.live import live_states, still_needed
-from moc.recovery.plan import JobInventory, RankCopy, plans
+from moc.recovery.plan import JobInventory, RankCopy, live_states, plans, still_needed
 from moc.recovery.sources import LIVE, MEMORY, AvailableCheckpoint
 from moc.state.operators import Operator
 

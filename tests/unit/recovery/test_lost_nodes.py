@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.inventory import Summary
-from moc.recovery.lost_nodes import NodeInventory, Restore, to_restore
+from moc.recovery.restore_nodes import NodeInventory, Restore, to_restore
 from moc.state.operators import Operator
 
 FILES = {"a": 1, "b": 2, "c": 3}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.placement import Placement, describe, not_sent, place, survival
+from moc.recovery.copy_placement import Placement, describe_placement, not_sent, place, survival
 
 sizes = st.integers(1, 40).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(0, nodes - 1)))
 
@@ -159,6 +159,6 @@ def test_too_many_copies_are_refused():
 
 
 def test_what_is_said_of_it():
-    said = describe(place(5, 1), list("abcde"))
+    said = describe_placement(place(5, 1), list("abcde"))
     assert "(a, b; c, d, e)" in said and "1 of 5" in said and "0.6" in said
-    assert "1.5 GB" in describe(place(4, 1), list("abcd"), 1_500_000_000)
+    assert "1.5 GB" in describe_placement(place(4, 1), list("abcd"), 1_500_000_000)

@@ -1,7 +1,7 @@
 """What nodes hold alike, and what a manifest says of it."""
 
+from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.recovery.inventory import summary
-from moc.recovery.redundancy import Redundancy, redundancy
 from moc.store.manifest import Manifest, OperatorEntry
 
 
@@ -13,7 +13,7 @@ def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
     state = found.state(["layers.0.router", "output", "layers.1.router"])
     entries = dict.fromkeys(["layers.0.router", "output", "layers.1.router"], OperatorEntry("full", 1, {"master": 4}))
     manifest = Manifest(3, "full", 4, {}, entries, state=state)
-    assert Manifest.from_json(manifest.to_json(), "it").alike == summary(manifest).alike == {
+    assert Manifest.from_json(manifest.to_json(), "it").replica_counts == summary(manifest).alike == {
         "layers.0.router": 3, "output": 2
     }  # fmt: skip
 

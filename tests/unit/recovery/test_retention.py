@@ -5,10 +5,9 @@ import pytest
 from moc.policy.plan import SnapshotPlan
 from moc.recovery.retention import Staying, retain, staying
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
-from moc.state.detail import Detail
-from moc.state.operators import Operator
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.state.operators import Detail, Operator
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.unit.recovery import test_carrying
 from tests.unit.recovery.test_carrying import in_full, save
 
@@ -96,7 +95,7 @@ def test_without_a_memory_tier_storage_has_the_window_under_way():
 )
 def test_storage_keeps_what_the_newest_ways_need_and_what_is_newer(tmp_path, keep, upto, left):
     """Snapshots of two experts each: the newest way on takes those of others from 3, and the rest from 1."""
-    store = Store(LocalPlace(tmp_path))
+    store = Store(LocalStorage(tmp_path))
     for iteration, experts in enumerate([range(test_carrying.EXPERTS), (0, 1), (0, 1), (2, 3), (4, 5)], start=1):
         save(store, iteration, in_full(*experts))
     retain(store, test_carrying.OPERATORS, False, keep, upto)
@@ -104,9 +103,9 @@ def test_storage_keeps_what_the_newest_ways_need_and_what_is_newer(tmp_path, kee
 
 
 def test_what_cannot_be_read_stays(tmp_path):
-    store = Store(LocalPlace(tmp_path))
+    store = Store(LocalStorage(tmp_path))
     for iteration in (1, 2, 3):
         save(store, iteration, in_full(*range(test_carrying.EXPERTS)))
-    (tmp_path / directory_of(1) / "manifest.json").write_text("{")
+    (tmp_path / checkpoint_name(1) / "manifest.json").write_text("{")
     retain(store, test_carrying.OPERATORS, True, 1, 3)
     assert store.iterations() == [1, 3]

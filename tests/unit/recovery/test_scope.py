@@ -5,10 +5,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.logs.crossings import Pipeline
+from moc.logs.log import Pipeline
 from moc.recovery.plan import JobInventory, plans
-from moc.recovery.scope import Logs, Replayed, scope
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
+from moc.recovery.stage_replay import InterruptedReplay, Logs, scope
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]
@@ -25,7 +25,7 @@ def chain(stages: int, chunks: int = 1) -> Pipeline:
 def logs(pipeline: Pipeline, width: int = 1, **more) -> Logs:
     """Of ``width`` ranks in each stage; all is there from iteration 6 on."""
     stages = {rank: rank // width for rank in range(pipeline.stages * width)}
-    feeds = {stage: pipeline.feeds(stage) for stage in range(pipeline.stages)}
+    feeds = {stage: pipeline.senders(stage) for stage in range(pipeline.stages)}
     kept = dict.fromkeys(stages, range(6, NEWEST + 1))
     return Logs(stages, feeds, kept, **{"records": range(1, NEWEST + 1)} | more)
 
@@ -43,9 +43,9 @@ def alive(of: Logs, *lost: int) -> dict[int, int]:
 
 
 def test_a_stage_receives_from_its_neighbours():
-    assert [chain(3).feeds(stage) for stage in range(3)] == [{1}, {0, 2}, {1}]
-    assert [chain(3, chunks=2).feeds(stage) for stage in range(3)] == [{1, 2}, {0, 2}, {0, 1}]  # a ring
-    assert chain(1).feeds(0) == set()
+    assert [chain(3).senders(stage) for stage in range(3)] == [{1}, {0, 2}, {1}]
+    assert [chain(3, chunks=2).senders(stage) for stage in range(3)] == [{1, 2}, {0, 2}, {0, 1}]  # a ring
+    assert chain(1).senders(0) == set()
 
 
 def test_the_lost_stage_alone_goes_back():
@@ -115,7 +115,7 @@ def test_without_a_window_there_is_nothing_to_compute_from():
 def cut_off(of: Logs, stage: int, iteration: int, *frozen: str, **more) -> Logs:
     """The same logs, if a stage had come so far with computing again; later iterations it has not logged again yet."""
     ranks = of.of(stage)
-    replayed = dict.fromkeys(ranks, Replayed(iteration, frozenset(frozen), **more))
+    replayed = dict.fromkeys(ranks, InterruptedReplay(iteration, frozenset(frozen), **more))
     kept = {rank: [one for one in of.kept[rank] if one <= iteration] for rank in ranks}
     return replace(of, replayed=of.replayed | replayed, kept=of.kept | kept)
 
@@ -142,7 +142,7 @@ def test_in_the_middle_of_a_window_it_loads_what_did_not_learn_yet():
     of = cut_off(logs(chain(3)), 0, 6, NAMES[1])
     course = first(alive(of, 0, 2), of).course(0)
     assert (course.begin, course.whole, course.moment(6).full) == (6, 6, (NAMES[1],))
-    lacking = replace(of, replayed={0: Replayed(6, frozenset(NAMES))})
+    lacking = replace(of, replayed={0: InterruptedReplay(6, frozenset(NAMES))})
     assert begins(first(alive(lacking, 0, 2), lacking)) == {0: 5, 2: 5}  # of iteration 6 only one is there in full
 
 
@@ -154,12 +154,12 @@ def test_a_worker_that_is_lost_meanwhile_takes_its_stage_back_to_the_begin():
 
 def test_workers_of_a_stage_are_one_iteration_apart_where_those_behind_can_complete_it():
     of = cut_off(logs(chain(4), width=2), 1, 7)
-    apart = replace(of, replayed=of.replayed | {3: Replayed(6, frozenset(), reduced=True)})
+    apart = replace(of, replayed=of.replayed | {3: InterruptedReplay(6, frozenset(), reduced=True)})
     plan = first(alive(apart, 2, 3, 6), apart)
     assert begins(plan) == {1: 7, 3: 5} and plan.course(1).behind == {3}
-    without = replace(of, replayed=of.replayed | {3: Replayed(6)})
+    without = replace(of, replayed=of.replayed | {3: InterruptedReplay(6)})
     assert begins(first(alive(without, 2, 3, 6), without)) == {1: 5, 3: 5}
-    further = replace(of, replayed=of.replayed | {3: Replayed(5, reduced=True)})
+    further = replace(of, replayed=of.replayed | {3: InterruptedReplay(5, reduced=True)})
     assert begins(first(alive(further, 2, 3, 6), further)) == {1: 5, 3: 5}
 
 
@@ -188,7 +188,7 @@ def losses(draw):
     of = logs(pipeline, width, reduced={0: NEWEST, 1: NEWEST})
     missing = draw(st.dictionaries(st.sampled_from(sorted(of.stages)), st.sampled_from([[8], [6, 7], [6], []])))
     live = draw(st.dictionaries(st.sampled_from(sorted(of.stages)), st.sampled_from([NEWEST - 1, NEWEST])))
-    state = st.builds(Replayed, st.integers(5, NEWEST), st.frozensets(st.sampled_from(NAMES)), st.booleans())
+    state = st.builds(InterruptedReplay, st.integers(5, NEWEST), st.frozensets(st.sampled_from(NAMES)), st.booleans())
     replayed = draw(st.dictionaries(st.sampled_from(sorted(set(of.stages) - set(live)) or [-1]), state))
     return live, replace(of, kept=of.kept | missing, replayed=replayed)
 
@@ -220,7 +220,11 @@ def test_every_worker_has_on_its_course_all_that_its_state_lacks(loss):
             assert [moment.iteration for moment in moments] == [*range(course.begin, course.begin + len(moments))]
             assert plan.begin <= course.begin <= course.whole <= plan.iteration
             for rank in of.of(stage) if course.goes_on else ():
-                at = Replayed(live[rank], reduced=of.reduced.get(rank) == live[rank] + 1) if rank in live else None
+                at = (
+                    InterruptedReplay(live[rank], reduced=of.reduced.get(rank) == live[rank] + 1)
+                    if rank in live
+                    else None
+                )
                 at = at or of.replayed[rank]
                 assert at.iteration == course.begin - (rank in course.behind) and (
                     rank not in course.behind or at.reduced

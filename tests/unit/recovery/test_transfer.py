@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.recovery.transfer import Box, transfers
+from moc.session.resume.rank_transfers import Box, transfers
 from moc.state.region import Region, boxes_of_range
 
 SHAPE, WIDTH = (6, 5), 4

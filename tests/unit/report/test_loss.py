@@ -7,7 +7,7 @@ import re
 import pytest
 
 from moc.report import loss
-from moc.report.loss import read_run, smooth
+from moc.report.loss import read_loss_curve, smooth
 from tests.errors import only_code
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -39,29 +39,29 @@ def test_losses_by_iteration(events):
         {"type": "evaluation", "iteration": 2, "split": "test", "loss": 9.9},
         {"type": "save", "iteration": 2},
     )
-    run = read_run(path)
+    run = read_loss_curve(path)
     assert run.series("loss") == ([1, 2], [5.0, 4.5])
-    assert run.valid == {2: 4.6}
-    assert run.resumed == [] and run.name == "run"
+    assert run.validation == {2: 4.6}
+    assert run.resumed_at == [] and run.name == "run"
 
 
 def test_a_resumed_run_undoes_what_came_after_its_checkpoint(events):
     before = [iteration(i, float(i)) for i in range(1, 10)]
     stale = {"type": "evaluation", "iteration": 8, "split": "valid", "loss": 1.0}
     path = events(*before, stale, {"type": "start", "iteration": 5}, iteration(6, 66.0), iteration(7, 77.0))
-    run = read_run(path)
+    run = read_loss_curve(path)
     assert run.series("loss") == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 66, 77])
-    assert run.resumed == [5] and run.valid == {}
+    assert run.resumed_at == [5] and run.validation == {}
 
 
 def test_the_later_line_of_an_iteration_wins(events):
-    assert read_run(events(iteration(1, 5.0), iteration(1, 4.0))).series("loss") == ([1], [4.0])
+    assert read_loss_curve(events(iteration(1, 5.0), iteration(1, 4.0))).series("loss") == ([1], [4.0])
 
 
 def test_torn_lines_are_passed_over(events):
     torn = '{"type": "iteration", "iteration": 2, "lo'
     path = events(iteration(1, 5.0), torn + "\n", "7\n", "null\n", iteration(3, 4.0), torn)
-    assert read_run(path).series("loss") == ([1, 3], [5.0, 4.0])
+    assert read_loss_curve(path).series("loss") == ([1, 3], [5.0, 4.0])
 
 
 def test_what_is_no_number_is_not_drawn(events):
@@ -73,7 +73,7 @@ def test_what_is_no_number_is_not_drawn(events):
         iteration(5, 4.0, skipped=True),
         iteration(6, 3.0),
     )
-    assert read_run(path).series("loss") == ([1, 6], [5.0, 3.0])
+    assert read_loss_curve(path).series("loss") == ([1, 6], [5.0, 3.0])
 
 
 def test_smoothing():
@@ -103,8 +103,8 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
 
 
 def test_the_figure_shows_the_curves(events):
-    run = read_run(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
-    figure = loss.draw([run], "a title", 3, [])
+    run = read_loss_curve(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
+    figure = loss.draw_loss_curves([run], "a title", 3, [])
     (panel,) = figure.axes
     raw, smoothed = panel.lines
     (resumed,) = panel.collections
@@ -115,7 +115,7 @@ def test_the_figure_shows_the_curves(events):
 
 
 def test_a_part_of_a_run(events):
-    run = read_run(events(*(iteration(i, 1.0) for i in range(1, 10)))).between(3, 5)
+    run = read_loss_curve(events(*(iteration(i, 1.0) for i in range(1, 10)))).select_iterations(3, 5)
     assert run.series("loss")[0] == [3, 4, 5]
 
 

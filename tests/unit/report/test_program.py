@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from moc.report import program as tool
-from moc.report.figures import report
-from moc.report.tables import rows
+from moc.report import report as tool
+from moc.report.figures import compute_report
+from moc.report.report import table_sections
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
@@ -50,7 +50,7 @@ class Story:
 
     @property
     def report(self):
-        return report("run", self.events)
+        return compute_report("run", self.events)
 
 
 def spent(run):
@@ -66,7 +66,7 @@ def test_what_could_not_be_written_is_counted():
         story.tell("save_failed", what=what, iteration=5)
     run = story.report
     assert run.not_written == {"snapshot": 2, "checkpoint": 1, "skipped": 1, "log": 1}
-    told = dict(dict(rows([run]))["could not be written"])
+    told = dict(dict(table_sections([run]))["could not be written"])
     assert told["snapshots"] == ["2"] and told["snapshots, storage being too slow"] == ["1"]
     assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
 
@@ -218,7 +218,7 @@ def saved():
 
 
 def lines(*runs):
-    return {f"{section}/{name}": cells for section, filled in rows(runs) for name, cells in filled}
+    return {f"{section}/{name}": cells for section, filled in table_sections(runs) for name, cells in filled}
 
 
 def test_what_the_table_says():
@@ -234,13 +234,13 @@ def test_what_the_table_says():
     assert told["snapshots/tier"] == "peers" and told["snapshots/taken"] == "10"
     assert told["snapshots/bytes an iteration, to host memory"] == "909.1 kB"  # 11 iterations
     assert told["snapshots/bytes an iteration, to peers"] == "1.8 MB"
-    assert told["snapshots/not sent, since peers hold it alike"] == "909.1 kB"
+    assert told["snapshots/not sent, identical on the peers"] == "909.1 kB"
     assert told["snapshots/copied in bubbles"] == "40.0 %" and told["snapshots/copy, hash"] == "250 ms, 500 ms"
     assert told["snapshots/replicated"] == "10 in 125 ms each"
     assert told["snapshots/written and published"] == "1 in 1.50 s each"
-    assert told["snapshots/survived, of nodes lost at once"] == "1: 100 %, 2: 50 %"
+    assert told["snapshots/survival, by number of lost nodes"] == "1: 100 %, 2: 50 %"
     assert told["snapshots/of lost nodes, from others"] == "1"
-    assert told["faults and recoveries/what was computed again"] == "1 not"
+    assert told["faults and recoveries/losses computed again"] == "1 not"
     assert told["policy/window W"] == "3"
     assert "where the time went/until started again" not in told
 
@@ -255,8 +255,8 @@ def test_what_selective_snapshots_hold_and_leave_at_risk():
     told = {name: cells[0] for name, cells in lines(story.report).items()}
     assert told["snapshots/experts of each layer (S): mean, most"] == "8, 8"
     assert told["snapshots/of these, copied to other nodes: mean, most"] == "4, 5"
-    assert told["snapshots/of these, gradients alone"] == "50.0 %"
-    assert told["snapshots/bases folded beside training"] == "6"
+    assert told["snapshots/of these, saved as gradients"] == "50.0 %"
+    assert told["snapshots/bases updated in the background"] == "6"
     assert told["experts/at risk (MLT), in iterations: mean, most"] == "2, 3"
     assert told["experts/at risk with a node's memory: mean, most"] == "4, 6"
     plain = lines(saved().report)
@@ -333,5 +333,5 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
 
 
 def test_it_starts_without_torch():
-    code = "import sys, moc.report.program; sys.exit('torch' in sys.modules)"
+    code = "import sys, moc.report.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -2,11 +2,11 @@
 
 import signal
 
-from moc.runtime.children import belong
-from moc.runtime.stop_report import STOPS
+from moc.runtime.child_processes import attach_to_parent
+from moc.runtime.termination import STOP_SIGNALS
 
 if __name__ == "__main__":
-    belong()
+    attach_to_parent()
     print("there", flush=True)
-    print(signal.sigwait(STOPS).name, flush=True)
+    print(signal.sigwait(STOP_SIGNALS).name, flush=True)
     signal.pause()

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-from moc.runtime import children
-from moc.runtime.helper import serve
+from moc.runtime import child_processes
+from moc.runtime.helper_process import answer_calls
 
 
 def answer(call: dict) -> str | int:
@@ -17,7 +17,7 @@ def answer(call: dict) -> str | int:
 
 
 if __name__ == "__main__":
-    children.belong_beside()
+    child_processes.attach_in_background()
     if "HELPING_DIES" in os.environ:
         sys.exit(1)
-    serve(answer)
+    answer_calls(answer)

@@ -1,7 +1,7 @@
 """Jobs of MIN to MAX nodes for tests, and their orders."""
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import StartWorker, Welcome, Worker
+from moc.runtime.orders import ScaleUpNotice, StartWorker, WorkerRecord
 
 PLACES, LEAST, PER_NODE = 4, 2, 2
 
@@ -19,17 +19,20 @@ def told_of(membership, orders):
     workers = membership.workers
     assert set(names(orders)) == set(workers)
     for name in workers:
-        membership.here(name, membership.generation)
-        membership.built(name)
-        membership.met(name, membership.generation)
-    return {node: [Worker(**w.told) for w in workers.values() if w.node == node] for node in range(PLACES + 1)}
+        membership.worker_reported(name, membership.generation)
+        membership.worker_ready(name)
+        membership.worker_connected(name, membership.generation)
+    return {
+        node: [WorkerRecord.from_message(w.to_message()) for w in workers.values() if w.node == node]
+        for node in range(PLACES + 1)
+    }
 
 
 def begun(nodes=PLACES):
     """A job that trains on the first nodes, and the names of its workers."""
     membership = Membership(PLACES * PER_NODE, PER_NODE, 1000, LEAST)
     for node in range(nodes):
-        assert membership.joined(node) == []
+        assert membership.node_joined(node) == []
     orders = membership.grow()
     told_of(membership, orders)
     assert membership.running
@@ -40,15 +43,15 @@ def staying(nodes=PLACES):
     """A job whose workers stay, and their names by rank."""
     membership, workers = begun(nodes)
     for name in workers:
-        membership.built(name, stays=True)
+        membership.worker_ready(name, survives_resize=True)
     return membership, workers
 
 
 def meet_guests(membership):
     """All workers leave at the end of an iteration; the orders that follow when the last one has."""
     generation = membership.generation
-    assert membership.grow() == [Welcome(generation)] and membership.welcomes_guests
+    assert membership.grow() == [ScaleUpNotice(generation)] and membership.has_scale_up_notice
     *others, last = membership.workers
-    assert [order for name in others for order in membership.parted(name, generation)] == []
+    assert [order for name in others for order in membership.worker_drained(name, generation)] == []
     assert membership.generation == generation and membership.running
-    return membership.parted(last, generation)
+    return membership.worker_drained(last, generation)

@@ -7,8 +7,7 @@ import socket
 import threading
 
 from moc.runtime.async_connections import serve
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel
+from moc.runtime.protocol import Channel, Message
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(32)

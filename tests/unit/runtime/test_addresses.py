@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from moc.runtime.addresses import (
-    address_of_interface,
-    candidates,
+    format_address,
+    interface_address,
+    interface_name,
     listening_socket,
-    name_of_interface,
-    set_up,
-    short,
-    text_of,
+    resolve,
+    set_tcp_options,
+    short_socket_address,
 )
 from tests.errors import raises
 from tests.unit.runtime.peers import fill
@@ -23,12 +23,12 @@ from tests.unit.runtime.peers import fill
 @pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
 def test_what_is_no_address(address):
     with raises("address-invalid"):
-        candidates(address)
+        resolve(address)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:80", "unix:/some/where"])
 def test_an_address_is_written_as_it_was_read(address):
-    assert text_of(*candidates(address)[0]) == address
+    assert format_address(*resolve(address)[0]) == address
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
@@ -84,7 +84,7 @@ def test_a_path_of_any_length_is_bound_reached_and_taken_over(tmp_path, length):
     listening_socket(address, beyond_loopback=False).close()
     with listening_socket(address, beyond_loopback=False) as sock, socket.socket(socket.AF_UNIX) as peer:
         assert (directory / "socket").stat().st_mode & 0o777 == 0o600
-        with short(candidates(address)[0][1]) as where:
+        with short_socket_address(resolve(address)[0][1]) as where:
             peer.connect(where)
         sock.accept()[0].close()
     assert descriptors() == before
@@ -96,14 +96,14 @@ def descriptors() -> set[str]:
 
 def test_a_machine_that_has_vanished_is_noticed():
     with socket.socket() as sock:
-        set_up(sock)
+        set_tcp_options(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
 
 
 def test_interfaces_have_names_and_addresses():
-    assert name_of_interface("127.0.0.1") == "lo"
-    assert address_of_interface("lo") == "127.0.0.1"
-    assert name_of_interface("192.0.2.1") is None  # of no machine: RFC 5737
+    assert interface_name("127.0.0.1") == "lo"
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_name("192.0.2.1") is None  # of no machine: RFC 5737
     with raises("network-interface-missing", "nosuch0"):
-        address_of_interface("nosuch0")
+        interface_address("nosuch0")

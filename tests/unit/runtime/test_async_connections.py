@@ -10,18 +10,17 @@ import time
 import pytest
 
 from moc.runtime import async_connections
-from moc.runtime.addresses import candidates, text_of
-from moc.runtime.async_connections import RefusalLog, log_refusal, open, serve
+from moc.runtime.addresses import format_address, resolve
+from moc.runtime.async_connections import RefusalLog, log_refusal, open_connection, serve
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel, PeerGoneError
+from moc.runtime.protocol import Channel, Message, PeerGoneError
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, echo, frame, serving
 
 
 def dial(address):
     """A bare socket at a server."""
-    family, where = candidates(address)[0]
+    family, where = resolve(address)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.settimeout(60)
     sock.connect(where)
@@ -41,7 +40,7 @@ def let_in(sock, token=TOKEN):
     channel = Channel(token, "client")
     while not channel.is_open:
         sock.sendall(channel.handshake_bytes())
-        channel.receive(sock.recv(channel.wants))
+        channel.receive(sock.recv(channel.bytes_wanted))
     return channel
 
 
@@ -56,7 +55,7 @@ def works(address):
 def test_both_ends_in_one_loop(kind, tmp_path):
     async def main():
         async with await serve("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/socket", TOKEN, echo) as server:
-            connection = await open(server.address, TOKEN)
+            connection = await open_connection(server.address, TOKEN)
             for body in (b"", b"x" * (5 << 20)):
                 await connection.send(Message({"kind": "data"}, body))
                 assert await connection.recv() == Message({"kind": "data"}, body)
@@ -69,7 +68,7 @@ def test_both_ends_in_one_loop(kind, tmp_path):
 def test_many_tasks_send_and_post_on_one_connection():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo) as server:
-            connection = await open(server.address, TOKEN)
+            connection = await open_connection(server.address, TOKEN)
 
             async def send(task):
                 for number in range(30):
@@ -95,7 +94,7 @@ def test_after_send_the_body_may_change():
             await echo(connection)
 
         async with await serve("127.0.0.1:0", TOKEN, late) as server:
-            connection = await open(server.address, TOKEN)
+            connection = await open_connection(server.address, TOKEN)
             body = bytearray(b"a" * (32 << 20))  # far more than fits into the kernel's buffers
             sending = asyncio.create_task(connection.send(Message({"kind": "data"}, body)))
             await asyncio.sleep(0.1)
@@ -112,7 +111,7 @@ def test_after_send_the_body_may_change():
 def test_a_receive_that_is_cancelled_loses_nothing():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo) as server:
-            connection = await open(server.address, TOKEN)
+            connection = await open_connection(server.address, TOKEN)
             for number in range(30):
                 connection.post(Message({"kind": "test", "number": number}, bytes(100_000)))
             arrived = []
@@ -129,12 +128,12 @@ def test_open_says_what_is_wrong():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo, on_refused=lambda *_: None) as server:
             with raises("token-mismatch", server.address):
-                await open(server.address, OTHER_TOKEN)
+                await open_connection(server.address, OTHER_TOKEN)
         with raises("peer-unreachable", server.address, "Connection refused"):
-            await open(server.address, TOKEN)
+            await open_connection(server.address, TOKEN)
         with socket.create_server(("127.0.0.1", 0)) as silent:
             with raises("peer-unreachable", "0.2 s"):
-                await open(f"127.0.0.1:{silent.getsockname()[1]}", TOKEN, timeout=0.2)
+                await open_connection(f"127.0.0.1:{silent.getsockname()[1]}", TOKEN, timeout=0.2)
 
     asyncio.run(main())
 
@@ -161,7 +160,7 @@ def test_the_server_stays_on_loopback_unless_told():
 def test_a_stranger_costs_one_line(said, words):
     with serving() as world:
         with dial(world.address) as sock:
-            name = text_of(sock.family, sock.getsockname())
+            name = format_address(sock.family, sock.getsockname())
             sock.sendall(said)
             sock.shutdown(socket.SHUT_WR)
             assert closed(sock)
@@ -186,7 +185,7 @@ def test_who_is_too_slow_to_prove_itself_is_refused():
 
 
 def test_crowds_of_strangers_keep_nobody_out(monkeypatch):
-    monkeypatch.setattr(async_connections, "STRANGERS", 5)
+    monkeypatch.setattr(async_connections, "MAX_HANDSHAKES", 5)
     with serving(handshake_timeout=600) as world, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(dial(world.address)) for _ in range(20)]
         assert works(world.address)
@@ -299,20 +298,20 @@ def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
             await release.wait()
 
         async with await serve("127.0.0.1:0", TOKEN, deaf) as server:
-            connection = await open(server.address, TOKEN)
+            connection = await open_connection(server.address, TOKEN)
             own = connection._writer.get_extra_info("socket")
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)  # as keep-alive does, without its minutes
             for _ in range(16):
                 connection.post(Message({"kind": "data"}, bytes(4 << 20)))
             with raises("peer-unreachable", "timed out"):
-                await connection.recv(silence=silence)
+                await connection.recv(silence_s=silence)
             release.set()
 
     asyncio.run(main())
 
 
 def test_a_crowd_does_not_fill_the_log(caplog):
-    log = RefusalLog(most=3, every_s=0.2)
+    log = RefusalLog(limit=3, interval_s=0.2)
     with caplog.at_level(logging.WARNING):
         for number in range(1000):
             log(f"peer {number}", "it is a stranger")

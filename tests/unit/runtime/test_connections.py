@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moc.errors import cause_of
-from moc.runtime.addresses import listening_socket, short, text_of
-from moc.runtime.async_connections import open as open_in_loop
-from moc.runtime.connections import connect, patiently
-from moc.runtime.message import Message
-from moc.runtime.wire import Channel, PeerGoneError, WireError
+from moc.runtime.addresses import format_address, listening_socket, short_socket_address
+from moc.runtime.async_connections import open_connection as open_in_loop
+from moc.runtime.connections import connect, retry_connect
+from moc.runtime.protocol import Channel, Message, PeerGoneError, WireError
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, fill, frame, serving
 
@@ -37,7 +36,7 @@ def peer_of_one(body):
 
         with ThreadPoolExecutor() as threads:
             running = threads.submit(run)
-            yield text_of(listener.family, listener.getsockname())
+            yield format_address(listener.family, listener.getsockname())
             running.result()
 
 
@@ -46,7 +45,7 @@ def let_in(sock):
     channel = Channel(TOKEN, "server")
     while not channel.is_open:
         sock.sendall(channel.handshake_bytes())
-        channel.receive(sock.recv(channel.wants))
+        channel.receive(sock.recv(channel.bytes_wanted))
     sock.sendall(channel.handshake_bytes())
     return channel
 
@@ -91,7 +90,7 @@ def test_a_wrong_token_is_told_at_both_ends(address):
 
 def test_nobody_there(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
-        address = text_of(free.family, free.getsockname())
+        address = format_address(free.family, free.getsockname())
     with raises("peer-unreachable", address, "Connection refused"):
         connect(address, TOKEN)
     with raises("peer-unreachable", "No such file"):
@@ -106,7 +105,7 @@ def test_a_full_queue_is_waited_for(tmp_path, long):
     directory.mkdir(exist_ok=True)
     address = f"unix:{directory}/socket"
     listener = listening_socket(address, beyond_loopback=False)
-    with contextlib.ExitStack() as stack, short(f"{directory}/socket") as path:
+    with contextlib.ExitStack() as stack, short_socket_address(f"{directory}/socket") as path:
         listener.listen(0)
         fill(path, stack)
         with raises("peer-unreachable", "0.2 s"):
@@ -144,20 +143,20 @@ def test_an_attempt_to_connect_is_repeated_for_a_while(tmp_path):
             return connect(f"unix:{tmp_path}/none", TOKEN)
         return "connected"
 
-    assert patiently(lambda: attempt(3)) == "connected" and len(attempts) == 4
-    for limit in (dict(patience_s=0.0), dict(unless=FileNotFoundError)):
+    assert retry_connect(lambda: attempt(3)) == "connected" and len(attempts) == 4
+    for limit in (dict(timeout_s=0.0), dict(except_cause=FileNotFoundError)):
         attempts.clear()
         with pytest.raises(PeerGoneError):
-            patiently(lambda: attempt(1000), **limit)
+            retry_connect(lambda: attempt(1000), **limit)
         assert len(attempts) == 1
     with serving() as world, pytest.raises(WireError, match="token"):
-        patiently(lambda: connect(world.address, OTHER_TOKEN))
+        retry_connect(lambda: connect(world.address, OTHER_TOKEN))
 
 
 def test_a_server_that_says_nothing_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it, as for a stopped process
         with raises("peer-unreachable", "0.2 s"):
-            connect(text_of(silent.family, silent.getsockname()), TOKEN, timeout=0.2)
+            connect(format_address(silent.family, silent.getsockname()), TOKEN, timeout=0.2)
 
 
 def test_a_server_that_trickles_is_given_up():
@@ -192,7 +191,7 @@ def test_waiting_with_a_timeout_loses_nothing():
 
     with peer_of_one(slowly) as address, connect(address, TOKEN) as connection:
         for _ in range(2):
-            with pytest.raises(TimeoutError, match="no message has come"):
+            with pytest.raises(TimeoutError, match="no message has arrived"):
                 connection.recv(timeout=0.05)
         going.set()
         assert connection.recv(timeout=60).header["number"] == 7

@@ -11,14 +11,12 @@ import sys
 import pytest
 
 from moc.errors import codes_in
-from moc.runtime import async_connections as wire
-from moc.runtime import job_token
-from moc.runtime.controller import Controller, waiting_for
-from moc.runtime.election import Election, Times
-from moc.runtime.exit_codes import LOST, SAVED
+from moc.runtime import async_connections, protocol
+from moc.runtime.controller import Controller, missing_nodes_message
+from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
-from moc.runtime.message import Message
-from moc.runtime.wire import PeerGoneError
+from moc.runtime.protocol import Message, PeerGoneError
+from moc.runtime.termination import LOST, SAVED
 from tests.unit.runtime.peers import TOKEN
 
 
@@ -35,7 +33,7 @@ class Job:
     async def controller(self):
         """A controller that serves, as a task; it is killed at the end of the block."""
         silence_s, max_wait_s = self.limits
-        controller = Controller(Membership(2, 1, 1000), Election(0, 1, 2, Times(silence_s)), max_wait_s)
+        controller = Controller(Membership(2, 1, 1000), Election(0, 1, 2, SilenceLimits(silence_s)), max_wait_s)
         task = asyncio.create_task(controller.run(self.address, TOKEN, beyond_loopback=False))
         try:
             yield task
@@ -47,7 +45,7 @@ class Job:
         """An agent that has said who it is, and is one of the job; it promises to follow after so many seconds."""
         while True:
             try:
-                connection = await wire.open(self.address, TOKEN)
+                connection = await async_connections.open_connection(self.address, TOKEN)
                 break
             except PeerGoneError:
                 await asyncio.sleep(0.01)
@@ -296,7 +294,7 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
     async def main():
         job = Job(silence_s=6.0)  # longer than a busy machine leaves this process without a processor
         flags = ["--listen", job.address, "--nnodes", "2", "--nproc-per-node", "1", "--silence-timeout", "6"]
-        environment = os.environ | {job_token.VARIABLE: TOKEN.hex()}
+        environment = os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
         with subprocess.Popen([sys.executable, "-m", "moc.runtime.controller", *flags], env=environment) as controller:
             try:
                 (first, second), _ = await begun(job)
@@ -313,7 +311,7 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
 
 @pytest.mark.parametrize("started, code", [(True, SAVED), (False, LOST)])
 def test_who_is_missing_is_not_waited_for_without_end(started, code, monkeypatch):
-    monkeypatch.setattr("moc.runtime.controller.BEGIN_S", 600.0 if started else 0.0)
+    monkeypatch.setattr("moc.runtime.controller.MIN_JOIN_TIMEOUT_S", 600.0 if started else 0.0)
 
     async def main():
         job = Job(silence_s=2.0, max_wait_s=0.0 if started else 0.5)
@@ -370,7 +368,7 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
         async with job.controller():
             agents = [await job.agent(node) for node in (0, 1)]
             started = await hears(agents[0], "start")
-            stranger = await wire.open(job.address, TOKEN)
+            stranger = await async_connections.open_connection(job.address, TOKEN)
             await stranger.send(Message({"kind": "hello"} | hello))
             with pytest.raises(PeerGoneError):
                 await stranger.recv()
@@ -384,5 +382,5 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
 
 
 def test_what_to_do_about_a_missing_node_is_said():
-    said = waiting_for([1, 4], 90.2, "--max-wait")
+    said = missing_nodes_message([1, 4], 90.2, "--max-wait")
     assert all(part in said for part in ("1, 4", "`mocrun ... --node-rank 1`", "--node-rank 4`", "90 s", "--max-wait"))

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from moc.runtime import async_connections as wire
+from moc.runtime import async_connections
+from moc.runtime.clocks import Lease
 from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
-from moc.runtime.election import Election, Times
-from moc.runtime.lease import Lease
+from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
 from tests.errors import raises
 from tests.unit.runtime.peers import TOKEN
@@ -30,7 +30,7 @@ class Job:
             for probe in probes:
                 probe.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-        self.controllers, self.agents, self.times = {}, {}, Times(silence_s)
+        self.controllers, self.agents, self.times = {}, {}, SilenceLimits(silence_s)
 
     def start_controller(self, index):
         election = Election(index, len(self.addresses), NODES + SPARES, self.times)
@@ -44,7 +44,7 @@ class Job:
     async def lose(self, node):
         """Its agent and its controller die, and its workers with them."""
         agent = self.agents.pop(node)
-        agent.link.over = True
+        agent.link.is_closed = True
         tasks = [agent.following]
         if node in self.controllers:
             tasks.append(self.controllers.pop(node)[1])
@@ -53,7 +53,7 @@ class Job:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def leaders(self):
-        return [index for index, (controller, _) in self.controllers.items() if controller._election.leads]
+        return [index for index, (controller, _) in self.controllers.items() if controller._election.is_leader]
 
     async def end(self):
         for node in list(self.agents):
@@ -68,7 +68,7 @@ class Agent:
 
     def __init__(self, node, addresses, times, patience_s, begin_s):
         self.node, self.orders, self.generation, self.workers = node, [], 0, {}
-        self.lease = Lease.make()
+        self.lease = Lease.create()
         self.link = ControllerLink(addresses, TOKEN, times, patience_s, begin_s, self.lease, self.hello, self.obey)
         self.following = asyncio.create_task(self.link.run())
 
@@ -116,14 +116,14 @@ def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_
             await job.lose(0)
             await becomes(lambda: job.leaders() == [1])
             await becomes(lambda: job.agents[2].workers)  # the spare has the place of the node that is lost
-            assert job.agents[1].workers == names and job.agents[1].lease.left > 0
+            assert job.agents[1].workers == names and job.agents[1].lease.remaining_s > 0
             job.start_controller(0)
             job.start_agent(0)
-            await becomes(lambda: job.agents[0].link.joined)
+            await becomes(lambda: job.agents[0].link.is_admitted)
             assert job.leaders() == [1]
             await job.lose(1)
             end = job.agents[2].lease.end
-            await becomes(lambda: job.leaders() and job.agents[2].link.follows in job.leaders())
+            await becomes(lambda: job.leaders() and job.agents[2].link.leader in job.leaders())
             assert job.agents[2].lease.end > end and time.monotonic() < end
             await becomes(lambda: job.agents[0].workers)
 
@@ -137,16 +137,16 @@ def test_a_node_that_was_not_free_to_promise_is_asked_again_by_the_one_that_lead
     async def main():
         async with begun(silence_s=10.0) as job:
             await job.lose(2)
-            old = max(agent.link._allegiance.born for agent in job.agents.values())
+            old = max(agent.link._follower.started_at for agent in job.agents.values())
             await becomes(lambda: time.monotonic() > old + job.times.promise_s)  # the others are free
             job.start_agent(2)
-            await becomes(lambda: job.agents[2].link.joined)
+            await becomes(lambda: job.agents[2].link.is_admitted)
             await becomes(lambda: job.agents[2].lease.end < math.inf)
             _, serving = job.controllers.pop(0)
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             end = job.agents[2].lease.end
-            await becomes(lambda: job.agents[2].link._is_led and job.agents[2].link.follows in job.leaders())
+            await becomes(lambda: job.agents[2].link._is_led and job.agents[2].link.leader in job.leaders())
             assert time.monotonic() < end  # or its workers would have ended
 
     asyncio.run(main())
@@ -169,7 +169,7 @@ def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
 def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
     async def main():
         job = Job()
-        silent = await wire.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
+        silent = await async_connections.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
         job.start_controller(1)
         for node in range(NODES + SPARES):
             job.start_agent(node)
@@ -184,12 +184,12 @@ def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
 def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left):
     async def main():
         async with begun(patience_s=2.0) as job:
-            await becomes(lambda: all(agent.link.joined for agent in job.agents.values()))
+            await becomes(lambda: all(agent.link.is_admitted for agent in job.agents.values()))
             for other in {0, 1, 2} - {left}:
                 await job.lose(other)
             with raises("controller-without-majority", "2 s", "cut off"):
                 await asyncio.wait_for(job.agents[left].following, 60)
-            assert job.agents[left].lease.left <= 0  # its workers had ended before
+            assert job.agents[left].lease.remaining_s <= 0  # its workers had ended before
 
     asyncio.run(main())
 
@@ -201,7 +201,7 @@ def test_a_job_that_does_not_find_a_majority_at_its_beginning_ends():
         job.start_agent(0, patience_s=1.0, begin_s=3.0)
         with raises("controller-without-majority", "3 s"):
             await asyncio.wait_for(job.agents[0].following, 60)
-        assert not job.agents[0].link.joined
+        assert not job.agents[0].link.is_admitted
         await job.end()
 
     asyncio.run(main())
@@ -233,7 +233,7 @@ def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
         serving.cancel()
         with raises("controller-missing", "2 s"):
             await asyncio.wait_for(job.agents[1].following, 60)
-        await becomes(lambda: job.agents[1].lease.left < 0)
+        await becomes(lambda: job.agents[1].lease.remaining_s < 0)
         await job.end()
 
     asyncio.run(main())

@@ -8,16 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.runtime import async_connections as wire
-from moc.runtime import job_token
+from moc.runtime import async_connections, protocol
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.message import Message
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
 from tests.unit.runtime.peers import TOKEN
 
 FLAGS = dict(
     nnodes=1,
-    least_nodes=1,
+    min_nodes=1,
     grow_wait_s=0.0,
     nproc_per_node=1,
     spares=0,
@@ -25,6 +23,8 @@ FLAGS = dict(
     endpoints=("127.0.0.1:0",),
     max_restarts=1,
     max_standstill=3,
+    silence_timeout_s=8.0,
+    max_wait_s=60.0,
 )
 
 
@@ -32,7 +32,7 @@ async def answers(address):
     """The number of the process that is there, when it does."""
     while True:
         try:
-            connection = await wire.open(address, TOKEN)
+            connection = await async_connections.open_connection(address, TOKEN)
             await connection.send(Message({"kind": "ask"}))
             assert (await connection.recv()).header["leads"] is False
             connection.abort()
@@ -43,13 +43,13 @@ async def answers(address):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
-    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():
-        async with ControllerProcess(SimpleNamespace(**FLAGS, silence_s=8.0, max_wait_s=60.0), TOKEN) as controller:
+        async with ControllerProcess(SimpleNamespace(**FLAGS), TOKEN) as controller:
             await controller.start()
             (address,) = controller.endpoints
-            keeping = asyncio.create_task(controller.keep())
+            keeping = asyncio.create_task(controller.run())
             await asyncio.wait_for(answers(address), 60)
             first = controller._process.pid
             os.kill(first, number)

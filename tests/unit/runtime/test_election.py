@@ -6,144 +6,146 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from moc.runtime.election import Allegiance, Election, Times, lease_end
+from moc.runtime.election import Election, Follower, SilenceLimits, lease_end
 
-TIMES = Times(8.0)  # a promise holds for 4
+TIMES = SilenceLimits(8.0)  # a promise holds for 4
 
 
 def elected(voters=3, candidates=3, index=0, there=(0, 1), silent=100.0):
     election = Election(index, candidates, voters, TIMES)
     for node in there:
-        election.comes(node, -1, 0.0, silent, now=10.0)
+        election.add_agent(node, -1, 0.0, silent, now=10.0)
     return election
 
 
 def test_a_majority_elects_and_one_vote_less_does_not():
     election = elected(there=[0])
-    assert election.stands(10.0) is None
-    election.comes(1, -1, 0.0, 100.0, now=10.0)
-    assert election.stands(10.0) == 0
-    assert not election.promised(0, 0, 0.0, 10.0) and election.promised(1, 0, 0.0, 10.0)
-    assert election.leads and election.may_order(10.0)
+    assert election.start_candidacy(10.0) is None
+    election.add_agent(1, -1, 0.0, 100.0, now=10.0)
+    assert election.start_candidacy(10.0) == 0
+    assert not election.handle_promise(0, 0, 0.0, 10.0) and election.handle_promise(1, 0, 0.0, 10.0)
+    assert election.is_leader and election.may_order(10.0)
 
 
 def test_a_single_candidate_leads_whoever_comes():
     election = elected(voters=5, candidates=1, there=[4])
-    assert election.promised(4, election.stands(10.0), 0.0, 10.0)
-    assert election.may_order(1e9) and not election.is_over(1e9)
+    assert election.handle_promise(4, election.start_candidacy(10.0), 0.0, 10.0)
+    assert election.may_order(1e9) and not election.has_lost_leadership(1e9)
 
 
 def test_an_epoch_belongs_to_one_candidate_and_is_newer_than_all_that_are_known():
     for index in range(3):
         election = elected(index=index)
-        election.comes(2, 7, 0.0, 100.0, now=10.0)
-        epoch = election.stands(10.0)
+        election.add_agent(2, 7, 0.0, 100.0, now=10.0)
+        epoch = election.start_candidacy(10.0)
         assert epoch > 7 and epoch % 3 == index
 
 
 def test_who_has_promised_another_is_waited_for_unless_all_are_there():
     election = elected(there=[0])
-    election.comes(1, 0, 3.0, 1.0, now=10.0)
-    assert election.stands(12.9) is None and election.stands(13.0) is not None
+    election.add_agent(1, 0, 3.0, 1.0, now=10.0)
+    assert election.start_candidacy(12.9) is None and election.start_candidacy(13.0) is not None
     election = elected(there=[0])
-    election.comes(1, 0, 3.0, 1.0, now=10.0)
-    election.comes(2, 0, 3.0, 1.0, now=10.0)
-    assert election.stands(10.0) is not None and election.needs_all
+    election.add_agent(1, 0, 3.0, 1.0, now=10.0)
+    election.add_agent(2, 0, 3.0, 1.0, now=10.0)
+    assert election.start_candidacy(10.0) is not None and election.needs_all_nodes
 
 
 def test_what_an_earlier_leader_may_have_allowed_is_waited_for():
     election = elected(silent=5.0)
-    epoch = election.stands(10.0)
+    epoch = election.start_candidacy(10.0)
     for node in (0, 1):
-        election.promised(node, epoch, 0.0, 10.0)
-    assert election.absent_are_lost_at == 10.0 - 5.0 + TIMES.lease_s
+        election.handle_promise(node, epoch, 0.0, 10.0)
+    assert election.leases_expire_at == 10.0 - 5.0 + TIMES.lease_s
 
 
 def test_it_is_waited_for_too_where_all_have_promised_and_one_leaves_before_it_is_admitted():
     election = elected(there=[])
     for node in range(3):
-        election.comes(node, 0, 3.0, 1.0, now=10.0)
-    epoch = election.stands(10.0)
-    assert [election.promised(node, epoch, 3.0, 10.0) for node in range(3)] == [False, False, True]
-    election.goes(2)
-    assert election.needs_all and election.absent_are_lost_at == 10.0 - 1.0 + TIMES.lease_s
+        election.add_agent(node, 0, 3.0, 1.0, now=10.0)
+    epoch = election.start_candidacy(10.0)
+    assert [election.handle_promise(node, epoch, 3.0, 10.0) for node in range(3)] == [False, False, True]
+    election.remove_agent(2)
+    assert election.needs_all_nodes and election.leases_expire_at == 10.0 - 1.0 + TIMES.lease_s
 
 
 def test_a_leader_that_no_majority_echoes_gives_no_orders_and_then_steps_down():
     election = elected()
-    epoch = election.stands(10.0)
+    epoch = election.start_candidacy(10.0)
     for node in (0, 1):
-        election.promised(node, epoch, 0.0, 10.0)
-    election.echoed(0, 12.0)  # itself, as it were
+        election.handle_promise(node, epoch, 0.0, 10.0)
+    election.record_echo(0, 12.0)  # itself, as it were
     assert election.may_order(13.9) and not election.may_order(14.0)
-    election.echoed(1, 13.0)
-    assert election.may_order(15.9) and not election.is_over(15.9)
-    assert election.is_over(10.0 + TIMES.lease_s + 3.0)
+    election.record_echo(1, 13.0)
+    assert election.may_order(15.9) and not election.has_lost_leadership(15.9)
+    assert election.has_lost_leadership(10.0 + TIMES.lease_s + 3.0)
 
 
 def test_a_leader_steps_down_when_somebody_has_followed_a_later_one():
     election = elected()
-    epoch = election.stands(10.0)
+    epoch = election.start_candidacy(10.0)
     for node in (0, 1):
-        election.promised(node, epoch, 0.0, 10.0)
-    election.comes(2, epoch + 1, 0.0, 0.0, now=11.0)
-    assert election.is_over(11.0)
+        election.handle_promise(node, epoch, 0.0, 10.0)
+    election.add_agent(2, epoch + 1, 0.0, 0.0, now=11.0)
+    assert election.has_lost_leadership(11.0)
 
 
 def test_a_leader_goes_on_when_a_node_of_its_majority_dies_and_is_started_again():
     """The fourth node has followed another one, and is not counted on yet."""
     election = elected(voters=5, there=(0, 1, 2, 3))
-    epoch = election.stands(10.0)
+    epoch = election.start_candidacy(10.0)
     for node, free_in in ((3, 3.0), (0, 0.0), (1, 0.0), (2, 0.0)):
-        election.promised(node, epoch, free_in, 10.0)
-    election.goes(2)
-    election.comes(2, -1, TIMES.promise_s, 0.0, now=12.0)
+        election.handle_promise(node, epoch, free_in, 10.0)
+    election.remove_agent(2)
+    election.add_agent(2, -1, TIMES.promise_s, 0.0, now=12.0)
     for node in (0, 1, 3):
-        election.echoed(node, 12.5)
-    assert election.heard(12.5) == 10.0 and election.may_order(12.5) and not election.is_over(12.5)
-    election.echoed(3, 13.0)
-    election.echoed(2, 13.0)  # by the process of before: this one has promised nothing
-    assert election.heard(13.0) == 12.5
+        election.record_echo(node, 12.5)
+    assert (
+        election.majority_contact(12.5) == 10.0 and election.may_order(12.5) and not election.has_lost_leadership(12.5)
+    )
+    election.record_echo(3, 13.0)
+    election.record_echo(2, 13.0)  # by the process of before: this one has promised nothing
+    assert election.majority_contact(13.0) == 12.5
 
 
 def test_an_agent_follows_one_at_a_time():
-    agent = Allegiance(3, TIMES.promise_s, born=0.0)
+    agent = Follower(3, TIMES.promise_s, started_at=0.0)
     assert agent.free_in(0, 1.0) == 3.0  # one before this process may have promised something
-    assert agent.asked(0, sure=True, now=1.0) == 3.0
-    assert agent.asked(1, sure=False, now=4.9) is None and agent.free_in(1, 4.9) > 0
-    agent.beat(4.0)
-    assert agent.asked(1, sure=False, now=7.9) is None
-    assert agent.asked(1, sure=False, now=8.0) == 0 and agent.asked(0, sure=True, now=100.0) is None
+    assert agent.handle_request(0, sure=True, now=1.0) == 3.0
+    assert agent.handle_request(1, sure=False, now=4.9) is None and agent.free_in(1, 4.9) > 0
+    agent.record_heartbeat_reply(4.0)
+    assert agent.handle_request(1, sure=False, now=7.9) is None
+    assert agent.handle_request(1, sure=False, now=8.0) == 0 and agent.handle_request(0, sure=True, now=100.0) is None
 
 
 def test_who_is_known_to_have_died_is_not_waited_for_nor_who_comes_after_it_at_the_same_address():
-    agent = Allegiance(3, TIMES.promise_s, born=0.0)
-    agent.asked(3, sure=True, now=5.0)
-    agent.died(1)
+    agent = Follower(3, TIMES.promise_s, started_at=0.0)
+    agent.handle_request(3, sure=True, now=5.0)
+    agent.record_death(1)
     assert agent.free_in(1, 5.0) > 0 and agent.free_in(0, 5.0) == 0
-    agent.died(0)
-    assert agent.asked(4, sure=False, now=5.0) == 0
+    agent.record_death(0)
+    assert agent.handle_request(4, sure=False, now=5.0) == 0
 
 
 def test_what_a_dead_candidate_has_granted_outlives_it():
-    agent = Allegiance(2, TIMES.promise_s, born=0.0)
-    agent.asked(1, sure=True, now=5.0)
-    agent.beat(8.0)
-    agent.died(1)
-    assert agent.free_in(0, 9.0) == 0 and agent.heard == 8.0
+    agent = Follower(2, TIMES.promise_s, started_at=0.0)
+    agent.handle_request(1, sure=True, now=5.0)
+    agent.record_heartbeat_reply(8.0)
+    agent.record_death(1)
+    assert agent.free_in(0, 9.0) == 0 and agent.last_contact == 8.0
     election = elected(candidates=2, there=())
     for node in (0, 1):
-        election.comes(node, 1, 0.0, 9.0 - agent.heard, now=9.0)
-    epoch = election.stands(9.0)
-    assert [election.promised(node, epoch, 0.0, 9.0) for node in (0, 1)] == [False, True]
-    assert election.absent_are_lost_at == 8.0 + TIMES.lease_s  # a third node may have heard the same beat
+        election.add_agent(node, 1, 0.0, 9.0 - agent.last_contact, now=9.0)
+    epoch = election.start_candidacy(9.0)
+    assert [election.handle_promise(node, epoch, 0.0, 9.0) for node in (0, 1)] == [False, True]
+    assert election.leases_expire_at == 8.0 + TIMES.lease_s  # a third node may have heard the same beat
 
 
 def test_who_promises_early_is_counted_on_late():
     election = elected(voters=5, there=(0, 1, 2))
-    epoch = election.stands(10.0)
-    assert not election.promised(0, epoch, 0.0, 10.0) and not election.promised(1, epoch, 0.0, 10.0)
-    assert not election.promised(2, epoch, 3.0, 10.0) and not election.leads
+    epoch = election.start_candidacy(10.0)
+    assert not election.handle_promise(0, epoch, 0.0, 10.0) and not election.handle_promise(1, epoch, 0.0, 10.0)
+    assert not election.handle_promise(2, epoch, 3.0, 10.0) and not election.is_leader
 
 
 VOTERS, CANDIDATES = range(3), 2
@@ -162,7 +164,7 @@ class Partitions(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 1000.0
-        self.agents = {node: Allegiance(CANDIDATES, TIMES.promise_s, self.now) for node in VOTERS}
+        self.agents = {node: Follower(CANDIDATES, TIMES.promise_s, self.now) for node in VOTERS}
         self.elections = {index: Election(index, CANDIDATES, len(VOTERS), TIMES) for index in range(CANDIDATES)}
         self.follows, self.leases = {}, {}
         self.came = {index: set() for index in range(CANDIDATES)}
@@ -178,14 +180,14 @@ class Partitions(RuleBasedStateMachine):
         for node in nodes:
             self.follows[node], agent = index, self.agents[node]
             self.beats.pop(node, None)
-            free, silent = agent.free_in(index, self.now), self.now - agent.heard
-            self.elections[index].comes(node, agent.epoch, free, silent, self.now)
+            free, silent = agent.free_in(index, self.now), self.now - agent.last_contact
+            self.elections[index].add_agent(node, agent.epoch, free, silent, self.now)
         self.stands(index, data)
 
     @rule(node=st.sampled_from(VOTERS))
     def its_candidate_notices(self, node):
         if node in self.follows:
-            self.elections[self.follows.pop(node)].goes(node)
+            self.elections[self.follows.pop(node)].remove_agent(node)
 
     @rule(index=st.sampled_from(range(CANDIDATES)), data=st.data())
     def asks_again(self, index, data):
@@ -193,14 +195,14 @@ class Partitions(RuleBasedStateMachine):
 
     def stands(self, index, data):
         election = self.elections[index]
-        epoch, sure = election.stands(self.now), election.sure
+        epoch, sure = election.start_candidacy(self.now), election.is_safe_request
         if epoch is None:
             return
         self.came[index].clear()
         for node in data.draw(st.permutations([node for node, with_ in self.follows.items() if with_ == index])):
             self.now += data.draw(st.sampled_from([0.0, 0.5]))
-            free_in = self.agents[node].asked(epoch, sure, self.now)
-            election.promised(node, self.agents[node].epoch, free_in or 0.0, self.now)
+            free_in = self.agents[node].handle_request(epoch, sure, self.now)
+            election.handle_promise(node, self.agents[node].epoch, free_in or 0.0, self.now)
             if free_in is not None:
                 self.came[index].add(node)
 
@@ -220,13 +222,13 @@ class Partitions(RuleBasedStateMachine):
         echo = self.beats.pop(node, None)
         self.now += late
         if echo is not None:
-            election.echoed(node, echo)
-        sent, age, leads = self.now, self.now - election.heard(self.now), election.leads
+            election.record_echo(node, echo)
+        sent, age, leads = self.now, self.now - election.majority_contact(self.now), election.is_leader
         self.now += back
         if leads and agent.epoch == election.epoch:
-            agent.beat(self.now)
+            agent.record_heartbeat_reply(self.now)
             self.beats[node] = sent
-            end = lease_end(asked, age, TIMES.runs_s)
+            end = lease_end(asked, age, TIMES.worker_limit_s)
             self.leases[node] = max(self.leases.get(node, -math.inf), end)
 
     @rule(index=st.sampled_from(range(CANDIDATES)))
@@ -235,14 +237,14 @@ class Partitions(RuleBasedStateMachine):
         self.came[index].clear()
         for node in [node for node, with_ in self.follows.items() if with_ == index]:
             del self.follows[node]
-            self.agents[node].died(index)
+            self.agents[node].record_death(index)
 
     @rule(node=st.sampled_from(VOTERS))
     def agent_dies_and_is_started_again(self, node):
         """Its workers die with it; what it has promised is forgotten."""
         if node in self.follows:
-            self.elections[self.follows.pop(node)].goes(node)
-        self.agents[node] = Allegiance(CANDIDATES, TIMES.promise_s, self.now)
+            self.elections[self.follows.pop(node)].remove_agent(node)
+        self.agents[node] = Follower(CANDIDATES, TIMES.promise_s, self.now)
         self.leases.pop(node, None)
         self.beats.pop(node, None)
 
@@ -257,7 +259,7 @@ class Partitions(RuleBasedStateMachine):
     def nobody_gives_a_place_away_whose_workers_may_run(self):
         """Nodes that have not come to a leader are lost to it only when what others have allowed them is over."""
         for election in self.leading():
-            if self.now >= election.absent_are_lost_at:
+            if self.now >= election.leases_expire_at:
                 others = (node for node in self.leases if self.agents[node].epoch != election.epoch)
                 absent = [node for node in others if node not in self.came[election.index]]
                 assert all(self.leases[node] <= self.now for node in absent)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from moc.runtime.job_token import FILE_VARIABLE, make_token, make_token_file, token_from_environment
+from moc.runtime.protocol import TOKEN_FILE_VARIABLE, make_token, make_token_file, token_from_environment
 from tests.errors import raises
 
 
@@ -45,7 +45,7 @@ def test_a_file_of_another_user_is_not_trusted(tmp_path):
     make_token_file(path := tmp_path / "token")
     os.chown(path, 1001, 1001)
     with raises("token-file-exposed"):
-        token_from_environment({FILE_VARIABLE: str(path)})
+        token_from_environment({TOKEN_FILE_VARIABLE: str(path)})
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610])

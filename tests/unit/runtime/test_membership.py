@@ -5,10 +5,9 @@ import json
 import pytest
 
 from moc.errors import codes_in
-from moc.runtime.broken_devices import MAX_BROKEN
-from moc.runtime.exit_codes import LOST, SAVED, START_OVER
-from moc.runtime.membership import MAX_SUSPICIONS, Membership
-from moc.runtime.orders import Abort, Cause, End, GiveUp, Go, Kill, StartWorker, Worker
+from moc.runtime.membership import MAX_DEVICE_FAILURES, MAX_FAILURES_WITHOUT_LOSS, Membership
+from moc.runtime.orders import Abort, Cause, Connect, End, Kill, RemoveNode, StartWorker, WorkerRecord
+from moc.runtime.termination import LOST, SAVED, START_OVER
 
 SIZE, PER_NODE = 4, 2
 
@@ -16,42 +15,42 @@ SIZE, PER_NODE = 4, 2
 def begun(size=SIZE, per_node=PER_NODE, max_restarts=1000):
     membership, orders = Membership(size, per_node, max_restarts), []
     for node in range(size // per_node):
-        orders += membership.joined(node)
+        orders += membership.node_joined(node)
     return membership, [order.worker for order in orders if isinstance(order, StartWorker)]
 
 
 def running(**how):
     membership, names = begun(**how)
-    orders = [order for name in names for order in membership.here(name, 0)]
-    assert orders == [Go(0)]
+    orders = [order for name in names for order in membership.worker_reported(name, 0)]
+    assert orders == [Connect(0)]
     for name in names:
-        membership.built(name)
+        membership.worker_ready(name)
     return membership, names
 
 
 def test_all_begin_together_when_all_nodes_are_there():
     membership = Membership(SIZE, PER_NODE, 1)
-    assert membership.joined(1) == []
-    orders = membership.joined(0)
+    assert membership.node_joined(1) == []
+    orders = membership.node_joined(0)
     assert [(order.node, order.rank) for order in orders] == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    assert all(order.together for order in orders)
+    assert all(order.starts_together for order in orders)
     assert len({order.worker for order in orders}) == SIZE
 
 
 def test_a_lost_worker_is_replaced_and_the_others_stay():
     membership, names = running()
-    abort, start = membership.ended(names[2], -9)
+    abort, start = membership.worker_exited(names[2], -9)
     assert abort == Abort(1, Cause.WORKER_LOST) and "worker 2" in abort.reason
-    assert (start.rank, start.node, start.generation, start.together) == (2, 1, 1, False)
+    assert (start.rank, start.node, start.generation, start.starts_together) == (2, 1, 1, False)
     new = [names[0], names[1], start.worker, names[3]]
-    assert [order for name in new for order in membership.here(name, 1)] == [Go(1)]
+    assert [order for name in new for order in membership.worker_reported(name, 1)] == [Connect(1)]
 
 
 def lose(membership, name, iteration):
     """Loses a worker; the others report an iteration, and the new generation runs. Returns the orders of the loss."""
-    orders = membership.ended(name, -9)
+    orders = membership.worker_exited(name, -9)
     for one in [*membership.workers] if membership.end is None else []:
-        membership.here(one, membership.generation, iteration=iteration)
+        membership.worker_reported(one, membership.generation, iteration=iteration)
     return orders
 
 
@@ -71,9 +70,9 @@ def rejoined(membership):
     """The membership of a controller that was started again."""
     workers, again = [*membership.workers.values()], restarted(membership)
     for node in range(SIZE // PER_NODE):
-        again.joined(node, [one for one in workers if one.node == node], again.generation)
+        again.node_joined(node, [one for one in workers if one.node == node], again.generation)
     for one in workers:
-        again.here(one.name, again.generation)
+        again.worker_reported(one.name, again.generation)
     return again
 
 
@@ -84,7 +83,7 @@ def newest(membership, rank):
 def test_losses_at_once_and_losses_without_reported_iterations_do_not_count():
     membership, names = running()
     for name in names:  # all at once
-        membership.ended(name, -9, iteration=4)
+        membership.worker_exited(name, -9, iteration=4)
     assert membership.end is None
     membership, _ = running()
     for _ in range(10):
@@ -94,28 +93,28 @@ def test_losses_at_once_and_losses_without_reported_iterations_do_not_count():
 
 def breaks(membership, name):
     """A worker is lost to its device; the orders, and the names of the workers in its place."""
-    orders = membership.ended(name, -9, "has a broken device", broken="device-broken")
+    orders = membership.worker_exited(name, -9, "has a broken device", error_code="device-broken")
     return orders, [order.worker for order in orders if isinstance(order, StartWorker)]
 
 
 def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place():
     membership, names = running()
-    membership.joined(2)  # a spare
+    membership.node_joined(2)  # a spare
     name = names[3]
-    for _ in range(MAX_BROKEN - 1):
+    for _ in range(MAX_DEVICE_FAILURES - 1):
         (first, *_), (name,) = breaks(membership, name)
         assert isinstance(first, Abort)
         for each in (*names[:3], name):
-            membership.here(each, membership.generation)
-            membership.met(each, membership.generation)
+            membership.worker_reported(each, membership.generation)
+            membership.worker_connected(each, membership.generation)
     loaded = Membership(SIZE, PER_NODE, 1000)
     loaded.load_state_dict(json.loads(json.dumps(membership.state_dict())))
     assert loaded.state_dict() == membership.state_dict()  # a successor goes on counting
     orders, started = breaks(membership, name)
     assert orders[0] == Kill(1, names[2])
-    assert isinstance(orders[1], GiveUp) and orders[1].node == 1
-    assert codes_in(orders[1].why) == ["device-broken"]
-    assert all(name in orders[1].why for name in ("worker 3", "signal 9", "device 1 of node 1"))
+    assert isinstance(orders[1], RemoveNode) and orders[1].node == 1
+    assert codes_in(orders[1].reason) == ["device-broken"]
+    assert all(name in orders[1].reason for name in ("worker 3", "signal 9", "device 1 of node 1"))
     assert orders[2].cause is Cause.NODE_GAVE_UP
     assert "node 1" in orders[2].reason and "node 2" in orders[2].reason
     assert len(started) == 2 and all(membership.workers[each].node == 2 for each in started)
@@ -124,122 +123,126 @@ def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place(
 def test_a_device_that_survives_the_end_of_a_generation_is_well_again():
     membership, names = running()
     name = names[3]
-    for number in range(3 * MAX_BROKEN):
-        orders, started = breaks(membership, name) if number % 2 else (membership.ended(names[0], -9), [])
-        assert not any(isinstance(order, GiveUp) for order in orders)
+    for number in range(3 * MAX_DEVICE_FAILURES):
+        orders, started = breaks(membership, name) if number % 2 else (membership.worker_exited(names[0], -9), [])
+        assert not any(isinstance(order, RemoveNode) for order in orders)
         if started:
             (name,) = started
         else:
             (names[0],) = (order.worker for order in orders if isinstance(order, StartWorker))
         for each in (*names[:3], name):
-            membership.built(each)
-            membership.here(each, membership.generation)
-            membership.met(each, membership.generation)
+            membership.worker_ready(each)
+            membership.worker_reported(each, membership.generation)
+            membership.worker_connected(each, membership.generation)
 
 
 def test_who_builds_in_step_with_a_lost_one_is_replaced_too():
     membership, names = begun()
     for name in names:
-        membership.here(name, 0)
-    orders = membership.ended(names[0], -9)
+        membership.worker_reported(name, 0)
+    orders = membership.worker_exited(names[0], -9)
     assert [order.worker for order in orders if isinstance(order, Kill)] == names[1:]
-    assert [order.rank for order in orders if isinstance(order, StartWorker) and order.together] == [0, 1, 2, 3]
-    assert membership.ended(names[1], -9) == []  # it was told to die
+    assert [order.rank for order in orders if isinstance(order, StartWorker) and order.starts_together] == [0, 1, 2, 3]
+    assert membership.worker_exited(names[1], -9) == []  # it was told to die
 
 
 def test_two_at_once():
     membership, names = running()
-    first = membership.ended(names[0], -9)[1]
-    abort, second = membership.ended(names[1], -11)
+    first = membership.worker_exited(names[0], -9)[1]
+    abort, second = membership.worker_exited(names[1], -11)
     assert abort.generation == 2 and second.rank == 1
     for name in (first.worker, names[2], names[3]):
-        assert membership.here(name, 1) == []  # too late
-        assert membership.here(name, 2) == []
-    assert membership.here(second.worker, 2) == [Go(2)]
+        assert membership.worker_reported(name, 1) == []  # too late
+        assert membership.worker_reported(name, 2) == []
+    assert membership.worker_reported(second.worker, 2) == [Connect(2)]
 
 
 def test_a_node_that_is_lost_is_waited_for():
     membership, names = running()
-    orders = membership.left(1)
+    orders = membership.node_lost(1)
     assert orders == [Abort(1, Cause.NODE_LOST)] and "node 1" in orders[0].reason
-    assert [membership.here(name, 1) for name in names[:2]] == [[], []]
-    orders = membership.joined(1)
+    assert [membership.worker_reported(name, 1) for name in names[:2]] == [[], []]
+    orders = membership.node_joined(1)
     assert [order.rank for order in orders if isinstance(order, StartWorker)] == [2, 3]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
     membership, names = running()
-    assert membership.joined(7) == []
-    abort, *starts = membership.left(1)
+    assert membership.node_joined(7) == []
+    abort, *starts = membership.node_lost(1)
     assert abort == Abort(1, Cause.NODE_LOST)
     assert "node 1" in abort.reason and "node 7" in abort.reason
     assert [(start.node, start.rank) for start in starts] == [(7, 2), (7, 3)]
-    assert membership.joined(1) == [] == membership.waits_for()
-    assert [(start.node, start.rank) for start in membership.left(7)[1:]] == [(1, 2), (1, 3)]
+    assert membership.node_joined(1) == [] == membership.missing_nodes()
+    assert [(start.node, start.rank) for start in membership.node_lost(7)[1:]] == [(1, 2), (1, 3)]
 
 
 def test_a_spare_that_comes_late_takes_the_place_of_a_lost_node():
     membership, names = running()
-    membership.left(1)
-    assert membership.waits_for() == [1]
-    assert [order.node for order in membership.joined(2) if isinstance(order, StartWorker)] == [2, 2]
+    membership.node_lost(1)
+    assert membership.missing_nodes() == [1]
+    assert [order.node for order in membership.node_joined(2) if isinstance(order, StartWorker)] == [2, 2]
 
 
 def test_a_spare_does_not_take_the_place_of_a_node_that_is_yet_to_come():
     membership = Membership(SIZE, PER_NODE, 1)
-    assert membership.joined(0) == [] == membership.joined(2)
-    assert membership.waits_for() == [1]
-    assert [order.node for order in membership.joined(1)] == [0, 0, 1, 1]
+    assert membership.node_joined(0) == [] == membership.node_joined(2)
+    assert membership.missing_nodes() == [1]
+    assert [order.node for order in membership.node_joined(1)] == [0, 0, 1, 1]
 
 
 def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_nobody_wants():
     membership, names = running()
-    membership.joined(2)
-    membership.left(1)
-    told = [Worker(name, 1, rank, True, True, here=0) for rank, name in enumerate(names) if rank > 1]
-    assert membership.joined(1, told, 0) == [Kill(1, names[2]), Kill(1, names[3])]
+    membership.node_joined(2)
+    membership.node_lost(1)
+    told = [
+        WorkerRecord(name, 1, rank, True, True, reported_generation=0) for rank, name in enumerate(names) if rank > 1
+    ]
+    assert membership.node_joined(1, told, 0) == [Kill(1, names[2]), Kill(1, names[3])]
 
 
 def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_are_told_what_they_have_missed():
     membership, names = running()
-    membership.left(1)
-    told = [Worker(name, 1, rank, True, True, here=0) for rank, name in enumerate(names) if rank > 1]
-    assert membership.joined(1, told, 0) == [Abort(2, Cause.NODE_JOINED)]
+    membership.node_lost(1)
+    told = [
+        WorkerRecord(name, 1, rank, True, True, reported_generation=0) for rank, name in enumerate(names) if rank > 1
+    ]
+    assert membership.node_joined(1, told, 0) == [Abort(2, Cause.NODE_JOINED)]
 
 
 def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
     membership, names = running()
-    abort, *starts = membership.joined(1)
+    abort, *starts = membership.node_joined(1)
     assert [start.rank for start in starts] == [2, 3]
 
 
 def test_a_job_gives_up_when_a_lost_node_does_not_come():
     membership, names = running()
-    assert membership.gives_up("late") == []  # nobody is missing
-    membership.left(1)
-    (end,) = membership.gives_up("late")
-    assert end.code == SAVED and not end.leaving and "node 1" in end.reason
+    assert membership.end_if_nodes_missing("late") == []  # nobody is missing
+    membership.node_lost(1)
+    (end,) = membership.end_if_nodes_missing("late")
+    assert end.code == SAVED and not end.workers_exiting and "node 1" in end.reason
     assert codes_in(end.reason) == ["nodes-missing"]
-    assert membership.waits_for() == []
+    assert membership.missing_nodes() == []
     membership = Membership(SIZE, PER_NODE, 1)
-    membership.joined(0)
-    assert membership.gives_up("late")[0].code == LOST
+    membership.node_joined(0)
+    assert membership.end_if_nodes_missing("late")[0].code == LOST
 
 
 def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
     membership, names = running()
     for name in names[2:]:
-        membership.ended(name, 0)
-    assert membership.left(1) == []
-    assert [membership.ended(name, 0) for name in names[:2]] == [[], [End(0, "", True)]]
+        membership.worker_exited(name, 0)
+    assert membership.node_lost(1) == []
+    assert [membership.worker_exited(name, 0) for name in names[:2]] == [[], [End(0, "", True)]]
 
 
 def test_memory_is_given_back_when_workers_say_so_and_the_job_ends_well():
     for code in (0, SAVED):
         membership, names = running()
         for name in names:
-            membership.ended(name, code, "", "/dev/shm/moc-0/run")
-        assert (membership.end.code, membership.end.gives_back) == (code, "/dev/shm/moc-0/run")
+            membership.worker_exited(name, code, "", "/dev/shm/moc-0/run")
+        assert (membership.end.code, membership.end.released_memory) == (code, "/dev/shm/moc-0/run")
         again = Membership(SIZE, PER_NODE, 1)
         again.load_state_dict(json.loads(json.dumps(membership.state_dict())))
         assert again.end == membership.end  # nodes that were away hear of it from another controller, too
@@ -247,92 +250,104 @@ def test_memory_is_given_back_when_workers_say_so_and_the_job_ends_well():
 
 def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
     membership, names = running()
-    membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
-    assert membership.ended(names[1], 3, "", "/dev/shm/moc-0/run")[0].gives_back is None
+    membership.worker_exited(names[0], 0, "", "/dev/shm/moc-0/run")
+    assert membership.worker_exited(names[1], 3, "", "/dev/shm/moc-0/run")[0].released_memory is None
     membership, names = running()
-    membership.ended(names[0], 0, "", "/dev/shm/moc-0/run")
-    starts = [order for order in membership.ended(names[1], -9) if isinstance(order, StartWorker)]
-    membership.left(1)
-    assert starts and membership.gives_up("late")[0] == membership.end
-    assert membership.end.code == SAVED and membership.end.gives_back is None
+    membership.worker_exited(names[0], 0, "", "/dev/shm/moc-0/run")
+    starts = [order for order in membership.worker_exited(names[1], -9) if isinstance(order, StartWorker)]
+    membership.node_lost(1)
+    assert starts and membership.end_if_nodes_missing("late")[0] == membership.end
+    assert membership.end.code == SAVED and membership.end.released_memory is None
 
 
 def test_who_was_not_connected_at_the_end_hears_of_it_when_it_is():
     membership, names = running()
-    membership.left(1)
-    (end,) = membership.ended(names[0], 1)
-    assert membership.joined(1) == [end]
-    assert restarted(membership).joined(1) == [end]
+    membership.node_lost(1)
+    (end,) = membership.worker_exited(names[0], 1)
+    assert membership.node_joined(1) == [end]
+    assert restarted(membership).node_joined(1) == [end]
 
 
 def restarted(membership):
     """A controller that takes up what another has left on disk."""
-    other = Membership(membership.size, membership.per_node, membership.max_restarts)
+    other = Membership(membership.size, membership.workers_per_node, membership.max_restarts)
     other.load_state_dict(json.loads(json.dumps(membership.state_dict())))
     return other
 
 
 def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     membership, names = running(max_restarts=2)
-    membership.suspected(names[0], 0)
-    membership.ended(names[0], -9)
-    membership.suspected(names[1], 2)
+    membership.worker_blocked(names[0], 0)
+    membership.worker_exited(names[0], -9)
+    membership.worker_blocked(names[1], 2)
     membership = restarted(membership)
-    assert (membership.generation, membership.restarts, membership.suspicions) == (3, 1, 1)
-    membership.stopping(15)
-    told = [Worker(f"3.{rank}", rank // PER_NODE, rank, True, True, here=3, met=3) for rank in range(SIZE)]
+    assert (membership.generation, membership.restarts, membership.failures_without_loss) == (3, 1, 1)
+    membership.stop_requested(15)
+    told = [
+        WorkerRecord(f"3.{rank}", rank // PER_NODE, rank, True, True, reported_generation=3, connected_generation=3)
+        for rank in range(SIZE)
+    ]
     membership = restarted(membership)
-    assert membership.joined(0, told[:2], 3) == [] == membership.joined(1, told[2:], 3)
-    assert membership.ended("3.0", -15)[0].code == 143
+    assert membership.node_joined(0, told[:2], 3) == [] == membership.node_joined(1, told[2:], 3)
+    assert membership.worker_exited("3.0", -15)[0].code == 143
 
 
 def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to_join():
     membership, names = running()
-    membership.joined(2)
+    membership.node_joined(2)
     membership = restarted(membership)
-    assert membership.joined(2) == [] == membership.waits_for()
-    first = membership.left(1)[0]
+    assert membership.node_joined(2) == [] == membership.missing_nodes()
+    first = membership.node_lost(1)[0]
     assert first == Abort(1, Cause.NODE_LOST) and "node 2" in first.reason
-    assert membership.left(1) == []
+    assert membership.node_lost(1) == []
 
 
 def test_what_one_node_has_missed_begins_a_generation():
     membership, names = running()
-    told = [Worker(name, rank // PER_NODE, rank, True, True, here=0) for rank, name in enumerate(names)]
-    membership.suspected(names[0], 0)  # and dies before node 0 has heard of it
+    told = [
+        WorkerRecord(name, rank // PER_NODE, rank, True, True, reported_generation=0) for rank, name in enumerate(names)
+    ]
+    membership.worker_blocked(names[0], 0)  # and dies before node 0 has heard of it
     for last in (0, 1):
         again = restarted(membership)
-        assert again.joined(1 - last, told[2 - 2 * last : 4 - 2 * last], 1 - last) == []
-        assert again.joined(last, told[2 * last : 2 * last + 2], last)[0].generation == 2
+        assert again.node_joined(1 - last, told[2 - 2 * last : 4 - 2 * last], 1 - last) == []
+        assert again.node_joined(last, told[2 * last : 2 * last + 2], last)[0].generation == 2
 
 
 def test_a_controller_that_is_started_again_learns_what_it_must_know():
     membership = Membership(SIZE, PER_NODE, 1)
-    told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5, met=5) for rank in range(SIZE)]
-    assert membership.joined(1, told[2:], 5) == [] == membership.joined(0, told[:2], 5)
+    told = [
+        WorkerRecord(f"5.{rank}", rank // PER_NODE, rank, True, True, reported_generation=5, connected_generation=5)
+        for rank in range(SIZE)
+    ]
+    assert membership.node_joined(1, told[2:], 5) == [] == membership.node_joined(0, told[:2], 5)
     assert membership.running and membership.generation == 5
-    assert [type(order) for order in membership.ended("5.3", -9)] == [Abort, StartWorker]
+    assert [type(order) for order in membership.worker_exited("5.3", -9)] == [Abort, StartWorker]
 
 
 def test_whom_an_earlier_controller_may_not_have_told_to_go_begins_a_generation():
     membership, names = begun()
-    told = [Worker(name, rank // PER_NODE, rank, True, True, here=0) for rank, name in enumerate(names)]
+    told = [
+        WorkerRecord(name, rank // PER_NODE, rank, True, True, reported_generation=0) for rank, name in enumerate(names)
+    ]
     membership = restarted(membership)
-    assert membership.joined(0, told[:2], 0) == []
-    assert membership.joined(1, told[2:], 0)[0].generation == 1
+    assert membership.node_joined(0, told[:2], 0) == []
+    assert membership.node_joined(1, told[2:], 0)[0].generation == 1
 
 
 def test_who_says_again_that_it_is_here_is_told_again_to_go():
     membership, names = running()
-    assert membership.here(names[1], 0) == [Go(0)] and membership.generation == 0
+    assert membership.worker_reported(names[1], 0) == [Connect(0)] and membership.generation == 0
 
 
 def test_what_it_has_missed_begins_a_generation():
     membership = Membership(SIZE, PER_NODE, 1)
-    told = [Worker(f"5.{rank}", rank // PER_NODE, rank, True, True, here=5) for rank in range(SIZE)]
-    membership.joined(1, told[2:3], 5)
-    orders = membership.joined(0, told[:2], 5)
-    assert orders[0].generation == 6 and orders[1].rank == 3 and not orders[1].together
+    told = [
+        WorkerRecord(f"5.{rank}", rank // PER_NODE, rank, True, True, reported_generation=5) for rank in range(SIZE)
+    ]
+    membership.node_joined(1, told[2:3], 5)
+    orders = membership.node_joined(0, told[:2], 5)
+    assert orders[0].generation == 6 and orders[1].rank == 3 and not orders[1].starts_together
 
 
 @pytest.mark.parametrize(
@@ -345,129 +360,129 @@ def test_what_it_has_missed_begins_a_generation():
 )
 def test_how_a_job_ends_before_its_time(code, restarts, job, errors):
     membership, names = running(max_restarts=restarts)
-    (end,) = membership.ended(names[0], code)
+    (end,) = membership.worker_exited(names[0], code)
     assert end.code == job and codes_in(end.reason) == errors and "worker 0" in end.reason
-    assert membership.ended(names[1], -9) == []
+    assert membership.worker_exited(names[1], -9) == []
 
 
 def test_a_job_ends_well_when_all_workers_have():
     membership, names = running()
-    assert [membership.ended(name, 0) for name in names] == [[], [], [], [End(0, "", True)]]
+    assert [membership.worker_exited(name, 0) for name in names] == [[], [], [], [End(0, "", True)]]
 
 
 def test_who_is_lost_when_others_are_done_brings_them_back():
     membership, names = running()
-    membership.ended(names[0], 0)
-    orders = membership.ended(names[1], -9)
+    membership.worker_exited(names[0], 0)
+    orders = membership.worker_exited(names[1], -9)
     assert [order.rank for order in orders if isinstance(order, StartWorker)] == [0, 1]
 
 
 def test_who_loses_connections_again_and_again_ends_the_job():
     membership, names = running()
-    for generation in range(MAX_SUSPICIONS):
-        assert membership.suspected(names[0], generation) == [Abort(generation + 1, Cause.CONNECTIONS_LOST)]
-    assert membership.suspected(names[0], 0) == []  # of a generation that is over
-    assert membership.suspected(names[0], MAX_SUSPICIONS)[0].code == 1
+    for generation in range(MAX_FAILURES_WITHOUT_LOSS):
+        assert membership.worker_blocked(names[0], generation) == [Abort(generation + 1, Cause.CONNECTIONS_LOST)]
+    assert membership.worker_blocked(names[0], 0) == []  # of a generation that is over
+    assert membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS)[0].code == 1
 
 
 def test_a_loss_between_them_ends_the_row_of_suspicions():
     membership, names = running()
-    for generation in range(MAX_SUSPICIONS):
-        membership.suspected(names[0], generation)
-    membership.ended(names[1], -9)
-    assert isinstance(membership.suspected(names[0], MAX_SUSPICIONS + 1)[0], Abort)
+    for generation in range(MAX_FAILURES_WITHOUT_LOSS):
+        membership.worker_blocked(names[0], generation)
+    membership.worker_exited(names[1], -9)
+    assert isinstance(membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS + 1)[0], Abort)
 
 
 def test_a_long_calm_ends_it_too():
     membership, names = running()
-    for generation in range(MAX_SUSPICIONS):
-        membership.suspected(names[0], generation)
-    membership.calm()
-    assert isinstance(membership.suspected(names[0], MAX_SUSPICIONS)[0], Abort)
+    for generation in range(MAX_FAILURES_WITHOUT_LOSS):
+        membership.worker_blocked(names[0], generation)
+    membership.forget_failures()
+    assert isinstance(membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS)[0], Abort)
 
 
 def test_it_is_said_why_a_worker_was_killed():
     membership, names = running()
-    (abort, _) = membership.ended(names[1], -9, "had been in its step for 70 s")
+    (abort, _) = membership.worker_exited(names[1], -9, "was in its step for 70 s")
     assert abort.cause is Cause.WORKER_LOST and "worker 1" in abort.reason and "70 s" in abort.reason
 
 
 def test_a_job_whose_program_ends_by_the_signal_that_asks_it_to_stop_is_over():
     membership, names = running()
-    membership.stopping(15)
-    (end,) = membership.ended(names[0], -15)
-    assert end == End(143, end.reason, False, asked=15) and "worker 0" in end.reason and "signal 15" in end.reason
+    membership.stop_requested(15)
+    (end,) = membership.worker_exited(names[0], -15)
+    assert end == End(143, end.reason, False, stop_signal=15) and "worker 0" in end.reason and "signal 15" in end.reason
 
 
 def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
     membership, names = running()
-    membership.stopping(15)
-    _, start = membership.ended(names[0], -9)
-    _, start = membership.ended(start.worker, -15)  # of the signal, before it could know what that means
-    assert start.rank == 0 and not start.together
+    membership.stop_requested(15)
+    _, start = membership.worker_exited(names[0], -9)
+    _, start = membership.worker_exited(start.worker, -15)  # of the signal, before it could know what that means
+    assert start.rank == 0 and not start.starts_together
     for name in (start.worker, *names[1:]):
-        orders = membership.here(name, 2)
-    assert orders == [Go(2)]
-    membership.built(start.worker)
-    assert membership.ended(names[1], SAVED)[0].leaving
+        orders = membership.worker_reported(name, 2)
+    assert orders == [Connect(2)]
+    membership.worker_ready(start.worker)
+    assert membership.worker_exited(names[1], SAVED)[0].workers_exiting
 
 
 def test_where_nobody_is_left_who_could_save_it_is_said_from_what_the_job_goes_on():
     membership, names = running()
-    _, start = membership.ended(names[0], -9)
-    membership.stopping(15)
+    _, start = membership.worker_exited(names[0], -9)
+    membership.stop_requested(15)
     for name in names[1:-1]:
-        membership.ended(name, -9)
-    (end,) = membership.ended(names[-1], -9)
+        membership.worker_exited(name, -9)
+    (end,) = membership.worker_exited(names[-1], -9)
     assert end.code == 137
     membership, names = begun()
-    _, *starts = membership.ended(names[0], -9)[-SIZE - 1 :]  # all build anew
-    membership.stopping(15)
-    (end,) = membership.ended(starts[0].worker, -15)
-    assert (end.code, end.leaving) == (SAVED, False) and codes_in(end.reason) == ["state-partly-lost"]
+    _, *starts = membership.worker_exited(names[0], -9)[-SIZE - 1 :]  # all build anew
+    membership.stop_requested(15)
+    (end,) = membership.worker_exited(starts[0].worker, -15)
+    assert (end.code, end.workers_exiting) == (SAVED, False) and codes_in(end.reason) == ["state-partly-lost"]
 
 
 def test_a_job_that_was_asked_to_stop_does_not_start_over():
     membership, names = running()
-    membership.stopping(15)
-    (end,) = membership.ended(names[0], START_OVER)
+    membership.stop_requested(15)
+    (end,) = membership.worker_exited(names[0], START_OVER)
     assert end.code == SAVED and codes_in(end.reason) == ["state-partly-lost"]
 
 
 def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
     membership = Membership(SIZE, PER_NODE, 1000)
-    membership.joined(0)
-    (end,) = membership.stopping(2)
-    assert end == End(130, end.reason, False, asked=2) and "signal 2" in end.reason
+    membership.node_joined(0)
+    (end,) = membership.stop_requested(2)
+    assert end == End(130, end.reason, False, stop_signal=2) and "signal 2" in end.reason
 
     membership = Membership(SIZE, PER_NODE, 1000)
-    assert membership.joined(0, asked=15)[0].code == 143
+    assert membership.node_joined(0, stop_signal=15)[0].code == 143
 
 
 def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
     membership, _ = running()
-    membership.left(1)
-    assert membership.stopping(15) == []
-    (end,) = membership.gives_up("nobody has come for 30 s (--silence-timeout)")
+    membership.node_lost(1)
+    assert membership.stop_requested(15) == []
+    (end,) = membership.end_if_nodes_missing("no node has connected for 30 s (--silence-timeout)")
     assert end == End(SAVED, end.reason, False) and codes_in(end.reason) == ["nodes-missing"]
     assert "node 1" in end.reason and "--silence-timeout" in end.reason
 
 
 def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():
     membership, names = running()
-    assert membership.stopping(15) == []
-    left = membership.left(0)
+    assert membership.stop_requested(15) == []
+    left = membership.node_lost(0)
     has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]
-    assert left[0].generation == 1 and membership.joined(0, has, 0, asked=15)[0].generation == 2
-    assert membership.end is None and membership.asked == 15
+    assert left[0].generation == 1 and membership.node_joined(0, has, 0, stop_signal=15)[0].generation == 2
+    assert membership.end is None and membership.stop_signal == 15
 
 
 def test_a_controller_that_is_started_again_ends_no_job_since_others_are_about_to_join():
     membership, names = running()
     membership = restarted(membership)
     has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]
-    assert membership.joined(0, has, 0, asked=15) == []
+    assert membership.node_joined(0, has, 0, stop_signal=15) == []
 
 
 def trains(name, rank):
-    return Worker(name, rank // PER_NODE, rank, True, True, here=0)
+    return WorkerRecord(name, rank // PER_NODE, rank, True, True, reported_generation=0)

@@ -1,8 +1,12 @@
 """What a worker tells of its main thread."""
 
+import ast
 import time
+from pathlib import Path
 
-from moc.runtime.progress import Progress
+import pytest
+
+from moc.runtime.progress import HANG_CAPS, HANG_FACTOR, HANG_FLOOR_S, HangLimits, Progress, parse_hang_caps
 
 
 def test_a_section_is_measured_when_the_next_begins():
@@ -22,7 +26,7 @@ def test_a_section_is_measured_when_the_next_begins():
 def test_what_was_cut_off_is_not_measured():
     progress = Progress()
     progress.enter("step")
-    progress.forget()
+    progress.discard()
     assert progress.report()["section"] is None and progress.report()["longest"] == {}
     progress.enter("setup")
     assert progress.report()["longest"] == {}
@@ -36,3 +40,64 @@ def test_who_waits_says_so_until_the_wait_is_over():
             raise RuntimeError
     except RuntimeError:
         assert not progress.report()["waits"]
+
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    "longest, cap, seconds",
+    [
+        (None, 1800, 1800),  # nothing was measured
+        (0.1, 1800, HANG_FLOOR_S),
+        (20, 1800, HANG_FACTOR * 20),
+        (500, 1800, 1800),
+        (0.1, 5, 5),
+    ],
+)
+def test_the_limit_follows_from_what_was_measured_and_from_the_cap(longest, cap, seconds):
+    limits = HangLimits({"step": cap}, {} if longest is None else {"step": longest})
+    assert limits.limit("step", waits=False) == seconds
+
+
+def test_caps_of_some_sections():
+    assert parse_hang_caps("step=600,save=90.5") == HANG_CAPS | {"step": 600.0, "save": 90.5}
+    assert parse_hang_caps("") == HANG_CAPS
+
+
+@pytest.mark.parametrize(
+    "text, complaint",
+    [("stop=3", "no section 'stop'"), ("step", "no number"), ("step=soon", "no number"), ("step=0", "no time"),
+     ("step=nan", "no time")],
+)  # fmt: skip
+def test_a_mistake_in_caps_is_named(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        parse_hang_caps(text)
+
+
+def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
+    limits = HangLimits(dict(HANG_CAPS))
+    limits.learn({"step": 30.0, "save": 0.1, "setup": 1.0})
+    limits.learn({"step": 8.0})
+    assert limits.limit("step", waits=False) == 300.0
+    assert (
+        limits.limit("save", waits=False) == HANG_CAPS["save"]
+        and limits.limit("setup", waits=False) == HANG_CAPS["setup"]
+    )
+
+
+def test_every_section_has_a_limit():
+    sections = {
+        call.args[0].value
+        for path in (REPOSITORY / "megatron/pretraining").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call).startswith("progress('")
+    }
+    assert sections == {*HANG_CAPS}
+
+
+def test_who_waits_for_others_has_the_time_of_what_they_may_be_in():
+    limits = HangLimits(HANG_CAPS | {"save": 5000.0})
+    limits.learn({"step": 1.0})
+    assert limits.limit("step", waits=True) == 5000.0
+    assert limits.limit("a section of somebody's own", waits=False) == 5000.0

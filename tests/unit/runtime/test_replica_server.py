@@ -15,28 +15,25 @@ import pytest
 import torch
 
 from moc.recovery.inventory import summary
-from moc.runtime import environment, job_token, pull
+from moc.runtime import environment, protocol, replica_transfer
 from moc.runtime import replica_server as replica_server_module
 from moc.runtime.connections import connect
-from moc.runtime.message import Message
-from moc.runtime.pull import CHUNK, Wanted
-from moc.runtime.replica_client import ReplicaClient
-from moc.runtime.replica_server import ReplicaServer
-from moc.runtime.wire import WireError
+from moc.runtime.protocol import Message, WireError
+from moc.runtime.replica_server import ReplicaClient, ReplicaServer
+from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
 from moc.state.region import Region
-from moc.store.digest import digest_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry
-from moc.store.regions import RegionReader, RegionTensor, write_regions
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of, is_of_rank
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
+from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, is_shard_file, shard_file_name
 from tests.slow_way import SlowWay
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
 ROOT = Path(__file__).parents[3]
 HEADER = 64
 SIZES = 3000, 100, HEADER
-LARGE = 2 * CHUNK + 5, CHUNK, 100
+LARGE = 2 * REQUEST_BYTES + 5, REQUEST_BYTES, 100
 
 
 class Keeping:
@@ -55,7 +52,7 @@ class Keeping:
 
 
 def with_token():
-    return os.environ | {job_token.VARIABLE: TOKEN.hex()}
+    return os.environ | {protocol.TOKEN_VARIABLE: TOKEN.hex()}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +67,7 @@ def replica_servers(tmp_path_factory):
 @pytest.fixture
 def lead(monkeypatch, tmp_path):
     """Offers the memory of a node as its leading worker does, in a directory of its name."""
-    monkeypatch.setenv(job_token.VARIABLE, TOKEN.hex())
+    monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
     clients = []
 
     def offer(replica_server: Keeping, node: str) -> ReplicaClient:
@@ -85,7 +82,7 @@ def lead(monkeypatch, tmp_path):
 
 
 def snapshots(root: Path) -> Store:
-    return Store(LocalPlace(root, in_memory=True), slack=True)
+    return Store(LocalStorage(root, in_memory=True), allows_slack=True)
 
 
 def publish(root: Path, iteration: int, sizes: tuple[int, ...] = SIZES, state: dict | None = None) -> Manifest:
@@ -93,10 +90,10 @@ def publish(root: Path, iteration: int, sizes: tuple[int, ...] = SIZES, state: d
     files = {}
     for rank, size in enumerate(sizes):
         data = random.Random(iteration * 10 + rank).randbytes(size)
-        path = root / directory_of(iteration) / file_of(rank)
+        path = root / checkpoint_name(iteration) / shard_file_name(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data + b"slack")
-        files[file_of(rank)] = FileEntry(size, HEADER, digest_of(data[:HEADER]))
+        files[shard_file_name(rank)] = FileEntry(size, HEADER, compute_digest(data[:HEADER]))
     manifest = Manifest(iteration, "full", len(sizes), files, {}, state=state or {})
     snapshots(root).publish(manifest)
     return manifest
@@ -104,32 +101,32 @@ def publish(root: Path, iteration: int, sizes: tuple[int, ...] = SIZES, state: d
 
 def content(root: Path, manifest: Manifest) -> dict[str, bytes]:
     """What is published of a snapshot."""
-    assert snapshots(root).manifest(manifest.iteration) == manifest
-    directory = root / directory_of(manifest.iteration)
+    assert snapshots(root).read_manifest(manifest.iteration) == manifest
+    directory = root / checkpoint_name(manifest.iteration)
     return {name: (directory / name).read_bytes()[: entry.bytes] for name, entry in manifest.files.items()}
 
 
-def of_a(replica_servers, iteration, **how) -> Wanted:
-    return Wanted(iteration, "a", "a", replica_servers[0].address, **how)
+def of_a(replica_servers, iteration, **how) -> CopyRequest:
+    return CopyRequest(iteration, "a", "a", replica_servers[0].address, **how)
 
 
 def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
-    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (CHUNK + 7)})
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == manifest.bytes == sum(LARGE)
+    manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (REQUEST_BYTES + 7)})
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == manifest.nbytes == sum(LARGE)
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
-    assert b.pull(of_a(replica_servers, 3))[0].bytes == 0  # it is here
+    assert b.copy(of_a(replica_servers, 3))[0].bytes == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
 
 
 def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
     manifest = publish(tmp_path / "a", 3)
     lead(replica_servers[0], "a")
-    lead(replica_servers[1], "b").pull(of_a(replica_servers, 3))
+    lead(replica_servers[1], "b").copy(of_a(replica_servers, 3))
     before = content(tmp_path / "a", manifest)
-    snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    snapshots(tmp_path / "a").remove_all()
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert content(tmp_path / "a", manifest) == before
 
 
@@ -138,7 +135,7 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for iteration in range(1, 7):
         publish(tmp_path / "a", iteration)
-        b.pull(of_a(replica_servers, iteration))
+        b.copy(of_a(replica_servers, iteration))
         if iteration > 2:
             snapshots(copies).remove(iteration - 2)
     slots = {path.stat().st_ino for path in (copies / "slots").iterdir()}
@@ -150,14 +147,14 @@ def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
-        b.pull(of_a(replica_servers, 3))
+        b.copy(of_a(replica_servers, 3))
     (tmp_path / "a").mkdir(exist_ok=True)
     orders = b._connection
     orders.send(Message({"kind": "pull", "wanted": vars(of_a(replica_servers, 3, patient=True))}))
     with pytest.raises(TimeoutError):
         orders.recv(timeout=0.1)
     manifest = publish(tmp_path / "a", 3)
-    assert orders.recv().header["bytes"] == manifest.bytes
+    assert orders.recv().header["bytes"] == manifest.nbytes
 
 
 def assert_nothing_is_published(copies: Path) -> None:
@@ -168,20 +165,22 @@ def assert_nothing_is_published(copies: Path) -> None:
 def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
-    path = tmp_path / "a" / directory_of(3) / file_of(1)
+    path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)
     path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
-    with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*(truncated|does not match)"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+    with pytest.raises(
+        CheckpointError, match=f"{shard_file_name(1)} of iteration 3 of node a.*(truncated|does not match)"
+    ):
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
 def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3)
-    files = {file_of(0): FileEntry(1 << 62, HEADER, "0" * 32)}
+    files = {shard_file_name(0): FileEntry(1 << 62, HEADER, "0" * 32)}
     snapshots(tmp_path / "a").publish(Manifest(3, "full", 1, files, {}, state=manifest.state))
     with pytest.raises(CheckpointError, match="no room.*--replicas"):
-        lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, patient=True))
+        lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
@@ -195,7 +194,7 @@ def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_
     manifest = publish(tmp_path / "a", 3, LARGE)
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for patient, rate in ((False, 1e6), (True, 5e6)):  # so slow that it is killed midway on a busy machine too
-        wanted = Wanted(3, "a", "a", replica_server.address, rate=rate, patient=patient)
+        wanted = CopyRequest(3, "a", "a", replica_server.address, rate=rate, patient=patient)
         b._connection.send(Message({"kind": "pull", "wanted": vars(wanted)}))
         while not list(copies.glob("slots/*")):
             time.sleep(0.01)
@@ -206,7 +205,7 @@ def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_
             assert_nothing_is_published(copies)
         replica_server = Keeping(tmp_path / "y", replica_server.address)
         lead(replica_server, "a")
-    assert b._connection.recv().header["bytes"] == manifest.bytes
+    assert b._connection.recv().header["bytes"] == manifest.nbytes
     assert content(copies, manifest) == content(tmp_path / "a", manifest)
     replica_server.end()
 
@@ -220,41 +219,43 @@ def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tm
         time.sleep(0.01)
     b = lead(replica_servers[1], "b")  # the one before may have been killed, and its end not been noticed
     publish(tmp_path / "a", 4)
-    b.pull(of_a(replica_servers, 4))
+    b.copy(of_a(replica_servers, 4))
     assert snapshots(copies).iterations() == [4]
 
 
 def test_a_rate_is_kept(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
-    (amount, *_), seconds = lead(replica_servers[1], "b").pull(of_a(replica_servers, 3, rate=50e6))
+    (amount, *_), seconds = lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
 def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "SILENCE_S", 2.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 2.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
     way = SlowWay(replica_servers[0].address, rate=60_000)  # one answer takes twice as long as nothing at all may come
-    wanted = Wanted(3, "a", "a", way.address)
-    assert asyncio.run(pull.pull(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.bytes
+    wanted = CopyRequest(3, "a", "a", way.address)
+    assert asyncio.run(replica_transfer.copy_snapshot(wanted, TOKEN, tmp_path / "b" / "of_a")).bytes == manifest.nbytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
 def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(pull, "SILENCE_S", 0.5)
-    monkeypatch.setattr(replica_server_module, "_TELL_S", 0.0)
+    monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(replica_server_module, "_WARN_AFTER_S", 0.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, LARGE)
-    way = SlowWay(replica_servers[0].address, stalls_after=CHUNK)
+    way = SlowWay(replica_servers[0].address, stalls_after=REQUEST_BYTES)
     with serving(ReplicaServer(TOKEN, "x").serve_orders, f"unix:{tmp_path}/orders") as b:
         client = ReplicaClient(connect(b.address, TOKEN), "b", tmp_path / "b")
-        client._connection.send(Message({"kind": "pull", "wanted": vars(Wanted(3, "a", "a", way.address, None, True))}))
+        client._connection.send(
+            Message({"kind": "pull", "wanted": vars(CopyRequest(3, "a", "a", way.address, None, True))})
+        )
         while "node b waits for the snapshot of node a: node a has sent nothing" not in caplog.text:
             time.sleep(0.01)
         assert_nothing_is_published(tmp_path / "b" / "of_a")
         way.flows.set()
-        assert client._connection.recv(timeout=60).header["bytes"] == manifest.bytes
+        assert client._connection.recv(timeout=60).header["bytes"] == manifest.nbytes
         client.close()
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
@@ -293,7 +294,7 @@ def test_nothing_but_snapshots_is_read(what, replica_servers, lead, tmp_path):
     publish(tmp_path / "a", 3)
     for path in (tmp_path / "secret", tmp_path / "a" / "secret"):
         path.write_text("secret")
-    (tmp_path / "a" / directory_of(3) / file_of(7)).symlink_to(tmp_path / "secret")
+    (tmp_path / "a" / checkpoint_name(3) / shard_file_name(7)).symlink_to(tmp_path / "secret")
     assert ask(replica_servers[0], **ASKED).kind == "data"
     answer = ask(replica_servers[0], **ASKED | what)
     assert answer.kind == "refused" and not answer.body
@@ -313,8 +314,8 @@ def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(replica_se
 
 
 def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
-    keep = f"keep(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, hangs_s=1.0)"
-    code = f"import asyncio; from moc.runtime.replica_server import keep; asyncio.run({keep})"
+    run = f"run_replica_server(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, timeout_s=1.0)"
+    code = f"import asyncio; from moc.runtime.replica_server import run_replica_server; asyncio.run({run})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
     killed, addresses = [], []
     for number in (signal.SIGKILL, signal.SIGSTOP, None):
@@ -346,27 +347,29 @@ def save(root: Path, iteration: int = 3) -> Manifest:
     for rank, rows in enumerate((2, 4)):
         where = Region((2 * rank, 0), (rows, 2))
         values = {(name, slot): torch.rand(rows, 2) for name in TENSORS.values() for slot in elements}
-        path = root / directory_of(iteration) / file_of(rank)
+        path = root / checkpoint_name(iteration) / shard_file_name(rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = [RegionTensor(name, slot, (ROWS, 2), where, data) for (name, slot), data in values.items()]
-        files[path.name] = write_regions(path, tensors)
+        tensors = [BoxTensor(name, slot, (ROWS, 2), where, data) for (name, slot), data in values.items()]
+        files[path.name] = write_shard_file(path, tensors)
     operators = {name: OperatorEntry("full", iteration, elements) for name in TENSORS}
     snapshots(root).publish(Manifest(iteration, "selective", 4, files, operators, state={"ledger": {"iteration": 7}}))
-    return snapshots(root).manifest(iteration)
+    return snapshots(root).read_manifest(iteration)
 
 
 def values(root: Path, iteration: int = 3) -> dict[tuple[str, str], list]:
     """All that is there, every hash compared."""
     store = snapshots(root)
-    manifest = store.manifest(iteration)
-    reader = RegionReader([store.blob(iteration, name, entry) for name, entry in manifest.files.items()], verify=True)
+    manifest = store.read_manifest(iteration)
+    reader = ShardReader(
+        [store.open_verified(iteration, name, entry) for name, entry in manifest.files.items()], verifies=True
+    )
     sources = list(reader.sources())
-    assert len({(s.entry.name, s.entry.slot, s.entry.region) for s in sources}) == len(sources)  # each once
-    there = {(s.entry.name, s.entry.slot) for s in sources}
-    return {key: reader.get(*key, Region((0, 0), (ROWS, 2))).tolist() for key in there}
+    assert len({(s.box.name, s.box.slot, s.box.region) for s in sources}) == len(sources)  # each once
+    there = {(s.box.name, s.box.slot) for s in sources}
+    return {key: reader.read_region(*key, Region((0, 0), (ROWS, 2))).tolist() for key in there}
 
 
-def some_of_a(replica_servers, **details) -> Wanted:
+def some_of_a(replica_servers, **details) -> CopyRequest:
     named = {f"layers.0.{name[:6]}.{name[6:]}" if name.startswith("expert") else name: d for name, d in details.items()}
     return of_a(replica_servers, 3, operators=named)
 
@@ -379,9 +382,9 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
 
     def wants(number: int, **details) -> dict:
         """Pulls, and says what is there then."""
-        pulled, _ = b.pull(some_of_a(replica_servers, **details))
+        pulled, _ = b.copy(some_of_a(replica_servers, **details))
         assert pulled.bytes == number * slot_bytes + (headers if number else 0)
-        return snapshots(copies).manifest(3).operators
+        return snapshots(copies).read_manifest(3).operators
 
     assert wants(4, output="full", expert2="full").keys() == {"output", "layers.0.expert.2"}
     assert values(copies) == {
@@ -394,28 +397,28 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
     wants(4, expert0="full", expert3="full", elsewhere="full")
     there = values(copies)
     assert there == {key: before[key] for key in there} and len(there) == len(before) - 1
-    manifest = snapshots(copies).manifest(3)
+    manifest = snapshots(copies).read_manifest(3)
     assert replace(manifest, files={}, operators={}) == replace(whole, files={}, operators={})
     assert summary(manifest).files == 0 and not any(
-        map(is_of_rank, manifest.files)
+        map(is_shard_file, manifest.files)
     )  # these are not all that ranks saved
 
 
 def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = save(tmp_path / "a")
-    amount = lead(replica_servers[1], "b").pull(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
-    amount_again = lead(replica_servers[1], "c").pull(of_a(replica_servers, 3))[0].bytes
-    assert amount == amount_again == manifest.bytes
+    amount = lead(replica_servers[1], "b").copy(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
+    amount_again = lead(replica_servers[1], "c").copy(of_a(replica_servers, 3))[0].bytes
+    assert amount == amount_again == manifest.nbytes
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
 
 
 def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
-    lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert1="full"))
-    snapshots(tmp_path / "a").clear()
-    lead(replica_servers[0], "a").pull(Wanted(3, "a", "b", replica_servers[1].address))
+    lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert1="full"))
+    snapshots(tmp_path / "a").remove_all()
+    lead(replica_servers[0], "a").copy(CopyRequest(3, "a", "b", replica_servers[1].address))
     assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
 
 
@@ -423,10 +426,10 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     save(tmp_path / "a")
-    b.pull(some_of_a(replica_servers, expert1="full"))
+    b.copy(some_of_a(replica_servers, expert1="full"))
     manifest = save(tmp_path / "a")
     snapshots(tmp_path / "a").publish(replace(manifest, state={"ledger": {"iteration": 8}}))
-    b.pull(some_of_a(replica_servers, expert2="full"))
+    b.copy(some_of_a(replica_servers, expert2="full"))
     there = values(copies)
     assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
 
@@ -434,8 +437,10 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
 def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
-    path = tmp_path / "a" / directory_of(3) / file_of(1)
+    path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)
     path.write_bytes(path.read_bytes().replace(b"experts.1.", b"experts.2."))
-    with pytest.raises(CheckpointError, match=f"{file_of(1)} of iteration 3 of node a.*does not match its hash"):
-        lead(replica_servers[1], "b").pull(some_of_a(replica_servers, expert2="full"))
+    with pytest.raises(
+        CheckpointError, match=f"{shard_file_name(1)} of iteration 3 of node a.*does not match its hash"
+    ):
+        lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert2="full"))
     assert_nothing_is_published(tmp_path / "b" / "of_a")

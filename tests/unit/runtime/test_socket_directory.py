@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from moc.runtime import socket_directory as module
-from moc.runtime.socket_directory import memory_of_program, socket_directory
-from moc.store.leftovers import leftovers
-from moc.store.tiers import SOCKETS, memory_home
+from moc.runtime.socket_directory import memory_directory_of, socket_directory
+from moc.store.host_memory import SOCKETS_DIRECTORY, leftovers, user_directory
 from tests.unit.conftest import REPOSITORY
 
 HOLDS = """
@@ -38,9 +37,9 @@ def job(tmp_path):
 
 def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
     with socket_directory(str(tmp_path)) as directory, socket_directory(str(tmp_path)) as other:
-        home = memory_home(tmp_path)
-        assert directory.parent == other.parent == home / SOCKETS and directory != other
-        for path in (home, home / SOCKETS, directory):
+        home = user_directory(tmp_path)
+        assert directory.parent == other.parent == home / SOCKETS_DIRECTORY and directory != other
+        for path in (home, home / SOCKETS_DIRECTORY, directory):
             assert path.stat().st_mode & 0o777 == 0o700
         (directory / "agent").touch()
         assert leftovers(tmp_path) == []  # it holds no snapshots
@@ -50,7 +49,7 @@ def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
 def test_it_goes_after_an_error(tmp_path):
     with contextlib.suppress(KeyError), socket_directory(str(tmp_path)):
         raise KeyError
-    assert os.listdir(memory_home(tmp_path)) == []
+    assert os.listdir(user_directory(tmp_path)) == []
 
 
 def test_that_of_a_killed_job_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(tmp_path, job):
@@ -128,4 +127,4 @@ def test_what_another_user_has_made_is_not_touched(tmp_path):
     ],
 )
 def test_the_programs_flag_names_the_memory(flags, memory):
-    assert memory_of_program(["program.py", *flags]) == memory
+    assert memory_directory_of(["program.py", *flags]) == memory

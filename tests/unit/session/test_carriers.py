@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from moc.recovery.carrying import Carrier
+from moc.recovery.expert_versions import Carrier
 from moc.session.carriers import Carriers, RemoteCarrier
-from moc.store.claims import Claim
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.errors import raises
 from tests.unit.recovery.test_carrying import ONES, in_full, newest, take
 
@@ -26,15 +26,17 @@ def carriers():
 
 
 def store_at(path, claim: Claim | None = None) -> Store:
-    store = Store(LocalPlace(path, in_memory=True, claim=claim), slack=True)
+    store = Store(LocalStorage(path, in_memory=True, claim=claim), allows_slack=True)
     store.take()
     return store
 
 
 def contents(store: Store) -> dict[str, bytes]:
     """Every file of every snapshot."""
-    directories = [directory_of(iteration) for iteration in store.iterations()]
-    return {f"{d}/{name}": store.place.read(f"{d}/{name}") for d in directories for name in store.place.names(d)}
+    directories = [checkpoint_name(iteration) for iteration in store.iterations()]
+    return {
+        f"{d}/{name}": store.storage.read(f"{d}/{name}") for d in directories for name in store.storage.list_names(d)
+    }
 
 
 def test_the_same_files_as_without_a_process(carriers, tmp_path):
@@ -119,10 +121,10 @@ def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
     remote = RemoteCarrier(carriers, store, ONES)
     take(store, remote, 1, PLANS[0])
     carriers._helper._process.send_signal(signal.SIGSTOP)
-    carriers._helper.patience_s = 0.1
+    carriers._helper.timeout_s = 0.1
     with raises("helper-lost", "0.1 s"):
         remote.drop(1)
-    carriers._helper.patience_s = 60
+    carriers._helper.timeout_s = 60
     take(store, remote, 2, PLANS[1])
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from moc.session.claims import make_room_for_files
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 
 
-class Left(LocalPlace):
+class Left(LocalStorage):
     """A directory in a file system with so many bytes left."""
 
     def __init__(self, root, free):
@@ -20,7 +20,7 @@ class Left(LocalPlace):
 @pytest.mark.parametrize(("free", "gives"), [(0, True), (4096, True), (1 << 30, False)])
 def test_spare_memory_is_given_up_only_if_the_file_system_is_full(free, gives, tmp_path):
     place = Left(tmp_path, free)
-    place.spare.fill(1 << 16)
+    place.reserve.allocate(1 << 16)
     make_room_for_files(place)
     assert ((tmp_path / ".spare").stat().st_size < 1 << 16) == gives
 

@@ -1,6 +1,6 @@
 """The comparison of a recovered state with the digests of its iteration."""
 
-from moc.session.digests import KnownDigests, LocalPart, compare
+from moc.session.digests import KnownDigests, LocalPart, compare_digests
 
 KEPT = LocalPart("chunks", "a", is_kept=True)
 CHANGED = LocalPart("chunks", "b", is_kept=False)
@@ -12,7 +12,7 @@ RIGHT = {("embedding", "master"): 5}
 
 def compared(*parts: LocalPart, total=RIGHT, reference=None, **more):
     """The result for one operator."""
-    return compare(7, [{"embedding": part} for part in parts], total, reference, **more)
+    return compare_digests(7, [{"embedding": part} for part in parts], total, reference, **more)
 
 
 def test_known_digests_verify_the_complete_state():

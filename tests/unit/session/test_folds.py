@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from moc.recovery import folds as folding
-from moc.recovery.folds import carry_out
+from moc.recovery import gradient_folding as folding
+from moc.recovery.gradient_folding import carry_out
 from moc.session import folds as module
 from moc.session.folds import Folds
 from moc.store.errors import CheckpointError
@@ -64,7 +64,7 @@ def test_a_difference_ends_it_on_all_nodes(folds, run, monkeypatch):
     (told,) = renew(folds, run)
     assert told["differing"] == 1
     assert go_on(folds, run, 5) == [] and run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
-    assert NAMES[0] not in run.store.manifest(1).operators  # the chain before is not kept any longer
+    assert NAMES[0] not in run.store.read_manifest(1).operators  # the chain before is not kept any longer
     other = Folds()
     nothing = dict.fromkeys(other.ballot(), 0.0)
     other.on_vote(nothing | {"fold_equal": 1.0})
@@ -91,4 +91,4 @@ def test_a_folder_that_always_dies_is_given_up(folds, run, monkeypatch, capsys):
     go_on(folds, run, module._DIES)
     assert only_code(capsys.readouterr().err) == "helper-lost"
     assert run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
-    assert NAMES[0] not in run.store.manifest(1).operators
+    assert NAMES[0] not in run.store.read_manifest(1).operators

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor, TimeoutError
 import psutil
 import pytest
 
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.session.hashers import Hasher
 from moc.snapshot.saver import hashed
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 from tests.errors import only_code
 
 SPANS = [(4096, 8192), (8192, 8192), (10_000, 300_000), (300_000, 1 << 20)]
@@ -29,8 +29,8 @@ def start(hasher, buffer) -> None:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 
-def filled(path=None) -> Buffer:
-    buffer = Buffer(1 << 20, path)
+def filled(path=None) -> HostBuffer:
+    buffer = HostBuffer(1 << 20, path)
     buffer.memory[:] = os.urandom(1 << 20)
     return buffer
 
@@ -60,13 +60,13 @@ def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
 
 def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["sleep", "600"])
-    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.runs and not hasher.processes
+    monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["sleep", "600"])
+    assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.is_running and not hasher.processes
 
 
 def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
-    monkeypatch.setattr(children, "command_of", lambda *_, **__: ["true"])
+    monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["true"])
     while not hasher._failed:
         assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     said = capfd.readouterr().err
@@ -89,7 +89,7 @@ def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
-    hasher._helper.patience_s = 0.1
+    hasher._helper.timeout_s = 0.1
     os.kill(process, signal.SIGSTOP)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
     said = capfd.readouterr().err

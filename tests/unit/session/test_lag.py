@@ -15,25 +15,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
-from moc.recovery.redundancy import Redundancy
-from moc.session import reservation, snapshots
+from moc.recovery.copy_placement import Redundancy
 from moc.session.engine import Listener
-from moc.session.meter import Meter
 from moc.session.peers import Copied
-from moc.session.publishing import Publisher
-from moc.session.queues import BEYOND, Queues, may_begin, window_may_begin
 from moc.session.resume.point import ResumePoint
+from moc.session.saving import committing, pipeline, replicating, reservation
+from moc.session.saving.committing import Committer
+from moc.session.saving.metrics import Meter
+from moc.session.saving.pipeline import SavingPipeline, Stages
+from moc.session.saving.storage import BEYOND, StorageHealth, may_begin, window_may_begin
 from moc.session.settings import TIERS, Settings
-from moc.session.storage_health import StorageHealth
 from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from moc.store.errors import CheckpointError, NoRoomError
+from moc.store.errors import CheckpointError, InsufficientMemoryError
 
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
 OPTIONS = {"sparse": dict(window=3), "gradient": dict(window=3), "selective": dict(experts=1)}
 ITERATIONS = 24
-FASTER, SLOWER, HANGS = (st.integers(4, 9), st.integers(0, 3), st.just(0))  # operations that end, between two votes
+FASTER, SLOWER, HANGS = (
+    st.integers(4, 9),
+    st.integers(0, 3),
+    st.just(0),
+)  # operations that end, between all-reduces
 
 Speed = st.sampled_from([FASTER, SLOWER, HANGS]).flatmap(lambda speeds: st.lists(speeds, min_size=1, max_size=9))
 
@@ -65,7 +69,7 @@ class Model:
 
     def __init__(self, speeds: list[list[int]], fails: list[bool], lacks: Sequence[bool] = (False,)):
         copying, writing, publishing = speeds
-        self._copying, self._replicating = Thread(copying, [*lacks], NoRoomError), Thread(copying, [False])
+        self._copying, self._replicating = Thread(copying, [*lacks], InsufficientMemoryError), Thread(copying, [False])
         self._writing, self._publishing = Thread(writing, fails), Thread(publishing, fails)
         self.slots = 0
         self._begun: dict[int, Future | None] = {}  # by iteration, what publishes or removes the snapshot
@@ -88,12 +92,12 @@ class Model:
         snapshot.persisted = self._writing.begin()
         self._count()
 
-    def in_storage(self, plan, state, amount, write_s, pauses_s) -> Future:
+    def commit_in_storage(self, plan, state, amount, write_s, pauses_s) -> Future:
         """Starts to publish it there."""
         published = self._begun[plan.iteration] = self._publishing.begin()
         return published
 
-    def gives_up(self, iteration) -> Future:
+    def remove_abandoned(self, iteration) -> Future:
         """Starts to remove it from there."""
         removed = self._begun[iteration] = self._publishing.begin()
         return removed
@@ -102,16 +106,16 @@ class Model:
         """Starts to copy a snapshot to another node."""
         return self._replicating.begin(Copied())
 
-    def in_memory(self, plan, state, report) -> None:
+    def commit_in_memory(self, plan, state, report) -> None:
         """Publishes a snapshot in memory."""
 
-    def vote(self, ballot: dict, world) -> dict:
+    def all_reduce(self, contribution: dict, world) -> dict:
         """All workers do as this one; time passes."""
         for thread in (self._copying, self._replicating, self._writing, self._publishing):
             thread.turn()
-        return ballot
+        return contribution
 
-    def wait(self, queues: Queues, for_storage: bool) -> None:
+    def wait(self, stages: Stages, for_storage: bool) -> None:
         """Something that is waited for ends, however slow it is."""
         self._copying.turn(least=1)
         self._replicating.turn(least=1)
@@ -125,7 +129,7 @@ class Model:
         self.most = max(self.most, len(there))
 
 
-def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> snapshots.Snapshots:
+def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> SavingPipeline:
     """Trains, and takes the snapshots that a policy plans."""
     world, nothing = SimpleNamespace(size=1, rank=0), Mock()
     nothing.ballot.return_value, nothing.on_vote.return_value = {}, {}
@@ -136,19 +140,19 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     log = Mock(spec=Listener)
     health = StorageHealth("there", None if tier == "disk" else 1, 100, None, log)
     turns = iter(range(10**9))
-    health.ballot = lambda: {"storage_rests": float(rests[next(turns) % len(rests)]), "storage_closed": 0.0}
+    health.contribution = lambda: {"storage_rests": float(rests[next(turns) % len(rests)]), "storage_closed": 0.0}
     parts = SimpleNamespace(
-        world=world, policy=policy, tiers=tiers, saver=model, publisher=model, meter=Meter(1), folds=None,
+        world=world, policy=policy, tiers=tiers, saver=model, committer=model, meter=Meter(1), folds=None,
         peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
         contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
     )  # fmt: skip
     flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
-    taking = snapshots.Snapshots(parts, flags, health, ResumePoint(Position()), lambda at, record: {})
+    saving = SavingPipeline(parts, flags, health, ResumePoint(Position()), lambda at, record: {})
     for iteration in range(1, ITERATIONS + 1):
-        taking.on_vote(snapshots.sum_over_workers(taking.ballot(), world))
-        taking.wait_for_copies()
-        taking.take(Position(iteration), None)
-    return taking
+        saving.receive(pipeline.sum_over_workers(saving.contribution(), world))
+        saving.wait_for_copies()
+        saving.begin_if_planned(Position(iteration), None)
+    return saving
 
 
 @settings(deadline=None, max_examples=60)
@@ -163,19 +167,20 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
 def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, speeds, fails, rests, lag):
     model, policy = Model(speeds, fails), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
-        patch.object(snapshots, "sum_over_workers", model.vote),
-        patch.object(snapshots, "first_reported", lambda reason: reason),
-        patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(pipeline, "sum_over_workers", model.all_reduce),
+        patch.object(committing, "first_reported", lambda reason: reason),
+        patch.object(replicating, "first_reported", lambda reason: reason),
+        patch.object(replicating, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
-        patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
+        patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
         train(policy, tier, model, rests, most_behind=lag)
     assert model.most > 0
     if tier == "disk":
         assert model.most <= SPARE + BEYOND
     else:
-        assert model.most <= policy.window_length + 1
+        assert model.most <= policy.schedule.window_length + 1
         assert not model.was_waited_for
 
 
@@ -190,17 +195,18 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
 def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds, fails, lacks):
     model, policy = Model(speeds, fails, lacks), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
-        patch.object(snapshots, "sum_over_workers", model.vote),
-        patch.object(snapshots, "first_reported", lambda reason: reason),
-        patch.object(snapshots, "gather", lambda mine: [mine]),
+        patch.object(pipeline, "sum_over_workers", model.all_reduce),
+        patch.object(committing, "first_reported", lambda reason: reason),
+        patch.object(replicating, "first_reported", lambda reason: reason),
+        patch.object(replicating, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
-        patch.object(Queues, "wait", lambda queues, for_storage: model.wait(queues, for_storage)),
+        patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
-        taking = train(policy, tier, model, [False])
-    assert 0 < model.slots <= taking._reservation.buffers(taking._rotation)
+        saving = train(policy, tier, model, [False])
+    assert 0 < model.slots <= saving._reservation.most_buffers
     if not any(lacks):
-        assert taking._rotation.recovery is not None
+        assert saving._reservation.rotation.recovery is not None
 
 
 class Remover:
@@ -209,7 +215,7 @@ class Remover:
     def __init__(self):
         self.keeps, self.removed = 3, []
 
-    def give_up(self, iteration: int) -> None:
+    def abandon_save(self, iteration: int) -> None:
         """Removes a snapshot."""
         if iteration == self.keeps:
             raise OSError(5, "input/output error")
@@ -219,11 +225,11 @@ class Remover:
 def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
     storage = Remover()
     tiers = SimpleNamespace(storage=storage)
-    publisher = Publisher(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
-    assert [type(publisher.gives_up(one).exception()) for one in (3, 5)] == [OSError, OSError]
+    committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
+    assert [type(committer.remove_abandoned(one).exception()) for one in (3, 5)] == [OSError, OSError]
     assert storage.removed == [5]
     storage.keeps = None
-    assert publisher.gives_up(7).exception() is None
+    assert committer.remove_abandoned(7).exception() is None
     assert storage.removed == [5, 3, 7]
 
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from moc.policy import POLICIES, Every, policy_named
-from moc.policy.budgets import Sizes
-from moc.recovery.carrying import most_carried
-from moc.session.memory import Now, RankMemory, ReservedMemory, Window, carried_files, next_window, plans_ahead
+from moc.policy.selective_choice import ExpertSizes
+from moc.recovery.expert_versions import most_carried
+from moc.session.memory import Now, RankMemory, ReservedMemory, SnapshotWindow, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
-from moc.snapshot.rotation import Rotation
-from moc.state.detail import Detail
+from moc.snapshot.buffer_pool import Rotation
 from moc.state.host_memory import most_copies, reserved_bytes, spare_buffers
+from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.worlds import REPOSITORY
 
@@ -37,8 +37,8 @@ def value(cell: str, window: int) -> float:
     return eval(formula, {"S": S, "P": P, "E": E, "K": K, "W": window})
 
 
-def snapshots_of(policy: str, window: int) -> Window:
-    return Window(window, KEPT[policy](window), int(P)) if policy in KEPT else Window()
+def snapshots_of(policy: str, window: int) -> SnapshotWindow:
+    return SnapshotWindow(window, KEPT[policy](window), int(P)) if policy in KEPT else SnapshotWindow()
 
 
 @pytest.mark.parametrize("window", [2, 3, 8])
@@ -60,7 +60,8 @@ def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
 def test_the_planner_predicts_what_is_allocated(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of = snapshots_of(policy, window)
-    price = SimpleNamespace(kept=of.kept if of.snapshot else None, length=of.length, snapshots=[P] * window)
+    kept = of.kept if of.snapshot else None
+    price = SimpleNamespace(snapshots_in_memory=kept, window_length=of.length, snapshots=[P] * window)
     assert host_bytes("memory", 2, S, 0, price) == 2 * value(memory, window)
     assert host_bytes("peers", 2, S, 2, price) == 2 * (value(peers, window) + 2 * value(copy, window))
     assert host_bytes("disk", 2, S, 0, price) == 2 * 2 * S
@@ -94,7 +95,7 @@ def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
     policy = policy_named("selective")(EIGHT, Every(1), experts=1, gradients=True, score="tokens")
     experts = {one.place: one.name for one in EIGHT if one.place is not None}
     full, gradients = ({place: {0: size} for place in experts} for size in (60, 20))
-    policy.sizes.append(Sizes({0: 0}, full, (0,), 0, gradients))
+    policy.sizes.append(ExpertSizes({0: 0}, full, (0,), 0, gradients))
     parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]
     equal, skewed = (
         most_carried(plans_ahead(policy, popularity, Now()), frozenset(experts.values()), 1)

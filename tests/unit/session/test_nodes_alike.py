@@ -7,29 +7,27 @@ import threading
 import pytest
 import torch
 
+from moc.recovery.copy_placement import not_sent, place, redundancy
 from moc.recovery.inventory import in_memory, look
-from moc.recovery.placement import not_sent, place
-from moc.recovery.redundancy import redundancy
-from moc.runtime import async_connections as wire
-from moc.runtime.pull import Wanted, part_of, pull
+from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
-from moc.session import to_storage
+from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
+from moc.session.saving import writing
 from moc.session.tiers import Tiers
-from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, nodes_alike
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_operators
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
-from moc.state.operators import Operator
-from moc.store.publish import assemble
-from moc.store.regions import RegionReader
-from moc.store.storage import LocalPlace
+from moc.state.operators import Detail, Operator
+from moc.store.manifest import assemble
+from moc.store.shard_file import ShardReader
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.runtime.peers import TOKEN
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 
 ITERATION = 5
-SCHEME = scheme_named("EE+AN")
+SCHEME = parse_scheme("EE+AN")
 PLAN = dict.fromkeys(["layers.0.attention", "layers.1.router", "layers.1.expert.0", "layers.1.expert.7"], Detail.FULL)
 PLACES = {"layers.1.expert.0": (0, 2), "layers.1.expert.7": (1, 3)}  # data-parallel ranks of an operator; all of others
 SHAPES = {"layers.0.attention": (500, 60), "layers.1.router": (8, 30)}
@@ -66,10 +64,12 @@ class Nodes:
 
     def __init__(self, root, names: str):
         self.names, self.root, self.states = list(names), root, [State(world().fragments(r, PLAN)) for r in range(4)]
-        self.memory = {name: Store(LocalPlace(root / name, in_memory=True), slack=True) for name in names}
-        self.storage, self.again = Store(LocalPlace(root / "storage")), Store(LocalPlace(root / "again"))
-        stage = StageHoldings({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(self.states)})
-        self.alike = redundancy([nodes_alike(stage, PLAN, self.names)])
+        self.memory = {name: Store(LocalStorage(root / name, in_memory=True), allows_slack=True) for name in names}
+        self.storage, self.again = Store(LocalStorage(root / "storage")), Store(LocalStorage(root / "again"))
+        stage = StageReplicas(
+            {rank: describe_replicas(state.held, Detail.FULL) for rank, state in enumerate(self.states)}
+        )
+        self.alike = redundancy([replicated_operators(stage, PLAN, self.names)])
         sizes = {o: sum(t.values.numel() for t in world().tensors if t.name in NAMES[o]) for o in PLAN}
         sizes["layers.1.router"] -= 8  # its biases
         self.operators = [
@@ -87,7 +87,7 @@ class Nodes:
         self.publish(self.storage, range(4), {})
 
     def publish(self, store: Store, ranks, state: dict) -> None:
-        parts = store.reported(ITERATION, ranks)
+        parts = store.read_reports(ITERATION, ranks)
         store.publish(assemble(parts, ITERATION, "full", 4, self.operators, {}, state))
 
     def tiers(self, rank: int) -> Tiers:
@@ -99,20 +99,20 @@ class Nodes:
         server = ReplicaServer(TOKEN)
         server._roots[held_by] = self.root / held_by
         own = None if holder == of else self.root / holder
-        async with await wire.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
-            wanted = Wanted(ITERATION, of, held_by, served.address)
-            return await pull(wanted, TOKEN, part_of(self.root / holder, holder, of), own)
+        async with await async_connections.serve("127.0.0.1:0", TOKEN, server.serve_reads) as served:
+            wanted = CopyRequest(ITERATION, of, held_by, served.address)
+            return await copy_snapshot(wanted, TOKEN, snapshots_directory(self.root / holder, holder, of), own)
 
     def check(self, rank: int, store: Store) -> None:
         """All that a rank holds is there, with its values; each element once."""
-        manifest = store.manifest(ITERATION)
-        files = [store.blob(ITERATION, name, entry) for name, entry in manifest.files.items()]
-        reader = RegionReader(files, verify=True)
+        manifest = store.read_manifest(ITERATION)
+        files = [store.open_verified(ITERATION, name, entry) for name, entry in manifest.files.items()]
+        reader = ShardReader(files, verifies=True)
         for f in self.states[rank].held:
-            assert torch.equal(reader.get(f.name, f.slot, f.region).reshape(-1), f.view), f.name
+            assert torch.equal(reader.read_region(f.name, f.slot, f.region).reshape(-1), f.view), f.name
 
     def size(self, name: str) -> int:
-        return self.memory[name].manifest(ITERATION).bytes
+        return self.memory[name].read_manifest(ITERATION).nbytes
 
 
 @pytest.mark.parametrize("names", ["abcd", "aabb", "abab", "aaaa"])
@@ -122,7 +122,7 @@ def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, nam
         nodes.check(rank, nodes.memory[names[rank]])
         nodes.check(rank, nodes.storage)
     parameters = sum(operator.parameters for operator in nodes.operators)
-    stored = nodes.storage.manifest(ITERATION).operators.values()
+    stored = nodes.storage.read_manifest(ITERATION).operators.values()
     assert sum(entry.elements["master"] for entry in stored) == parameters
 
 
@@ -167,14 +167,14 @@ def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monke
         action()
         barrier.wait()
 
-    monkeypatch.setattr(to_storage, "gather", gather)
-    monkeypatch.setattr(to_storage, "run_on_all", on_all)
-    monkeypatch.setattr(to_storage, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
+    monkeypatch.setattr(writing, "gather", gather)
+    monkeypatch.setattr(writing, "run_on_all", on_all)
+    monkeypatch.setattr(writing, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
     policy = type("Policy", (), {"operators": nodes.operators})
 
     def copy(rank):
         me.rank = rank
-        to_storage._copy_one(ITERATION, nodes.tiers(rank), policy)
+        writing._copy_one(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -183,5 +183,5 @@ def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monke
         thread.join(60)
     for rank in range(4):
         nodes.check(rank, nodes.again)
-    there, stored = (store.manifest(ITERATION) for store in (nodes.again, nodes.storage))
-    assert there.operators == stored.operators and there.complete and not there.alike
+    there, stored = (store.read_manifest(ITERATION) for store in (nodes.again, nodes.storage))
+    assert there.operators == stored.operators and there.is_complete and not there.replica_counts

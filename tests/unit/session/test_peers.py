@@ -5,15 +5,14 @@ import pytest
 from moc.errors import codes_in
 from moc.policy import Every
 from moc.policy.full import Full
-from moc.recovery.placement import place
-from moc.recovery.redundancy import Redundancy
+from moc.recovery.copy_placement import Redundancy, place
 from moc.runtime import environment
-from moc.runtime.pull import Pulled
+from moc.runtime.replica_transfer import CopyResult
 from moc.session.carriers import Carriers
 from moc.session.peers import Peers, copies_wanted, join_peers
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.errors import raises
 
@@ -66,14 +65,14 @@ def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
 
 
 def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_path):
-    store = Store(LocalPlace(tmp_path, in_memory=True))
+    store = Store(LocalStorage(tmp_path, in_memory=True))
     peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None, Carriers())
     names = [f"layers.{number}.attention" for number in range(5)]
-    diverged, damaged = peers._trouble("1", 7, Pulled(differs=names, damaged=["output"]))
+    diverged, damaged = peers._trouble("1", 7, CopyResult(differs=names, damaged=["output"]))
     assert [*codes_in(diverged), *codes_in(damaged)] == ["replicas-differ", "memory-damaged"]
     assert all(part in diverged for part in ("nodes 1 and 0", ", ".join(names[:3]), "2 more", "iteration 7"))
     assert all(part in damaged for part in ("node 0", "output", "iteration 7"))
-    assert not peers._trouble("1", 7, Pulled(10, 20))
+    assert not peers._trouble("1", 7, CopyResult(10, 20))
     peers.close()
 
 

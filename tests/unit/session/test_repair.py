@@ -5,15 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moc.session.resume.repair import Repair
+from moc.session.resume.rebuilding import Repair
 from moc.snapshot.contents import share
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 TORN = {5: {"output": Detail.FULL}, 6: {"output": Detail.FULL}}
@@ -27,7 +27,7 @@ def repair(request, tmp_path):
     contents = SimpleNamespace(
         share=lambda operators: share(held), entries=lambda operators: {"output": OperatorEntry("full", 1, {})}
     )
-    storage, memory = (Store(LocalPlace(tmp_path / name)) for name in ("storage", "memory"))
+    storage, memory = (Store(LocalStorage(tmp_path / name)) for name in ("storage", "memory"))
     tiers = SimpleNamespace(storage=storage, memory=memory if request.param == "memory" else None)
     world = SimpleNamespace(rank=1, device=torch.device("cpu"))
     saver = Saver(world.rank, world.device, tiers.memory, storage)
@@ -39,7 +39,7 @@ def test_what_is_torn_is_saved_and_nothing_else(repair):
     with repair.of(TORN):
         for iteration in (4, 5, 6, 7):
             repair.comes_by(iteration)
-    assert [store.has_all(iteration, [1]) for iteration in (4, 5, 6, 7)] == [False, True, True, False]
+    assert [store.is_publishable(iteration, [1]) for iteration in (4, 5, 6, 7)] == [False, True, True, False]
     assert repair.failure is None
     with repair.of(TORN):  # another time they are there already
         repair.comes_by(5)
@@ -50,7 +50,7 @@ def test_where_there_is_no_room_it_is_said(repair, monkeypatch):
         raise CheckpointError("no room", code="memory-full")
 
     repair, store = repair
-    monkeypatch.setattr("moc.snapshot.saver.Buffer", full)
+    monkeypatch.setattr("moc.snapshot.saver.HostBuffer", full)
     with repair.of(TORN):
         repair.comes_by(5)
-    assert repair.failure == "no room [memory-full]" and not store.has_all(5, [1])
+    assert repair.failure == "no room [memory-full]" and not store.is_publishable(5, [1])

@@ -3,16 +3,15 @@
 import json
 from types import SimpleNamespace
 
-from moc.event_types import problems
-from moc.events import EventLog
-from moc.session.report import SnapshotReport
+from moc.events import EventLog, problems
+from moc.session.saving.metrics import SnapshotReport
 
 
 def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "memory")
     said = lambda plt, train_iters: ("too-many", {"plt": plt}) if plt * train_iters > 1 else None  # noqa: E731
-    policy = SimpleNamespace(at_risk=said)
+    policy = SimpleNamespace(report=SimpleNamespace(at_risk=said))
     for iteration, plt in enumerate((0.1, 0.2, 0.3)):
         report.at_risk(iteration, policy, SimpleNamespace(plt_of_training=plt), 10)
     assert lines == ["WARNING: too-many"]
@@ -24,7 +23,8 @@ def test_a_report_that_fails_does_not_end_training(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "memory")
     for _ in range(3):
-        report.chosen(1, SimpleNamespace(reason=lambda: "why", chosen=lambda: None.nothing))
+        failing = SimpleNamespace(reason=lambda: "why", chosen=lambda: None.nothing)
+        report.chosen(1, SimpleNamespace(report=failing))
         report.snapshot(1, {}, 2)
     (line,) = lines
     assert line.startswith("WARNING") and "AttributeError" in line

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from moc.errors import code_of
+from moc.policy import POLICIES
 from moc.policy.sparse import Sparse
 from moc.runtime import environment
 from moc.session import session
@@ -81,7 +82,7 @@ def test_replaying_policies_need_an_engine_that_replays(monkeypatch):
     monkeypatch.setattr(session, "check_freezing", frozen.append)
     with raises("engine-incomplete", "--ckpt-policy sparse", "replay"):
         make_policy(Settings("x", 1, "sparse"), Counts())
-    assert frozen == [None] and Sparse.replays
+    assert frozen == [None] and POLICIES[Sparse.name].can_replay
 
 
 def test_options_that_a_policy_does_not_have_are_named():

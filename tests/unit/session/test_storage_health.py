@@ -7,7 +7,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.events import EventLog
-from moc.session.storage_health import Lag, StorageHealth, tolerable
+from moc.session.saving.storage import Lag, StorageHealth, tolerable
 from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
 
@@ -78,7 +78,7 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
     disk.failed(21, "no room")
     assert [fields["failures"] for kind, fields in log.told] == [1, 2]
     assert len(log.said) == 1 and "no room" in log.said[0] and "iteration 7" in log.said[0]
-    disk.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
+    disk.receive({"storage_rests": 0.0, "storage_closed": 0.0})
     disk.on_stored(22)
     assert not disk.rests and len(log.said) == 2
 
@@ -86,11 +86,11 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
 def test_nothing_goes_there_before_it_is_ready():
     thread, ready, log = Background("test"), threading.Event(), Log()
     disk = storage(log, prepare=lambda: thread.submit(ready.wait))
-    assert disk.closed and disk.ballot()["storage_closed"] == 1.0
-    disk.on_vote({"storage_rests": 0.0, "storage_closed": 1.0})  # as another worker hears it
+    assert disk.closed and disk.contribution()["storage_closed"] == 1.0
+    disk.receive({"storage_rests": 0.0, "storage_closed": 1.0})  # as another worker hears it
     assert disk.closed
     ready.set()
-    while disk.ballot()["storage_closed"]:
+    while disk.contribution()["storage_closed"]:
         disk.wait()
     assert disk.problem() is None and not log.said
 
@@ -99,10 +99,10 @@ def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
     log, tries = Log(), [failed_with(OSError(28, "full")), Future()]
     tries[1].set_result(None)
     disk = storage(log, prepare=lambda: tries.pop(0))
-    assert disk.ballot()["storage_closed"] == 1.0 and codes_in("\n".join(log.said)) == ["disk-full"]
-    assert disk.ballot()["storage_closed"] == 0.0 and disk.problem() is None
+    assert disk.contribution()["storage_closed"] == 1.0 and codes_in("\n".join(log.said)) == ["disk-full"]
+    assert disk.contribution()["storage_closed"] == 0.0 and disk.problem() is None
     taken = storage(log, prepare=lambda: failed_with(TakenError("taken")))
-    assert taken.problem() == "taken [directory-in-use]" and taken.ballot()["storage_closed"] == 1.0
+    assert taken.problem() == "taken [directory-in-use]" and taken.contribution()["storage_closed"] == 1.0
 
 
 @pytest.mark.parametrize(

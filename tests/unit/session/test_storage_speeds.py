@@ -13,19 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import POLICIES, Every, policy_named
-from moc.policy.ledger import Ledger
-from moc.policy.selection import steady_risk
+from moc.policy import POLICIES, Capability, Every, check_plan, policy_named
+from moc.policy.expert_selection import steady_risk
+from moc.policy.token_ledger import TokenLedger
 from moc.recovery.persisted import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
-from moc.session.queues import Taken
 from moc.session.resume.point import ResumePoint
-from moc.session.storage_health import VOTES, StorageHealth
-from moc.session.stored import OUTSTANDING, Stored
-from moc.state.detail import Detail
+from moc.session.saving.stage import SnapshotInProgress
+from moc.session.saving.storage import ALL_REDUCES, OUTSTANDING, StorageHealth, StorageTier
+from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
-from tests.unit.policy.test_transfers import Told
+from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 2, 16
 OPERATORS = model_operators(
@@ -90,10 +89,10 @@ class Run:
 
     def __post_init__(self):
         log = SimpleNamespace(message=self.said.append, events=SimpleNamespace(write=lambda *_, **__: None))
-        window = lambda: self.policy.window_length - 1 + VOTES  # noqa: E731
+        window = lambda: self.policy.schedule.window_length - 1 + ALL_REDUCES  # noqa: E731
         self.health = StorageHealth("there", EVERY if self.beside else None, EVERY, None, log, publishes_in=window)
-        self.stored = Stored(self.policy, self.health, ResumePoint(Position()), self.beside)
-        self.ledger = Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS))
+        self.stored = StorageTier(self.policy, self.health, ResumePoint(Position()), self.beside)
+        self.ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
         self._writes, self._chance, self._closed_until = deque(), Random(3), 0
         self._written, self._number = 0.0, 0
 
@@ -104,22 +103,24 @@ class Run:
         return self
 
     def _iterate(self, iteration: int) -> None:
-        self.ledger = self.ledger.after(tokens_of(iteration))
+        self.ledger = self.ledger.after_iteration(tokens_of(iteration))
         self._write(self.rate if self.hangs_at is None or iteration < self.hangs_at else 0.0)
-        self.health.on_vote({"storage_rests": float(iteration < self._closed_until), "storage_closed": 0.0})
+        self.health.receive({"storage_rests": float(iteration < self._closed_until), "storage_closed": 0.0})
         while not self.beside and len(self._writes) >= OUTSTANDING and self.hangs_at is None:
             self._write(self.rate)  # training waits
-        self.stored.ask_for_base(iteration)
+        self.stored.request_base(iteration)
         plan, storage = self.stored.plan(iteration, self.ledger.load, has_room=not self._writes)
         if plan is None:
             self.stored.passes(iteration, self.ledger.load)
         else:
-            self.policy.check(plan)
+            check_plan(self.policy, plan)
             self.stored.begins(plan, storage)
             self.policy.on_snapshot(plan, self.ledger.load)
             if storage is not None:
-                self.policy.on_stored(storage)
-                self._writes.append((Taken(plan, storage, {}, SimpleNamespace(in_memory=self.beside)), self.ledger))
+                self.policy.storage.on_write_begun(storage)
+                self._writes.append(
+                    (SnapshotInProgress(plan, storage, {}, SimpleNamespace(in_memory=self.beside)), self.ledger)
+                )
                 if plan.since == iteration:
                     self.begun.append(iteration)
         under_way = self._writes[0][0].plan.iteration if self._writes else None
@@ -130,22 +131,22 @@ class Run:
     def _write(self, amount: float) -> None:
         self._written += amount
         while self._writes and self._written >= size_of(self._writes[0][0].storage):
-            taken, ledger = self._writes.popleft()
-            self._written -= size_of(taken.storage)
+            snapshot, ledger = self._writes.popleft()
+            self._written -= size_of(snapshot.storage)
             self._number += 1
             in_turn = self.fails_every and self._number % self.fails_every == 0
             if in_turn or self._chance.random() < self.fails:
                 self.stored.problem = "no room"
-                self.stored.failed(taken)
+                self.stored.failed(snapshot)
                 self._closed_until = self.ledger.iteration + RESTS
                 continue
             before = self.stored.newest
-            self.stored.published(taken)
+            self.stored.committed(snapshot)
             if self.stored.newest != before:
                 self.advanced.append(self.ledger.iteration)
-            details = {name: detail.value for name, detail in taken.storage.operators.items()}
+            details = {name: detail.value for name, detail in snapshot.storage.operators.items()}
             self.published.append(
-                (AvailableCheckpoint(taken.plan.iteration, STORAGE, details, taken.plan.policy), ledger)
+                (AvailableCheckpoint(snapshot.plan.iteration, STORAGE, details, snapshot.plan.policy), ledger)
             )
         if not self._writes:
             self._written = 0.0
@@ -167,7 +168,7 @@ class Run:
 
     def promise(self, gap: int) -> Promise:
         """What the policy promises if storage takes a snapshot every so many iterations."""
-        return Promise.of(self.policy, gap, 1 if self.beside else OUTSTANDING, VOTES)
+        return Promise.of(self.policy, gap, 1 if self.beside else OUTSTANDING, ALL_REDUCES)
 
     def overdue(self, gap: int) -> list[str]:
         """The operators that are older than that in storage."""
@@ -190,7 +191,7 @@ def needed_rate(case: str, beside: bool) -> float:
              for held, _ in run.published}  # fmt: skip
     later = run.begun[len(run.begun) // 2 :]  # the first ones are full
     windows = (sum(sizes.get(i, 0.0) for i in range(a, b)) for a, b in itertools.pairwise(later))
-    return max(windows) / (EVERY if beside else run.policy.window_length)
+    return max(windows) / (EVERY if beside else run.policy.schedule.window_length)
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["memory", "disk"])
@@ -221,7 +222,9 @@ def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
         gap = max(b - a for a, b in itertools.pairwise([0, *run.advanced, run.ledger.iteration]))
         assert not run.overdue(gap)
         assert run.stored.persisted == run.survives
-    if beside and run.policy.windows and "fails_every" in fails:  # no window of three writes is ever complete
+    if (
+        beside and Capability.WINDOWS in run.policy.requires and "fails_every" in fails
+    ):  # no window of three writes is ever complete
         assert run.survives.iteration == 0 and run.lags[-1].overdue == len(OPERATORS)
         return
     assert run.survives.iteration > 0 and run.stored.newest == run.survives.iteration
@@ -240,7 +243,7 @@ def test_storage_that_hangs(case):
     run.hangs_at = at
     run.train(400)
     assert run.survives == before == run.stored.persisted
-    has_promise = [one for one in OPERATORS if one.place is None or run.policy.storage_cycle is not None]
+    has_promise = [one for one in OPERATORS if one.place is None or run.policy.storage.cycle is not None]
     assert run.lags[-1].overdue == len(has_promise) and run.lags[-1].age == at + 400 - before.iteration
     assert sum("lags behind" in text for text in run.said) == 1
 

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moc.policy import SnapshotPlan
-from moc.session.queues import Taken
+from moc.policy import Capability, SnapshotPlan, StorageSchedule
 from moc.session.resume.point import ResumePoint
-from moc.session.storage_health import StorageHealth
-from moc.session.stored import Stored
-from moc.state.detail import Detail
+from moc.session.saving.stage import SnapshotInProgress
+from moc.session.saving.storage import StorageHealth, StorageTier
+from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 
@@ -17,36 +16,35 @@ from moc.state.shape import ModelShape, model_operators
 class Policy:
     """One whose snapshots may be partial; storage needs a full one first."""
 
-    exact, name, windows = False, "test", False
+    name, requires = "test", frozenset({Capability.OLDER_EXPERTS})
     operators = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 
     def __init__(self, based=True):
         self.based, self.asked, self.anew = based, 0, 0
         self.told, self.given = [], None
+        self.storage, self.schedule = Storage(self), SimpleNamespace(restart_window=self.restart_window)
 
     def plan(self, iteration, load=None):
         return self.given
 
-    def plan_for_storage(self, iteration, load=None, again=False):
-        return plan(iteration) if self.given or again else None
-
-    def on_persisted(self, plan, published):
-        self.told.append((plan.iteration, published))
-
-    def everything(self, iteration):
-        return plan(iteration)
-
-    def stores(self, plan):
-        return plan.complete and not self.based
-
-    def for_storage(self, plan):
-        return plan
-
-    def storage_lost(self):
-        self.asked += 1
-
-    def begin_anew(self):
+    def restart_window(self):
         self.anew += 1
+
+
+class Storage(StorageSchedule):
+    policy: Policy
+
+    def plan(self, iteration, load=None, again=False):
+        return plan(iteration) if self.policy.given or again else None
+
+    def needs(self, plan):
+        return plan.complete and not self.policy.based
+
+    def on_write_ended(self, plan, committed):
+        self.policy.told.append((plan.iteration, committed))
+
+    def on_full_snapshot_lost(self):
+        self.policy.asked += 1
 
 
 def plan(iteration, complete=True, since=None):
@@ -54,20 +52,20 @@ def plan(iteration, complete=True, since=None):
     return SnapshotPlan(iteration, "test", operators, complete, since)
 
 
-def taken(plan, in_memory=True):
-    return Taken(plan, plan, {}, SimpleNamespace(in_memory=in_memory))
+def in_progress(plan, in_memory=True):
+    return SnapshotInProgress(plan, plan, {}, SimpleNamespace(in_memory=in_memory))
 
 
-def stored(every=5, beside=True, policy=None):
+def stored(every=5, has_memory_tier=True, policy=None):
     log = SimpleNamespace(message=lambda _: None, events=SimpleNamespace(write=lambda *_, **__: None))
     health = StorageHealth("there", every, 100, None, log)
-    health.on_vote(health.ballot())
-    return Stored(policy or Policy(), health, ResumePoint(Position()), beside)
+    health.receive(health.contribution())
+    return StorageTier(policy or Policy(), health, ResumePoint(Position()), has_memory_tier)
 
 
 def test_without_memory_every_snapshot_goes_to_storage():
     policy = Policy()
-    there = stored(None, beside=False, policy=policy)
+    there = stored(None, has_memory_tier=False, policy=policy)
     assert there.part_of(plan(3), has_room=False) == plan(3)
     assert there.plan(3, None, has_room=False) == (None, None)  # none is due
     policy.given = plan(3)
@@ -106,28 +104,28 @@ def test_the_policy_plans_for_storage_only_what_goes_there():
 
 def test_without_memory_what_was_due_while_storage_failed_is_taken_as_soon_as_it_may():
     policy = Policy()
-    there = stored(None, beside=False, policy=policy)
+    there = stored(None, has_memory_tier=False, policy=policy)
     there.begins(plan(4), plan(4))
-    there.failed(taken(plan(4)))
-    there._health.on_vote({"storage_rests": 1.0, "storage_closed": 0.0})
+    there.failed(in_progress(plan(4)))
+    there.health.receive({"storage_rests": 1.0, "storage_closed": 0.0})
     assert there.plan(5, None, True) == (None, None)
-    there._health.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
+    there.health.receive({"storage_rests": 0.0, "storage_closed": 0.0})
     assert there.plan(6, None, True) == (plan(6), plan(6))  # no interval is due
     there.begins(plan(6), plan(6))
     assert there.plan(7, None, True) == (None, None)
-    there._health.on_vote({"storage_rests": 1.0, "storage_closed": 0.0})
+    there.health.receive({"storage_rests": 1.0, "storage_closed": 0.0})
     policy.given = plan(8)
     there.passes(8, None)
     policy.given = None
-    there._health.on_vote({"storage_rests": 0.0, "storage_closed": 0.0})
+    there.health.receive({"storage_rests": 0.0, "storage_closed": 0.0})
     assert there.plan(9, None, True) == (plan(9), plan(9))
 
 
 def test_the_policy_knows_what_was_published():
     policy = Policy()
     there = stored(policy=policy)
-    there.published(taken(plan(5)))
-    there.failed(taken(plan(6)))
+    there.committed(in_progress(plan(5)))
+    there.failed(in_progress(plan(6)))
     assert policy.told == [(5, True), (6, False)]
 
 
@@ -135,40 +133,40 @@ def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete()
     there = stored()
     assert there.has(0)
     there.begins(plan(4), plan(4))
-    there.published(taken(plan(4)))
+    there.committed(in_progress(plan(4)))
     for complete in (False, True):
         there.begins(plan(5, complete), plan(5, complete))
-        there.published(taken(plan(5, complete)))
+        there.committed(in_progress(plan(5, complete)))
         assert there.newest == 5 and there.has(5) == complete
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(beside):
+@pytest.mark.parametrize("has_memory_tier", [True, False])
+def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(has_memory_tier):
     policy = Policy()
-    there, lost = stored(5 if beside else None, beside, policy), plan(6, False, since=5)
+    there, lost = stored(5 if has_memory_tier else None, has_memory_tier, policy), plan(6, False, since=5)
     there.begins(lost, lost)
     there.problem = "no room"
-    there.failed(taken(lost))
+    there.failed(in_progress(lost))
     assert there.is_broken(plan(7, since=5)) and not there.is_broken(plan(8))
-    assert policy.anew == (not beside)
+    assert policy.anew == (not has_memory_tier)
     assert there.newest is None and there.problem == "no room"
-    there.published(taken(plan(8)))
+    there.committed(in_progress(plan(8)))
     assert there.newest == 8 and not there.problem
 
 
 def test_partial_snapshots_count_only_on_top_of_a_full_one_which_is_asked_for_once():
     policy = Policy()
     there = stored(policy=policy)
-    there.failed(taken(plan(5)))
-    there.ask_for_base(5)
+    there.failed(in_progress(plan(5)))
+    there.request_base(5)
     assert policy.asked == 0  # storage rests after its failure
-    there.published(taken(plan(7, complete=False)))
+    there.committed(in_progress(plan(7, complete=False)))
     assert there.newest is None
     for _ in range(2):
-        there.ask_for_base(7)
+        there.request_base(7)
     assert policy.asked == 1
     assert there.part_of(plan(8, complete=False), True) is None  # partial ones wait for it
     assert there.part_of(plan(9), True) == plan(9)
     there.begins(plan(9), plan(9))
-    there.published(taken(plan(9)))
+    there.committed(in_progress(plan(9)))
     assert there.newest == 9

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moc.session.resume.valid import check_state
+from moc.session.resume.reading import check_state
 from moc.store.manifest import Manifest, OperatorEntry
 
 ENGINE: Any = SimpleNamespace(check=lambda saved, where: None)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
+from moc.state.operators import Detail
 from moc.state.region import Region
 
 NAMES = {

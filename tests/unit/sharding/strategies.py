@@ -2,20 +2,20 @@
 
 from hypothesis import strategies as st
 
-from moc.sharding import Item, Layout
+from moc.sharding import ParallelLayout, SaveItem
 from moc.state.shape import ModelShape
 
 
 @st.composite
-def layouts(draw) -> Layout:
+def layouts(draw) -> ParallelLayout:
     """Layouts of up to a few dozen ranks."""
     tp, ep, pp = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
     etp = draw(st.sampled_from([1, tp]))
-    return Layout(world=tp * ep * pp * draw(st.integers(1, 3)), tp=tp, pp=pp, ep=ep, expert_tp=etp)
+    return ParallelLayout(world=tp * ep * pp * draw(st.integers(1, 3)), tp=tp, pp=pp, ep=ep, expert_tp=etp)
 
 
 @st.composite
-def models_in_layouts(draw) -> tuple[ModelShape, Layout]:
+def models_in_layouts(draw) -> tuple[ModelShape, ParallelLayout]:
     """A small model and a layout that it divides into."""
     layout = draw(layouts())
     layers = layout.pp * draw(st.integers(1, 3))
@@ -37,12 +37,12 @@ def models_in_layouts(draw) -> tuple[ModelShape, Layout]:
 
 
 @st.composite
-def item_lists(draw, holders=None) -> list[Item]:
+def item_lists(draw, holders=None) -> list[SaveItem]:
     """Items of random sizes; each held by ``holders``, by default by ranks of its own."""
     some_ranks = st.sets(st.integers(0, 7), min_size=1, max_size=5).map(lambda ranks: tuple(sorted(ranks)))
     result = []
     for index in range(draw(st.integers(0, 12))):
         kind = draw(st.sampled_from(["attention", "expert.3"]))
         ranks = draw(some_ranks) if holders is None else holders
-        result.append(Item(f"layers.{index}.{kind}", "weights", 0, 0, draw(st.integers(1, 30)), ranks))
+        result.append(SaveItem(f"layers.{index}.{kind}", "weights", 0, 0, draw(st.integers(1, 30)), ranks))
     return result

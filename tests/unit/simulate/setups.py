@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from moc.sharding import Layout
-from moc.simulate.cluster import CLUSTERS, Cluster
-from moc.simulate.cost import Work, measured_timing
+from moc.sharding import ParallelLayout
+from moc.simulate.cost import CLUSTERS, Cluster, Work, measured_timing
 from moc.simulate.policies import Setup
 from moc.state.shape import ModelShape, model_operators
 
@@ -31,7 +30,7 @@ def small_cluster(gpus: int = 16, **changes) -> Cluster:
 
 def small_setup(iteration_s: float = 2.0, snapshot_s: float = 5.0, pp: int = 4, **changes) -> Setup:
     """One whose full snapshot takes about so many seconds."""
-    layout = Layout(world=16, pp=pp, ep=4)
+    layout = ParallelLayout(world=16, pp=pp, ep=4)
     rate = 12 * PARAMETERS / 16 / snapshot_s
     cluster = small_cluster(**{"host_bandwidth": rate, "inter_bandwidth": 400 * rate, "storage_bandwidth": 8 * rate})
     cluster = dataclasses.replace(cluster, **changes)

@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
 
 def test_the_formula_of_section_2_4():
-    saving = PolicyCosts("full", interval=20, stall_s=6, replay_s=3)
+    saving = SimulatedCosts("full", interval=20, stall_s=6, replay_s=3)
     expected = 1 / (1 + 6 / (3 * 20)) / (1 + 0.5 * 20 * 3 / 600)
     assert expected_ettr(saving, 3, 600) == pytest.approx(expected)
     assert expected_ettr(saving, 3, math.inf) == pytest.approx(1 / 1.1)
 
 
 def test_a_sparse_window_recovers_in_one_and_a_half_of_it():
-    assert recovery_s(PolicyCosts("sparse", 6, lag=6, replay_s=2)) == 1.5 * 6 * 2
+    assert recovery_s(SimulatedCosts("sparse", 6, lag=6, replay_s=2)) == 1.5 * 6 * 2
 
 
 @settings(deadline=None)
 @given(st.floats(0.1, 60), st.floats(0.5, 10), st.floats(120, 1e5), st.floats(0, 600))
 def test_no_other_interval_is_better_and_young_is_near(stall_s, iteration_s, mtbf_s, restart_s):
-    saving = PolicyCosts("full", 1, stall_s, restart_s=restart_s, replay_s=iteration_s + stall_s)
+    saving = SimulatedCosts("full", 1, stall_s, restart_s=restart_s, replay_s=iteration_s + stall_s)
     best = best_interval(saving, iteration_s, mtbf_s)
 
     def ettr(interval):
@@ -41,7 +41,7 @@ def test_no_other_interval_is_better_and_young_is_near(stall_s, iteration_s, mtb
 
 
 def test_an_interval_is_not_shorter_than_a_checkpoint_takes():
-    saving = PolicyCosts("full", 1, 0.0, replay_s=1)
+    saving = SimulatedCosts("full", 1, 0.0, replay_s=1)
     assert best_interval(saving, 1, 600, at_least=7) == 7
     with raises("interval-unlimited"):
         best_interval(saving, 1, math.inf)
@@ -58,12 +58,12 @@ def test_the_cap_on_overhead():
 @pytest.mark.parametrize("change", [{"interval": 0}, {"lag": -1}, {"stall_s": -1}, {"restart_s": math.nan}], ids=str)
 def test_a_policy_that_cannot_be_is_refused(change):
     with pytest.raises(ValueError, match="full: "):
-        PolicyCosts("full", **change)
+        SimulatedCosts("full", **change)
 
 
 @given(st.integers(0, 40), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 300))
 def test_replayed_iterations_and_their_seconds_agree(conversion, conversion_s, replay_s, iterations):
-    saving = PolicyCosts("sparse", 10, replay_s=replay_s, conversion_s=conversion_s, conversion=conversion)
+    saving = SimulatedCosts("sparse", 10, replay_s=replay_s, conversion_s=conversion_s, conversion=conversion)
     assert saving.replayed(saving.replay_total_s(iterations)) == pytest.approx(iterations, abs=1e-6)
 
 

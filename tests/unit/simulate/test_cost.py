@@ -4,10 +4,18 @@ import dataclasses
 
 import pytest
 
-from moc.sharding import Layout
-from moc.simulate.cluster import CLUSTERS, EXPLAINED, FITTED, cluster_named
-from moc.simulate.cost import Work, estimate, measured_timing, message_s
-from moc.simulate.stages import split_stages
+from moc.sharding import ParallelLayout
+from moc.simulate.cost import (
+    CLUSTERS,
+    EXPLAINED,
+    FITTED,
+    Work,
+    cluster_named,
+    estimate,
+    measured_timing,
+    message_s,
+    split_stages,
+)
 from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS, small_cluster
 
@@ -15,7 +23,7 @@ WORK = Work(global_batch=64, micro_batch=4, seq_length=512, hidden_size=256, top
 
 
 def test_a_pipeline_takes_m_plus_s_minus_1_times_its_slowest_stage():
-    timing = estimate(OPERATORS, Layout(world=16, pp=4, ep=4), small_cluster(), WORK)
+    timing = estimate(OPERATORS, ParallelLayout(world=16, pp=4, ep=4), small_cluster(), WORK)
     assert (timing.micro_batches, timing.stages) == (16, 4)
     assert timing.pipeline_s == pytest.approx((16 + 4 - 1) * timing.slowest_s)
     assert timing.iteration_s == pytest.approx(timing.pipeline_s + timing.sync_s + timing.update_s)
@@ -23,14 +31,16 @@ def test_a_pipeline_takes_m_plus_s_minus_1_times_its_slowest_stage():
 
 
 def test_virtual_stages_shorten_the_warm_up():
-    plain, interleaved = (estimate(OPERATORS, Layout(16, pp=4, ep=4, vpp=v), small_cluster(), WORK) for v in (1, 3))
+    plain, interleaved = (
+        estimate(OPERATORS, ParallelLayout(16, pp=4, ep=4, vpp=v), small_cluster(), WORK) for v in (1, 3)
+    )
     assert interleaved.pipeline_s == pytest.approx((16 + 3 / 3) * plain.slowest_s)
 
 
 def test_computation_is_six_operations_for_each_active_parameter_and_token():
     cluster = small_cluster(gpus=1, utilisation=0.5)
     work = dataclasses.replace(WORK, topk=2)
-    timing = estimate(OPERATORS, Layout(world=1), cluster, work)
+    timing = estimate(OPERATORS, ParallelLayout(world=1), cluster, work)
     dense = sum(o.parameters for o in OPERATORS if o.kind not in ("expert", "embedding"))
     expert = next(o.parameters for o in OPERATORS if o.kind == "expert")
     active = dense + 5 * 2 * expert
@@ -46,7 +56,7 @@ def test_a_message_costs_alpha_and_beta():
 
 
 def test_more_of_anything_takes_longer_or_shorter_as_it_should():
-    layout, cluster = Layout(world=16, pp=4, ep=4), small_cluster()
+    layout, cluster = ParallelLayout(world=16, pp=4, ep=4), small_cluster()
     base = estimate(OPERATORS, layout, cluster, WORK).iteration_s
     assert estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, global_batch=128)).iteration_s > base
     assert estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, seq_length=1024)).iteration_s > base
@@ -66,7 +76,9 @@ def test_stages_hold_neighbours_as_evenly_as_they_go():
 
 def test_what_does_not_fit_is_refused():
     with raises("batch-not-divisible", "64", "5"):
-        estimate(OPERATORS, Layout(world=16, pp=4, ep=4), small_cluster(), dataclasses.replace(WORK, micro_batch=5))
+        estimate(
+            OPERATORS, ParallelLayout(world=16, pp=4, ep=4), small_cluster(), dataclasses.replace(WORK, micro_batch=5)
+        )
     with raises("value-out-of-range", "iteration", "0"):
         measured_timing(0)
     with raises("value-out-of-range", "overlap", "2"):

@@ -6,10 +6,9 @@ import pytest
 
 from moc.simulate.elastic import ElasticCosts, ElasticMembers, ElasticSettings, stretched
 from moc.simulate.engine import SimulatedJob, simulate
-from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members
+from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts, VaryingNodes
 from tests.unit.simulate.setups import small_setup
 
 EQUAL = (10**6,) * 4
@@ -72,10 +71,10 @@ def test_loads_of_another_number_of_experts():
     assert stretched([40, 20], 4) == [40, 35, 25, 20] and stretched([40, 30, 20, 10], 2) == [35, 15]
 
 
-STORED = PolicyCosts("elastic", interval=25, restart_s=20, replay_s=1, why="an expert was lost")
+STORED = SimulatedCosts("elastic", interval=25, restart_s=20, replay_s=1, why="an expert was lost")
 
 
-def run(*events: Event, members: Members | None = None, seed: int = 0):
+def run(*events: ClusterEvent, members: VaryingNodes | None = None, seed: int = 0):
     members = members or four_nodes()
     saving = ElasticCosts("elastic", interval=1, restart_s=5, replay_s=1, members=members, beyond=STORED)
     job = SimulatedJob(1.0, nodes=4, wall_s=100, available=4, seed=seed)
@@ -83,13 +82,13 @@ def run(*events: Event, members: Members | None = None, seed: int = 0):
 
 
 def test_a_loss_that_leaves_every_expert_replays_nothing():
-    result = run(Event(31, lost=1))
+    result = run(ClusterEvent(31, lost=1))
     assert result.recovery_s == 5 and result.replayed == 0 and not result.fallbacks
     assert result.samples == pytest.approx(512 * (31 + 64 / 1.5)) and result.nodes_s == pytest.approx({3: 69, 4: 31})
 
 
 def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
-    found = [run(Event(31, lost=2), seed=seed) for seed in range(100)]
+    found = [run(ClusterEvent(31, lost=2), seed=seed) for seed in range(100)]
     fatal = [result for result in found if result.fallbacks]
     assert len(fatal) / len(found) == pytest.approx(2 / 6, abs=0.12)
     for result in fatal:
@@ -101,23 +100,25 @@ def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
 
 def test_a_second_loss_counts_with_the_first_until_training_goes_on():
     """Until then, new replicas are nowhere; afterwards, three nodes hold all experts twice or once."""
-    together = [run(Event(31, lost=1), Event(33, lost=1), seed=seed) for seed in range(100)]
+    together = [run(ClusterEvent(31, lost=1), ClusterEvent(33, lost=1), seed=seed) for seed in range(100)]
     assert sum(bool(result.fallbacks) for result in together) / 100 == pytest.approx(2 / 6, abs=0.12)
     full = four_nodes(settings=ElasticSettings(slots=4))
-    assert not any(run(Event(31, lost=1), Event(33, lost=1), members=full, seed=seed).fallbacks for seed in range(20))
+    assert not any(
+        run(ClusterEvent(31, lost=1), ClusterEvent(33, lost=1), members=full, seed=seed).fallbacks for seed in range(20)
+    )
 
 
 def test_nodes_that_wait_keep_what_they_hold():
-    events = Event(31, lost=1), Event(40, lost=2), Event(60, gained=1)
+    events = ClusterEvent(31, lost=1), ClusterEvent(40, lost=2), ClusterEvent(60, gained=1)
     result = run(*events, members=four_nodes(settings=ElasticSettings(slots=4)))
     assert result.idle_s == 20 and not result.fallbacks and result.replayed == 0
 
 
 def test_checkpoints_are_as_rare_as_the_losses_that_need_them():
-    setup = dataclasses.replace(small_setup(pp=1), members=Members(2, 4))
+    setup = dataclasses.replace(small_setup(pp=1), members=VaryingNodes(2, 4))
     whole_s = setup.total_iterations * setup.iteration_s
 
-    def stored(*losses: int) -> PolicyCosts:
+    def stored(*losses: int) -> SimulatedCosts:
         asked = dataclasses.replace(setup, elastic=ElasticSettings(slots=4, losses=losses))
         saving = POLICIES["elastic"](asked, Options(mtbf_s=900)).saving
         assert saving.beyond is not None and saving.per_iteration_s() == pytest.approx(saving.beyond.per_iteration_s())

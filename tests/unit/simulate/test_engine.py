@@ -12,19 +12,18 @@ from hypothesis import strategies as st
 from moc.simulate.closed_form import expected_ettr
 from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, _Run, simulate
-from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members, WholePipelines
+from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import PolicyCosts, Strategy
+from moc.simulate.policy_costs import SimulatedCosts, Strategy, VaryingNodes, WholePipelines
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
-DENSE = PolicyCosts("full", interval=10, restart_s=5, replay_s=1)
-WINDOW = PolicyCosts("sparse", 4, lag=4, restart_s=2, replay_s=0.5, conversion_s=0.4, conversion=4, local=True)
+DENSE = SimulatedCosts("full", interval=10, restart_s=5, replay_s=1)
+WINDOW = SimulatedCosts("sparse", 4, lag=4, restart_s=2, replay_s=0.5, conversion_s=0.4, conversion=4, local=True)
 
 
-def run(saving: PolicyCosts, *events: Event, wall_s: float = 100, **job):
-    trace = events or (Event(10**9, lost=1),)
+def run(saving: SimulatedCosts, *events: ClusterEvent, wall_s: float = 100, **job):
+    trace = events or (ClusterEvent(10**9, lost=1),)
     return simulate(
         SimulatedJob(**{"iteration_s": 1.0, "nodes": 4, "wall_s": wall_s, **job}), Faults(trace=trace), saving
     )
@@ -38,7 +37,7 @@ def assert_adds_up(result):
 
 
 def test_a_rollback_replays_from_the_newest_checkpoint():
-    result = run(DENSE, Event(27.5, lost=1))
+    result = run(DENSE, ClusterEvent(27.5, lost=1))
     assert result.recovery_s == pytest.approx(0.5 + 5 + 7)  # the iteration cut short, the restart, iterations 20 to 27
     assert result.replayed == 7 and result.longest_s == 12
     assert result.useful_s == pytest.approx(100 - 12.5) and result.iterations == 87
@@ -46,35 +45,35 @@ def test_a_rollback_replays_from_the_newest_checkpoint():
 
 def test_a_checkpoint_that_is_not_safe_yet_is_passed_over():
     lagging = dataclasses.replace(DENSE, lag=8)
-    assert run(lagging, Event(27.5, lost=1)).replayed == 17
-    assert run(lagging, Event(28.5, lost=1)).replayed == 8
+    assert run(lagging, ClusterEvent(27.5, lost=1)).replayed == 17
+    assert run(lagging, ClusterEvent(28.5, lost=1)).replayed == 8
 
 
 def test_a_failure_during_a_rollback_starts_over_from_what_was_replayed():
     # 27.5: back to 20; at 32.5 the replay begins; 4 iterations later, nothing newer than 20 is there.
-    result = run(DENSE, Event(27.5, lost=1), Event(36.5, lost=1))
+    result = run(DENSE, ClusterEvent(27.5, lost=1), ClusterEvent(36.5, lost=1))
     assert result.recovery_s == pytest.approx(0.5 + 9 + 5 + 7)
     # A checkpoint of the replay counts: with one in every second iteration that of 22 comes back.
     often = dataclasses.replace(DENSE, interval=2, lag=10)
-    result = run(often, Event(27.5, lost=1), Event(32.5 + 9.5, lost=1))
+    result = run(often, ClusterEvent(27.5, lost=1), ClusterEvent(32.5 + 9.5, lost=1))
     assert result.replayed == (27 - 16) + (27 - 16)
 
 
 def test_a_window_replays_its_iterations_and_those_since():
     # 11 iterations: the newest whole window is that of 4 to 7, so 7 iterations, 4 of them with frozen operators.
-    result = run(WINDOW, Event(11.25, lost=1))
+    result = run(WINDOW, ClusterEvent(11.25, lost=1))
     assert result.replayed == 7
     assert result.recovery_s == pytest.approx(0.25 + 2 + 4 * 0.4 + 3 * 0.5)
-    assert run(WINDOW, Event(3.5, lost=1)).replayed == 3  # before there is one: from the start
+    assert run(WINDOW, ClusterEvent(3.5, lost=1)).replayed == 3  # before there is one: from the start
 
 
 def test_stages_beside_each_other_start_over_together_and_others_replay_at_the_same_time():
-    first, second = Event(11.25, lost=1), Event(12.25, lost=1)
+    first, second = ClusterEvent(11.25, lost=1), ClusterEvent(12.25, lost=1)
     both = {run(WINDOW, first, second, stages=8, seed=seed).recovery_s for seed in range(30)}
     alone = 2 + 4 * 0.4 + 3 * 0.5
     assert {round(seconds, 6) for seconds in both} == {round(0.25 + 1 + alone, 6)}
     # The second ends last, whether it has joined the first or not; only the segments tell.
-    trace = Faults(trace=(first, second, Event(12.5, lost=1)))
+    trace = Faults(trace=(first, second, ClusterEvent(12.5, lost=1)))
     found = set()
     for seed in range(30):
         state = _Run(SimulatedJob(1.0, nodes=4, stages=8, wall_s=13, seed=seed), trace, Strategy(WINDOW))
@@ -87,44 +86,44 @@ def test_stages_beside_each_other_start_over_together_and_others_replay_at_the_s
 
 
 def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
-    storage = PolicyCosts("full", interval=25, restart_s=20, replay_s=1)
+    storage = SimulatedCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
-    assert run(saving, Event(31.0, lost=2)).replayed == 31 - 24
-    far = run(saving, Event(31.0, lost=3))
+    assert run(saving, ClusterEvent(31.0, lost=2)).replayed == 31 - 24
+    far = run(saving, ClusterEvent(31.0, lost=3))
     assert far.replayed == 31 - 25 and far.recovery_s == pytest.approx(20 + 6)
 
 
 def test_while_everybody_replays_one_more_failure_makes_all_of_them_start_over():
-    storage = PolicyCosts("full", interval=25, restart_s=20, replay_s=1)
+    storage = SimulatedCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
-    result = run(saving, Event(31.0, lost=3), Event(54.0, lost=1))
+    result = run(saving, ClusterEvent(31.0, lost=3), ClusterEvent(54.0, lost=1))
     assert result.recovery_s == pytest.approx(20 + 3 + 20 + 6) and result.failures == 2
 
 
 def test_without_spares_the_job_waits_for_a_node():
-    result = run(DENSE, Event(20.0, lost=1), Event(50.0, gained=1), available=4)
+    result = run(DENSE, ClusterEvent(20.0, lost=1), ClusterEvent(50.0, gained=1), available=4)
     assert result.idle_s == pytest.approx(30) and result.recovery_s == pytest.approx(5)
-    spare = run(DENSE, Event(20.0, lost=1), Event(50.0, gained=1), available=5)
+    spare = run(DENSE, ClusterEvent(20.0, lost=1), ClusterEvent(50.0, gained=1), available=5)
     assert spare.idle_s == 0
 
 
 def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
-    elastic = PolicyCosts("elastic", interval=1, restart_s=5, replay_s=1, members=Members(1, 4, grow_s=5))
-    result = run(elastic, Event(20.0, lost=1), Event(65.0, gained=1), available=4)
+    elastic = SimulatedCosts("elastic", interval=1, restart_s=5, replay_s=1, members=VaryingNodes(1, 4, grow_s=5))
+    result = run(elastic, ClusterEvent(20.0, lost=1), ClusterEvent(65.0, gained=1), available=4)
     assert result.idle_s == 0 and result.recovery_s == pytest.approx(5 + 5, abs=1.4)
     assert result.samples == pytest.approx(512 * (20 + 40 * 3 / 4 + 30), rel=0.01)
     # A node that comes while it replays from storage does not make it forget that.
-    lost = dataclasses.replace(elastic, beyond=PolicyCosts("full", interval=100, restart_s=5, replay_s=1))
-    result = run(lost, Event(20.0, lost=1), Event(30.0, gained=1), available=4)
+    lost = dataclasses.replace(elastic, beyond=SimulatedCosts("full", interval=100, restart_s=5, replay_s=1))
+    result = run(lost, ClusterEvent(20.0, lost=1), ClusterEvent(30.0, gained=1), available=4)
     assert result.recovery_s == pytest.approx(10 + 5 + 20 - int((30 - 25) * 3 / 4), abs=0.01)
     pairs = dataclasses.replace(elastic, members=WholePipelines(1, 4, work=Work(pipelines=2)))
-    assert run(pairs, Event(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
+    assert run(pairs, ClusterEvent(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 
 
 def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
     """So a job that goes on with half of its nodes is not as good as one that has all of them."""
-    elastic = PolicyCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, members=Members(1, 4))
-    halved = run(elastic, Event(0.0, lost=2), available=4, wall_s=1000)
+    elastic = SimulatedCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, members=VaryingNodes(1, 4))
+    halved = run(elastic, ClusterEvent(0.0, lost=2), available=4, wall_s=1000)
     whole = run(elastic, wall_s=1000)
     assert whole.slower_s == 0 and whole.useful_s == pytest.approx(1000 / 1.2)
     assert halved.useful_s == pytest.approx((1000 - 5) / 1.2 / 2) and halved.slower_s == pytest.approx((1000 - 5) / 2)
@@ -135,7 +134,7 @@ def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
 
 
 def test_lost_nodes_come_back_after_repair():
-    faults = Faults(trace=(Event(10**9, lost=1),))
+    faults = Faults(trace=(ClusterEvent(10**9, lost=1),))
     one = SimulatedJob(1.0, nodes=4, wall_s=1000, spares=0, repair_s=50, seed=3)
     result = simulate(one, Faults(300.0), DENSE)
     assert result.failures > 1 and result.idle_s == pytest.approx(50 * result.failures, rel=0.4)
@@ -171,7 +170,7 @@ def test_time_is_neither_lost_nor_made(name, mtbf_s, evenly, together, while_tra
 )
 def test_traces_add_up_too(name, gaps, changes, available):
     times = itertools.accumulate(gaps)
-    events = [Event(at, max(0, -n), max(0, n)) for at, n in zip(times, changes, strict=False)]
+    events = [ClusterEvent(at, max(0, -n), max(0, n)) for at, n in zip(times, changes, strict=False)]
     job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, available=available)
     result = simulate(job, Faults(trace=tuple(events)), POLICIES[name](small_setup(), Options()))
     assert_adds_up(result)
@@ -257,7 +256,12 @@ def test_a_job_that_cannot_be_is_refused(change):
 
 
 def test_a_trace_in_training_time_names_places_of_the_run():
-    places = (Event(27.5, lost=1), Event(28.25, lost=1), Event(0.0, lost=1, after_s=2.0), Event(40.5, lost=1))
+    places = (
+        ClusterEvent(27.5, lost=1),
+        ClusterEvent(28.25, lost=1),
+        ClusterEvent(0.0, lost=1, after_s=2.0),
+        ClusterEvent(40.5, lost=1),
+    )
     result = simulate(SimulatedJob(1.0, nodes=4, wall_s=100), Faults(trace=places, while_training=True), DENSE)
     # In the middle of the 28th iteration; when that is done, and a quarter of the next; 2 s later, while that recovers;
     # and in the middle of the 41st, which is a place behind the checkpoint of 40.

@@ -7,13 +7,13 @@ from statistics import fmean
 
 import pytest
 
-from moc.simulate.failures import Event, Faults, Trace, read_trace
+from moc.simulate.failures import ClusterEvent, Faults, Trace, read_trace
 
 BY_NODE = "0,add,node1\n0,add,node2\n0,add,node3\n60000,remove,node2\n60000,remove,node1\n90500,add,node4\n"
 BY_COUNT = "2021-12-11, 23:59:30, 8\n2021-12-12, 00:00:30, 8\n2021-12-12, 00:01:30, 5\n2021-12-12, 00:02:00, 6\n"
 
 
-def first(faults: Faults, count: int, seed: int = 0) -> list[Event]:
+def first(faults: Faults, count: int, seed: int = 0) -> list[ClusterEvent]:
     return list(itertools.islice(faults.events(random.Random(seed)), count))
 
 
@@ -33,9 +33,9 @@ def test_evenly_is_one_in_each_mtbf():
 
 def test_both_formats_of_traces(tmp_path):
     (tmp_path / "nodes.csv").write_text(BY_NODE)
-    assert read_trace(tmp_path / "nodes.csv") == Trace(3, (Event(60.0, lost=2), Event(90.5, gained=1)))
+    assert read_trace(tmp_path / "nodes.csv") == Trace(3, (ClusterEvent(60.0, lost=2), ClusterEvent(90.5, gained=1)))
     (tmp_path / "counts.txt").write_text(BY_COUNT)
-    assert read_trace(tmp_path / "counts.txt") == Trace(8, (Event(120.0, lost=3), Event(150.0, gained=1)))
+    assert read_trace(tmp_path / "counts.txt") == Trace(8, (ClusterEvent(120.0, lost=3), ClusterEvent(150.0, gained=1)))
 
 
 def test_changes_that_are_out_of_order_are_sorted_with_a_warning(tmp_path):
@@ -61,7 +61,7 @@ def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
     (tmp_path / "counts.txt").write_text("".join(f"2021-12-10, {line}\n" for line in seen))
     found = read_trace(tmp_path / "counts.txt")
     assert found.nodes == 80 and re.findall(r"\d+", found.doubt)[:2] == ["2", "7"]
-    assert found.events == (Event(60.0, lost=10), Event(90.0, lost=10), Event(255.0, gained=15))
+    assert found.events == (ClusterEvent(60.0, lost=10), ClusterEvent(90.0, lost=10), ClusterEvent(255.0, gained=15))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,11 @@ def test_a_trace_that_makes_no_sense_is_refused_with_its_line(tmp_path, text, me
 
 
 def test_failures_need_one_source():
-    for wrong in ({}, {"mtbf_s": 1.0, "trace": (Event(1.0, 1),)}, {"mtbf_s": -1.0}, {"mtbf_s": 1.0, "together": 0}):
+    for wrong in (
+        {},
+        {"mtbf_s": 1.0, "trace": (ClusterEvent(1.0, 1),)},
+        {"mtbf_s": -1.0},
+        {"mtbf_s": 1.0, "together": 0},
+    ):
         with pytest.raises(ValueError, match="failure|MTBF"):
             Faults(**wrong)

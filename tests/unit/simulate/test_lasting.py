@@ -5,10 +5,9 @@ from math import prod
 
 import pytest
 
-from moc.runtime.seats import Candidate, copies_at_once, helpers, seats
-from moc.simulate.elastic import REGROUP_S, ElasticSettings
-from moc.simulate.lasting import AT_ONCE, Lasting, survival
-from moc.simulate.live_costs import Running, Saved
+from moc.runtime.seating import NodeCandidate, assign_seats, partial_model_nodes, ready_copies
+from moc.simulate.elastic import AT_ONCE, REGROUP_S, ElasticSettings, Lasting, loss_survival
+from moc.simulate.live_costs import Running, SavedBytes
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
 
 TWO = ElasticSettings(slots=3, least=2, everywhere=0)
@@ -41,7 +40,7 @@ def test_with_one_holder_each_loss_needs_a_checkpoint():
 
 
 def test_a_policy_whose_workers_go_on_is_rarely_needed_and_saves_less_often():
-    run = Running("disk", 4, 1, Saved(1e9, {1: 5e8, 4: 1e9}, []), 1.0, 0.8, copy_rate=5e8, write_rate=1e9)
+    run = Running("disk", 4, 1, SavedBytes(1e9, {1: 5e8, 4: 1e9}, []), 1.0, 0.8, copy_rate=5e8, write_rate=1e9)
     policies = ("full", "pec")
     usual, rarely = (PlanLimits(policies=policies, plt=1.0, rarer=rarer) for rarer in (1.0, lasting(3, 4).rarer(600.0)))
     before, after = (best_of(every_candidate(run, 600.0, limits), 1.0, 600.0, limits) for limits in (usual, rarely))
@@ -60,15 +59,15 @@ def choices(parts, nodes, lost, least):
     copies, found = nodes // len(parts), []
     for gone in itertools.combinations(range(nodes), lost):
         of_parts = [sum(n % len(parts) == part for n in gone if n < copies * len(parts)) for part in range(len(parts))]
-        there = [Candidate(n, n % len(parts), True) for n in range(copies * len(parts)) if n not in gone]
-        there += [Candidate(n) for n in range(copies * len(parts), nodes) if n not in gone]
-        stay = {one.place: one.part for one in there}
+        there = [NodeCandidate(n, n % len(parts), True) for n in range(copies * len(parts)) if n not in gone]
+        there += [NodeCandidate(n) for n in range(copies * len(parts), nodes) if n not in gone]
+        stay = {one.block: one.model_part for one in there}
         if len(there) >= least:
-            whole, later = copies_at_once(there, len(parts)), seats(there, len(parts), len(there) // len(parts))
-            seated = later if whole < max(1, least // len(parts)) else seats(there, len(parts), whole)
+            whole, later = ready_copies(there, len(parts)), assign_seats(there, len(parts), len(there) // len(parts))
+            seated = later if whole < max(1, least // len(parts)) else assign_seats(there, len(parts), whole)
             stay = {n: seat % len(parts) for seat, n in enumerate(seated)}
-            stay |= {one.place: one.part for one in helpers(there, len(parts), seated, later)}
-        kept = [sum(one.part == part == stay.get(one.place) for one in there) for part in range(len(parts))]
+            stay |= {one.block: one.model_part for one in partial_model_nodes(there, len(parts), seated, later)}
+        kept = [sum(one.model_part == part == stay.get(one.block) for one in there) for part in range(len(parts))]
         assert all(copies - left >= part for left, part in zip(kept, of_parts, strict=True))
         found.append(prod(part(copies, copies - left) for part, left in zip(parts, kept, strict=True)))
     return sum(found) / len(found)
@@ -82,17 +81,17 @@ def test_parts_of_a_model_keep_what_the_controllers_seats_leave_them(count, node
 
     for part in (likely, smoothly):
         parts = [part] * count
-        found, tried = survival(parts, nodes, lost, least), choices(parts, nodes, lost, least)
+        found, tried = loss_survival(parts, nodes, lost, least), choices(parts, nodes, lost, least)
         assert found == pytest.approx(tried) or (count > 2 and 0.95 * tried < found < tried)  # whose node moves is open
 
 
 def test_a_node_takes_an_expert_along_only_if_no_holder_is_left_in_its_part():
-    assert survival([likely, likely], 4, 1, 2) == 1.0
-    assert survival([likely, likely], 4, 2, 2) == pytest.approx(4 / 6)  # one of each part: of 6 pairs, 4 are such
-    assert survival([likely, likely], 5, 1, 2) == 1.0  # one waits, and has nothing to lose
-    assert survival([likely, likely], 2, 1, 2) == 0.0  # a part is lost as a whole
-    assert survival([likely], 4, 1, 2) == 1.0 and survival([likely], 4, 2, 2) == 0.0
-    assert survival([likely, likely], 2, 3, 2) == 0.0
+    assert loss_survival([likely, likely], 4, 1, 2) == 1.0
+    assert loss_survival([likely, likely], 4, 2, 2) == pytest.approx(4 / 6)  # one of each part: of 6 pairs, 4 are such
+    assert loss_survival([likely, likely], 5, 1, 2) == 1.0  # one waits, and has nothing to lose
+    assert loss_survival([likely, likely], 2, 1, 2) == 0.0  # a part is lost as a whole
+    assert loss_survival([likely], 4, 1, 2) == 1.0 and loss_survival([likely], 4, 2, 2) == 0.0
+    assert loss_survival([likely, likely], 2, 3, 2) == 0.0
 
 
 def test_a_model_on_two_nodes_is_as_rarely_lost_as_its_parts():

@@ -7,15 +7,15 @@ from statistics import fmean
 import pytest
 
 from moc.policy import POLICIES
-from moc.policy.adaptive import candidates
-from moc.policy.window import OperatorBytes
-from moc.sharding import Layout
+from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.windows import OperatorBytes
+from moc.sharding import ParallelLayout
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.live_costs import (
     NAMES,
     Running,
-    Saved,
+    SavedBytes,
     every_candidate,
     flags_of_candidate,
     host_bytes,
@@ -32,7 +32,7 @@ from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS
 
 EXPERTS, EXPERT, REST = 8, 10.0, 20.0
-SAVED = Saved(
+SAVED = SavedBytes(
     REST + EXPERTS * EXPERT,
     {k: REST + k * EXPERT for k in range(1, EXPERTS + 1)},
     [[OperatorBytes(EXPERT, EXPERT / 6)] * EXPERTS + [OperatorBytes(REST / 4, REST / 24)] * 4],
@@ -119,7 +119,7 @@ def test_a_limit_on_lost_tokens_makes_intervals_short():
 def test_without_experts_only_what_is_exact_is_proposed():
     dense = dataclasses.replace(SAVED, by_k={}, stages=[[OperatorBytes(REST / 4, REST / 24)] * 4])
     found = every_candidate(running("memory", saved=dense), 3600.0, LIMITS)
-    exact = {name for name in NAMES if POLICIES[name].exact}
+    exact = {name for name in NAMES if POLICIES[name].is_exact}
     assert {one.saving.name for one in found} == {"full", "sparse"} == exact - {"gradient"}
 
 
@@ -266,19 +266,19 @@ def test_gradients_of_everything_are_offered_with_copies_alone_and_training_wait
     run = running("peers", saved=saved)
     found = {one.options.settings["window"]: one for one in every_candidate(run, 3600.0, limits)}
     assert set(found) >= {2} and all(one.saving.exact and one.saving.interval == 1 for one in found.values())
-    price = POLICIES["gradient"].price(run.machine_with(found[2].options), {"window": 3})
+    price = POLICIES["gradient"].costs.price(run.machine_with(found[2].options), {"window": 3})
     everything = SAVED.full
     assert price.size.busiest == pytest.approx(everything * (1 / 3 + 2 / 9))
-    assert price.waits == pytest.approx(everything * 2 / 9) and price.folded == 1
+    assert price.blocking_bytes == pytest.approx(everything * 2 / 9) and price.repeated_updates == 1
 
 
 @pytest.mark.parametrize("experts", [1, 2, 16, 17, 24, 64, 100])
 @pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
 def test_any_number_of_experts_can_be_priced(tier, experts):
     rng, layers = random.Random(experts), range(2)
-    by_k = {k: REST + k * EXPERT for k in candidates(experts)}
+    by_k = {k: REST + k * EXPERT for k in candidate_expert_counts(experts)}
     stage = [OperatorBytes(EXPERT, EXPERT / 6)] * experts + [OperatorBytes(REST / 4, REST / 24)] * 4
-    saved = Saved(by_k[experts], by_k, [stage], 1 / 3)
+    saved = SavedBytes(by_k[experts], by_k, [stage], 1 / 3)
     for loads in (None, {layer: [rng.randrange(1000) for _ in range(experts)] for layer in layers}):
         for write_s, replicate in ((1.0, 200.0), (80.0, 2.0)):
             run = running(tier, 0.5, write_s, saved=saved, loads=loads, replicate_rate=replicate * saved.full)
@@ -297,7 +297,7 @@ def test_bytes_of_any_number_of_experts():
 
 
 def test_sizes_by_the_sharding_rules():
-    layout = Layout(world=16, pp=4, ep=4)
+    layout = ParallelLayout(world=16, pp=4, ep=4)
     saved = saved_by_rules(OPERATORS, layout)
     assert saved.full == full_sizes(OPERATORS, layout).busiest == saved.by_k[16] > saved.by_k[1]
     assert sum(map(len, saved.stages)) == len(OPERATORS)

@@ -9,20 +9,19 @@ import pytest
 
 from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, simulate
-from moc.simulate.failures import Event, Faults
-from moc.simulate.members import Members, WholePipelines
+from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import Loss, PolicyCosts
+from moc.simulate.policy_costs import Loss, SimulatedCosts, VaryingNodes, WholePipelines
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
 
-def live(members: Members | None, **changes) -> PolicyCosts:
+def live(members: VaryingNodes | None, **changes) -> SimulatedCosts:
     """Costs of a job that replays nothing."""
-    return PolicyCosts("live", interval=1, restart_s=5, replay_s=1, members=members, **changes)
+    return SimulatedCosts("live", interval=1, restart_s=5, replay_s=1, members=members, **changes)
 
 
-def run(saving: PolicyCosts, *events: Event, available: int | None = 4):
+def run(saving: SimulatedCosts, *events: ClusterEvent, available: int | None = 4):
     result = simulate(SimulatedJob(1.0, nodes=4, wall_s=100, available=available), Faults(trace=events), saving)
     assert sum(result.nodes_s.values()) == pytest.approx(100)
     parts = (result.useful_s, result.saving_s, result.slower_s, result.recovery_s, result.idle_s)
@@ -30,11 +29,13 @@ def run(saving: PolicyCosts, *events: Event, available: int | None = 4):
     return result
 
 
-NOTHING = Event(1e9, lost=1)
+NOTHING = ClusterEvent(1e9, lost=1)
 
 
 def test_when_all_nodes_are_there_it_grows_at_once():
-    result = run(live(Members(2, 4, grow_wait_s=10, grow_s=3)), Event(20, lost=1), Event(40, gained=1))
+    result = run(
+        live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)), ClusterEvent(20, lost=1), ClusterEvent(40, gained=1)
+    )
     # 20 iterations; 5 s; until 40 another 11.25, of which the quarter is lost; 3 s; 57 on all nodes
     assert result.samples == pytest.approx(512 * (20 + 11 + 57))
     assert result.recovery_s == pytest.approx(5 + 0.25 * 4 / 3 + 3)
@@ -43,23 +44,28 @@ def test_when_all_nodes_are_there_it_grows_at_once():
 
 
 def test_while_nodes_are_missing_it_waits_for_more_of_them():
-    result = run(live(Members(2, 4, grow_wait_s=10, grow_s=3)), Event(20, lost=2), Event(40, gained=1))
+    result = run(
+        live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)), ClusterEvent(20, lost=2), ClusterEvent(40, gained=1)
+    )
     # until 50 on two nodes: 12.5 iterations after the restart, and half of one is lost; 3 s; 47 s on three
     assert result.samples == pytest.approx(512 * (20 + 12 + 47 * 3 / 4))
     assert result.nodes_s == pytest.approx({2: 30, 3: 50, 4: 20})
     both = run(
-        live(Members(2, 4, grow_wait_s=10, grow_s=3)), Event(20, lost=2), Event(40, gained=1), Event(44, gained=1)
+        live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)),
+        ClusterEvent(20, lost=2),
+        ClusterEvent(40, gained=1),
+        ClusterEvent(44, gained=1),
     )
     assert both.nodes_s == pytest.approx({2: 24, 4: 76})
 
 
 def test_a_node_that_goes_again_before_it_is_taken_in_costs_nothing():
-    events = Event(20, lost=2), Event(40, gained=1), Event(45, lost=1)
+    events = ClusterEvent(20, lost=2), ClusterEvent(40, gained=1), ClusterEvent(45, lost=1)
     found = [
         simulate(
             SimulatedJob(1.0, nodes=4, wall_s=100, available=4, seed=seed),
             Faults(trace=events),
-            live(Members(2, 4, grow_wait_s=10, grow_s=3)),
+            live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)),
         )
         for seed in range(30)
     ]
@@ -68,24 +74,24 @@ def test_a_node_that_goes_again_before_it_is_taken_in_costs_nothing():
 
 
 def test_nodes_that_come_while_others_are_connected_are_taken_in_afterwards():
-    result = run(live(Members(1, 4, grow_s=3)), Event(20, lost=1), Event(22, gained=1))
+    result = run(live(VaryingNodes(1, 4, grow_s=3)), ClusterEvent(20, lost=1), ClusterEvent(22, gained=1))
     assert result.recovery_s == pytest.approx(5 + 3) and result.nodes_s == pytest.approx({3: 5, 4: 95})
 
 
 def test_it_begins_with_fewer_nodes_after_a_wait():
-    result = run(live(Members(2, 4, grow_wait_s=10)), NOTHING, available=3)
+    result = run(live(VaryingNodes(2, 4, grow_wait_s=10)), NOTHING, available=3)
     assert result.idle_s == 10 and result.samples == pytest.approx(512 * 85 * 3 / 4)
-    all_there = run(live(Members(2, 4, grow_wait_s=10)), NOTHING)
+    all_there = run(live(VaryingNodes(2, 4, grow_wait_s=10)), NOTHING)
     assert all_there.idle_s == 0 and all_there.samples == 512 * 100
 
 
 def test_with_fewer_than_min_it_waits():
-    result = run(live(Members(3, 4, grow_wait_s=10)), Event(20, lost=2), Event(50, gained=1))
+    result = run(live(VaryingNodes(3, 4, grow_wait_s=10)), ClusterEvent(20, lost=2), ClusterEvent(50, gained=1))
     assert result.idle_s == 30 and result.samples == pytest.approx(512 * (20 + 45 * 3 / 4))
     assert result.nodes_s == pytest.approx({0: 30, 3: 50, 4: 20})
 
 
-STORED = PolicyCosts("stored", interval=25, restart_s=20, replay_s=1, why="no copy was left")
+STORED = SimulatedCosts("stored", interval=25, restart_s=20, replay_s=1, why="no copy was left")
 
 
 def assert_fell_back(result, *words):
@@ -95,18 +101,18 @@ def assert_fell_back(result, *words):
 
 
 def test_losses_add_up_until_what_is_lost_has_been_replaced():
-    saving = live(Members(4, 4), survives=1, beyond=STORED)
-    apart = run(saving, Event(31, lost=1), Event(40, lost=1), available=None)
+    saving = live(VaryingNodes(4, 4), survives=1, beyond=STORED)
+    apart = run(saving, ClusterEvent(31, lost=1), ClusterEvent(40, lost=1), available=None)
     assert apart.recovery_s == pytest.approx(5 + 5) and not apart.fallbacks
     # 2 s, then from storage: 20 s, and iterations 25 to 31 again
-    together = run(saving, Event(31, lost=1), Event(33, lost=1), available=None)
+    together = run(saving, ClusterEvent(31, lost=1), ClusterEvent(33, lost=1), available=None)
     assert together.recovery_s == pytest.approx(2 + 20 + 6)
     assert_fell_back(together, "copy", "2 of 4")
 
 
 def test_what_is_lost_while_it_waits_counts_too():
     saving = live(None, survives=1, beyond=STORED)
-    events = Event(31, lost=1), Event(40, lost=1), Event(50, gained=2)
+    events = ClusterEvent(31, lost=1), ClusterEvent(40, lost=1), ClusterEvent(50, gained=2)
     result = run(saving, *events)
     assert result.idle_s == 19 and result.recovery_s == pytest.approx(20 + 6)
     assert_fell_back(result, "copy", "2 of 4")
@@ -114,14 +120,14 @@ def test_what_is_lost_while_it_waits_counts_too():
 
 def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
     changed = dataclasses.replace(STORED, why="other number of nodes")
-    saving = live(Members(2, 4, grow_s=7), changed=changed)
-    fewer = run(saving, Event(31, lost=1))
+    saving = live(VaryingNodes(2, 4, grow_s=7), changed=changed)
+    fewer = run(saving, ClusterEvent(31, lost=1))
     assert fewer.recovery_s == pytest.approx(20 + 6 * 4 / 3)
     assert_fell_back(fewer, "number", "1 of 4")
-    spare = run(saving, Event(31, lost=1), available=50)
+    spare = run(saving, ClusterEvent(31, lost=1), available=50)
     assert spare.recovery_s in (0, 5) and not spare.fallbacks
     # Nodes that come cost no iteration again: workers save, and start anew.
-    grown = run(saving, Event(31, lost=1), Event(75, gained=1))
+    grown = run(saving, ClusterEvent(31, lost=1), ClusterEvent(75, gained=1))
     assert grown.replayed == fewer.replayed == 6
     assert grown.recovery_s == pytest.approx(20 + 8 + 7, abs=4 / 3)
 
@@ -137,11 +143,13 @@ def test_pipelines_divide_the_batch():
 
 def test_a_job_needs_a_range():
     with raises("value-out-of-range", "5", "4"):
-        Members(5, 4)
+        VaryingNodes(5, 4)
 
 
 def test_ordinary_policies_start_anew_on_what_is_left():
-    setup = dataclasses.replace(small_setup(pp=2), shrinks=True, members=Members(2, 4, 60.0), work=Work(512, 32, 2048))
+    setup = dataclasses.replace(
+        small_setup(pp=2), shrinks=True, members=VaryingNodes(2, 4, 60.0), work=Work(512, 32, 2048)
+    )
     for name in ("full", "pec", "sparse", "selective"):
         saving = POLICIES[name](setup, Options()).saving
         assert saving.members is not None and saving.members.grow_wait_s == 60

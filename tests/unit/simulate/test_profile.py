@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from moc.simulate.policy_costs import RecoveryCosts
 from moc.simulate.profile import read_profile
-from moc.simulate.program_recovery import RecoveryCosts
 from tests.errors import raises
 
 

@@ -1,7 +1,7 @@
 """What a recovery was made of, from events."""
 
-from moc.simulate.program_recovery import RecoveryCosts
-from moc.simulate.recoveries import Recovered, faults, fitted, recovered, stretches
+from moc.simulate.policy_costs import RecoveryCosts
+from moc.simulate.profile import Recovered, faults, fitted, recovered, stretches
 
 
 def event(kind, time, **fields):

@@ -2,38 +2,49 @@
 
 import pytest
 
-from moc.policy.window import largest_snapshot, snapshot_bytes
-from moc.sharding import SCHEMES, Layout, StateBytes, assign, contents, cut_large, loads
-from moc.simulate.sizes import OperatorSize, full_sizes, operator_sizes, pec_sizes
+from moc.policy.windows import largest_snapshot, snapshot_bytes
+from moc.sharding import (
+    SCHEMES,
+    ParallelLayout,
+    StateBytes,
+    assign_items,
+    bytes_by_rank,
+    cut_large_items,
+    list_save_items,
+)
+from moc.simulate.sizes import OperatorSize, busiest_operator_bytes, full_sizes, pec_sizes
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS
 
 
-@pytest.mark.parametrize("layout", [Layout(8, ep=4), Layout(16, pp=2, ep=8), Layout(12, pp=3, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(8, ep=4), ParallelLayout(16, pp=2, ep=8), ParallelLayout(12, pp=3, ep=2)], ids=str
+)
 def test_sizes_are_those_of_the_sharding_rules(layout):
-    items = cut_large(contents(OPERATORS, layout, StateBytes(weights=0)))
-    whole = loads(items, assign(items, SCHEMES["EE+AN"]), layout.world)
+    items = cut_large_items(list_save_items(OPERATORS, layout, StateBytes(weights=0)))
+    whole = bytes_by_rank(items, assign_items(items, SCHEMES["EE+AN"]), layout.world)
     sizes = full_sizes(OPERATORS, layout)
     assert sizes.total == sum(whole) == 12 * PARAMETERS
     assert sizes.busiest == pytest.approx(max(whole), rel=0.02)
 
 
 def test_stages_need_not_be_even():
-    sizes = full_sizes(OPERATORS, Layout(16, pp=4, ep=4))
+    sizes = full_sizes(OPERATORS, ParallelLayout(16, pp=4, ep=4))
     assert sizes.total == 12 * PARAMETERS and sizes.busiest > sizes.total / 16
 
 
 @pytest.mark.parametrize("replicas", [64, 256])
 def test_many_replicas_each_save_as_much_less(replicas):
-    layout = Layout(4 * replicas * 2, pp=2, ep=4)
-    sizes, few = full_sizes(OPERATORS, layout), full_sizes(OPERATORS, Layout(4 * 32 * 2, pp=2, ep=4))
+    layout = ParallelLayout(4 * replicas * 2, pp=2, ep=4)
+    sizes, few = full_sizes(OPERATORS, layout), full_sizes(OPERATORS, ParallelLayout(4 * 32 * 2, pp=2, ep=4))
     assert sizes.total == few.total == 12 * PARAMETERS
     assert sizes.busiest == pytest.approx(few.busiest * 32 / replicas, rel=1e-3)
-    items = cut_large(contents(OPERATORS, layout, StateBytes(weights=0)))
-    assert sizes.busiest == pytest.approx(max(loads(items, assign(items, SCHEMES["EE+AN"]), layout.world)), rel=0.05)
+    items = cut_large_items(list_save_items(OPERATORS, layout, StateBytes(weights=0)))
+    busiest = max(bytes_by_rank(items, assign_items(items, SCHEMES["EE+AN"]), layout.world))
+    assert sizes.busiest == pytest.approx(busiest, rel=0.05)
 
 
 def test_fewer_experts_are_fewer_bytes_and_all_of_them_are_everything():
-    layout = Layout(16, pp=4, ep=4)
+    layout = ParallelLayout(16, pp=4, ep=4)
     totals = [pec_sizes(OPERATORS, layout, k).total for k in (1, 2, 4, 8, 16)]
     assert totals == sorted(totals) and totals[-1] == 12 * PARAMETERS
     experts = 12 * sum(o.parameters for o in OPERATORS if o.kind == "expert")
@@ -41,18 +52,18 @@ def test_fewer_experts_are_fewer_bytes_and_all_of_them_are_everything():
 
 
 def test_fp32_training_saves_the_weights_themselves():
-    assert full_sizes(OPERATORS, Layout(8, ep=4), StateBytes(weights=4, master=0)).total == 12 * PARAMETERS
+    assert full_sizes(OPERATORS, ParallelLayout(8, ep=4), StateBytes(weights=4, master=0)).total == 12 * PARAMETERS
 
 
 def test_the_busiest_rank_holds_as_much_by_operator():
-    layout = Layout(16, pp=4, ep=4)
-    sizes = operator_sizes(OPERATORS, layout)
+    layout = ParallelLayout(16, pp=4, ep=4)
+    sizes = busiest_operator_bytes(OPERATORS, layout)
     assert sum(size.full for size in sizes) == full_sizes(OPERATORS, layout).busiest
     assert sum(size.compute for size in sizes) == pytest.approx(2 / 12 * sum(size.full for size in sizes), rel=0.1)
 
 
 def test_operators_of_a_window_come_in_its_order():
-    names = [size.name for size in operator_sizes(OPERATORS, Layout(16, pp=4, ep=4))]
+    names = [size.name for size in busiest_operator_bytes(OPERATORS, ParallelLayout(16, pp=4, ep=4))]
     experts = [".expert." in name for name in names]
     assert any(experts) and experts == sorted(experts, reverse=True)
 

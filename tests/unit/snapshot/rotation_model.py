@@ -1,6 +1,6 @@
 """A small model of a job that takes snapshots, to walk through all that can happen to it.
 
-The state machine is the real one; around it stand what ``moc/session/snapshots.py`` does with it, and
+The state machine is the real one; around it stand what ``moc/session/saving/pipeline.py`` does with it, and
 what happens beside training: copies, seals and writes that end whenever they like, workers that are at different places
 between two votes, and leaders of nodes that publish a little later than the others go on.  A kill needs no step of its
 own: what it leaves behind is the state in which it hits, so each state that can be reached has to be recoverable.
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
-from moc.session.queues import PER_VOTE
-from moc.snapshot.rotation import Rotation, Slot
+from moc.session.saving.stage import POSITIONS
+from moc.snapshot.buffer_pool import Rotation, Slot
 from moc.state.host_memory import kept_of_windows, most_copies
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
@@ -280,7 +280,7 @@ def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, St
 
 def _told(queue: tuple[Taken, ...], done: Callable[[Taken], bool]) -> int:
     """How many snapshots at the head of a queue a vote tells to be done."""
-    return len(list(itertools.takewhile(done, queue[:PER_VOTE])))
+    return len(list(itertools.takewhile(done, queue[:POSITIONS])))
 
 
 def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
@@ -292,7 +292,7 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
     if any(rank.rotation != first.rotation for rank in state.ranks):
         raise Violation("the ranks disagree")
     copied = min(_told(rank.copying, partial(_sealed, rank)) for rank in state.ranks)
-    written = min(PER_VOTE, *(rank.written for rank in state.ranks))
+    written = min(POSITIONS, *(rank.written for rank in state.ranks))
     replicated = _told(first.replicating, lambda taken: all(taken.number in kept for kept in state.copies))
     taking = ["take"] + ["take, to storage too"] * (setting.stores and not first.rotation.persisting)
     if first.place < setting.window:

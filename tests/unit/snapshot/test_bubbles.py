@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from moc.snapshot import bubbles as module
-from moc.snapshot.bubbles import Bubbles, StreamBubbles, split_of
-from moc.snapshot.capture import PIECE, Split, ThreadCapturer
-from moc.snapshot.copies import Copy
+from moc.snapshot import device_copy as module
+from moc.snapshot.device_copy import PIECE, BubbleGate, Copy, GateSplit, StreamBubbles, ThreadCapturer, split_of
 from tests.unit.snapshot.test_capture import until
 from tests.unit.streams import Stream
 
@@ -28,7 +26,7 @@ def clock(monkeypatch):
     return clock
 
 
-def iterate(bubbles: Bubbles, clock: Clock, *waits: float) -> float:
+def iterate(bubbles: BubbleGate, clock: Clock, *waits: float) -> float:
     """An iteration with waits of the given seconds, the last of them at the vote; what it tells."""
     with bubbles.computing():
         for seconds in waits[:-1]:
@@ -44,11 +42,11 @@ def iterate(bubbles: Bubbles, clock: Clock, *waits: float) -> float:
 @pytest.mark.parametrize(
     ("amount", "fitting", "split"),
     [
-        (1000, None, Split(beside=1000, piece=PIECE)),  # nothing is known
-        (1 << 30, 0.0, Split(beside=1 << 30, piece=64 << 10)),  # there are no bubbles
-        (1 << 30, float(1 << 28), Split(beside=3 << 28, piece=1 << 20)),  # a quarter fits, in 256 pieces
-        (1 << 28, float(1 << 28), Split(beside=0, piece=1 << 20)),
-        (1 << 20, float(1 << 40), Split(beside=0, piece=PIECE)),  # all fits
+        (1000, None, GateSplit(beside=1000, piece=PIECE)),  # nothing is known
+        (1 << 30, 0.0, GateSplit(beside=1 << 30, piece=64 << 10)),  # there are no bubbles
+        (1 << 30, float(1 << 28), GateSplit(beside=3 << 28, piece=1 << 20)),  # a quarter fits, in 256 pieces
+        (1 << 28, float(1 << 28), GateSplit(beside=0, piece=1 << 20)),
+        (1 << 20, float(1 << 40), GateSplit(beside=0, piece=PIECE)),  # all fits
     ],
 )
 def test_algorithm_4_splits_by_what_bubbles_have_time_for(amount, fitting, split):
@@ -56,7 +54,7 @@ def test_algorithm_4_splits_by_what_bubbles_have_time_for(amount, fitting, split
 
 
 def test_waits_count_and_computation_does_not(clock):
-    bubbles = Bubbles()
+    bubbles = BubbleGate()
     assert iterate(bubbles, clock, 1.0, 2.0, 0.5) == 3.5
     with bubbles.computing(), bubbles.waiting():
         clock.now += 9.0  # cut off, or a replay
@@ -64,7 +62,7 @@ def test_waits_count_and_computation_does_not(clock):
 
 
 def test_the_gate_is_open_but_where_a_stage_computes():
-    bubbles = Bubbles()
+    bubbles = BubbleGate()
     with bubbles.waiting():
         assert bubbles.is_open
     assert bubbles.is_open  # the vote is no reason to close it
@@ -132,7 +130,7 @@ def test_on_a_device_a_cut_off_iteration_leaves_the_gate_open():
 
 def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
     monkeypatch.setattr(module, "_LEAST_PIECE", 4)
-    bubbles, copies = Bubbles(), [Copy(torch.ones(100), torch.zeros(100))]
+    bubbles, copies = BubbleGate(), [Copy(torch.ones(100), torch.zeros(100))]
     capturer = ThreadCapturer(bubbles)
     for seconds in (500.0, 2.0, 2.0, 3.0, 2.0):
         iterate(bubbles, clock, seconds)
@@ -153,7 +151,7 @@ def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
 
 
 def test_bytes_count_that_are_copied_in_waits():
-    bubbles, copies = Bubbles(), [Copy(torch.ones(6), torch.zeros(6))]
+    bubbles, copies = BubbleGate(), [Copy(torch.ones(6), torch.zeros(6))]
     capture = ThreadCapturer(bubbles).start(copies)
     capture.wait()
     assert capture.bubble_bytes == 0  # between iterations, or when the update is due

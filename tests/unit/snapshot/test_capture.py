@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moc.snapshot import capture as module
-from moc.snapshot.capture import Both, FromDevice, Gate, ThreadCapturer, capturer
-from moc.snapshot.copies import Copy, nbytes
+from moc.snapshot import device_copy as module
+from moc.snapshot.device_copy import Both, Copy, FromDevice, Gate, ThreadCapturer, capturer, nbytes
 
 
 def test_the_processor_has_a_thread():

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe, rank_loads
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import StageReplicas, describe_replicas, planned_bytes_by_rank
 from moc.snapshot import contents as of_ranks
 from moc.snapshot.contents import Contents, share
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
-from moc.store.manifest import FileEntry, OperatorEntry, RankReport, merge
+from moc.store.manifest import FileEntry, OperatorEntry, RankReport, merge_reports
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 
 ROOT = Path(__file__).parents[3]
@@ -26,12 +26,12 @@ import sys
 from pathlib import Path
 import torch
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
-from moc.sharding import scheme_named
-from moc.sharding.shares import StageHoldings, describe
+from moc.sharding import parse_scheme
+from moc.sharding.save_plan import StageReplicas, describe_replicas
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
-from moc.store.storage import LocalPlace
+from moc.state.operators import Detail
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 names = {name for both in NAMES.values() for name in both}  # a set: its order follows the seed of hashes
@@ -50,10 +50,10 @@ class State:
         return {}
 
 states = [State(rank) for rank in world.ranks]
-stage = StageHoldings({rank: describe(state.held, Detail.FULL) for rank, state in enumerate(states)})
-storage = Store(LocalPlace(sys.argv[1]))
+stage = StageReplicas({rank: describe_replicas(state.held, Detail.FULL) for rank, state in enumerate(states)})
+storage = Store(LocalStorage(sys.argv[1]))
 for rank, state in enumerate(states):
-    contents = Contents(state, stage, rank, scheme_named("EE+AN"))
+    contents = Contents(state, stage, rank, parse_scheme("EE+AN"))
     saver = Saver(rank, torch.device("cpu"), None, storage)
     snapshot = saver.take(0, 5, contents.share(plan), contents.entries(plan))
     saver.persist(snapshot)
@@ -125,9 +125,9 @@ def contents_of(rank):
     ]
     world = World(1, 2, False, tuple(made))
     full = dict.fromkeys(NAMES, Detail.FULL)
-    stage = StageHoldings({one: describe(world.fragments(one, full), Detail.FULL) for one in world.ranks})
+    stage = StageReplicas({one: describe_replicas(world.fragments(one, full), Detail.FULL) for one in world.ranks})
     state = Held(world, rank)
-    return Contents(state, stage, rank, scheme_named("EE+AN")), state, stage
+    return Contents(state, stage, rank, parse_scheme("EE+AN")), state, stage
 
 
 def test_what_ranks_save_of_a_plan_is_all_of_it():
@@ -136,12 +136,16 @@ def test_what_ranks_save_of_a_plan_is_all_of_it():
     for rank in (0, 1):
         contents, _, stage = contents_of(rank)
         reports.append(RankReport(str(rank), FileEntry(0, 0, ""), contents.entries(plan)))
-        assert max(contents.loads(plan).values()) == max(rank_loads(stage, plan, scheme_named("EE+AN")).values()) > 0
+        assert (
+            max(contents.loads(plan).values())
+            == max(planned_bytes_by_rank(stage, plan, parse_scheme("EE+AN")).values())
+            > 0
+        )
     elements = {"master": 120, "exp_avg": 120, "exp_avg_sq": 120}
     expected = {name: OperatorEntry("full", 9 if name == "output" else None, elements) for name in NAMES}
     del expected["layers.1.expert.7"]  # which another stage holds
     expected["layers.1.router"] = OperatorEntry("full", None, dict.fromkeys(elements, 60) | {"param": 60})
-    assert merge(reports)[1] == expected
+    assert merge_reports(reports)[1] == expected
 
 
 def test_what_falls_to_a_rank_is_found_once_for_a_plan(monkeypatch):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.snapshot.copies import Copy, coalesced, pieces
+from moc.snapshot.device_copy import Copy, coalesced, cut_copies
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_nothing_to_copy():
 def test_pieces_are_bounded_follow_each_other_and_hold_all(sizes, nbytes):
     sources = [torch.arange(1, size + 1).to(dtype) for size, dtype in sizes]
     copies = [Copy(source, torch.zeros_like(source)) for source in sources]
-    cut = list(pieces(copies, nbytes))
+    cut = list(cut_copies(copies, nbytes))
     amounts = [sum(copy.source.nbytes for copy in piece) for piece in cut]
     assert all(0 < amount <= nbytes for amount in amounts)
     assert all(amount > nbytes - 8 for amount in amounts[:-1])  # as full as elements allow

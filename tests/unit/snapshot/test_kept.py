@@ -10,10 +10,10 @@ import pytest
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
 from moc.snapshot import saver as module
+from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import share
-from moc.snapshot.kept import KeptBuffers
 from moc.snapshot.saver import Saver
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 from tests.unit.snapshot.test_saver import CPU, OPERATORS, assert_holds, memory, state_of, storage, values
 
 __all__ = ["memory", "storage"]  # fixtures
@@ -27,10 +27,10 @@ def kept() -> KeptBuffers:
 @pytest.fixture
 def no_new_buffer():
     """From the moment it is entered on, no buffer may be made."""
-    return mock.patch.object(module, "Buffer", side_effect=AssertionError("a buffer is allocated"))
+    return mock.patch.object(module, "HostBuffer", side_effect=AssertionError("a buffer is allocated"))
 
 
-def inode(buffer: Buffer) -> int:
+def inode(buffer: HostBuffer) -> int:
     assert buffer.path is not None
     return buffer.path.stat().st_ino
 
@@ -44,7 +44,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     part, held = taken.sealed.result(), inode(taken.buffer)
     before.close()
 
-    file = memory.place.root / "iter_0000007" / part.name
+    file = memory.storage.root / "iter_0000007" / part.name
     with no_new_buffer:
         after = Saver(0, CPU, memory, None, kept=kept)
         after.adopt([7])
@@ -58,7 +58,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
         again = after.take(0, 9, share(state), OPERATORS)
         written = again.sealed.result()
         assert inode(again.buffer) == held
-    assert_holds(memory.place.root / "iter_0000009" / written.name, written, state, newer)
+    assert_holds(memory.storage.root / "iter_0000009" / written.name, written, state, newer)
     after.close()
 
 
@@ -76,7 +76,7 @@ def test_what_is_published_is_not_taken_even_if_no_slot_adopts_it(memory, kept):
     assert len(kept.paths) == 1
     after.trim(1)
     assert not kept.paths
-    assert_holds(memory.place.root / "iter_0000007" / part.name, part, state, expected)
+    assert_holds(memory.storage.root / "iter_0000007" / part.name, part, state, expected)
     after.close()
 
 
@@ -102,7 +102,7 @@ def test_without_a_memory_tier_buffers_are_kept_too(storage, kept, no_new_buffer
 
 
 def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, kept):
-    kept.keep(Buffer(nbytes, tmp_path / str(nbytes)) for nbytes in (4096, 8192, 1024))
+    kept.keep(HostBuffer(nbytes, tmp_path / str(nbytes)) for nbytes in (4096, 8192, 1024))
     assert kept.take(1, tmp_path / "elsewhere") is None and kept.take(1, None) is None
     taken = kept.take(2000, tmp_path)
     assert taken is not None and taken.nbytes == 4096
@@ -113,7 +113,7 @@ def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, 
 
 
 def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
-    state, slots = state_of(6, 2), memory.place.root / "slots"
+    state, slots = state_of(6, 2), memory.storage.root / "slots"
     Saver(1, CPU, memory, None, kept=KeptBuffers()).reserve(0, share(state).layout.nbytes)  # alive, of another rank
     Saver(7, CPU, memory, None).reserve(0, share(state).layout.nbytes)  # not on this node any more
     Saver(0, CPU, memory, None).reserve(0, share(state).layout.nbytes)  # this rank's dead process
@@ -131,7 +131,7 @@ def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
 
 def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_to_nobody(tmp_path):
     remains, parts = LocalRemains(), SimpleNamespace()
-    remains.buffers.keep([Buffer(4096, tmp_path / "slot")])
+    remains.buffers.keep([HostBuffer(4096, tmp_path / "slot")])
     session = Session(*[cast(Any, parts)] * 3, remains)
     session.interrupt()
     assert remains.buffers.paths == {tmp_path / "slot"}
@@ -140,7 +140,7 @@ def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_
 
 
 def test_a_worker_with_another_rank_than_before_leaves_the_names_of_that_rank_to_its_new_worker(memory, kept):
-    state, slots = state_of(6, 2), memory.place.root / "slots"
+    state, slots = state_of(6, 2), memory.storage.root / "slots"
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
     before.reserve(1, share(state).layout.nbytes)
@@ -152,4 +152,4 @@ def test_a_worker_with_another_rank_than_before_leaves_the_names_of_that_rank_to
         saver.reserve(0, share(state).layout.nbytes)
         saver.remove_leftovers(True, (0, 3))
     assert {path.name for path in slots.iterdir()} == {"rank_00000.0", "rank_00003.0"}
-    assert_holds(memory.place.root / "iter_0000007" / part.name, part, state, expected)
+    assert_holds(memory.storage.root / "iter_0000007" / part.name, part, state, expected)

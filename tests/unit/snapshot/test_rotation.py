@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.snapshot.rotation import Rotation, Slot, Use
+from moc.snapshot.buffer_pool import Rotation, Slot, Use
 from tests.unit.snapshot import rotation_model as model
 from tests.unit.snapshot.rotation_model import Setting, Violation
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moc.snapshot import capture
+from moc.snapshot import device_copy
 from moc.snapshot.background import GivenUpError
-from moc.snapshot.capture import Gate
 from moc.snapshot.contents import share
+from moc.snapshot.device_copy import Gate
 from moc.snapshot.saver import Saver
-from moc.state.detail import Detail
 from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.state.region import Region
 from moc.store.manifest import OperatorEntry
-from moc.store.regions import LocalBlob, RegionReader, bytes_of, digest_of, read_sources
-from moc.store.storage import LocalPlace
+from moc.store.shard_file import LocalBlob, ShardReader, compute_digest, read_stored_boxes, tensor_bytes
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.errors import raises
 
@@ -47,12 +47,12 @@ def state_of(*sizes):
 
 @pytest.fixture
 def storage(tmp_path):
-    return Store(LocalPlace(tmp_path / "storage"))
+    return Store(LocalStorage(tmp_path / "storage"))
 
 
 @pytest.fixture
 def memory(tmp_path):
-    return Store(LocalPlace(tmp_path / "memory"))
+    return Store(LocalStorage(tmp_path / "memory"))
 
 
 def values(fragments):
@@ -63,17 +63,17 @@ def assert_holds(path, part, fragments, expected):
     """A file is what its part says, and holds some values, for us and for safetensors itself."""
     data = path.read_bytes()
     assert len(data) == part.file.bytes
-    assert digest_of(data[: part.file.header_bytes]) == part.file.header_xxh3_128
+    assert compute_digest(data[: part.file.header_bytes]) == part.file.header_xxh3_128
     assert part.file.header_bytes % 4096 == 0
-    reader, sources = RegionReader([path], verify=True), read_sources(LocalBlob(path))
+    reader, sources = ShardReader([path], verifies=True), read_stored_boxes(LocalBlob(path))
     with safe_open(path, "pt") as file:
-        stored = {(s.entry.name, s.entry.slot): (file.get_tensor(str(key)), s.digest) for key, s in enumerate(sources)}
+        stored = {(s.box.name, s.box.slot): (file.get_tensor(str(key)), s.digest) for key, s in enumerate(sources)}
     assert len(stored) == len(fragments)
     for f, value in zip(fragments, expected, strict=True):
-        assert torch.equal(reader.get(f.name, f.slot, f.region), value.view(f.region.shape))
+        assert torch.equal(reader.read_region(f.name, f.slot, f.region), value.view(f.region.shape))
         tensor, digest = stored[f.name, f.slot]
         assert tensor.dtype == value.dtype and torch.equal(tensor, value.view(f.region.shape))
-        assert digest == digest_of(value.view(torch.uint8).numpy().data)
+        assert digest == compute_digest(value.view(torch.uint8).numpy().data)
 
 
 def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
@@ -87,12 +87,12 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
         f.view.zero_()  # the update
     saver.persist(snapshot)
     snapshot.persisted.result()
-    path = storage.place.root / "iter_0000100" / "rank_00003.safetensors"
+    path = storage.storage.root / "iter_0000100" / "rank_00003.safetensors"
     part = snapshot.sealed.result()
     assert 0 < snapshot.seal_s <= time.perf_counter() - begun and snapshot.persisted_bytes == path.stat().st_size
     assert 0 < snapshot.persist_s <= time.perf_counter() - begun
     assert_holds(path, part, fragments, expected)
-    assert part.name == path.name and storage.reported(100, [3]) == [part]
+    assert part.name == path.name and storage.read_reports(100, [3]) == [part]
     assert part.operators == OPERATORS
     assert storage.iterations() == []  # to publish is somebody else's
 
@@ -106,7 +106,7 @@ def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
     for f in fragments:
         f.view.zero_()  # the update
     assert snapshot.sealed.result().file.bytes == snapshot.layout.nbytes
-    assert snapshot.hashes[0] != digest_of(bytes(24))
+    assert snapshot.hashes[0] != compute_digest(bytes(24))
 
 
 def test_a_part_goes_on_as_it_was_taken(storage):
@@ -124,7 +124,7 @@ def test_a_part_goes_on_as_it_was_taken(storage):
     snapshot = saver.take(0, 5, share(fragments), taken)
     saver.persist(snapshot, {names[0]: Detail.MOMENTS, names[2]: Detail.FULL, elsewhere: Detail.FULL})
     snapshot.persisted.result()
-    (part,) = storage.reported(5, [2])
+    (part,) = storage.read_reports(5, [2])
     assert part.operators == {
         names[0]: OperatorEntry("moments", 9, {"exp_avg": 6, "exp_avg_sq": 6}),
         names[2]: OperatorEntry("full", 9, {"master": 8}),
@@ -132,7 +132,7 @@ def test_a_part_goes_on_as_it_was_taken(storage):
     chosen = [
         f for f in fragments if f.name == "output_layer.weight" or (f.operator == names[0] and f.slot != "master")
     ]
-    path = storage.place.root / "iter_0000005" / "rank_00002.safetensors"
+    path = storage.storage.root / "iter_0000005" / "rank_00002.safetensors"
     assert_holds(path, part, chosen, values(chosen))
     assert snapshot.persisted_bytes == path.stat().st_size
 
@@ -143,20 +143,20 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
     saver = Saver(1, CPU, memory, storage)
     snapshot = saver.take(2, 7, share(fragments), OPERATORS)
     part = snapshot.sealed.result()
-    path = memory.place.root / "iter_0000007" / "rank_00001.safetensors"
-    assert os.path.samefile(path, memory.place.root / "slots" / "rank_00001.0")
+    path = memory.storage.root / "iter_0000007" / "rank_00001.safetensors"
+    assert os.path.samefile(path, memory.storage.root / "slots" / "rank_00001.0")
     assert_holds(path, part, fragments, expected)
-    assert memory.reported(7, [1]) == [part]
-    assert not storage.place.names()  # nobody asked for that
+    assert memory.read_reports(7, [1]) == [part]
+    assert not storage.storage.list_names()  # nobody asked for that
 
     snapshot.buffer.memory[part.file.header_bytes] ^= 1
-    assert next(iter(read_sources(LocalBlob(path)))).damage()
+    assert next(iter(read_stored_boxes(LocalBlob(path)))).find_damage()
 
 
 def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(storage, memory):
     saver = Saver(0, CPU, memory, storage)
     saver.reserve(0, share(state_of(6, 2)).layout.nbytes)
-    slot = memory.place.root / "slots" / "rank_00000.0"
+    slot = memory.storage.root / "slots" / "rank_00000.0"
     reserved = slot.stat().st_ino
 
     first = state_of(6, 2)
@@ -169,16 +169,16 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
     two = saver.take(0, 2, share(second), OPERATORS)
     part = two.sealed.result()
     assert two.buffer is one.buffer
-    assert_holds(memory.place.root / "iter_0000002" / "rank_00000.safetensors", part, second, held)
+    assert_holds(memory.storage.root / "iter_0000002" / "rank_00000.safetensors", part, second, held)
 
     third = state_of(6, 2, 4096)
     held = values(third)
     three = saver.take(0, 3, share(third), OPERATORS)
     part = three.sealed.result()
     assert three.buffer is not two.buffer and slot.stat().st_ino != reserved
-    assert_holds(memory.place.root / "iter_0000003" / "rank_00000.safetensors", part, third, held)
+    assert_holds(memory.storage.root / "iter_0000003" / "rank_00000.safetensors", part, third, held)
     # what the other buffer held is still there under the name that it had
-    assert (memory.place.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
+    assert (memory.storage.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
 
 
 def test_shares_take_turns_in_a_buffer(storage):
@@ -190,7 +190,7 @@ def test_shares_take_turns_in_a_buffer(storage):
         snapshot = saver.take(0, iteration, its, OPERATORS)
         saver.persist(snapshot)
         snapshot.persisted.result()
-        path = storage.place.root / f"iter_{iteration:07d}" / "rank_00000.safetensors"
+        path = storage.storage.root / f"iter_{iteration:07d}" / "rank_00000.safetensors"
         assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
 
 
@@ -206,7 +206,7 @@ def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
     assert taken(2, 0, [2]) is buffers[0]  # each is another's now
     assert taken(3, 2, []) not in buffers
     saver.trim(1)
-    assert [path.name for path in (memory.place.root / "slots").iterdir()] == [buffers[1].path.name]
+    assert [path.name for path in (memory.storage.root / "slots").iterdir()] == [buffers[1].path.name]
 
 
 def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
@@ -231,7 +231,7 @@ def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
         snapshot = saver.take(0, iteration, its, OPERATORS)
         snapshot.sealed.result()
         data = [bytes(snapshot.buffer.memory[start:stop]) for start, stop in its.layout.spans]
-        assert data == [bytes_of(view) for view in its.sources] and len(data) == len(some)
+        assert data == [tensor_bytes(view) for view in its.sources] and len(data) == len(some)
 
 
 def test_storage_alone_may_get_it(storage, memory):
@@ -240,9 +240,9 @@ def test_storage_alone_may_get_it(storage, memory):
     snapshot = saver.take(0, 7, share(fragments), OPERATORS, in_memory=False)
     saver.persist(snapshot)
     snapshot.persisted.result()
-    path = storage.place.root / "iter_0000007" / "rank_00000.safetensors"
+    path = storage.storage.root / "iter_0000007" / "rank_00000.safetensors"
     assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
-    assert memory.place.names() == ["slots"]
+    assert memory.storage.list_names() == ["slots"]
 
 
 def test_slots_do_not_share_memory(storage):
@@ -257,7 +257,7 @@ def test_slots_do_not_share_memory(storage):
         saver.persist(snapshot)
     for snapshot, held in zip(taken, expected, strict=True):
         snapshot.persisted.result()
-        path = storage.place.root / f"iter_000000{snapshot.iteration}" / "rank_00000.safetensors"
+        path = storage.storage.root / f"iter_000000{snapshot.iteration}" / "rank_00000.safetensors"
         assert_holds(path, snapshot.sealed.result(), fragments, held)
 
 
@@ -266,7 +266,7 @@ def test_a_rank_that_saves_nothing_has_a_file_too(storage):
     snapshot = saver.take(0, 1, share([]), {})
     saver.persist(snapshot)
     snapshot.persisted.result()
-    path = storage.place.root / "iter_0000001" / "rank_00005.safetensors"
+    path = storage.storage.root / "iter_0000001" / "rank_00005.safetensors"
     assert_holds(path, snapshot.sealed.result(), [], [])
 
 
@@ -278,7 +278,7 @@ def one_sentence(error):
 
 def test_a_storage_that_fails_is_named_with_a_remedy(tmp_path):
     (tmp_path / "storage").write_text("a file where a directory should be")
-    saver = Saver(0, CPU, None, Store(LocalPlace(tmp_path / "storage")))
+    saver = Saver(0, CPU, None, Store(LocalStorage(tmp_path / "storage")))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
     saver.persist(snapshot)
     with raises("storage-unwritable", "iteration 40", f"{tmp_path}/storage") as caught:
@@ -286,18 +286,18 @@ def test_a_storage_that_fails_is_named_with_a_remedy(tmp_path):
     assert one_sentence(caught.value)
 
 
-class Fails(LocalPlace):
+class Fails(LocalStorage):
     """A directory that the first writes to a file of tensors cannot write to."""
 
     def __init__(self, root, number):
         super().__init__(root)
         self.left = number
 
-    def write(self, path, parts, final=True):
+    def write(self, path, parts, is_durable=True):
         if path.endswith(".safetensors") and self.left:
             self.left -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        super().write(path, parts, final)
+        super().write(path, parts, is_durable)
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2])
@@ -332,7 +332,7 @@ def test_a_pause_ends_when_the_write_is_given_up(tmp_path):
             snapshot.persisted.result()
 
 
-class Full(LocalPlace):
+class Full(LocalStorage):
     """A directory on a disk that is nearly full."""
 
     def free_bytes(self):
@@ -350,7 +350,7 @@ def test_a_storage_without_room_is_named_before_anything_is_written(tmp_path):
 
 
 def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
-    memory = Store(LocalPlace(tmp_path / "memory"))
+    memory = Store(LocalStorage(tmp_path / "memory"))
     saver = Saver(0, CPU, memory, storage)
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "iter_0000009").write_text("in the way")
@@ -359,7 +359,7 @@ def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
     for future in (snapshot.sealed, snapshot.persisted):
         with raises("storage-unwritable", "iteration 9", f"{tmp_path}/memory"):
             future.result()
-    assert not storage.place.names()
+    assert not storage.storage.list_names()
 
 
 def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_written_is_given_up(
@@ -381,8 +381,8 @@ def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_writte
         time.sleep(0.001)
     seals.set()
     closing.join()
-    assert [memory.has_all(iteration, [1]) for iteration in (5, 6, 7)] == [True] * 3
-    assert storage.has_all(5, [1]) and taken[1].persisted.cancelled() and not storage.has_all(7, [1])
+    assert [memory.is_publishable(iteration, [1]) for iteration in (5, 6, 7)] == [True] * 3
+    assert storage.is_publishable(5, [1]) and taken[1].persisted.cancelled() and not storage.is_publishable(7, [1])
 
 
 def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monkeypatch):
@@ -406,12 +406,12 @@ def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monk
     snapshot = saver.take(0, 5, share(second), OPERATORS)
     snapshot.sealed.result()
     saver.persist(snapshot)
-    assert not storage.has_all(5, [1])
+    assert not storage.is_publishable(5, [1])
     goes_on.set()
     snapshot.persisted.result()
     assert isinstance(given_up.persisted.exception(), GivenUpError)
-    (part,) = storage.reported(5, [1])
-    path = storage.place.root / "iter_0000005" / part.name
+    (part,) = storage.read_reports(5, [1])
+    path = storage.storage.root / "iter_0000005" / part.name
     assert_holds(path, part, second, values(second))
     assert {name.name for name in path.parent.iterdir()} == {path.name, ".rank_00001.json"}
     saver.close()
@@ -435,7 +435,7 @@ def test_what_was_given_up_writes_no_more(storage, monkeypatch):
     saver.close()
     goes_on.set()
     assert isinstance(snapshot.persisted.exception(), GivenUpError)
-    assert list((storage.place.root / "iter_0000005").iterdir()) == []
+    assert list((storage.storage.root / "iter_0000005").iterdir()) == []
 
 
 def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memory):
@@ -444,10 +444,10 @@ def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memor
     saver = Saver(0, CPU, memory, None, gate)
     try:
         part = saver.take(0, 3, share(state), OPERATORS).sealed.result()
-        assert memory.damage_in_header(3, part.name, part.file) is None
+        assert memory.find_header_damage(3, part.name, part.file) is None
         gate.close()
         saver.take(0, 4, share(state), OPERATORS)
-        assert memory.damage_in_header(3, part.name, part.file)
+        assert memory.find_header_damage(3, part.name, part.file)
     finally:
         saver.close()
 
@@ -460,9 +460,9 @@ def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
     expected = values(fragments)
     saver = Saver(0, CPU, memory, None, gate)
     try:
-        copy, copied = capture._copy_all, []
+        copy, copied = device_copy._copy_all, []
         with mock.patch.object(
-            capture, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
+            device_copy, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
         ):
             gate.close()
             snapshot = saver.take(0, 3, share(fragments), OPERATORS)
@@ -472,7 +472,7 @@ def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
             snapshot.capture.wait()
         assert [{one.source.data_ptr() for one in copies} for copies in copied][0] == {gradient.data_ptr()}
         part = snapshot.sealed.result()
-        assert_holds(memory.place.root / "iter_0000003" / part.name, part, fragments, expected)
+        assert_holds(memory.storage.root / "iter_0000003" / part.name, part, fragments, expected)
         assert saver.take(1, 4, share(state), OPERATORS).gradients is None
     finally:
         saver.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 
 SLOTS = ("param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.digests import ChunkDigest, differing, from_limbs, to_limbs, to_text, total_of
+from moc.state.digests import ChunkDigest, differing_operators, from_limbs, to_limbs, to_text, total_of
 from moc.state.fragments import Fragment
 from moc.state.region import Region, boxes_of_range
 
@@ -110,4 +110,4 @@ def test_sums_of_all_ranks_are_exact(ranks):
 def test_operators_that_differ(unknown, expected):
     now = {("embedding", "master"): 1, ("layers.0.router", "master"): 3}
     before = {("output", "master"): 1, ("layers.0.router", "master"): 3, ("layers.0.router", "param"): 0}
-    assert differing(now, before, unknown) == expected
+    assert differing_operators(now, before, unknown) == expected

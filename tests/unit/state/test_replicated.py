@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.state.replicated import ReplicatedState
 from tests.errors import raises
 

@@ -29,7 +29,7 @@ class Stateful(torch.nn.Linear):
         self.generator = torch.Generator().manual_seed(1)
 
 
-def values_of(module: Stateful) -> dict:
+def field_values(module: Stateful) -> dict:
     """Everything that a module keeps, as comparable values."""
 
     def plain(value):
@@ -80,12 +80,12 @@ def test_discard_restores_value(change, commits):
         log.begin()
         CHANGES[change](module)
         log.commit()
-    before = values_of(module)
+    before = field_values(module)
     log.begin()
     CHANGES[change](module)
-    assert values_of(module) != before
+    assert field_values(module) != before
     log.discard()
-    assert values_of(module) == before
+    assert field_values(module) == before
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.booleans()), max_size=12), st.randoms())
@@ -93,21 +93,21 @@ def test_suspended_iteration_is_restored_or_completed(steps, choose: random.Rand
     module, reference = Stateful(), Stateful()
     log = UndoLog([module])
     for change, completes in steps:
-        before = values_of(module)
+        before = field_values(module)
         log.begin(full=True)
         CHANGES[change](module)
-        after = values_of(module)
+        after = field_values(module)
         log.suspend()
-        assert values_of(module) == before
+        assert field_values(module) == before
         if completes:
             log.commit()
             CHANGES[change](reference)
-            assert values_of(module) == after
+            assert field_values(module) == after
         elif choose.random() < 0.5:
             log.forget()
     log.begin()
     log.commit()
-    assert values_of(module) == values_of(reference)
+    assert field_values(module) == field_values(reference)
 
 
 def test_unchanged_tensors_are_not_copied_after_first_iterations():
@@ -144,11 +144,11 @@ def test_late_change_in_committed_iteration_is_recorded_from_then_on():
         if iteration > FULL_RECORDS:
             module.seen.add_(1)
         log.commit()
-    before = values_of(module)
+    before = field_values(module)
     log.begin()
     module.seen.add_(1)
     log.discard()
-    assert values_of(module) == before
+    assert field_values(module) == before
 
 
 def test_evaluation_with_full_record_restores_values_that_never_changed():
@@ -157,12 +157,12 @@ def test_evaluation_with_full_record_restores_values_that_never_changed():
     for _ in range(FULL_RECORDS):
         log.begin()
         log.commit()
-    before = values_of(module)
+    before = field_values(module)
     log.begin(full=True)
     for change in CHANGES.values():
         change(module)
     log.discard()
-    assert values_of(module) == before
+    assert field_values(module) == before
     log.begin()
     log.discard()  # the restored values do not pass for changed ones
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from moc.store.buffers import Buffer
+from moc.store.buffers import HostBuffer
 from moc.store.errors import CheckpointError
 from tests.errors import raises
 
@@ -20,8 +20,8 @@ WRITES_AND_DIES = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from moc.store.buffers import Buffer
-named, nameless = Buffer(8192, Path(sys.argv[1])), Buffer(8192)
+from moc.store.buffers import HostBuffer
+named, nameless = HostBuffer(8192, Path(sys.argv[1])), HostBuffer(8192)
 for buffer in (named, nameless):
     buffer.view(4096, 4096 + 8, torch.float32).copy_(torch.tensor([1.5, -2.0]))
     buffer.memory[:5] = b"hello"
@@ -40,7 +40,7 @@ def test_a_named_buffer_outlives_the_process_and_another_does_not(tmp_path):
 
 
 def test_bytes_and_tensors_are_the_same_memory(tmp_path):
-    buffer = Buffer(64, tmp_path / "buffer")
+    buffer = HostBuffer(64, tmp_path / "buffer")
     buffer.view(8, 24, torch.bfloat16).fill_(1)
     assert bytes(buffer.memory[8:24]) == torch.ones(8, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
     assert (tmp_path / "buffer").read_bytes() == bytes(buffer.memory)
@@ -48,7 +48,7 @@ def test_bytes_and_tensors_are_the_same_memory(tmp_path):
 
 
 def test_views_follow_each_other():
-    buffer = Buffer(64)
+    buffer = HostBuffer(64)
     first, second = buffer.views(8, [4, 12], torch.float32)
     first.fill_(1)
     second.fill_(2)
@@ -56,17 +56,17 @@ def test_views_follow_each_other():
 
 
 def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_path):
-    buffer = Buffer(16, tmp_path / "buffer")
+    buffer = HostBuffer(16, tmp_path / "buffer")
     buffer.memory[:4] = b"kept"
     os.link(tmp_path / "buffer", tmp_path / "published")
     buffer.close()
     assert not (tmp_path / "buffer").exists()
     assert (tmp_path / "published").read_bytes()[:4] == b"kept"
-    Buffer(16).close()
+    HostBuffer(16).close()
 
 
 def test_an_empty_buffer():
-    buffer = Buffer(0, pin=True)  # there is nothing to lock
+    buffer = HostBuffer(0, pin=True)  # there is nothing to lock
     assert buffer.nbytes == 0 and not buffer.view(0, 0, torch.float32).numel()
     buffer.close()
 
@@ -74,7 +74,7 @@ def test_an_empty_buffer():
 @pytest.mark.parametrize("nbytes", [1, 2, 4097])
 @pytest.mark.parametrize("name", ["buffer", None])
 def test_a_buffer_has_the_size_that_was_asked_for(tmp_path, nbytes, name):
-    buffer = Buffer(nbytes, name and tmp_path / name)
+    buffer = HostBuffer(nbytes, name and tmp_path / name)
     assert len(buffer.memory) == buffer.values.numel() == buffer.nbytes == nbytes
     assert not buffer.values.any()
     assert name is None or (tmp_path / name).stat().st_size == nbytes
@@ -83,7 +83,7 @@ def test_a_buffer_has_the_size_that_was_asked_for(tmp_path, nbytes, name):
 def test_a_buffer_is_never_laid_over_a_file_that_is_there(tmp_path):
     (tmp_path / "buffer").write_bytes(b"somebody's")
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
-        Buffer(4, tmp_path / "buffer")
+        HostBuffer(4, tmp_path / "buffer")
     assert (tmp_path / "buffer").read_bytes() == b"somebody's"
 
 
@@ -102,12 +102,12 @@ def small_memory(tmp_path):
 def test_too_little_memory_is_an_error_now_and_not_a_signal_later(small_memory):
     remedies = ("--shm-size", "--ckpt-memory-dir", "--ckpt-tier disk")
     with raises("memory-full", f"{small_memory}/slots", "2,097,152", *remedies):
-        Buffer(2 << 20, small_memory / "slots" / "rank_00000.0")
+        HostBuffer(2 << 20, small_memory / "slots" / "rank_00000.0")
     assert not list((small_memory / "slots").iterdir())
-    assert Buffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19
+    assert HostBuffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19
 
 
 def test_more_than_the_machine_has_is_refused_before_anything_is_taken():
     nbytes = 2 * psutil.virtual_memory().total
     with raises("memory-full", f"{nbytes:,}", "a log", "--without"):
-        Buffer(nbytes, purpose="a log", otherwise="pass --without")
+        HostBuffer(nbytes, purpose="a log", remedy="pass --without")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from moc.store.claims import Claim, term_in
 from moc.store.errors import SupersededError
-from moc.store.fence import Holder, refuse_superseded, successors
+from moc.store.ownership import Claim, Holder, refuse_superseded, successors, term_in
 from tests.errors import raises
 
 OURS = Claim("launch", (1, 2), "run")

@@ -6,15 +6,14 @@ import random
 
 import pytest
 
-from moc.inspect.checkpoint import read_checkpoint, read_regions
-from moc.store import boxes, dense_files
-from moc.store.boxes import INDEX, read_boxes
-from moc.store.claims import Claim
+from moc.inspect.checkpoint import read_all_boxes, read_checkpoint
+from moc.store import dense_files, header
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence, Holder
+from moc.store.header import INDEX_KEY, read_boxes
 from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport
-from moc.store.runs import run_of
-from moc.store.storage import LocalPlace
+from moc.store.ownership import Claim, Fence, Holder
+from moc.store.runs import find_run
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.errors import raises
 from tests.mutations import changed, signed
@@ -41,7 +40,7 @@ def test_manifests(tmp_path):
             assert str(error).isprintable() and len(str(error)) < 500
             continue
         read += 1
-        assert got.bytes >= 0 and got.iteration >= 0
+        assert got.nbytes >= 0 and got.iteration >= 0
         assert all(os.path.basename(name) == name and name.isprintable() for name in got.files)
         json.dumps(got.to_json())
     assert 0 < read < ROUNDS / 2
@@ -67,17 +66,17 @@ def test_headers():
     read = 0
     for _ in range(ROUNDS):
         crafted_index, crafted = (changed(rng, one) if rng.random() < 0.6 else one for one in (index, described))
-        text = json.dumps({"__metadata__": {INDEX: json.dumps(crafted_index)}, **crafted}).encode()
+        text = json.dumps({"__metadata__": {INDEX_KEY: json.dumps(crafted_index)}, **crafted}).encode()
         if rng.random() < 0.1:
             text = text[: rng.randrange(len(text))]
         file = len(text).to_bytes(8, "little") + text + data
         try:
-            boxes = read_boxes("file", len(file), lambda start, stop, file=file: file[start:stop])
+            header = read_boxes("file", len(file), lambda start, stop, file=file: file[start:stop])
         except ValueError as error:
             assert str(error).isprintable() and len(str(error)) < 500
             continue
         read += 1
-        for box in boxes:
+        for box in header:
             assert 0 <= box.start <= box.start + box.nbytes <= len(file)
             assert min(*box.region.offset, *box.region.shape, *box.global_shape, 0) == 0
     assert 0 < read < ROUNDS / 2
@@ -99,7 +98,7 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
         dense_files.read_manifest(tmp_path / "iter_0000003")
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "iter_0000003")
-    assert run_of(LocalPlace(tmp_path)) is None
+    assert find_run(LocalStorage(tmp_path)) is None
     assert Fence(tmp_path, Claim("job")).read() is None
     with pytest.raises((KeyError, ValueError), match="nested|job"):  # Python 3.12 reads 990 levels
         Holder.from_json(deep)
@@ -111,29 +110,34 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
 
 @pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../b", "..", "a/b", ".hidden", "a\nb", ""])
 def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
-    store, target = Store(LocalPlace(tmp_path / "a" / "b")), Store(LocalPlace(tmp_path / "c" / "d"))
+    store, target = Store(LocalStorage(tmp_path / "a" / "b")), Store(LocalStorage(tmp_path / "c" / "d"))
     plain = json.loads(manifest().to_json())
     plain["files"] = {name: plain["files"].popitem()[1]}
-    store.place.write("iter_0000003/manifest.json", [signed(plain).encode()])
+    store.storage.write("iter_0000003/manifest.json", [signed(plain).encode()])
     with raises("checkpoint-damaged", "manifest.json"):
-        store.manifest(3)
+        store.read_manifest(3)
     with pytest.raises(CheckpointError):
         read_checkpoint(tmp_path / "a" / "b" / "iter_0000003")
     if ".." in name.split("/") or name.startswith("/"):
-        for leads_out in (target.place.read, target.place.blob, target.place.remove, target.place.names):
+        for leads_out in (
+            target.storage.read,
+            target.storage.open_blob,
+            target.storage.remove,
+            target.storage.list_names,
+        ):
             with pytest.raises(ValueError, match="outside"):
                 leads_out(name)
         with pytest.raises(ValueError, match="outside"):
-            target.place.write(name, [b""])
+            target.storage.write(name, [b""])
     assert not list(tmp_path.glob("outside*"))
 
 
 def test_an_older_checkpoint_is_there_for_one_that_cannot_be_read(tmp_path):
     from moc.recovery.inventory import look
 
-    store = Store(LocalPlace(tmp_path))
+    store = Store(LocalStorage(tmp_path))
     for iteration, text in ((3, manifest().to_json()), (4, DEEP), (5, signed({"format": FORMAT, "files": 3}))):
-        store.place.write(f"iter_{iteration:07d}/manifest.json", [text.encode()])
+        store.storage.write(f"iter_{iteration:07d}/manifest.json", [text.encode()])
     found = look(store)
     assert [one.iteration for one in found[0]] in ([3], [])  # what it describes may be missing
     assert len(found[1]) >= 2
@@ -141,11 +145,11 @@ def test_an_older_checkpoint_is_there_for_one_that_cannot_be_read(tmp_path):
 
 def test_regions_of_a_crafted_checkpoint(tmp_path):
     directory = tmp_path / "iter_0000003"
-    store = Store(LocalPlace(tmp_path))
-    store.place.write("iter_0000003/manifest.json", [manifest().to_json().encode()])
+    store = Store(LocalStorage(tmp_path))
+    store.storage.write("iter_0000003/manifest.json", [manifest().to_json().encode()])
     (directory / "rank_00000.safetensors").write_bytes(b"\xff" * 100)
     checkpoint = read_checkpoint(directory)
-    assert checkpoint.region_files and read_regions(checkpoint)[0] == []
+    assert checkpoint.shard_files and read_all_boxes(checkpoint)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -153,4 +157,6 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
 )
 def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):
     with pytest.raises(ValueError, match=told):
-        boxes.check_spans([boxes.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, slack=False)
+        header.check_spans(
+            [header.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, allows_slack=False
+        )

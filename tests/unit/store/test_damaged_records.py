@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from moc import output
-from moc.store.claims import Claim
+from moc import cli_output
 from moc.store.errors import TakenError
-from moc.store.fence import NAME as FENCE
-from moc.store.fence import Fence, Holder, lives
-from moc.store.runs import NAME as RUN
-from moc.store.runs import Run, begin_run, record_run, run_of
-from moc.store.storage import LocalPlace
+from moc.store.ownership import NAME as FENCE
+from moc.store.ownership import Claim, Fence, Holder, lives
+from moc.store.runs import RUN_FILE as RUN
+from moc.store.runs import Run, begin_run, find_run, record_run
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.store.test_store import saved
 
@@ -75,14 +74,14 @@ damaged = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 
 
 def with_checkpoints(root, *iterations, run=OLD):
-    store = Store(LocalPlace(root, claim=Claim("before", run=run)))
+    store = Store(LocalStorage(root, claim=Claim("before", run=run)))
     saved(store, *iterations)
     return store
 
 
 def owned(root, claim):
     """What a job does when it takes a directory whose run it has been given."""
-    place = LocalPlace(root, claim=claim, patience=0.0)
+    place = LocalStorage(root, claim=claim, lock_timeout_s=0.0)
     place.lock()
     record_run(place, Run(claim.run, "/data", 0.0))
 
@@ -91,34 +90,34 @@ def owned(root, claim):
 def test_a_run_is_named_by_its_newest_checkpoint_instead(root, damage, capfd):
     with_checkpoints(root, 10, 20)
     damage(root / RUN)
-    output.print_once.cache_clear()
-    assert begin_run(LocalPlace(root), "/data").run == OLD
+    cli_output.print_once.cache_clear()
+    assert begin_run(LocalStorage(root), "/data").run == OLD
     assert str(root / RUN) in capfd.readouterr().err
     owned(root, Claim("next", run=OLD))
     capfd.readouterr()
-    assert run_of(LocalPlace(root)) == Run(OLD, "/data", 0.0)
+    assert find_run(LocalStorage(root)) == Run(OLD, "/data", 0.0)
     assert capfd.readouterr().err == "" and (root / RUN).is_file() and not (root / RUN).is_symlink()
 
 
 @damaged
 def test_without_a_checkpoint_a_damaged_name_begins_a_new_run(root, damage):
     damage(root / RUN)
-    run = begin_run(LocalPlace(root), "/data")
+    run = begin_run(LocalStorage(root), "/data")
     owned(root, Claim("next", run=run.run))
-    assert begin_run(LocalPlace(root), "/data").run == run.run
+    assert begin_run(LocalStorage(root), "/data").run == run.run
 
 
 def test_a_lost_name_is_that_of_the_newest_valid_checkpoint(root):
     store = with_checkpoints(root, 10)
     with_checkpoints(root, 20, run="f" * 16)
-    saved(Store(LocalPlace(root)), 30)  # by a tool, which has no run
+    saved(Store(LocalStorage(root)), 30)  # by a tool, which has no run
     (root / "iter_0000020" / "manifest.json").write_text("{")
-    assert run_of(store.place).run == begin_run(store.place, "/data").run == OLD
+    assert find_run(store.storage).run == begin_run(store.storage, "/data").run == OLD
 
 
 def test_every_flipped_bit_of_a_run(root):
     with_checkpoints(root, 10)
-    place = LocalPlace(root)
+    place = LocalStorage(root)
     record_run(place, Run(OLD, "/data", 1.5))
     for changed in flips(place.read(RUN)):
         (root / RUN).write_bytes(changed)
@@ -127,9 +126,9 @@ def test_every_flipped_bit_of_a_run(root):
 
 OWNS = """
 import sys
-from moc.store.claims import Claim
-from moc.store.storage import LocalPlace
-place = LocalPlace(sys.argv[1], claim=Claim("first", (0, 3)), patience=0.0)
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
+place = LocalStorage(sys.argv[1], claim=Claim("first", (0, 3)), lock_timeout_s=0.0)
 for line in sys.stdin:
     try:
         place.lock() if line == "take\\n" else place.write("iter_0000001/file", [b"first"])
@@ -165,8 +164,8 @@ def first(root):
     job.end()
 
 
-def takes(root, job="second", patience=0.0):
-    fence = Fence(root, Claim(job), patience)
+def takes(root, job="second", lock_timeout_s=0.0):
+    fence = Fence(root, Claim(job), lock_timeout_s)
     fence.take()
     return fence
 
@@ -179,14 +178,14 @@ def replace(path, damage):
 @damaged
 def test_a_damaged_fence_admits_no_second_live_job(root, first, damage, capfd):
     replace(root / FENCE, damage)
-    output.print_once.cache_clear()
+    cli_output.print_once.cache_clear()
     with pytest.raises(TakenError, match=str(first.process.pid)):
         takes(root)
     assert str(root / FENCE) in capfd.readouterr().err
     assert lives(root).pid == first.process.pid
     assert first.does("publish") == "done"  # which is still the owner, and its next generation repairs the fence
     first.end()
-    second = takes(root, patience=60.0)
+    second = takes(root, lock_timeout_s=60.0)
     assert second.read().claim == Claim("second") and (root / FENCE).is_file()
     assert not (root / FENCE).is_symlink() and not list(root.glob(".fence.*"))
 
@@ -232,7 +231,7 @@ def test_a_newer_term_owns_a_directory_with_a_damaged_fence(root, first):
 
 def test_jobs_that_start_at_once_with_a_damaged_fence_have_one_owner(root):
     (root / FENCE).write_bytes(b"\0")
-    script = OWNS.replace('"first", (0, 3)', "sys.argv[2]").replace("patience=0.0", "patience=60.0")
+    script = OWNS.replace('"first", (0, 3)', "sys.argv[2]").replace("lock_timeout_s=0.0", "lock_timeout_s=60.0")
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(root), f"job{number}"],
@@ -342,8 +341,8 @@ def test_a_job_whose_directory_was_taken_does_not_take_it_back_after_damage(root
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from moc.store.claims import Claim
-from moc.store.fence import Fence
+from moc.store.ownership import Claim
+from moc.store.ownership import Fence
 os.setgid(65534), os.setuid(65534)
 try:
     Fence(Path(sys.argv[1]), Claim("nobody"), 0.0).take()

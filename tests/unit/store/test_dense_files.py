@@ -9,26 +9,25 @@ import shutil
 import pytest
 
 from moc.store import dense_files as files
-from moc.store.claims import Claim
 from moc.store.errors import SupersededError
-from moc.store.fence import Fence
+from moc.store.ownership import Claim, Fence
 from tests.errors import raises
 from tests.unit.store.turns import Actor
 
 
 def save(root, iteration, content):
-    staging = files.start(root, iteration)
+    staging = files.begin_save(root, iteration)
     (staging / "optimizer").mkdir()
     (staging / "optimizer" / "a").write_text(content)
-    entries = {"optimizer/a": files.describe(staging / "optimizer" / "a")}
-    return files.publish(root, iteration, entries)
+    entries = {"optimizer/a": files.describe_file(staging / "optimizer" / "a")}
+    return files.publish_save(root, iteration, entries)
 
 
 def newest(root):
     """Iteration and content of the newest checkpoint, verified."""
     iteration = files.latest_iteration(root)
-    directory = files.directory_of(root, iteration)
-    assert files.damage_in(directory, files.read_manifest(directory)["files"]) is None
+    directory = files.checkpoint_path(root, iteration)
+    assert files.find_damage(directory, files.read_manifest(directory)["files"]) is None
     return iteration, (directory / "optimizer" / "a").read_text()
 
 
@@ -37,9 +36,9 @@ def test_a_saved_checkpoint_is_found_whole(tmp_path):
     assert save(tmp_path, 3, "three").name == "iter_0000003"
     save(tmp_path, 12, "twelve")
     assert newest(tmp_path) == (12, "twelve")
-    assert files.saved_iterations(tmp_path) == [3, 12]
-    files.remove(tmp_path, 3)
-    assert files.saved_iterations(tmp_path) == [12]
+    assert files.list_iterations(tmp_path) == [3, 12]
+    files.remove_checkpoint(tmp_path, 3)
+    assert files.list_iterations(tmp_path) == [12]
 
 
 @pytest.mark.parametrize("target", ["nothing", "iter_0000003", "../outside"])
@@ -50,7 +49,7 @@ def test_a_link_under_the_name_of_a_checkpoint_stops_no_save(tmp_path, target):
     (root / "iter_0000003").symlink_to(target)
     save(root, 3, "three")
     assert newest(root) == (3, "three") and not (root / "iter_0000003").is_symlink()
-    assert files.saved_iterations(root) == [3] and not list((tmp_path / "outside").iterdir())
+    assert files.list_iterations(root) == [3] and not list((tmp_path / "outside").iterdir())
 
 
 class Killed(BaseException):
@@ -98,11 +97,11 @@ def test_damage_is_named(tmp_path):
     directory = save(tmp_path, 1, "content")
     listed, path = files.read_manifest(directory)["files"], directory / "optimizer" / "a"
     path.write_text("cOntent")
-    assert "optimizer/a" in files.damage_in(directory, listed)
+    assert "optimizer/a" in files.find_damage(directory, listed)
     path.write_text("cont")
-    assert re.search(r"optimizer/a .*\b4\b.*\b7\b", files.damage_in(directory, listed))
+    assert re.search(r"optimizer/a .*\b4\b.*\b7\b", files.find_damage(directory, listed))
     path.unlink()
-    assert "missing" in files.damage_in(directory, listed)
+    assert "missing" in files.find_damage(directory, listed)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +122,13 @@ def test_a_damaged_manifest(text, code, tmp_path):
 
 
 def test_a_damaged_tracker(tmp_path):
-    (tmp_path / files.TRACKER).write_text("latest")
-    with raises("tracker-invalid", files.TRACKER, "'latest'"):
+    (tmp_path / files.TRACKER_FILE).write_text("latest")
+    with raises("tracker-invalid", files.TRACKER_FILE, "'latest'"):
         files.latest_iteration(tmp_path)
 
 
 def test_a_release_has_no_iteration(tmp_path):
-    (tmp_path / files.TRACKER).write_text("release\n")
+    (tmp_path / files.TRACKER_FILE).write_text("release\n")
     assert files.latest_iteration(tmp_path) is None
 
 
@@ -141,11 +140,11 @@ def saves(root, claim, iteration, content):
     fence = Fence(root, claim)
 
     def action():
-        staging = files.start(root, iteration, fence)
+        staging = files.begin_save(root, iteration, fence)
         (staging / "optimizer").mkdir()
         (staging / "optimizer" / "a").write_text(content)
-        entries = {"optimizer/a": files.describe(staging / "optimizer" / "a")}
-        return files.publish(root, iteration, entries, fence)
+        entries = {"optimizer/a": files.describe_file(staging / "optimizer" / "a")}
+        return files.publish_save(root, iteration, entries, fence)
 
     return action
 
@@ -175,7 +174,7 @@ def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(i
         assert not list(root.glob(".iter_*"))
         with raises("directory-taken-over", "generation 0.4"):
             saves(root, OLD, 5, "old")()
-        assert json.loads((files.directory_of(root, iteration) / files.MANIFEST).read_text())["term"] == [0, 4]
+        assert json.loads((files.checkpoint_path(root, iteration) / files.MANIFEST).read_text())["term"] == [0, 4]
         if over:
             break
     assert refused > 10 and done > 0

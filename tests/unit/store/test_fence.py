@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moc.store import fence as fences
-from moc.store.claims import Claim
+from moc.store import ownership as fences
 from moc.store.errors import CheckpointError, SupersededError
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name
 from tests.errors import raises
 from tests.unit.store.test_store import assert_whole, file_parts, publish, saved, written
 from tests.unit.store.turns import Actor, in_turns
@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[3]
 OLD, NEW, NEWEST = (Claim("launch", term) for term in ((0, 7), (0, 8), (1, 0)))
 
 
-def store_of(root, claim, patience=10.0):
-    return Store(LocalPlace(root, patience, claim=claim))
+def store_of(root, claim, lock_timeout_s=10.0):
+    return Store(LocalStorage(root, lock_timeout_s, claim=claim))
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def old_term(root, what, begun=False):
         "saves": lambda: (written(store, 30), publish(store, 30)),
         "writes over": lambda: written(store, 30),
         "removes": lambda: store.remove(20),
-        "sets aside": lambda: store.set_aside(20),
-        "tidies up": lambda: (store.set_aside(20), store.clear_unpublished()),
+        "sets aside": lambda: store.hide(20),
+        "tidies up": lambda: (store.hide(20), store.remove_unpublished()),
     }
     return actions[what]
 
@@ -79,7 +79,7 @@ def new_term(root, claim=NEW):
         store = store_of(root, claim)
         store.take()
         seen = store.iterations()
-        store.clear_unpublished()
+        store.remove_unpublished()
         for iteration in {10, 20, 30} - set(seen):
             saved(store, iteration)
         return seen
@@ -95,7 +95,7 @@ def assert_kept(root, old, new):
     assert store.iterations() == [10, 20, 30]
     for iteration in (10, 20, 30):
         assert_whole(store, iteration)
-        assert store.manifest(iteration).term == ((0, 7) if iteration in new.result else (0, 8))
+        assert store.read_manifest(iteration).term == ((0, 7) if iteration in new.result else (0, 8))
 
 
 WHAT = ["publishes", "saves", "writes over", "removes", "sets aside", "tidies up"]
@@ -158,7 +158,7 @@ def test_of_three_terms_that_begin_at_once_the_newest_has_the_place(pristine, or
         assert newest.error is None
         assert all(isinstance(one.error, (SupersededError, type(None))) for one in (old, new))
         assert fences.Fence(root, NEWEST).read().claim == NEWEST
-        assert store_of(root, None).manifest(30).term == (1, 0)
+        assert store_of(root, None).read_manifest(30).term == (1, 0)
         with raises("directory-taken-over", "generation 1.0", "generation 0.8"):
             publish(store_of(root, NEW), 30)
 
@@ -175,8 +175,8 @@ def test_a_file_that_was_written_over_before_the_term_began_is_not_published(pri
 
 STALLS = """
 import os, signal, sys
-from moc.store.claims import Claim
-from moc.store.storage import LocalPlace
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.store.test_store import publish
 rename = os.rename
@@ -185,7 +185,7 @@ def stopped(source, target, **directories):
         os.kill(os.getpid(), signal.SIGSTOP)
     rename(source, target, **directories)
 os.rename = stopped
-publish(Store(LocalPlace(sys.argv[1], claim=Claim("launch", (0, 7)))), 30)
+publish(Store(LocalStorage(sys.argv[1], claim=Claim("launch", (0, 7)))), 30)
 """
 
 
@@ -196,7 +196,7 @@ def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pri
         try:
             _, status = os.waitpid(old.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)
-            new = store_of(root, NEW, patience=0.0)
+            new = store_of(root, NEW, lock_timeout_s=0.0)
             new.take()  # at once, although the process that has the place lives
             assert new.iterations() == [10, 20]
             os.kill(old.pid, signal.SIGCONT)
@@ -214,9 +214,9 @@ def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pri
 
 LIVES = """
 import sys, time
-from moc.store.claims import Claim
-from moc.store.storage import LocalPlace
-place = LocalPlace(sys.argv[1], claim=Claim(sys.argv[2], (0, int(sys.argv[3]))))
+from moc.store.ownership import Claim
+from moc.store.storage import LocalStorage
+place = LocalStorage(sys.argv[1], claim=Claim(sys.argv[2], (0, int(sys.argv[3]))))
 place.lock()
 print("has it", flush=True)
 time.sleep(1000)
@@ -248,12 +248,12 @@ def end(process):
 def test_another_launch_is_refused_while_the_owner_lives_and_never_a_newer_term(tmp_path, lives):
     root, first = tmp_path / "place", lives("first", 3)
     with raises("directory-in-use", str(root), str(first.pid), "--ckpt-dir"):
-        LocalPlace(root, patience=0.0, claim=Claim("second", (0, 9))).lock()
+        LocalStorage(root, lock_timeout_s=0.0, claim=Claim("second", (0, 9))).lock()
     os.kill(first.pid, signal.SIGSTOP)  # on a machine that was cut off, say: its lock stays
-    newer = LocalPlace(root, patience=0.0, claim=Claim("first", (0, 4)))
+    newer = LocalStorage(root, lock_timeout_s=0.0, claim=Claim("first", (0, 4)))
     newer.lock()
     with raises("directory-taken-over", "generation 0.3"):
-        LocalPlace(root, patience=0.0, claim=Claim("first", (0, 3))).lock()
+        LocalStorage(root, lock_timeout_s=0.0, claim=Claim("first", (0, 3))).lock()
     newer.check_owner()
 
 
@@ -273,14 +273,14 @@ def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, 
     root, first = tmp_path / "place", lives("first")
     end(first)
     end(lives("second"))
-    stale = LocalPlace(root, patience=0.0, claim=Claim("first", (0, 0)))
+    stale = LocalStorage(root, lock_timeout_s=0.0, claim=Claim("first", (0, 0)))
     with raises("directory-taken-over", str(root), "--ckpt-dir"):
         stale.write("iter_0000001/manifest.json", [b"{}"])
     with raises("directory-taken-over", "--ckpt-dir"):
-        LocalPlace(root, patience=0.0, claim=Claim("first", (0, 1))).lock()
-    LocalPlace(root, patience=0.0, claim=Claim("third")).lock()
-    assert stale.names() == [".fence", f".lock.{Claim('third').tag}", "iter_0000001"]
-    assert stale.names("iter_0000001") == []
+        LocalStorage(root, lock_timeout_s=0.0, claim=Claim("first", (0, 1))).lock()
+    LocalStorage(root, lock_timeout_s=0.0, claim=Claim("third")).lock()
+    assert stale.list_names() == [".fence", f".lock.{Claim('third').tag}", "iter_0000001"]
+    assert stale.list_names("iter_0000001") == []
 
 
 def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
@@ -288,21 +288,21 @@ def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
     root.mkdir()
     (root / f".lock.{OLD.tag}").symlink_to(tmp_path / "outside")
     with pytest.raises(OSError, match=OLD.tag):
-        LocalPlace(root, patience=0.0, claim=OLD).lock()
+        LocalStorage(root, lock_timeout_s=0.0, claim=OLD).lock()
     assert not (tmp_path / "outside").exists()
 
 
 def test_what_is_published_tells_by_whom(tmp_path):
-    store = Store(LocalPlace(tmp_path, claim=Claim("a-launch", (2, 5), "the-run")))
+    store = Store(LocalStorage(tmp_path, claim=Claim("a-launch", (2, 5), "the-run")))
     saved(store, 10)
-    manifest = store.manifest(10)
+    manifest = store.read_manifest(10)
     assert (manifest.run, manifest.job, manifest.term) == ("the-run", "a-launch", (2, 5))
     assert json.loads((tmp_path / ".fence").read_text())["job"] == "a-launch"
-    plain = Store(LocalPlace(tmp_path / "plain"))
+    plain = Store(LocalStorage(tmp_path / "plain"))
     saved(plain, 10)
-    text = (tmp_path / "plain" / directory_of(10) / "manifest.json").read_text()
+    text = (tmp_path / "plain" / checkpoint_name(10) / "manifest.json").read_text()
     assert not {"run", "job", "term"} & set(json.loads(text))  # as it always was, and is read
-    assert (plain.manifest(10).run, plain.manifest(10).job, plain.manifest(10).term) == ("", "", (0, 0))
+    assert (plain.read_manifest(10).run, plain.read_manifest(10).job, plain.read_manifest(10).term) == ("", "", (0, 0))
 
 
 def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
@@ -312,11 +312,13 @@ def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
         parts, part = file_parts(30, rank)
         second.write_file(30, rank, parts)
         if rank == 1:
-            second.report(30, rank, part)
-    (tmp_path / directory_of(30) / f".rank_00000.{Claim('first').tag}.json").write_text(file_parts(30, 0)[1].to_json())
-    assert not second.has_all(30, [0, 1]) and not first.has_all(30, [0, 1])
+            second.store_report(30, rank, part)
+    (tmp_path / checkpoint_name(30) / f".rank_00000.{Claim('first').tag}.json").write_text(
+        file_parts(30, 0)[1].to_json()
+    )
+    assert not second.is_publishable(30, [0, 1]) and not first.is_publishable(30, [0, 1])
     with raises("report-unreadable", ".rank_00000.second-0-0.json"):
-        second.reported(30, [0, 1])
+        second.read_reports(30, [0, 1])
 
 
 def test_a_report_that_its_writer_still_has_is_not_read_again(tmp_path):
@@ -324,7 +326,7 @@ def test_a_report_that_its_writer_still_has_is_not_read_again(tmp_path):
     store.take()
     parts, part = file_parts(30, 0)
     store.write_file(30, 0, parts)
-    part = store.report(30, 0, part)
-    assert store.reported(30, [0]) == [part] and part.job == "job"
-    (tmp_path / directory_of(30) / f".rank_00000.{Claim('job').tag}.json").write_text("?")
-    assert store.reported(30, [0], {0: part}) == [part]
+    part = store.store_report(30, 0, part)
+    assert store.read_reports(30, [0]) == [part] and part.job == "job"
+    (tmp_path / checkpoint_name(30) / f".rank_00000.{Claim('job').tag}.json").write_text("?")
+    assert store.read_reports(30, [0], {0: part}) == [part]

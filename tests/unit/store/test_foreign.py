@@ -7,16 +7,16 @@ import shutil
 
 import pytest
 
-from moc.files.tree import Tree
-from moc.output import refused
+from moc.cli_output import refused
+from moc.files.safe_directory import SafeDirectory
 from moc.recovery.inventory import look
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import NAME as FENCE
-from moc.store.runs import NAME as RUN
-from moc.store.runs import begin_run, run_of
-from moc.store.storage import LocalPlace
+from moc.store.ownership import NAME as FENCE
+from moc.store.ownership import Claim
+from moc.store.runs import RUN_FILE as RUN
+from moc.store.runs import begin_run, find_run
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.store.test_store import saved
 
@@ -25,32 +25,32 @@ from tests.unit.store.test_store import saved
 def place(tmp_path):
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "precious").write_text("precious")
-    return LocalPlace(tmp_path / "place")
+    return LocalStorage(tmp_path / "place")
 
 
 @pytest.mark.parametrize("run", ["x/../../../../elsewhere", "..", "/etc", "0123456789ABCDEF", "0" * 15, "", 7, None])
 def test_a_run_cannot_name_a_path(place, run):
     place.write(RUN, [json.dumps({"run": run, "address": "/data", "made": 1.0}).encode()])
-    assert run_of(place) is None
+    assert find_run(place) is None
 
 
 def test_a_changed_name_of_a_run_is_refused(place):
     run = begin_run(place, "/data")
     text = place.read(RUN)
     place.write(RUN, [text.replace(run.run.encode(), b"0123456789abcdef")])
-    assert run_of(place) is None
+    assert find_run(place) is None
 
 
 def test_a_run_of_an_earlier_version_is_read(place):
     place.write(RUN, [b'{"run": "0123456789abcdef", "address": "/data", "made": 1.5}'])
-    assert run_of(place).run == "0123456789abcdef"
+    assert find_run(place).run == "0123456789abcdef"
 
 
 def test_a_checkpoint_that_is_a_link_is_ignored_and_kept(place):
     store = Store(place)
     saved(store, 10)
     os.symlink("../victim", place.root / "iter_0000100")
-    store.clear_unpublished()
+    store.remove_unpublished()
     summaries, problems = look(store)
     assert [one.iteration for one in summaries] == [10] and len(problems) == 1
     store.remove(10)
@@ -64,8 +64,8 @@ def test_a_link_in_a_checkpoint_is_removed_and_its_target_is_not(place):
     store = Store(place)
     place.write("iter_0000100/rank_00000.safetensors", [b"x"])
     os.symlink("../../victim", place.root / "iter_0000100" / "more")
-    store.clear_unpublished()
-    assert place.names() == [] and (place.root.parent / "victim" / "precious").read_text() == "precious"
+    store.remove_unpublished()
+    assert place.list_names() == [] and (place.root.parent / "victim" / "precious").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", [RUN, FENCE, "iter_0000010/manifest.json"])
@@ -74,14 +74,14 @@ def test_a_special_file_does_not_stop_a_reader(place, name):
     saved(store, 10)
     (place.root / name).unlink(missing_ok=True)
     os.mkfifo(place.root / name)
-    assert run_of(place) is None
+    assert find_run(place) is None
     assert look(store)[1] or name != "iter_0000010/manifest.json"
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("../victim/precious"), os.mkfifo, os.mkdir])
 def test_a_tracker_that_is_no_file_is_refused(place, make):
     place.root.mkdir()
-    make(place.root / dense_files.TRACKER)
+    make(place.root / dense_files.TRACKER_FILE)
     with pytest.raises(CheckpointError):
         dense_files.latest_iteration(place.root)
 
@@ -90,7 +90,7 @@ def test_a_removal_that_another_worker_has_finished_leaves_nothing(place, monkey
     store = Store(place)
     saved(store, 10)
 
-    opened = Tree.directory
+    opened = SafeDirectory.directory
 
     @contextlib.contextmanager
     def removed_elsewhere(self, path="", **how):
@@ -99,16 +99,16 @@ def test_a_removal_that_another_worker_has_finished_leaves_nothing(place, monkey
                 shutil.rmtree(place.root / path)
             yield descriptor
 
-    monkeypatch.setattr(Tree, "directory", removed_elsewhere)
+    monkeypatch.setattr(SafeDirectory, "directory", removed_elsewhere)
     store.remove(10)
     monkeypatch.undo()
-    assert place.names() == []
+    assert place.list_names() == []
 
 
 def test_a_directory_that_does_not_exist_behind_a_link_is_named(place):
     os.symlink("nowhere", place.root)
     with pytest.raises(NotADirectoryError, match="place"):
-        LocalPlace(place.root, claim=Claim("job")).lock()
+        LocalStorage(place.root, claim=Claim("job")).lock()
 
 
 def test_an_unfinished_file_of_an_older_term_is_swept_wherever_the_sweep_ended(place):
@@ -116,8 +116,8 @@ def test_an_unfinished_file_of_an_older_term_is_swept_wherever_the_sweep_ended(p
     names = [".manifest.json.job-0-1.0123456789abcdef.tmp", ".iter_0000020.job-0-1.incomplete.given-up"]
     (place.root / "iter_0000010" / names[0]).write_bytes(b"")
     (place.root / names[1]).mkdir()
-    LocalPlace(place.root, claim=Claim("job", (0, 2))).lock()
-    assert place.names("iter_0000010") == ["part"] and names[1] not in place.names()
+    LocalStorage(place.root, claim=Claim("job", (0, 2))).lock()
+    assert place.list_names("iter_0000010") == ["part"] and names[1] not in place.list_names()
 
 
 def test_an_error_message_sends_no_command_to_a_terminal(capsys):

@@ -13,19 +13,24 @@ from pathlib import Path
 import pytest
 
 from moc.events import EventLog
-from moc.files.events import read_events
+from moc.files.event_log import read_events
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.fence import Fence
-from moc.store.leases import record_lease, renew_lease
-from moc.store.leftovers import leftovers, remove_leftover
+from moc.store.host_memory import (
+    find_memory_storage,
+    leftovers,
+    memory_storage,
+    record_lease,
+    remove_leftover,
+    renew_lease,
+    user_directory,
+)
+from moc.store.ownership import Claim, Fence
 from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from moc.store.tiers import memory_found, memory_home, memory_place
 from tests.hostile import Uses, add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints
@@ -41,55 +46,55 @@ EXPECTED = (CheckpointError, OSError)
 
 
 def looks(ckpt, memory):
-    store = Store(LocalPlace(ckpt))
-    store.refused()
+    store = Store(LocalStorage(ckpt))
+    store.describe_refused()
     look(store)
-    dense_files.saved_iterations(ckpt)
+    dense_files.list_iterations(ckpt)
     dense_files.latest_iteration(ckpt)
 
 
 def takes(ckpt, memory):
-    run = begin_run(LocalPlace(ckpt), str(ckpt))
-    place = LocalPlace(ckpt, patience=0.0, claim=TAKES)
+    run = begin_run(LocalStorage(ckpt), str(ckpt))
+    place = LocalStorage(ckpt, lock_timeout_s=0.0, claim=TAKES)
     place.lock()
     record_run(place, run)
 
 
 def publishes(ckpt, memory):
-    store = Store(LocalPlace(ckpt, patience=0.0, claim=TAKES))
+    store = Store(LocalStorage(ckpt, lock_timeout_s=0.0, claim=TAKES))
     store.take()
-    store.clear_unpublished()
+    store.remove_unpublished()
     saved(store, 500)
 
 
 def retains(ckpt, memory):
-    store = Store(LocalPlace(ckpt, patience=0.0, claim=TAKES))
+    store = Store(LocalStorage(ckpt, lock_timeout_s=0.0, claim=TAKES))
     for iteration in store.iterations()[:-1]:
         each(lambda iteration=iteration: store.remove(iteration))
-    each(lambda: store.set_aside(max(store.iterations(), default=0)))
+    each(lambda: store.hide(max(store.iterations(), default=0)))
 
 
 def saves_densely(ckpt, memory):
     fence = Fence(ckpt, TAKES, 0.0)
     for iteration in (100, 500):
-        staging = dense_files.start(ckpt, iteration, fence)
+        staging = dense_files.begin_save(ckpt, iteration, fence)
         (staging / "part").write_text("x")
-        dense_files.publish(ckpt, iteration, {"part": dense_files.describe(staging / "part")}, fence)
-    for iteration in dense_files.saved_iterations(ckpt)[:-1]:
-        each(lambda iteration=iteration: dense_files.remove(ckpt, iteration))
+        dense_files.publish_save(ckpt, iteration, {"part": dense_files.describe_file(staging / "part")}, fence)
+    for iteration in dense_files.list_iterations(ckpt)[:-1]:
+        each(lambda iteration=iteration: dense_files.remove_checkpoint(ckpt, iteration))
 
 
 def uses_memory(ckpt, memory):
-    memory_found(memory, str(ckpt))
-    place = memory_place(memory, str(ckpt), RUN, claim=TAKES)
-    store = Store(place, slack=True)
+    find_memory_storage(memory, str(ckpt))
+    place = memory_storage(memory, str(ckpt), RUN, claim=TAKES)
+    store = Store(place, allows_slack=True)
     look(store)
     store.take()
     record_run(place, Run(RUN, str(ckpt), 0.0))
     record_lease(place, 1.0)
-    store.clear_unpublished()
+    store.remove_unpublished()
     saved(store, 500)
-    store.clear()
+    store.remove_all()
 
 
 def cleans(ckpt, memory):
@@ -152,14 +157,14 @@ def pristine():
     with tempfile.TemporaryDirectory(dir=shm if os.access(shm, os.W_OK) else None) as directory:
         world = Path(directory) / "pristine"
         ckpt = Path(directory) / "world" / "ckpt"  # the memory's name depends on its path
-        for place in (LocalPlace(ckpt, claim=TAKES), memory_place(directory, str(ckpt), RUN, claim=TAKES)):
-            saved(Store(place, slack=True), 10, 20)
+        for place in (LocalStorage(ckpt, claim=TAKES), memory_storage(directory, str(ckpt), RUN, claim=TAKES)):
+            saved(Store(place, allows_slack=True), 10, 20)
             record_run(place, Run(RUN, str(ckpt), 0.0))
             record_lease(place, 1.0)
         checkpoints.save(ckpt, 100)
         ckpt.rename(world_of(world))
         (world / "memory").mkdir()
-        memory_home(directory).rename(world / "memory" / memory_home(world / "memory").name)
+        user_directory(directory).rename(world / "memory" / user_directory(world / "memory").name)
         shutil.rmtree(Path(directory) / "world")
         add_victims(world)
         yield world

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.detail import Detail
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge
+from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge_reports
 from tests.errors import raises
 
 COUNT = st.integers(0, 2**62)
@@ -105,9 +105,9 @@ def test_the_fields_are_those_of_the_format():
 
 
 def test_sizes_and_completeness():
-    assert SMALL.bytes == 8193
-    assert SMALL.complete
-    assert not replace(SMALL, writers=3).complete
+    assert SMALL.nbytes == 8193
+    assert SMALL.is_complete
+    assert not replace(SMALL, writers=3).is_complete
 
 
 def part(rank, **operators):
@@ -115,7 +115,7 @@ def part(rank, **operators):
 
 
 def test_parts_add_up():
-    files, operators = merge(
+    files, operators = merge_reports(
         [
             part(0, output=OperatorEntry("full", 3, {"master": 4, "exp_avg": 4})),
             part(1, output=OperatorEntry("full", 3, {"master": 2}), router=OperatorEntry("full", None, {"param": 8})),
@@ -136,12 +136,12 @@ def test_parts_add_up():
 )
 def test_ranks_that_disagree_are_refused(other):
     with raises("parts-contradictory", "output"):
-        merge([part(0, output=OperatorEntry("full", 3, {"master": 1})), part(1, output=other)])
+        merge_reports([part(0, output=OperatorEntry("full", 3, {"master": 1})), part(1, output=other)])
 
 
 def test_parts_of_two_launches_are_refused():
     with raises("parts-contradictory", "one, two"):
-        merge([replace(part(0), job="one"), replace(part(1), job="two")])
+        merge_reports([replace(part(0), job="one"), replace(part(1), job="two")])
 
 
 def test_a_signed_manifest_that_repeats_a_key_is_refused():

@@ -13,13 +13,12 @@ import torch
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.state.region import Region
-from moc.store.claims import Claim
 from moc.store.errors import CheckpointError
-from moc.store.leases import lease_left_s, record_lease
-from moc.store.leftovers import leftover
-from moc.store.regions import MissingRegionError, RegionReader
+from moc.store.host_memory import lease_remaining_s, leftover, record_lease
+from moc.store.ownership import Claim
 from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalPlace
+from moc.store.shard_file import MissingTensorError, ShardReader
+from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.mutated_snapshots import OF_DIRECTORY, OF_SNAPSHOT, mutate
 from tests.shared import ALL
@@ -35,7 +34,7 @@ TOOLS_EVERY = 100 if ALL else 20  # changes
 def pristine():
     """A directory with two snapshots and the records of a job that has ended."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
-        place = LocalPlace(Path(directory) / "pristine", claim=Claim("ended", run=NAMED))
+        place = LocalStorage(Path(directory) / "pristine", claim=Claim("ended", run=NAMED))
         saved(Store(place), OLDER, NEWER)
         place.lock()
         record_run(place, Run(NAMED, "/data", 0.0))
@@ -45,9 +44,9 @@ def pristine():
 
 def started(root, job):
     """The snapshots that a job of another launch finds, and the one that it reads."""
-    run = begin_run(LocalPlace(root), "/data")
-    place = LocalPlace(root, patience=0.0, claim=Claim(job, run=run.run))
-    lease_left_s(root)
+    run = begin_run(LocalStorage(root), "/data")
+    place = LocalStorage(root, lock_timeout_s=0.0, claim=Claim(job, run=run.run))
+    lease_remaining_s(root)
     store = Store(place)
     store.take()
     record_run(place, run)
@@ -60,9 +59,11 @@ def is_read(store, iteration):
     tensor = tensor_of(iteration, 0)
     rows, columns = tensor.global_shape
     try:
-        reader = RegionReader([store.blob(iteration, *file) for file in store.manifest(iteration).files.items()], True)
-        read = reader.get(tensor.name, tensor.slot, Region((0, 0), (rows, columns)))
-    except (CheckpointError, MissingRegionError):
+        reader = ShardReader(
+            [store.open_verified(iteration, *file) for file in store.read_manifest(iteration).files.items()], True
+        )
+        read = reader.read_region(tensor.name, tensor.slot, Region((0, 0), (rows, columns)))
+    except (CheckpointError, MissingTensorError):
         return False
     if iteration == OLDER:
         assert torch.equal(read, torch.cat([tensor_of(iteration, rank).values for rank in range(WORLD)]))

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from moc.store import storage
 from moc.store.errors import CheckpointError
-from moc.store.storage import LocalPlace
+from moc.store.storage import LocalBlob, LocalStorage
 from tests.errors import raises
 from tests.unit.store.kills import kills
 
 ROOT = Path(__file__).parents[3]
 TAKES = """
 import os, sys, time
-from moc.store.storage import LocalPlace
-place = LocalPlace(sys.argv[1], patience=0)
+from moc.store.storage import LocalStorage
+place = LocalStorage(sys.argv[1], lock_timeout_s=0)
 place.lock()
 if "forks" in sys.argv:
     child = os.fork()
@@ -33,7 +34,7 @@ time.sleep(100)
 
 @pytest.fixture
 def place(tmp_path):
-    return LocalPlace(tmp_path / "place", patience=0, in_memory=True)  # where any name may be removed
+    return LocalStorage(tmp_path / "place", lock_timeout_s=0, in_memory=True)  # where any name may be removed
 
 
 @pytest.fixture
@@ -56,27 +57,27 @@ def owner(place):
 
 
 def test_files_and_directories(place):
-    assert place.names() == [] and place.names("nowhere") == []
+    assert place.list_names() == [] and place.list_names("nowhere") == []
     place.write("b/one", [b"he", memoryview(b"llo"), bytearray()])
     place.write("a", [])
     assert place.read("b/one") == b"hello" and place.read("a") == b""
-    assert place.names() == ["a", "b"] and place.names("b") == ["one"] and place.names("a") == []
-    blob = place.blob("b/one")
-    assert (blob.size, bytes(blob.read(1, 3)), blob.name) == (5, b"el", place.path("b/one"))
-    assert place.blob("a").size == 0
-    for reading in (place.read, place.blob):
+    assert place.list_names() == ["a", "b"] and place.list_names("b") == ["one"] and place.list_names("a") == []
+    blob = place.open_blob("b/one")
+    assert (blob.size, bytes(blob.read(1, 3)), blob.name) == (5, b"el", place.display_path("b/one"))
+    assert place.open_blob("a").size == 0
+    for reading in (place.read, place.open_blob):
         with pytest.raises(FileNotFoundError):
             reading("b/two")
     place.remove("b/two")
     place.remove("a")
     place.remove("b")
-    assert place.names() == []
-    assert place.free_bytes() > 0 and LocalPlace(place.root / "not" / "yet").free_bytes() > 0
+    assert place.list_names() == []
+    assert place.free_bytes() > 0 and LocalStorage(place.root / "not" / "yet").free_bytes() > 0
 
 
 def test_a_blob_can_be_changed_without_changing_the_file(place):
     place.write("file", [b"hello"])
-    place.blob("file").read(0, 5)[0] = 0
+    place.open_blob("file").read(0, 5)[0] = 0
     assert place.read("file") == b"hello"
 
 
@@ -92,7 +93,7 @@ def test_what_fails_midway_leaves_the_file_as_it_was(place):
     assert place.read("file") == b"before"
     with pytest.raises(OSError, match="no more"):
         place.write("other", broken([b"after"]))
-    assert "other" not in place.names()
+    assert "other" not in place.list_names()
 
 
 def test_writing_killed_anywhere_leaves_one_or_the_other(place):
@@ -108,7 +109,7 @@ def test_writing_killed_anywhere_leaves_one_or_the_other(place):
     for _ in kills(lambda: place.write("file", parts()), place.root):
         seen.add(place.read("file"))
         place.write("file", [b"before"])
-        assert [name for name in place.names() if not name.startswith(".")] == ["file"]
+        assert [name for name in place.list_names() if not name.startswith(".")] == ["file"]
     assert seen <= {b"before", b"after"} and b"before" in seen
     assert place.read("file") == b"after"
 
@@ -127,7 +128,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(place, owner):
 def test_who_waits_gets_the_place_of_one_that_is_dying(place, owner):
     process = owner()
     process.send_signal(signal.SIGKILL)  # nobody waits for it yet
-    LocalPlace(place.root, patience=60).lock()
+    LocalStorage(place.root, lock_timeout_s=60).lock()
 
 
 def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
@@ -145,7 +146,7 @@ def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
 
 
 def test_what_others_remove_meanwhile_is_no_error(tmp_path, monkeypatch):
-    place, rmtree = LocalPlace(tmp_path, in_memory=True), shutil.rmtree
+    place, rmtree = LocalStorage(tmp_path, in_memory=True), shutil.rmtree
     for name in ("logs/rank_0/a", "logs/rank_1/b"):
         place.write(name, [b"x"])
 
@@ -156,4 +157,50 @@ def test_what_others_remove_meanwhile_is_no_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "rmtree", disturbed)
     place.remove("logs")
-    assert place.names() == []
+    assert place.list_names() == []
+
+
+PIECE = storage._READ_AHEAD_BYTES
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The bytes [start, stop) of each read of a file, while it is read."""
+    seen, preadv = [], os.preadv
+
+    def watched(descriptor, buffers, position):
+        seen.append((position, position + sum(map(len, buffers))))
+        return preadv(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 10), (3, 3), (5, PIECE + 5), (5, PIECE + 6), (PIECE - 1, 3 * PIECE), (7, 2 * PIECE)]
+)
+def test_reading_ahead_reads_each_byte_of_the_range_once_in_pieces(tmp_path, reads, start, stop):
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 3 * PIECE)
+    LocalBlob(tmp_path / "file").will_read(start, stop)
+    assert all(last - first <= PIECE for first, last in reads)
+    assert [first for first, _ in reads] == list(range(start, stop, PIECE))
+    assert [last for _, last in reads] == [*(first for first, _ in reads[1:]), *([stop] if stop > start else [])]
+
+
+def test_nothing_is_read_ahead_of_what_is_in_memory(tmp_path, reads):
+    (tmp_path / "file").write_bytes(b"hello")
+    LocalBlob(tmp_path / "file", in_memory=True).will_read(0, 5)
+    assert reads == []
+
+
+def test_ranges_of_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"hello")
+    blob = LocalBlob(tmp_path / "file")
+    assert (blob.name, blob.size) == (str(tmp_path / "file"), 5)
+    assert [bytes(blob.read(*span)) for span in ((0, 5), (1, 3), (4, 9), (2, 2))] == [b"hello", b"el", b"o", b""]
+    (tmp_path / "empty").touch()
+    empty = LocalBlob(tmp_path / "empty")
+    assert empty.size == 0 and not empty.read(0, 1)
+    with pytest.raises(FileNotFoundError):
+        LocalBlob(tmp_path / "other")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from moc.state.region import Region
-from moc.store.claims import Claim
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
-from moc.store.regions import FileLayout, RegionReader, RegionTensor, bytes_of, digest_of
-from moc.store.storage import LocalPlace
-from moc.store.store import Store, directory_of, file_of
+from moc.store.ownership import Claim
+from moc.store.shard_file import BoxTensor, FileLayout, ShardReader, compute_digest, tensor_bytes
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, shard_file_name
 from tests.errors import raises
 from tests.unit.store.kills import kills
 
@@ -27,17 +27,17 @@ def tensor_of(iteration, rank):
     """Other values in each iteration, and sizes too."""
     rows = 1 + iteration % 7
     values = torch.full((rows, 4), float(iteration * 10 + rank))
-    return RegionTensor("output_layer.weight", "master", (WORLD * rows, 4), Region((rank * rows, 0), (rows, 4)), values)
+    return BoxTensor("output_layer.weight", "master", (WORLD * rows, 4), Region((rank * rows, 0), (rows, 4)), values)
 
 
 def file_parts(iteration, rank):
     """A rank's file, in pieces, and its word on it."""
     tensor = tensor_of(iteration, rank)
-    layout, data = FileLayout([tensor.entry]), bytes_of(tensor.values)
-    header = layout.header([digest_of(data)])
+    layout, data = FileLayout([tensor.box]), tensor_bytes(tensor.values)
+    header = layout.header([compute_digest(data)])
     operators = {"output": OperatorEntry("full", iteration, {"master": tensor.values.numel()})}
     return [header, data], RankReport(
-        file_of(rank), FileEntry(layout.nbytes, len(header), digest_of(header)), operators
+        shard_file_name(rank), FileEntry(layout.nbytes, len(header), compute_digest(header)), operators
     )
 
 
@@ -53,11 +53,11 @@ def written(store, iteration):
     for rank in range(WORLD):
         parts, part = file_parts(iteration, rank)
         store.write_file(iteration, rank, slowly(parts))
-        store.report(iteration, rank, part)
+        store.store_report(iteration, rank, part)
 
 
 def publish(store, iteration):
-    parts = store.reported(iteration, range(WORLD))
+    parts = store.read_reports(iteration, range(WORLD))
     operators = {"output": OperatorEntry("full", iteration, {"master": 4 * WORLD * (1 + iteration % 7)})}
     store.publish(Manifest(iteration, "full", WORLD, {part.name: part.file for part in parts}, operators))
 
@@ -69,20 +69,24 @@ def saved(store, *iterations):
 
 
 def assert_whole(store, iteration):
-    manifest = store.manifest(iteration)
-    assert sorted(manifest.files) == [file_of(rank) for rank in range(WORLD)]
-    reader = RegionReader([store.blob(iteration, *file) for file in manifest.files.items()], verify=True)
+    manifest = store.read_manifest(iteration)
+    assert sorted(manifest.files) == [shard_file_name(rank) for rank in range(WORLD)]
+    reader = ShardReader([store.open_verified(iteration, *file) for file in manifest.files.items()], verifies=True)
     for rank in range(WORLD):
         tensor = tensor_of(iteration, rank)
-        assert torch.equal(reader.get(tensor.name, tensor.slot, tensor.region), tensor.values)
+        assert torch.equal(reader.read_region(tensor.name, tensor.slot, tensor.region), tensor.values)
 
 
 def files(store):
-    return sorted(str(path.relative_to(store.place.root)) for path in store.place.root.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(store.storage.root)) for path in store.storage.root.rglob("*") if path.is_file())
 
 
 def files_of(*iterations):
-    return sorted(f"{directory_of(i)}/{name}" for i in iterations for name in ["manifest.json", file_of(0), file_of(1)])
+    return sorted(
+        f"{checkpoint_name(i)}/{name}"
+        for i in iterations
+        for name in ["manifest.json", shard_file_name(0), shard_file_name(1)]
+    )
 
 
 @pytest.fixture
@@ -90,14 +94,14 @@ def store():
     """With two checkpoints; in memory where there is a file system for it, since kills are many."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as directory:
-        store = Store(LocalPlace(Path(directory) / "checkpoints", in_memory=True))
+        store = Store(LocalStorage(Path(directory) / "checkpoints", in_memory=True))
         saved(store, 10, 20)
         yield store
 
 
 def left_by_kills(store, action):
     """A store for each way to be killed in ``action``, which begins with the same files each time."""
-    root = store.place.root
+    root = store.storage.root
     pristine = root.with_name("pristine")
     shutil.copytree(root, pristine)
 
@@ -118,7 +122,7 @@ def test_a_checkpoint_is_there_when_it_is_published(store):
     written(store, 30)
     assert store.iterations() == [10, 20]
     with raises("checkpoint-unreadable", "iter_0000030/manifest.json"):
-        store.manifest(30)
+        store.read_manifest(30)
     publish(store, 30)
     assert store.iterations() == [10, 20, 30]
     assert_whole(store, 30)
@@ -134,7 +138,7 @@ def test_saving_killed_anywhere(store):
     for _ in left_by_kills(store, action):
         assert 20 in store.iterations()
         seen.add(tuple(store.iterations()))
-        store.clear_unpublished()
+        store.remove_unpublished()
         saved(store, 30)  # the next job does it again
         store.remove(10)
         assert_whole(store, 30)
@@ -147,7 +151,7 @@ def test_removing_killed_anywhere(store):
     seen = set()
     for _ in left_by_kills(store, lambda store: store.remove(10)):
         seen.add(tuple(store.iterations()))
-        store.clear_unpublished()
+        store.remove_unpublished()
         assert files(store) in (files_of(20), files_of(10, 20))
     assert seen == {(10, 20), (20,)}
     assert files(store) == files_of(20)
@@ -155,70 +159,72 @@ def test_removing_killed_anywhere(store):
 
 def test_taking_anew_what_was_set_aside_killed_anywhere(store):
     def action(store):
-        store.set_aside(20)
-        store.clear_unpublished()
+        store.hide(20)
+        store.remove_unpublished()
         saved(store, 20)
 
     seen = set()
     for _ in left_by_kills(store, action):
         seen.add(tuple(store.iterations()))
-        store.clear_unpublished()
-        assert f"{directory_of(20)}/{file_of(0)}" in files(store)  # never thrown away before it is written anew
+        store.remove_unpublished()
+        assert f"{checkpoint_name(20)}/{shard_file_name(0)}" in files(
+            store
+        )  # never thrown away before it is written anew
         saved(store, 20)
         assert files(store) == files_of(10, 20)
     assert seen == {(10,), (10, 20)}
 
 
 def test_clearing_killed_anywhere(store):
-    for _ in left_by_kills(store, lambda store: store.clear()):
-        store.clear()
+    for _ in left_by_kills(store, lambda store: store.remove_all()):
+        store.remove_all()
         assert files(store) == []
 
 
 def test_clearing_up_killed_anywhere(store):
     written(store, 30)
     written(store, 5)
-    for _ in left_by_kills(store, lambda store: store.clear_unpublished()):
+    for _ in left_by_kills(store, lambda store: store.remove_unpublished()):
         assert store.iterations() == [10, 20]
-        store.clear_unpublished()
+        store.remove_unpublished()
         assert files(store) == files_of(10, 20)
 
 
 def test_copying_to_another_place_killed_anywhere(store, tmp_path):
-    target, manifest = Store(LocalPlace(tmp_path / "target")), store.manifest(20)
+    target, manifest = Store(LocalStorage(tmp_path / "target")), store.read_manifest(20)
 
     def action():
         store.copy_files(manifest, target)
         target.publish(manifest)
 
-    for _ in kills(action, target.place.root):
+    for _ in kills(action, target.storage.root):
         assert target.iterations() in ([], [20])
         for iteration in target.iterations():
             assert_whole(target, iteration)
-        shutil.rmtree(target.place.root, ignore_errors=True)
+        shutil.rmtree(target.storage.root, ignore_errors=True)
     assert_whole(target, 20)
     assert files(target) == files_of(20)
 
 
 def test_what_was_set_aside_stays_and_does_not_count(store):
-    store.set_aside(20)
+    store.hide(20)
     assert store.iterations() == [10]
-    store.clear_unpublished()
-    assert file_of(0) in store.place.names(directory_of(20))
-    with raises("checkpoint-removed", directory_of(20)):
-        store.manifest(20)
+    store.remove_unpublished()
+    assert shard_file_name(0) in store.storage.list_names(checkpoint_name(20))
+    with raises("checkpoint-removed", checkpoint_name(20)):
+        store.read_manifest(20)
 
 
 def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
     """A rank writes over what was set aside, and all are killed; in the next life another rank does."""
-    store.set_aside(20)
+    store.hide(20)
     for rank in range(WORLD):
         parts, part = file_parts(20, rank)
         store.write_file(20, rank, parts)
-        store.report(20, rank, part)
-        store.clear_unpublished()
-        assert not store.has_all(20, range(WORLD))
-        assert file_of(0) in store.place.names(directory_of(20))
+        store.store_report(20, rank, part)
+        store.remove_unpublished()
+        assert not store.is_publishable(20, range(WORLD))
+        assert shard_file_name(0) in store.storage.list_names(checkpoint_name(20))
     with raises("report-unreadable", ".rank_00000.json"):
         publish(store, 20)
     saved(store, 20)
@@ -227,46 +233,46 @@ def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
 
 
 def test_clearing_leaves_nothing(store):
-    (store.place.root / ".lock").touch()
-    (store.place.root / "slots").mkdir()
-    (store.place.root / "slots" / "rank_00000.0").touch()
-    store.clear()
-    assert not store.place.root.exists()
-    store.clear()
+    (store.storage.root / ".lock").touch()
+    (store.storage.root / "slots").mkdir()
+    (store.storage.root / "slots" / "rank_00000.0").touch()
+    store.remove_all()
+    assert not store.storage.root.exists()
+    store.remove_all()
 
 
 def test_who_was_superseded_clears_nothing(store):
-    old, new = (Store(LocalPlace(store.place.root, claim=Claim("job", (0, term), "run"))) for term in (0, 1))
+    old, new = (Store(LocalStorage(store.storage.root, claim=Claim("job", (0, term), "run"))) for term in (0, 1))
     old.take()
     new.take()
     with raises("directory-taken-over", "generation 0.0"):
-        old.clear()
+        old.remove_all()
     assert new.iterations() == [10, 20]
 
 
 def test_other_directories_are_left_alone(store):
     for name in ("iter_12", "iter_0000010.old", "xiter_0000010", "notes"):
-        (store.place.root / name).mkdir()
+        (store.storage.root / name).mkdir()
     assert store.iterations() == [10, 20]
-    store.clear_unpublished()
+    store.remove_unpublished()
     store.remove(10)
-    assert {"iter_12", "iter_0000010.old", "xiter_0000010", "notes"} < set(store.place.names())
+    assert {"iter_12", "iter_0000010.old", "xiter_0000010", "notes"} < set(store.storage.list_names())
 
 
 def test_every_byte_of_a_header_and_the_size_count(store):
-    name, entry = file_of(0), store.manifest(20).files[file_of(0)]
-    path = store.place.root / directory_of(20) / name
+    name, entry = shard_file_name(0), store.read_manifest(20).files[shard_file_name(0)]
+    path = store.storage.root / checkpoint_name(20) / name
     whole = path.read_bytes()
-    assert store.damage_in_header(20, name, entry) is None
+    assert store.find_header_damage(20, name, entry) is None
     for position in (*range(0, entry.header_bytes, 97), entry.header_bytes - 1):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        assert str(path) in store.damage_in_header(20, name, entry)
+        assert str(path) in store.find_header_damage(20, name, entry)
         with raises("checkpoint-damaged", str(path)):
-            store.blob(20, name, entry)
+            store.open_verified(20, name, entry)
     for other in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(other)
         with raises("checkpoint-damaged", str(len(other)), str(entry.bytes)):
-            store.blob(20, name, entry)
+            store.open_verified(20, name, entry)
     path.unlink()
     with raises("checkpoint-unreadable", str(path), os.strerror(errno.ENOENT)):
-        store.blob(20, name, entry)
+        store.open_verified(20, name, entry)

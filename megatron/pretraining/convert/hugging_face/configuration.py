@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pretraining.convert.hugging_face.described import LLAMA_LIKE, Described
-from megatron.pretraining.convert.hugging_face.family import Config
-from moc.inspect.coverage import MOST_OPERATORS
+from megatron.pretraining.convert.hugging_face.family import LLAMA_LIKE, Config, Described
+from moc.inspect.coverage import MAX_OPERATORS
 from moc.store.errors import CheckpointError
 
 _SIZES = {  # keys by field of Megatron-LM's options
@@ -51,11 +50,11 @@ def whole(config: Config, key: str, default: int | None = None, least: int = 1) 
             raise key_missing(key)
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise unsupported(key, value, f"it must be a whole number from {least} to {_MOST}")
+        raise unsupported(key, value, f"it must be an integer from {least} to {_MOST}")
     return value
 
 
-def number(config: Config, key: str, default: float | None = None) -> float:
+def required_number(config: Config, key: str, default: float | None = None) -> float:
     """Returns a number that is required unless it has a default."""
     value = default if config.get(key) is None else config[key]
     if value is None:
@@ -79,7 +78,7 @@ def only(config: Config, key: str, wanted: object, why: str) -> None:
         raise unsupported(key, config[key], why)
 
 
-def read(
+def read_common_options(
     config: Config, experts: str, fixed: dict[str, Any], theta: float = 10000.0, partial: float = 1.0
 ) -> dict[str, Any]:
     """Returns the fields of Megatron-LM's options that all families express identically.
@@ -101,21 +100,21 @@ def read(
     groups = whole(config, "num_key_value_heads", heads)
     base, share = _rope(config, theta, partial)
     if share != fixed.get("rotary_percent", share):
-        raise unsupported("partial_rotary_factor", share, "models of this family rotate whole heads")
+        raise unsupported("partial_rotary_factor", share, "models of this family rotate all dimensions of a head")
     values |= dict(
         kv_channels=whole(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
         num_experts=_experts(config, experts, values["num_layers"]),
-        norm_epsilon=number(config, "rms_norm_eps"),
+        norm_epsilon=required_number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
         untie_embeddings_and_output_weights=not yes(config, "tie_word_embeddings", False),
-        attention_dropout=number(config, "attention_dropout", 0.0),
+        attention_dropout=required_number(config, "attention_dropout", 0.0),
         hidden_dropout=0.0,
     )
     if config.get("router_aux_loss_coef") is not None:
-        values["moe_aux_loss_coeff"] = number(config, "router_aux_loss_coef")
+        values["moe_aux_loss_coeff"] = required_number(config, "router_aux_loss_coef")
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -220,8 +219,8 @@ def _experts(config: Config, key: str, layers: int) -> int:
             code="config-contradictory",
         )
     experts = said.pop() if said else whole(config, key)
-    if experts * layers > MOST_OPERATORS:
-        raise unsupported(key, experts, f"at most {MOST_OPERATORS} experts in all layers are supported")
+    if experts * layers > MAX_OPERATORS:
+        raise unsupported(key, experts, f"at most {MAX_OPERATORS} experts in all layers are supported")
     return experts
 
 
@@ -246,7 +245,7 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
     places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
     values = []
     for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        said = {number(of, key) for of in places if of.get(key) is not None}
+        said = {required_number(of, key) for of in places if of.get(key) is not None}
         if len(said) > 1:
             raise CheckpointError(
                 f"config.json has {key} twice, with different values. Fix: drop one of them",
@@ -255,7 +254,7 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
         values.append(said.pop() if said else default)
     base, share = values
     if not base.is_integer():
-        raise unsupported("rope_theta", base, "only whole numbers are supported")
+        raise unsupported("rope_theta", base, "only integers are supported")
     return int(base), share
 
 

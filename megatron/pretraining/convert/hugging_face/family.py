@@ -1,4 +1,4 @@
-"""Describes a family of models in transformers: the names of its tensors and settings.
+"""Describes a family of models in transformers: the names of its tensors and settings, and the models it can express.
 
 A file in ``families`` has one :class:`Family` as ``FAMILY``.  A *model* here is a mapping to values from the fields of
 ``NetworkFlags`` and ``MoeFlags``, as flags, presets and checkpoints name them.
@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from moc.files import decode
+from moc.store.errors import CheckpointError
 
 Model = Mapping[str, Any]
 """Values by the names of flags' fields, and ``vocab_size``, rows of the embedding without padding."""
@@ -54,3 +59,182 @@ class Family:
     expert_bias: bool = False
     shared_width: Callable[[Model], int] = no_shared_experts
     ungated_down: float = 1.0
+
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+_Layers = Annotated[int, Meta(ge=1, le=10_000)]
+_Text = Annotated[str, Meta(max_length=100)]
+
+FULL_WIDTH = ("megatron.pretraining.model.full_width", "layer_spec")
+"""Value of ``--spec`` for layers that normalize the queries, and the keys, of all heads together."""
+LLAMA_LIKE: dict[str, Any] = dict(
+    normalization="RMSNorm",
+    swiglu=True,
+    squared_relu=False,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    rotary_interleaved=False,
+    moe_expert_capacity_factor=None,
+)
+"""Options that are equal in all families."""
+SOFTMAX: dict[str, Any] = dict(
+    moe_router_score_function="softmax", moe_router_topk_scaling_factor=None, moe_router_num_groups=None
+)
+"""Options that are equal in families with a softmax router."""
+_OF_NO_FAMILY = {
+    **dict.fromkeys(
+        """
+        multi_latent_attention mtp_num_layers window_size qk_l2_norm use_rope_scaling no_rope_freq moe_latent_size
+        rotary_seq_len_interpolation_factor hybrid_layer_pattern apply_layernorm_1p layernorm_zero_centered_gamma
+        openai_gelu quick_geglu activation_func_clamp_value experimental_attention_variant linear_attention_freq
+        heterogeneous_layers_config_path attention_output_gate apply_residual_connection_post_layernorm
+        moe_apply_probs_on_input use_mup
+        """.split()
+    ),
+    "softmax_type": "vanilla",
+}
+"""Required values of options that no family supports otherwise; None means not given."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Model in Megatron-LM's derived options, without options that have no effect.
+
+    Attributes:
+        vocab_size: rows of the embedding without padding.
+    """
+
+    num_layers: _Layers
+    hidden_size: _Size
+    ffn_hidden_size: _Size
+    num_attention_heads: _Size
+    vocab_size: _Size
+    max_position_embeddings: _Size
+    kv_channels: _Size = 0
+    group_query_attention: bool = False
+    num_query_groups: _Size = 0
+    position_embedding_type: _Text = "learned_absolute"
+    rotary_base: _Size = 10000
+    rotary_percent: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    rotary_interleaved: bool = False
+    normalization: _Text = "LayerNorm"
+    norm_epsilon: Annotated[float, Meta(gt=0, le=1)] = 1e-5
+    swiglu: bool = False
+    squared_relu: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    spec: tuple[_Text, ...] | None = None
+    num_experts: _Size | None = None
+    moe_layer_freq: _Size | tuple[Literal[0, 1], ...] = 1
+    moe_ffn_hidden_size: _Size | None = None
+    moe_shared_expert_intermediate_size: _Size | None = None
+    moe_shared_expert_gate: bool = False
+    moe_router_load_balancing_type: _Text | tuple[_Text, ...] = "aux_loss"
+    moe_router_score_function: _Text = "softmax"
+    moe_router_topk: _Size = 2
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_num_groups: _Size | None = None
+    moe_router_group_topk: _Size | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_aux_loss_coeff: float | tuple[float, ...] = 0.0
+    moe_expert_capacity_factor: float | None = None
+
+    @property
+    def shared(self) -> int:
+        """Inner width of the shared experts; 0 without shared experts."""
+        return self.moe_shared_expert_intermediate_size or 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """One entry per layer: 1 with experts, 0 dense."""
+        if self.num_experts is None:
+            return (0,) * self.num_layers
+        if isinstance(self.moe_layer_freq, int):
+            return tuple(int(layer % self.moe_layer_freq == 0) for layer in range(self.num_layers))
+        return self.moe_layer_freq
+
+    @property
+    def aux_loss_coeff(self) -> float:
+        """Weight of the load-balancing loss; of several weights, the first."""
+        weights = self.moe_aux_loss_coeff
+        return weights if isinstance(weights, (int, float)) else next(iter(weights), 0.0)
+
+
+def described_model(model: Model) -> Described:
+    """Reads a model, also from values as JSON represents them.
+
+    Raises:
+        CheckpointError: values are missing or contradict each other, or no family supports an option.
+    """
+    given = {name: value for name, value in model.items() if value is not None}
+    given.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))  # Megatron-LM's argument for --norm-epsilon
+    if given.get("qk_layernorm_full_width"):  # option of an earlier version
+        given["spec"] = FULL_WIDTH
+    for name, usual in _OF_NO_FAMILY.items():
+        if (value := given.get(name)) not in (usual, None, False):
+            _refuse(True, f"no family can express --{name.replace('_', '-')} {str(value)[:80]}")
+    try:
+        made = decode.convert(_derived(given), Described)
+        layers = len(made.expert_layers)
+        if layers != made.num_layers:
+            raise ValueError(f"it has {made.num_layers} layers, and its moe_layer_freq lists {layers}")
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the model that the checkpoint describes is none: {error}. Fix: correct its description, or convert "
+            "another checkpoint",
+            code="model-description-invalid",
+        ) from None
+    return made
+
+
+def check_options(name: str, model: Described, fixed: dict[str, Any]) -> None:
+    """Raises CheckpointError unless the model's options have the values that all models of a family share."""
+    _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
+    for option, wanted in ({"spec": None} | LLAMA_LIKE | fixed).items():
+        there = getattr(model, option)
+        _refuse(there != wanted, f"{name} cannot express {_spelled(option, there, wanted)}")
+    balancing = model.moe_router_load_balancing_type
+    _refuse(
+        "sinkhorn" in ((balancing,) if isinstance(balancing, str) else balancing),
+        f"{name} cannot express --moe-router-load-balancing-type sinkhorn, which chooses experts in another way",
+    )
+
+
+def check_all_layers_have_experts(name: str, model: Described) -> None:
+    """Raises CheckpointError if a layer is dense."""
+    _refuse(not all(model.expert_layers), f"{name} has experts in every layer: --moe-layer-freq must be 1")
+
+
+def _refuse(wrong: object, sentence: str) -> None:
+    if wrong:
+        raise CheckpointError(f"{sentence}. Fix: choose another --family", code="family-cannot-express")
+
+
+def _spelled(option: str, there: object, wanted: object) -> str:
+    if option == "add_bias_linear":
+        return f"a model {'without' if there else 'with'} --disable-bias-linear"
+    spelling = f"--{option.replace('_', '-')}"
+    if isinstance(there, bool):
+        return f"a model {'with' if there else 'without'} {spelling}"
+    there, wanted = (" ".join(one) if isinstance(one, tuple) else one for one in (there, wanted))
+    return f"{spelling} {there}{'' if wanted is None else f', only {wanted}'}"
+
+
+def _derived(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in widths; drops options without effect: a factor of one, and groups that are all selected."""
+    values = dict(given)
+    hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if "kv_channels" not in values and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        values["kv_channels"] = hidden // heads
+    if not values.get("group_query_attention"):
+        values["num_query_groups"] = heads
+    if values.get("num_experts") is not None:
+        values.setdefault("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
+    if values.get("moe_router_topk_scaling_factor") == 1:
+        del values["moe_router_topk_scaling_factor"]
+    if values.get("moe_router_num_groups") == values.get("moe_router_group_topk"):
+        values["moe_router_num_groups"] = values["moe_router_group_topk"] = None
+    return values

@@ -13,14 +13,14 @@ import numpy
 import torch
 import xxhash
 
-from moc.files import decode, tree
+from moc.files import decode, safe_directory
 from moc.files.decode import FileName, Name
-from moc.files.text import short, shown
-from moc.files.tree import Tree
-from moc.store import boxes
-from moc.store.blobs import LocalBlob
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import short_repr, shorten
+from moc.store import header
 from moc.store.errors import CheckpointError
-from moc.store.regions import bytes_of
+from moc.store.shard_file import tensor_bytes
+from moc.store.storage import LocalBlob
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,7 +32,7 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """Tensor of an existing or future file."""
 
     name: str
@@ -51,10 +51,10 @@ class Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class TensorLocation:
     """Tensor of a file, whose data begin at byte ``start``."""
 
-    tensor: Tensor
+    tensor: TensorSpec
     blob: LocalBlob
     start: int
 
@@ -66,10 +66,10 @@ class StoredTensor:
         return values.view(count, *tensor.shape[1:])
 
 
-def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
+def read_json(path: Path, most: int = safe_directory.MAX_MANIFEST_BYTES) -> Mapping:
     """Reads the object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
     try:
-        return decode.table(decode.parse(Tree(path.parent).read(path.name, most)), "it")
+        return decode.require_object(decode.parse(SafeDirectory(path.parent).read(path.name, most)), "it")
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -82,13 +82,13 @@ def read_json(path: Path, most: int = tree.MANIFEST) -> Mapping:
         ) from None
 
 
-def read_directory(directory: Path) -> dict[str, StoredTensor]:
+def read_directory(directory: Path) -> dict[str, TensorLocation]:
     """Returns the tensors of a directory by name.
 
     Raises:
         CheckpointError: it has no tensors, has pickles, or its files are damaged or contradict the index.
     """
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, TensorLocation] = {}
     index = _index(directory)
     for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
         for name, stored in _read_file(directory / file).items():
@@ -143,12 +143,14 @@ def _index(directory: Path) -> dict[str, str] | None:
     )
 
 
-def _read_file(path: Path) -> dict[str, StoredTensor]:
+def _read_file(path: Path) -> dict[str, TensorLocation]:
     try:
         blob = LocalBlob(path)
-        header, _, begin = boxes.read_header(blob.size, blob.read)
-        boxes.check_spans(header.values(), blob.size - begin, slack=False)
-        return {decode.name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in header.items()}
+        tensors, _, begin = header.read_header(blob.size, blob.read)
+        header.check_spans(tensors.values(), blob.size - begin, allows_slack=False)
+        return {
+            decode.require_name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()
+        }
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -161,18 +163,18 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         ) from None
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: boxes.StoredTensor) -> StoredTensor:
+def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> TensorLocation:
     if about.dtype not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {shown(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
-    tensor, (start, stop) = Tensor(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
+        raise ValueError(f"{name} is of dtype {short_repr(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
+    tensor, (start, stop) = TensorSpec(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
     if stop - start != tensor.nbytes:
-        raise ValueError(f"{name} must have {short(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
-    return StoredTensor(tensor, blob, begin + start)
+        raise ValueError(f"{name} must have {shorten(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
+    return TensorLocation(tensor, blob, begin + start)
 
 
-def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]]:
+def shards(tensors: Iterable[TensorSpec], file_bytes: int) -> dict[str, list[TensorSpec]]:
     """Assigns tensors to files in order; a file starts where the previous one would exceed its size."""
-    files: list[list[Tensor]] = []
+    files: list[list[TensorSpec]] = []
     room = 0
     for tensor in tensors:
         if not files or tensor.nbytes > room:
@@ -186,7 +188,7 @@ def shards(tensors: Iterable[Tensor], file_bytes: int) -> dict[str, list[Tensor]
 
 
 def write_file(
-    path: Path, tensors: Iterable[Tensor], blocks: Callable[[Tensor], Iterator[torch.Tensor]]
+    path: Path, tensors: Iterable[TensorSpec], blocks: Callable[[TensorSpec], Iterator[torch.Tensor]]
 ) -> tuple[dict, dict[str, str]]:
     """Writes a file durably.
 
@@ -206,7 +208,7 @@ def write_file(
         for tensor in ordered:
             one = xxhash.xxh3_128()
             for values in blocks(tensor):
-                data = bytes_of(values)
+                data = tensor_bytes(values)
                 file.write(data)
                 one.update(data)
                 whole.update(data)
@@ -216,7 +218,7 @@ def write_file(
         return {"bytes": file.tell(), "xxh3_128": whole.hexdigest()}, digests
 
 
-def _header(tensors: Iterable[Tensor]) -> bytes:
+def _header(tensors: Iterable[TensorSpec]) -> bytes:
     described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

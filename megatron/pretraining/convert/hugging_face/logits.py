@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 
-from moc.runtime import children
+from moc.runtime import child_processes
 from moc.store.errors import CheckpointError
 
 _HERE = "megatron.pretraining.convert.hugging_face"
@@ -62,8 +62,8 @@ def compare_logits(asked: Asked) -> str:
                    dtype=asked.dtype, model=dict(asked.model), tokens=str(root / "tokens.npy"),
                    into=str(root / "ours.npy"))  # fmt: skip
         (root / "asked.json").write_text(json.dumps(ask), encoding="utf-8")
-        _run("ours", str(root / "asked.json"))
-        _run("reference", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
+        _run("megatron_logits", str(root / "asked.json"))
+        _run("transformers_logits", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
         ours, theirs = (numpy.load(root / f"{name}.npy") for name in ("ours", "theirs"))
     return _judged(ours, theirs)
 
@@ -86,10 +86,12 @@ def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
 
 
 def _run(module: str, *arguments: str) -> None:
-    done = subprocess.run(children.command_of(f"{_HERE}.{module}", *arguments), capture_output=True, text=True)
+    done = subprocess.run(
+        child_processes.module_command(f"{_HERE}.{module}", *arguments), capture_output=True, text=True
+    )
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        whose = "our model" if module == "ours" else "transformers"
+        whose = "our model" if module == "megatron_logits" else "transformers"
         raise CheckpointError(
             f"the logits of {whose} could not be computed: {lines[-1]}. Fix: install the packages that the line "
             "names, or drop --check-logits",

@@ -1,21 +1,255 @@
-"""Converts a checkpoint's contents to transformers' tensors and back; values are read on demand."""
+"""Converts a checkpoint's contents to transformers' tensors and back; values are read on demand.
+
+Every tensor of one side consists of rows of tensors of the other, times at most a power of two. So a round trip is
+bit-exact, and any chunk can be read separately.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of
-from megatron.pretraining.convert.hugging_face.files import StoredTensor, Tensor
-from megatron.pretraining.convert.hugging_face.names import NameMap, Pair
+from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH, Described, Family, described_model
+from megatron.pretraining.convert.hugging_face.files import TensorLocation, TensorSpec
 from moc.inspect.coverage import PARAM, operator_or_other
 from moc.state.operators import is_module_state
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
-from moc.store.regions import Entry
+from moc.store.shard_file import TensorBox
+
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+_DERIVED = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq")  # in files of old versions; a function of the configuration
+_TOLD = 3  # maximum names in a message
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Equal rows: ``count`` rows from row ``ours`` of this program's tensor, and from ``theirs`` in transformers."""
+
+    ours: int
+    theirs: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Common values of a tensor of this program and one of transformers.
+
+    Attributes:
+        ours: name in the unpartitioned model.
+        theirs: name in transformers.
+        our_shape: shape here; embedding and output layer may have more rows (padding).
+        their_shape: shape in transformers.
+        rows: equal rows.
+        factor: a power of two; transformers' values are this program's times this factor.
+    """
+
+    ours: str
+    theirs: str
+    our_shape: Shape
+    their_shape: Shape
+    rows: tuple[Rows, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """All tensors of a model.
+
+    Attributes:
+        pairs: in the order of the forward pass.
+        zeros: shapes by name of transformers' tensors that are all zeros, since the model lacks them.
+    """
+
+    pairs: tuple[Pair, ...]
+    zeros: Shapes = field(default_factory=dict)
+
+    def of_ours(self) -> dict[str, list[Pair]]:
+        """Returns the pairs by this program's name."""
+        found: dict[str, list[Pair]] = {}
+        for pair in self.pairs:
+            found.setdefault(pair.ours, []).append(pair)
+        return found
+
+    def their_shapes(self) -> dict[str, Shape]:
+        """Returns the shapes of all transformers' tensors by name, in the order of the forward pass."""
+        return {pair.theirs: pair.their_shape for pair in self.pairs} | dict(self.zeros)
+
+    def fitted(self, shapes: Shapes) -> NameMap:
+        """Returns this map with the checkpoint's names; the norm before experts has two alternative names.
+
+        Raises:
+            CheckpointError: one of the checkpoint's tensors is missing, superfluous, or has another shape.
+        """
+        pairs = tuple(replace(pair, ours=_named(pair.ours, shapes)) for pair in self.pairs)
+        wanted = {pair.ours: pair.our_shape for pair in pairs}
+        _check_names(wanted, shapes, "the checkpoint", "the flags of its model")
+        for name, shape in wanted.items():
+            there = shapes[name]
+            padded = name in (_EMBEDDING, _OUTPUT) and there[1:] == shape[1:] and there[0] >= shape[0]
+            if there != shape and not padded:
+                raise CheckpointError(
+                    f"{name} has the shape {list(there)} in the checkpoint, and {list(shape)} by the flags of its "
+                    "model. Fix: give the flags that the model was trained with",
+                    code="tensor-shape-wrong",
+                )
+        return replace(self, pairs=pairs)
+
+    def check_theirs(self, shapes: Shapes) -> None:
+        """Raises CheckpointError if one of transformers' tensors is missing, superfluous, or has another shape."""
+        there = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
+        wanted = self.their_shapes()
+        _check_names(wanted, there, "the directory", "config.json")
+        for name, shape in wanted.items():
+            if there[name] != shape:
+                raise CheckpointError(
+                    f"{name} has the shape {list(there[name])} in the directory, and {list(shape)} by config.json. "
+                    "Fix: correct config.json, or download the files again",
+                    code="tensor-shape-wrong",
+                )
+
+
+def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
+    """Returns the tensors of a model, here and in a family; raises CheckpointError if the model is invalid."""
+    ours = described_model(model)
+    pairs, zeros = _pairs(ours, family), {}
+    for layer in (layer for layer, experts in enumerate(ours.expert_layers) if experts):
+        zeros |= _zeros(ours, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
+    return NameMap(tuple(pairs), zeros)
+
+
+def _pairs(model: Described, family: Family) -> Iterator[Pair]:
+    words = (model.vocab_size, model.hidden_size)
+    yield _same(_EMBEDDING, "model.embed_tokens.weight", words)
+    for layer, experts in enumerate(model.expert_layers):
+        for pair in (*_attention(model), *(_experts(model, family) if experts else _dense(model))):
+            yield replace(
+                pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}"
+            )
+    yield _same("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
+    if model.untie_embeddings_and_output_weights:
+        yield _same(_OUTPUT, "lm_head.weight", words)
+
+
+def _attention(model: Described) -> Iterator[Pair]:
+    hidden, width = model.hidden_size, model.kv_channels
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    yield _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
+    yield from _queries_keys_values("weight", heads, groups, width, (hidden,))
+    if model.add_qkv_bias:
+        yield from _queries_keys_values("bias", heads, groups, width, ())
+    if model.qk_layernorm:
+        full = model.spec == FULL_WIDTH
+        for kind, number in (("q", heads), ("k", groups)):
+            shape = (number * width if full else width,)
+            yield _same(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
+    yield _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * width))
+    yield _same(_NORM, "post_attention_layernorm.weight", (hidden,))
+
+
+def _queries_keys_values(kind: str, heads: int, groups: int, width: int, rest: Shape) -> Iterator[Pair]:
+    """Yields the pairs of the joint matrix, whose rows are, for each group, its query heads, key and value."""
+    ratio = heads // groups
+    stride = (ratio + 2) * width
+    for which, first, count in (("q", 0, ratio), ("k", ratio, 1), ("v", ratio + 1, 1)):
+        rows = tuple(Rows(g * stride + first * width, g * count * width, count * width) for g in range(groups))
+        ours, theirs = f"self_attention.linear_qkv.{kind}", f"self_attn.{which}_proj.{kind}"
+        yield Pair(ours, theirs, (groups * stride, *rest), (groups * count * width, *rest), rows)
+
+
+def _dense(model: Described) -> Iterator[Pair]:
+    yield from _gated("mlp", "mlp", ("gate_proj", "up_proj", "down_proj"), model, model.ffn_hidden_size)
+
+
+def _experts(model: Described, family: Family) -> Iterator[Pair]:
+    hidden, experts = model.hidden_size, model.num_experts
+    assert experts is not None  # some layers have experts
+    yield _same("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
+    if model.moe_router_enable_expert_bias:
+        yield _same("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
+    names = (family.gate, family.up, family.down)
+    for expert in range(experts):
+        ours, theirs = f"mlp.experts.experts.{expert}", f"{family.moe}.experts.{expert}"
+        yield from _gated(ours, theirs, names, model, model.moe_ffn_hidden_size or model.ffn_hidden_size)
+    if model.shared and family.shared:
+        doubled = family.shared_gate and not model.moe_shared_expert_gate
+        shared = f"{family.moe}.{family.shared}"
+        factor = family.ungated_down if doubled else 1.0
+        yield from _gated("mlp.shared_experts", shared, _shared_names(family), model, model.shared, factor)
+        if model.moe_shared_expert_gate:
+            yield _same("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
+
+
+def _shared_names(family: Family) -> tuple[str, str, str]:
+    return family.gate, family.up, family.down
+
+
+def _gated(
+    ours: str, theirs: str, names: tuple[str, str, str], model: Described, width: int | None, factor: float = 1.0
+) -> Iterator[Pair]:
+    hidden = model.hidden_size
+    assert width is not None
+    gate, up, down = (f"{theirs}.{name}.weight" for name in names)
+    yield _same(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
+    yield _same(f"{ours}.linear_fc1.weight_v", up, (width, hidden))
+    yield replace(_same(f"{ours}.linear_fc2.weight", down, (hidden, width)), factor=factor)
+
+
+def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[tuple[str, Shape]]:
+    """Yields the family's tensors of a layer with experts that the model lacks."""
+    hidden = model.hidden_size
+    if family.expert_bias and not model.moe_router_enable_expert_bias:
+        yield f"{moe}.gate.e_score_correction_bias", (model.num_experts or 0,)
+    if not shared:
+        return
+    if not model.shared:
+        for name, shape in zip(
+            _shared_names(family), ((shared, hidden), (shared, hidden), (hidden, shared)), strict=True
+        ):
+            yield f"{moe}.{family.shared}.{name}.weight", shape
+    if family.shared_gate and not (model.shared and model.moe_shared_expert_gate):
+        yield f"{moe}.{family.shared}_gate.weight", (1, hidden)
+
+
+def _same(ours: str, theirs: str, shape: Shape) -> Pair:
+    return Pair(ours, theirs, shape, shape, (Rows(0, 0, shape[0]),))
+
+
+def _named(name: str, there: Shapes) -> str:
+    """Returns the existing name: local layers and Transformer Engine name the norm before experts differently."""
+    other = name.removesuffix(_NORM) + _NORM_OF_EXPERTS
+    return other if name.endswith(_NORM) and name not in there and other in there else name
+
+
+def _check_names(wanted: Shapes, there: Shapes, where: str, by: str) -> None:
+    if missing := [name for name in wanted if name not in there]:
+        raise CheckpointError(
+            f"{_listed(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
+            code="tensor-missing",
+        )
+    if strangers := [name for name in there if name not in wanted]:
+        raise CheckpointError(
+            f"{_listed(strangers)} in {where}, and must not be by {by}. Fix: convert a model without them, or correct "
+            "its description",
+            code="tensor-unexpected",
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_TOLD])
+    others = f" and {len(names) - _TOLD} others" if len(names) > _TOLD else ""
+    return f"{shown}{others} {'is' if len(names) == 1 else 'are'}"
+
 
 _BLOCK = 64 << 20
 _HELD = 1 << 30  # bytes of a tensor that is cached for its later rows
@@ -41,16 +275,16 @@ class Exported:
         self._dtypes = {pair.theirs: _dtype(pair.ours, ours[pair.ours].dtype, dtype) for pair in self.names.pairs}
         most = dtype or most_common(self._dtypes.values())
         self._dtypes |= {name: _dtype(name, most, None) for name in self.names.zeros}
-        self.tensors = [Tensor(name, shape, self._dtypes[name]) for name, shape in _in_order(self.names).items()]
+        self.tensors = [TensorSpec(name, shape, self._dtypes[name]) for name, shape in _in_order(self.names).items()]
         self.dtype = most
 
-    def blocks(self, tensor: Tensor) -> Iterator[torch.Tensor]:
+    def blocks(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
         """Yields the values of one of transformers' tensors, in parts, by rows."""
         step, rows = max(1, _BLOCK // max(1, tensor.row_bytes)), tensor.shape[0]
         for first in range(0, rows, step):
             yield self.rows(tensor, first, min(step, rows - first))
 
-    def rows(self, tensor: Tensor, first: int, count: int) -> torch.Tensor:
+    def rows(self, tensor: TensorSpec, first: int, count: int) -> torch.Tensor:
         """Returns some rows of one of transformers' tensors.
 
         Raises:
@@ -86,7 +320,7 @@ class Imported(ConvertedState):
         CheckpointError: one of transformers' tensors is missing, superfluous, or has another shape or dtype.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor], names: NameMap, dtype: torch.dtype | None, state: dict):
+    def __init__(self, stored: Mapping[str, TensorLocation], names: NameMap, dtype: torch.dtype | None, state: dict):
         names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
         self._stored, self._pairs = stored, names.of_ours()
         self.tensors = [self._entry(name, pairs, dtype) for name, pairs in self._pairs.items()]
@@ -115,7 +349,7 @@ class Imported(ConvertedState):
         whole = torch.cat([parts[start] for start in sorted(parts)])
         return whole[(slice(None), *region.slices()[1:])].contiguous()
 
-    def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> Entry:
+    def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> TensorBox:
         there = {self._stored[pair.theirs].tensor.dtype for pair in pairs}
         if len(there) > 1 and dtype is None:
             raise CheckpointError(
@@ -123,7 +357,7 @@ class Imported(ConvertedState):
                 code="dtype-missing",
             )
         shape = pairs[0].our_shape
-        return Entry(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
+        return TensorBox(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
 
 
 class _Held:

@@ -19,8 +19,8 @@ from megatron.pretraining.entry.dialects import (
     pai,
     previous_release,
 )
-from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, Outcome, options_of
-from moc.files.text import shown
+from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, OptionOutcome, split_options
+from moc.files.text import short_repr
 
 OLDER = older_megatron.DIALECT
 _OTHERS = (
@@ -58,7 +58,7 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
         known: the option strings of Megatron-LM, this project and the script.
         of_script: the option strings that only the script has, which keep their meaning.
     """
-    given = options_of(words)
+    given = split_options(words)
     named = [one.values for one in given if one.option == FLAG and FLAG not in of_script]
     given = [one for one in given if one.option != FLAG or FLAG in of_script]
     plain = tuple(word for one in given for word in one.words)
@@ -66,7 +66,7 @@ def translated(words: Sequence[str], known: Collection[str], of_script: Collecti
         dialect = DIALECTS.get(" ".join(named[-1]))
         if dialect is None:
             problem = ConfigError(
-                f"--dialect {shown(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
+                f"--dialect {short_repr(' '.join(named[-1]))} is not known. Fix: choose one of {', '.join(DIALECTS)}",
                 code="value-not-a-choice",
             )
             return Translation(plain, problems=(problem,))
@@ -117,7 +117,7 @@ def _in(dialect: Dialect, given: Sequence[Given], of_script: Collection[str]) ->
     return Translation(tuple(words), tuple(notices) if len(notices) > 1 else (), tuple(problems))
 
 
-def _sentence(outcome: Outcome) -> str:
+def _sentence(outcome: OptionOutcome) -> str:
     if not outcome.words:
         return f"ignored: {outcome.why}"
     because = f" ({outcome.why})" if outcome.why else ""

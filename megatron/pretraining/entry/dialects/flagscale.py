@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron.pretraining.entry.dialects.rules import Dialect, Rule, becomes, ignored, of_value, refused, renamed, same
+from megatron.pretraining.entry.dialects.rules import (
+    Dialect,
+    Rule,
+    becomes,
+    ignored,
+    of_value,
+    refused_option,
+    renamed,
+    same,
+)
 
 _OF_TRANSFORMERS = becomes("--tokenizer-type", "HuggingFaceTokenizer")
 
@@ -13,7 +22,7 @@ RULES: dict[str, Rule] = {
             "Qwen2TokenizerFS": _OF_TRANSFORMERS,
             "Llama3TokenizerFS": _OF_TRANSFORMERS,
             "HFTokenizerFS": _OF_TRANSFORMERS,
-            "AquilaTokenizerFS": refused("there is no such tokenizer", "choose HuggingFaceTokenizer"),
+            "AquilaTokenizerFS": refused_option("there is no such tokenizer", "choose HuggingFaceTokenizer"),
         },
         same("--tokenizer-type"),
     ),

@@ -14,13 +14,13 @@ from megatron.pretraining.entry.dialects.older_megatron import recompute_all
 from megatron.pretraining.entry.dialects.rules import (
     Dialect,
     Line,
-    Outcome,
+    OptionOutcome,
     Rule,
     becomes,
     ignored,
     integer,
     of_value,
-    refused,
+    refused_option,
     renamed,
     same,
 )
@@ -28,9 +28,9 @@ from megatron.pretraining.entry.dialects.rules import (
 _HERE = "the engine decides"
 _LAYOUT = "checkpoints load in any layout anyway"
 _RECOMPUTES = "it moved activations, and megatron-core recomputes them"
-_NO_NUMBER = Outcome(problem="it is not a number", fix="correct it")
-_NO_DISTILLATION = refused("there is no distillation", "train without a teacher")
-_NO_POSITIONS = refused("megatron-core has no such position embedding", "choose --position-embedding-type rope")
+_NO_NUMBER = OptionOutcome(problem="it is not a number", fix="correct it")
+_NO_DISTILLATION = refused_option("there is no distillation", "train without a teacher")
+_NO_POSITIONS = refused_option("megatron-core has no such position embedding", "choose --position-embedding-type rope")
 
 
 def _experts(line: Line) -> list[int]:
@@ -42,46 +42,50 @@ def _has_experts(line: Line) -> bool:
     return max(_experts(line), default=1) > 1
 
 
-def _num_experts(line: Line, values: Sequence[str]) -> Outcome:
+def _num_experts(line: Line, values: Sequence[str]) -> OptionOutcome:
     experts = _experts(line)
     if len(experts) < max(len(values), 1):
-        return Outcome(("--num-experts", *values))  # Megatron-LM's parser refuses the value
+        return OptionOutcome(("--num-experts", *values))  # Megatron-LM's parser refuses the value
     if not _has_experts(line):
-        return Outcome(why="one expert is a dense layer")
+        return OptionOutcome(why="one expert is a dense layer")
     if len(set(experts)) > 1:
-        return Outcome(
+        return OptionOutcome(
             problem="megatron-core has the same number of experts in each layer that has any", fix="give one number"
         )
-    return Outcome(("--num-experts", str(experts[0])))
+    return OptionOutcome(("--num-experts", str(experts[0])))
 
 
 def _of_experts(rule: Rule) -> Rule:
     """Returns a rule that ignores the option in models without experts."""
-    return lambda line, values: rule(line, values) if _has_experts(line) else Outcome(why="the model has no experts")
+    return lambda line, values: (
+        rule(line, values) if _has_experts(line) else OptionOutcome(why="the model has no experts")
+    )
 
 
 def _drops(line: Line) -> bool:
     return "--disable-moe-token-dropping" not in line
 
 
-def _capacity(line: Line, values: Sequence[str]) -> Outcome:
+def _capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
     if not _drops(line):
-        return Outcome(why="no token is dropped")
-    return Outcome(("--moe-expert-capacity-factor", *values))
+        return OptionOutcome(why="no token is dropped")
+    return OptionOutcome(("--moe-expert-capacity-factor", *values))
 
 
-def _evaluated_capacity(line: Line, values: Sequence[str]) -> Outcome:
-    return Outcome(why="evaluations use --moe-expert-capacity-factor, too")
+def _evaluated_capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
+    return OptionOutcome(why="evaluations use --moe-expert-capacity-factor, too")
 
 
-def _least_capacity(line: Line, values: Sequence[str]) -> Outcome:
+def _least_capacity(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Ignores an expert's minimum number of tokens if its even share is larger; otherwise refuses it."""
     tokens = line.count("--micro-batch-size", 1) * line.count("--seq-length") * line.count("--topk", 1)
     factor = line.number("--moe-train-capacity-factor", 1.0) or 1.0
     share = math.ceil(tokens * factor / max(_experts(line), default=1))
     if _drops(line) and line.count("--moe-min-capacity", 4) > share:
-        return Outcome(problem="megatron-core has no least capacity, and the even share is smaller", fix="lower it")
-    return Outcome(why="the even share is larger")
+        return OptionOutcome(
+            problem="megatron-core has no least capacity, and the even share is smaller", fix="lower it"
+        )
+    return OptionOutcome(why="the even share is larger")
 
 
 def _layers(line: Line, interval: int) -> str:
@@ -89,20 +93,20 @@ def _layers(line: Line, interval: int) -> str:
     return f"[{','.join(map(str, pattern))}]"
 
 
-def _interval(line: Line, values: Sequence[str]) -> Outcome:
-    return Outcome(("--moe-layer-freq", _layers(line, max(line.count("--expert-interval", 2), 1))))
+def _interval(line: Line, values: Sequence[str]) -> OptionOutcome:
+    return OptionOutcome(("--moe-layer-freq", _layers(line, max(line.count("--expert-interval", 2), 1))))
 
 
-def _topk(line: Line, values: Sequence[str]) -> Outcome:
+def _topk(line: Line, values: Sequence[str]) -> OptionOutcome:
     # with k = 1, the softmax over all experts scales the output; with k = 2, the softmax over the two chosen experts
-    return Outcome(("--moe-router-topk", *values, *(("--moe-router-pre-softmax",) if [*values] == ["1"] else ())))
+    return OptionOutcome(("--moe-router-topk", *values, *(("--moe-router-pre-softmax",) if [*values] == ["1"] else ())))
 
 
-def _mlp(line: Line, values: Sequence[str]) -> Outcome:
+def _mlp(line: Line, values: Sequence[str]) -> OptionOutcome:
     if [*values] == ["residual"]:
         instead = "choose --moe-shared-expert-intermediate-size, whose experts process every token"
-        return Outcome(problem="megatron-core has no residual experts", fix=instead)
-    return Outcome(why="it is the only kind")
+        return OptionOutcome(problem="megatron-core has no residual experts", fix=instead)
+    return OptionOutcome(why="it is the only kind")
 
 
 def _samples(line: Line, option: str) -> int:
@@ -118,24 +122,24 @@ def _iterations(line: Line, samples: int) -> int:
     return math.ceil(samples / max(line.count("--global-batch-size", 1), 1))
 
 
-def _train_tokens(line: Line, values: Sequence[str]) -> Outcome:
+def _train_tokens(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Applies the first of both limits of training."""
     if line.number("--train-tokens") is None:
         return _NO_NUMBER
     samples = _samples(line, "--train-tokens")
     if _by_iterations(line):
         iterations = min(_iterations(line, samples), line.count("--train-iters"))
-        return Outcome(("--train-iters", str(iterations)))
-    return Outcome(("--train-samples", str(min(samples, line.count("--train-samples", samples)))))
+        return OptionOutcome(("--train-iters", str(iterations)))
+    return OptionOutcome(("--train-samples", str(min(samples, line.count("--train-samples", samples)))))
 
 
 def _unless_tokens(option: str, tokens: str) -> Rule:
     """Returns the rule for an option that an option in tokens overrides."""
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         if tokens in line and line.text(tokens):
-            return Outcome(why=f"{tokens} is given")
-        return Outcome((option, *values))
+            return OptionOutcome(why=f"{tokens} is given")
+        return OptionOutcome((option, *values))
 
     return rule
 
@@ -143,54 +147,54 @@ def _unless_tokens(option: str, tokens: str) -> Rule:
 def _schedule(kind: str) -> Rule:
     """Returns the rule that converts ``--lr-decay-tokens`` or ``--lr-warmup-tokens`` to iterations or samples."""
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         if line.number(f"--lr-{kind}-tokens") is None:
             return _NO_NUMBER
         samples = _samples(line, f"--lr-{kind}-tokens")
         if _by_iterations(line):
-            return Outcome((f"--lr-{kind}-iters", str(_iterations(line, samples))))
-        return Outcome((f"--lr-{kind}-samples", str(samples)))
+            return OptionOutcome((f"--lr-{kind}-iters", str(_iterations(line, samples))))
+        return OptionOutcome((f"--lr-{kind}-samples", str(samples)))
 
     return rule
 
 
-def _loss_scale(line: Line, values: Sequence[str]) -> Outcome:
+def _loss_scale(line: Line, values: Sequence[str]) -> OptionOutcome:
     if "--deepspeed" in line and "--deepspeed_config" in line:
-        return Outcome(why="DeepSpeed takes it from its configuration")
+        return OptionOutcome(why="DeepSpeed takes it from its configuration")
     if line.number("--loss-scale") == 0:
-        return Outcome(why="0 is the dynamic loss scale, which is the default")
-    return Outcome(("--loss-scale", *values))
+        return OptionOutcome(why="0 is the dynamic loss scale, which is the default")
+    return OptionOutcome(("--loss-scale", *values))
 
 
-def _sequence_parallel(line: Line, values: Sequence[str]) -> Outcome:
+def _sequence_parallel(line: Line, values: Sequence[str]) -> OptionOutcome:
     if [*values] == ["1"]:
-        return Outcome(why="it is the default")
-    return Outcome(("--context-parallel-size", *values, "--cp-comm-type", "a2a"), "Ulysses")
+        return OptionOutcome(why="it is the default")
+    return OptionOutcome(("--context-parallel-size", *values, "--cp-comm-type", "a2a"), "Ulysses")
 
 
-def _queries(line: Line, values: Sequence[str]) -> Outcome:
+def _queries(line: Line, values: Sequence[str]) -> OptionOutcome:
     if line.text("--num-key-value-heads") == line.text("--num-attention-heads"):
-        return Outcome(why="each head has its own keys and values")
-    return Outcome(("--group-query-attention", "--num-query-groups", *values))
+        return OptionOutcome(why="each head has its own keys and values")
+    return OptionOutcome(("--group-query-attention", "--num-query-groups", *values))
 
 
-def _padded(line: Line, values: Sequence[str]) -> Outcome:
+def _padded(line: Line, values: Sequence[str]) -> OptionOutcome:
     size, workers = line.count("--pad-vocab-size-to"), max(line.count("--tensor-model-parallel-size", 1), 1)
     if not size or size % workers:
-        return Outcome(
+        return OptionOutcome(
             problem=f"the rows are no multiple of {workers} tensor-parallel workers", fix="change one of them"
         )
-    return Outcome(("--make-vocab-size-divisible-by", str(size // workers)))
+    return OptionOutcome(("--make-vocab-size-divisible-by", str(size // workers)))
 
 
-def _partition(line: Line, values: Sequence[str]) -> Outcome:
+def _partition(line: Line, values: Sequence[str]) -> OptionOutcome:
     method = line.text("--pp-partition-method").strip("'\"").lower()
     if method == "type:transformer|embedding":
         words = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-        return Outcome(words, "a stage with an embedding has a layer less")
+        return OptionOutcome(words, "a stage with an embedding has a layer less")
     if method in ("type:transformer", "uniform"):
-        return Outcome(why="all stages have the same number of layers")
-    return Outcome(problem="stages are not divided by this method", fix="choose --pipeline-model-parallel-layout")
+        return OptionOutcome(why="all stages have the same number of layers")
+    return OptionOutcome(problem="stages are not divided by this method", fix="choose --pipeline-model-parallel-layout")
 
 
 _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceTokenizer")}
@@ -233,18 +237,18 @@ RULES: dict[str, Rule] = {
     "--rotary-position-embeddings-theta": renamed("--rotary-base"),
     "--log-optimizer-states-to-tensorboard": ignored("statistics of the optimizer state are not logged"),
     "--universal-checkpoint": ignored(_LAYOUT),
-    "--load-tag": refused("checkpoints have no tags", "choose --ckpt-step"),
-    "--remote-device": of_value({"none": ignored("it is the default")}, refused("weights stay on the device")),
+    "--load-tag": refused_option("checkpoints have no tags", "choose --ckpt-step"),
+    "--remote-device": of_value({"none": ignored("it is the default")}, refused_option("weights stay on the device")),
     "--zero-contigious-gradients": ignored(_HERE),
     "--zero-reduce-scatter": ignored(_HERE),
     "--cpu_torch_adam": ignored(_HERE),
-    "--ds-sequence-parallel-fpdt": refused("sequences are not cut into chunks of the host's memory"),
-    "--curriculum-learning-legacy": refused("sequences have one length"),
+    "--ds-sequence-parallel-fpdt": refused_option("sequences are not cut into chunks of the host's memory"),
+    "--curriculum-learning-legacy": refused_option("sequences have one length"),
     "--mos": _NO_DISTILLATION,
     "--kd": _NO_DISTILLATION,
     "--load-teacher": _NO_DISTILLATION,
     # of BigScience's copy
-    "--embed-layernorm": refused("megatron-core has no norm after the embedding"),
+    "--embed-layernorm": refused_option("megatron-core has no norm after the embedding"),
     "--abort-on-unmet-fused-kernel-constraints": ignored("kernels check their own limits"),
     "--pad-vocab-size-to": integer(_padded),
     "--pp-partition-method": _partition,
@@ -257,38 +261,42 @@ RULES: dict[str, Rule] = {
         {"rotary": becomes("--position-embedding-type", "rope"), "alibi": _NO_POSITIONS},
         same("--position-embedding-type"),
     ),
-    "--mup": refused("widths are not scaled by this parametrization", "choose Megatron-LM's --use-mup"),
-    "--train-weighted-split-paths-path": refused(
+    "--mup": refused_option("widths are not scaled by this parametrization", "choose Megatron-LM's --use-mup"),
+    "--train-weighted-split-paths-path": refused_option(
         "files of data paths are not read", "choose --per-split-data-args-path"
     ),
-    "--valid-weighted-split-paths-path": refused(
+    "--valid-weighted-split-paths-path": refused_option(
         "files of data paths are not read", "choose --per-split-data-args-path"
     ),
 }
 
 
-def _defaults(line: Line) -> Sequence[Outcome]:
+def _defaults(line: Line) -> Sequence[OptionOutcome]:
     """Returns defaults of Megatron-DeepSpeed that differ from Megatron-LM's."""
     found, why = [], "the default of Megatron-DeepSpeed"
     if "--max-position-embeddings" not in line and "--seq-length" in line:
         found.append(
-            Outcome(("--max-position-embeddings", line.text("--seq-length")), "rotary embeddings have no limit")
+            OptionOutcome(("--max-position-embeddings", line.text("--seq-length")), "rotary embeddings have no limit")
         )
     if not _has_experts(line):
         return found
-    found.append(Outcome(("--moe-token-dispatcher-type", "alltoall"), "the only dispatcher of Megatron-DeepSpeed"))
+    found.append(
+        OptionOutcome(("--moe-token-dispatcher-type", "alltoall"), "the only dispatcher of Megatron-DeepSpeed")
+    )
     if "--expert-interval" not in line:
-        found.append(Outcome(("--moe-layer-freq", _layers(line, 2)), why))
+        found.append(OptionOutcome(("--moe-layer-freq", _layers(line, 2)), why))
     if "--topk" not in line:
-        found.append(Outcome(("--moe-router-topk", "1", "--moe-router-pre-softmax"), why))
+        found.append(OptionOutcome(("--moe-router-topk", "1", "--moe-router-pre-softmax"), why))
     if "--moe-loss-coeff" not in line:
-        found.append(Outcome(("--moe-aux-loss-coeff", "0.1"), why))
+        found.append(OptionOutcome(("--moe-aux-loss-coeff", "0.1"), why))
     if _drops(line):
         if "--moe-train-capacity-factor" not in line:
-            found.append(Outcome(("--moe-expert-capacity-factor", "1.0"), why))
-        found.append(Outcome(("--moe-token-drop-policy", "position"), "Megatron-DeepSpeed draws the dropped tokens"))
+            found.append(OptionOutcome(("--moe-expert-capacity-factor", "1.0"), why))
+        found.append(
+            OptionOutcome(("--moe-token-drop-policy", "position"), "Megatron-DeepSpeed draws the dropped tokens")
+        )
     if "--enable-expert-tensor-parallelism" not in line and line.count("--tensor-model-parallel-size", 1) > 1:
-        found.append(Outcome(("--expert-tensor-parallel-size", "1"), why))
+        found.append(OptionOutcome(("--expert-tensor-parallel-size", "1"), why))
     return found
 
 

@@ -8,39 +8,39 @@ from megatron.pretraining.config.layer_pattern import MOST_LAYERS
 from megatron.pretraining.entry.dialects.rules import (
     Dialect,
     Line,
-    Outcome,
+    OptionOutcome,
     Rule,
     becomes,
     ignored,
     integer,
     of_value,
-    refused,
+    refused_option,
     renamed,
     same,
 )
 
 _SPEED = ignored("it changed only speed")
 _MEMORY = ignored("it changed only memory")
-_WEIGHTS = refused(
+_WEIGHTS = refused_option(
     "weights of Hugging Face are not converted when training starts", "convert them with tools/convert_checkpoint.py"
 )
 
 
-def _dense_layers(line: Line, values: Sequence[str]) -> Outcome:
+def _dense_layers(line: Line, values: Sequence[str]) -> OptionOutcome:
     layers = min(line.count("--num-layers"), MOST_LAYERS)
     dense = min(max(line.count("--first-k-dense-replace"), 0), layers)
-    return Outcome(("--moe-layer-freq", f"[{','.join(['0'] * dense + ['1'] * (layers - dense))}]"))
+    return OptionOutcome(("--moe-layer-freq", f"[{','.join(['0'] * dense + ['1'] * (layers - dense))}]"))
 
 
-def _shared_experts(line: Line, values: Sequence[str]) -> Outcome:
+def _shared_experts(line: Line, values: Sequence[str]) -> OptionOutcome:
     width = line.count("--moe-intermediate-size", line.count("--moe-ffn-hidden-size", line.count("--ffn-hidden-size")))
-    return Outcome(("--moe-shared-expert-intermediate-size", str(line.count("--n-shared-experts") * width)))
+    return OptionOutcome(("--moe-shared-expert-intermediate-size", str(line.count("--n-shared-experts") * width)))
 
 
-def _normalized(line: Line, values: Sequence[str]) -> Outcome:
+def _normalized(line: Line, values: Sequence[str]) -> OptionOutcome:
     if "--moe-router-pre-softmax" in line:
-        return Outcome(problem="it contradicts --moe-router-pre-softmax", fix="drop one of them")
-    return Outcome(why="probabilities of the selected experts always sum up to 1")
+        return OptionOutcome(problem="it contradicts --moe-router-pre-softmax", fix="drop one of them")
+    return OptionOutcome(why="probabilities of the selected experts always sum up to 1")
 
 
 RULES: dict[str, Rule] = {
@@ -55,7 +55,7 @@ RULES: dict[str, Rule] = {
             "ulysses_cp_algo": becomes("--cp-comm-type", "a2a"),
             "megatron_cp_algo": becomes("--cp-comm-type", "p2p"),
         },
-        refused("megatron-core has no such algorithm", "choose --cp-comm-type"),
+        refused_option("megatron-core has no such algorithm", "choose --cp-comm-type"),
     ),
     "--moe-token-dispatcher-type": renamed("--moe-token-dispatcher-type", alltoall_seq="alltoall"),
     "--first-k-dense-replace": integer(_dense_layers),

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from megatron.pretraining.entry.dialects.rules import (
     Dialect,
     Line,
-    Outcome,
+    OptionOutcome,
     Rule,
     becomes,
     ignored,
     of_value,
-    refused,
+    refused_option,
     renamed,
     same,
 )
@@ -25,17 +25,17 @@ _MOST_STEPS = 4096
 _MOST_SAMPLES = 1 << 62
 
 
-def recompute_all(line: Line, values: Sequence[str]) -> Outcome:
+def recompute_all(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Recomputes the activations of all layers, as ``--checkpoint-activations`` did."""
     if "--recompute-granularity" in line or "--recompute-activations" in line:
-        return Outcome(why="--recompute-granularity says more")
+        return OptionOutcome(why="--recompute-granularity says more")
     method = line.text("--activations-checkpoint-method", line.text("--checkpoint-method", "uniform"))
     layers = line.text("--activations-checkpoint-num-layers", line.text("--checkpoint-num-layers", "1"))
     words = ("--recompute-granularity", "full", "--recompute-method", method, "--recompute-num-layers", layers)
-    return Outcome(words)
+    return OptionOutcome(words)
 
 
-def _ramp(line: Line, values: Sequence[str]) -> Outcome:
+def _ramp(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Converts ``--rampup-batch-size START STEP SAMPLES`` to ``--step-batch-size-schedule`` (thresholds in tokens)."""
     try:
         start, step, samples = (int(float(value)) for value in values)
@@ -44,47 +44,49 @@ def _ramp(line: Line, values: Sequence[str]) -> Outcome:
         if steps < 1 or (last - start) % step or not length or steps > _MOST_STEPS or samples > _MOST_SAMPLES:
             raise ValueError
     except (ValueError, OverflowError, ZeroDivisionError):
-        return Outcome(
+        return OptionOutcome(
             problem="the batch does not grow in equal steps from the first number to --global-batch-size",
             fix="correct the numbers, or choose --step-batch-size-schedule",
         )
     # a step is made with the first iteration whose samples before it reach the threshold
     sizes = [(math.ceil(number * samples / steps) * length, start + number * step) for number in range(steps + 1)]
     schedule = ",".join(f"{tokens}:{size}" for tokens, size in sizes)
-    return Outcome(("--step-batch-size-schedule", schedule), "thresholds in tokens")
+    return OptionOutcome(("--step-batch-size-schedule", schedule), "thresholds in tokens")
 
 
-def _batch(line: Line, values: Sequence[str]) -> Outcome:
+def _batch(line: Line, values: Sequence[str]) -> OptionOutcome:
     if "--rampup-batch-size" in line:
-        return Outcome(why="the last entry of --step-batch-size-schedule is the same")
-    return Outcome(("--global-batch-size", *values))
+        return OptionOutcome(why="the last entry of --step-batch-size-schedule is the same")
+    return OptionOutcome(("--global-batch-size", *values))
 
 
-def _overlap(line: Line, values: Sequence[str]) -> Outcome:
+def _overlap(line: Line, values: Sequence[str]) -> OptionOutcome:
     if line.count("--tensor-model-parallel-size", 1) == 1:
-        return Outcome(why="there is one tensor-parallel worker")
-    return Outcome(("--tp-comm-overlap", *values))
+        return OptionOutcome(why="there is one tensor-parallel worker")
+    return OptionOutcome(("--tp-comm-overlap", *values))
 
 
 def _unless_empty(option: str) -> Rule:
     """Returns the rule for an option whose value may be missing because a script's variable was empty."""
-    return lambda line, values: Outcome((option, *values)) if any(values) else Outcome(why="it has no value")
+    return lambda line, values: (
+        OptionOutcome((option, *values)) if any(values) else OptionOutcome(why="it has no value")
+    )
 
 
-def _experiment(line: Line, values: Sequence[str]) -> Outcome:
+def _experiment(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Completes the name of an experiment, which W&B needs; a script's variable may be empty."""
     if any(values):
-        return Outcome(("--wandb-exp-name", *values))
+        return OptionOutcome(("--wandb-exp-name", *values))
     name = os.path.basename(line.text("--save").rstrip("/")) or "pretraining"
-    return Outcome(("--wandb-exp-name", name), "it has no value")
+    return OptionOutcome(("--wandb-exp-name", name), "it has no value")
 
 
-def _numbers(line: Line, values: Sequence[str]) -> Outcome:
-    return Outcome(("--hierarchical-context-parallel-sizes", *" ".join(values).split()))
+def _numbers(line: Line, values: Sequence[str]) -> OptionOutcome:
+    return OptionOutcome(("--hierarchical-context-parallel-sizes", *" ".join(values).split()))
 
 
-def _layout(line: Line, values: Sequence[str]) -> Outcome:
-    return Outcome(("--pipeline-model-parallel-layout", *(value.replace("\\", "") for value in values)))
+def _layout(line: Line, values: Sequence[str]) -> OptionOutcome:
+    return OptionOutcome(("--pipeline-model-parallel-layout", *(value.replace("\\", "") for value in values)))
 
 
 RULES: dict[str, Rule] = {
@@ -105,7 +107,7 @@ RULES: dict[str, Rule] = {
     "--log-learning-rate-to-tensorboard": ignored("the learning rate is always logged"),
     "--data-impl": of_value(
         {"mmap": ignored("it is the only format"), "infer": ignored("the format is always mmap")},
-        refused("only data in the format mmap are read", "convert the data with tools/preprocess_data.py"),
+        refused_option("only data in the format mmap are read", "convert the data with tools/preprocess_data.py"),
     ),
     "--use-flash-attn-v2": becomes("--use-flash-attn"),
     "--use-flash-attn-triton": becomes("--use-flash-attn"),

@@ -14,13 +14,13 @@ from megatron.pretraining.config.layer_pattern import from_interval
 from megatron.pretraining.entry.dialects.rules import (
     Dialect,
     Line,
-    Outcome,
+    OptionOutcome,
     Rule,
     becomes,
     ignored,
     integer,
     of_value,
-    refused,
+    refused_option,
     renamed,
 )
 from megatron.pretraining.entry.own_flags import OWN_GROUPS
@@ -34,10 +34,10 @@ _DEFAULT = "it is the default"
 def _switched_on(name: str, off: str) -> Rule:
     """Returns the rule for an option that a later ``off`` turned off, such as on a command line after a file."""
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         if line.comes_later(off, name):
-            return Outcome(why=f"{off} turns it off")
-        return Outcome((name, *values))
+            return OptionOutcome(why=f"{off} turns it off")
+        return OptionOutcome((name, *values))
 
     return rule
 
@@ -46,14 +46,14 @@ def _switched_off(on: str) -> Rule:
     """Returns the rule for the opposite of ``on``, which Megatron-LM's parser lacks, since it is the default."""
     key = on.removeprefix("--").replace("-", "_")
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         preset = PRESETS.get(line.text("--model"))
         if preset is not None and preset.values.get(key):
-            return Outcome(
+            return OptionOutcome(
                 problem=f"--model {line.text('--model')} has {on}, and Megatron-LM has no option that turns it off",
                 fix="give the options of the model in place of --model",
             )
-        return Outcome(why=_DEFAULT)
+        return OptionOutcome(why=_DEFAULT)
 
     return rule
 
@@ -71,67 +71,67 @@ def _numbers(*options: str) -> dict[str, Rule]:
     """Returns rules for options with a number that the word ``none`` unsets."""
 
     def rule_of(name: str) -> Rule:
-        def rule(line: Line, values: Sequence[str]) -> Outcome:
+        def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
             if line.text(name).lower() != "none":
-                return Outcome((name, *values))
+                return OptionOutcome((name, *values))
             preset = PRESETS.get(line.text("--model"))
             if preset is not None and preset.values.get(name.removeprefix("--").replace("-", "_")) is not None:
                 problem = f"--model {line.text('--model')} has a value, and Megatron-LM's options cannot take it back"
-                return Outcome(problem=problem, fix="give the options of the model in place of --model")
-            return Outcome(why="it has no value")
+                return OptionOutcome(problem=problem, fix="give the options of the model in place of --model")
+            return OptionOutcome(why="it has no value")
 
         return rule
 
     return {f"--{name}": rule_of(f"--{name}") for name in options}
 
 
-def _interval(line: Line, values: Sequence[str]) -> Outcome:
+def _interval(line: Line, values: Sequence[str]) -> OptionOutcome:
     layers = line.count("--num-layers")
     if not layers and (preset := PRESETS.get(line.text("--model"))) is not None:
         layers = int(str(preset.values["num_layers"]))
     pattern = from_interval(max(line.count("--expert-interval", 1), 1), layers)
-    return Outcome(("--moe-layer-freq", f"[{','.join(map(str, pattern))}]"))
+    return OptionOutcome(("--moe-layer-freq", f"[{','.join(map(str, pattern))}]"))
 
 
-def _layers_of_stage(line: Line, values: Sequence[str]) -> Outcome:
+def _layers_of_stage(line: Line, values: Sequence[str]) -> OptionOutcome:
     if "none" in (word.lower() for word in values):
-        return Outcome(why="it has no value")
+        return OptionOutcome(why="it has no value")
     if line.count("--num-virtual-stages-per-pipeline-rank"):
-        return Outcome(why="--num-virtual-stages-per-pipeline-rank follows from it")
-    return Outcome(("--num-layers-per-virtual-pipeline-stage", *values))
+        return OptionOutcome(why="--num-virtual-stages-per-pipeline-rank follows from it")
+    return OptionOutcome(("--num-layers-per-virtual-pipeline-stage", *values))
 
 
-def _dispatcher(line: Line, values: Sequence[str]) -> Outcome:
+def _dispatcher(line: Line, values: Sequence[str]) -> OptionOutcome:
     if "--elastic" in line:
-        return Outcome(("--moe-token-dispatcher-type", "alltoall"), "--elastic has a dispatcher in its place")
-    return Outcome(("--moe-token-dispatcher-type", *values))
+        return OptionOutcome(("--moe-token-dispatcher-type", "alltoall"), "--elastic has a dispatcher in its place")
+    return OptionOutcome(("--moe-token-dispatcher-type", *values))
 
 
 def _constant(option: str) -> Rule:
     """Returns the first or last weight decay, which Megatron-LM refuses if the weight decay is constant."""
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         constant = line.text("--weight-decay-incr-style", "constant") == "constant"
         if constant and line.number(option) == line.number("--weight-decay", 0.01):
-            return Outcome(why="the weight decay is constant")
-        return Outcome((option, *values))
+            return OptionOutcome(why="the weight decay is constant")
+        return OptionOutcome((option, *values))
 
     return rule
 
 
-def _commit(line: Line, values: Sequence[str]) -> Outcome:
+def _commit(line: Line, values: Sequence[str]) -> OptionOutcome:
     """Returns the directory of a tokenizer's commit in the cache of Hugging Face's hub."""
-    return Outcome(why="the directory of this commit in the hub's cache becomes --tokenizer-model")
+    return OptionOutcome(why="the directory of this commit in the hub's cache becomes --tokenizer-model")
 
 
-def _tokenizer(line: Line, values: Sequence[str]) -> Outcome:
+def _tokenizer(line: Line, values: Sequence[str]) -> OptionOutcome:
     commit, name = line.text("--tokenizer-revision"), " ".join(values)
     if not commit or not name:
-        return Outcome(("--tokenizer-model", *values))
+        return OptionOutcome(("--tokenizer-model", *values))
     home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub")))
     directory = cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
-    return Outcome(("--tokenizer-model", str(directory)), "this commit in the hub's cache")
+    return OptionOutcome(("--tokenizer-model", str(directory)), "this commit in the hub's cache")
 
 
 _OFF_BY_DEFAULT = """
@@ -189,16 +189,16 @@ RULES: dict[str, Rule] = {
     "--end-weight-decay": _constant("--end-weight-decay"),
     "--main-params-dtype": of_value(
         {"fp32": ignored("it is the only format")},
-        refused("megatron-core's optimizers keep master weights in fp32", "continue with the previous release"),
+        refused_option("megatron-core's optimizers keep master weights in fp32", "continue with the previous release"),
     ),
     "--tokenizer-revision": _commit,
     "--tokenizer-model": _tokenizer,
     "--trust": ignored("a checkpoint without a manifest loads, and is not verified"),
     "--no-trust": ignored("a checkpoint without a manifest loads, and is not verified"),
-    "--remote-device": of_value({"none": ignored(_DEFAULT)}, refused("weights stay on the device")),
-    "--mlp-type": of_value({"standard": ignored(_DEFAULT)}, refused("megatron-core has no residual experts")),
-    "--ds-sequence-parallel-size": of_value({"1": ignored(_DEFAULT)}, refused("it was refused, too")),
-    "--deepspeed-activation-checkpointing": refused("it was refused, too", "choose --recompute-granularity"),
+    "--remote-device": of_value({"none": ignored(_DEFAULT)}, refused_option("weights stay on the device")),
+    "--mlp-type": of_value({"standard": ignored(_DEFAULT)}, refused_option("megatron-core has no residual experts")),
+    "--ds-sequence-parallel-size": of_value({"1": ignored(_DEFAULT)}, refused_option("it was refused, too")),
+    "--deepspeed-activation-checkpointing": refused_option("it was refused, too", "choose --recompute-granularity"),
     "--use-flash-attn": ignored("--attention-backend selects the kernel"),
     "--no-use-flash-attn": ignored("--attention-backend selects the kernel"),
     "--no-use-mcore-models": _ACCEPTED,
@@ -217,19 +217,19 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-def _defaults(line: Line) -> Sequence[Outcome]:
+def _defaults(line: Line) -> Sequence[OptionOutcome]:
     """Returns defaults of the previous release that differ from Megatron-LM's."""
     found = []
     if "--eval-interval" not in line:
-        found.append(Outcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
+        found.append(OptionOutcome(("--eval-interval", _NEVER), "without an interval, it evaluated only at the end"))
     if "--fp8-format" in line and "--fp8-recipe" not in line:
-        found.append(Outcome(("--fp8-recipe", "tensorwise"), "its default"))
+        found.append(OptionOutcome(("--fp8-recipe", "tensorwise"), "its default"))
     if "--elastic" in line and "--moe-token-dispatcher-type" not in line:
         found.append(_dispatcher(line, ()))
     if "--correct" not in line:
-        found.append(Outcome(("--correct", "none"), "losses keep their bits"))
+        found.append(OptionOutcome(("--correct", "none"), "losses keep their bits"))
     if "--transformer-impl" not in line and find_spec("transformer_engine") is None:
-        found.append(Outcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
+        found.append(OptionOutcome(("--transformer-impl", "local"), "Transformer Engine is not installed"))
     return found
 
 

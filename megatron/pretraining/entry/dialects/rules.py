@@ -50,7 +50,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OptionOutcome:
     """The outcome of an option.
 
     Attributes:
@@ -66,7 +66,7 @@ class Outcome:
     fix: str = "drop it"
 
 
-Rule = Callable[[Line, Sequence[str]], Outcome]
+Rule = Callable[[Line, Sequence[str]], OptionOutcome]
 
 
 @dataclass(frozen=True)
@@ -86,40 +86,40 @@ class Dialect:
     name: str
     title: str
     rules: Mapping[str, Rule]
-    defaults: Callable[[Line], Sequence[Outcome]] = lambda line: ()
+    defaults: Callable[[Line], Sequence[OptionOutcome]] = lambda line: ()
     marks: frozenset[str] = frozenset()
     needs_mark: bool = False
 
 
 def ignored(why: str) -> Rule:
     """Returns a rule for an option without effect here."""
-    return lambda line, values: Outcome(why=why)
+    return lambda line, values: OptionOutcome(why=why)
 
 
-def refused(why: str, fix: str = "drop it") -> Rule:
+def refused_option(why: str, fix: str = "drop it") -> Rule:
     """Returns a rule for an option of an unsupported feature."""
-    return lambda line, values: Outcome(problem=why, fix=fix)
+    return lambda line, values: OptionOutcome(problem=why, fix=fix)
 
 
 def renamed(to: str, **of_values: str) -> Rule:
     """Returns a rule for an option with another name; ``of_values`` maps old values, in any case, to new values."""
     table = {old.lower(): new for old, new in of_values.items()}
-    return lambda line, values: Outcome((to, *(table.get(value.lower(), value) for value in values)))
+    return lambda line, values: OptionOutcome((to, *(table.get(value.lower(), value) for value in values)))
 
 
 def becomes(*words: str, why: str = "") -> Rule:
     """Returns a rule that replaces an option by these words, regardless of its values."""
-    return lambda line, values: Outcome(words, why)
+    return lambda line, values: OptionOutcome(words, why)
 
 
 def integer(rule: Rule) -> Rule:
     """Returns a rule for an option whose value must be an integer, since no parser checks it afterwards."""
 
-    def checked(line: Line, values: Sequence[str]) -> Outcome:
+    def checked(line: Line, values: Sequence[str]) -> OptionOutcome:
         try:
             int(" ".join(values))
         except ValueError:
-            return Outcome(problem="it is not an integer", fix="correct it")
+            return OptionOutcome(problem="it is not an integer", fix="correct it")
         return rule(line, values)
 
     return checked
@@ -132,7 +132,7 @@ def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
     """
     table: dict[str, Rule] = {value.lower(): rule for value, rule in rules.items()}
 
-    def rule(line: Line, values: Sequence[str]) -> Outcome:
+    def rule(line: Line, values: Sequence[str]) -> OptionOutcome:
         return (table.get(" ".join(values).lower()) or other or _missing)(line, values)
 
     return rule
@@ -140,7 +140,7 @@ def of_value(rules: Mapping[str, Rule], other: Rule | None = None) -> Rule:
 
 def same(option: str) -> Rule:
     """Returns a rule for an option that keeps its meaning."""
-    return lambda line, values: Outcome((option, *values))
+    return lambda line, values: OptionOutcome((option, *values))
 
 
 class Given(NamedTuple):
@@ -157,7 +157,7 @@ class Given(NamedTuple):
     words: list[str]
 
 
-def options_of(words: Sequence[str]) -> list[Given]:
+def split_options(words: Sequence[str]) -> list[Given]:
     """Returns the options of a command line, with their values."""
     found: list[Given] = []
     for word in words:

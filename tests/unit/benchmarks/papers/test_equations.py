@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.policy.pec_selection import sequential_experts
-from moc.sharding import Layout, StateBytes, contents
+from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.state.shape import ModelShape, model_operators
 
 GPT_350M_16E = ModelShape(
@@ -41,7 +41,7 @@ def parameters(operators) -> tuple[int, int]:
 
 
 def listed(operators, state, **how) -> int:
-    return sum(item.nbytes for item in contents(operators, Layout(1), state, **how))
+    return sum(item.nbytes for item in list_save_items(operators, ParallelLayout(1), state, **how))
 
 
 @settings(deadline=None)
@@ -53,7 +53,7 @@ def test_sizes_are_those_of_the_items(checkpoint, target, keep_master):
     of_all = {"weights": optimizer, "optimizer": weights}.get(target, StateBytes(0, 0, 0))
     of_chosen = {"weights": weights, "optimizer": optimizer, "both": state}[target]
     kept = keep_master and target != "weights"  # there all of them are there anyway
-    size = listed(operators, of_all) + listed(operators, of_chosen, chosen=chosen, keep_master=kept)
+    size = listed(operators, of_all) + listed(operators, of_chosen, chosen_experts=chosen, keeps_master=kept)
     assert pec_size(*parameters(operators), k, experts, state, target, keep_master) == pytest.approx(size, rel=1e-12)
 
 

@@ -12,9 +12,9 @@ from benchmarks.papers import moc_system as moc
 from benchmarks.papers import printed as papers
 from benchmarks.papers.program import REPRODUCTIONS
 from benchmarks.papers.reproduction import Reproduction, Row
-from moc.simulate.cluster import CLUSTERS
+from moc.simulate.cost import CLUSTERS
 from moc.simulate.engine import SimulatedJob, simulate
-from moc.simulate.policy_costs import PolicyCosts
+from moc.simulate.policy_costs import SimulatedCosts
 from tests.unit.policy.routing import RECORDED
 
 A100 = CLUSTERS["a100-moevement-fitted"]
@@ -42,7 +42,7 @@ def test_a_checkpoint_to_disk_stalls_for_no_less_than_one_to_memory(model):
 @pytest.mark.parametrize("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
 def test_an_oracle_reckons_with_the_failures_that_come(law):
     law = getattr(moevement, law)
-    saving = PolicyCosts("full", interval=1, restart_s=300)
+    saving = SimulatedCosts("full", interval=1, restart_s=300)
     runs = (simulate(SimulatedJob(1.0, wall_s=200_000, seed=seed), law.faults(1000.0), saving) for seed in range(20))
     assert fmean(run.ettr for run in runs) == pytest.approx(law.left(300 / 1000), abs=0.015)
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from megatron.pretraining.convert.hugging_face import described
 from megatron.pretraining.convert.hugging_face.families import (
     FAMILIES,
     families_for,
@@ -13,7 +12,9 @@ from megatron.pretraining.convert.hugging_face.families import (
     family_named,
     family_of,
 )
-from megatron.pretraining.convert.hugging_face.recorded import as_options, recipe, recorded
+from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH as FULL_WIDTH_SPEC
+from megatron.pretraining.convert.hugging_face.family import described_model
+from megatron.pretraining.convert.hugging_face.model_record import as_options, recipe, recorded
 from megatron.pretraining.entry.configuration import described as arguments_of
 from megatron.pretraining.entry.offline import config_of_words
 from moc.store.errors import CheckpointError
@@ -25,7 +26,7 @@ SIZES = dict(num_layers=3, hidden_size=64, ffn_hidden_size=160, num_attention_he
              num_query_groups=2, max_position_embeddings=48, position_embedding_type="rope", normalization="RMSNorm",
              norm_epsilon=1e-6, swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
              num_experts=8, moe_ffn_hidden_size=40, moe_router_topk=4, moe_aux_loss_coeff=0.01)  # fmt: skip
-QK_NORM, FULL_WIDTH = dict(qk_layernorm=True), dict(qk_layernorm=True, spec=list(described.FULL_WIDTH))
+QK_NORM, FULL_WIDTH = dict(qk_layernorm=True), dict(qk_layernorm=True, spec=list(FULL_WIDTH_SPEC))
 SHARED = dict(moe_shared_expert_intermediate_size=80)
 GATED = SHARED | dict(moe_shared_expert_gate=True)
 SIGMOID = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32",
@@ -114,7 +115,7 @@ def test_what_no_family_computes_is_refused_by_name(option, value):
 )
 def test_a_description_that_makes_no_sense(changes):
     with raises("model-description-invalid"):
-        described.described(model_of(**changes))
+        described_model(model_of(**changes))
 
 
 def test_shared_experts_without_a_gate_are_said_with_one():
@@ -244,7 +245,7 @@ KEYS = [  # family (or any), keys that we cannot compute, what the sentence name
     (None, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.*full_attention"),
     (None, {"rope_parameters": []}, "rope_parameters"),
     (None, {"rope_theta": 5.0}, "rope_theta twice"),
-    (None, {"rope_theta": 0.5, "rope_parameters": None}, "rope_theta 0.5: only whole"),
+    (None, {"rope_theta": 0.5, "rope_parameters": None}, "rope_theta 0.5: only integers"),
     (None, {"rope_theta": math.inf, "rope_parameters": None}, "rope_theta Infinity: it must be a number"),
     (None, {"quantization_config": {"bits": 4}}, "quantization_config"),
     (None, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1"),

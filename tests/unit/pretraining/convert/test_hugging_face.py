@@ -27,14 +27,17 @@ from megatron.pretraining.convert.hugging_face.directory import Description, wri
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
-from megatron.pretraining.convert.hugging_face.names import name_map  # noqa: E402
-from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
-from megatron.pretraining.convert.hugging_face.recorded import as_options, configured, first_state  # noqa: E402
-from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported  # noqa: E402
+from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
+from megatron.pretraining.convert.hugging_face.model_record import as_options, first_state, run_configuration  # noqa: E402
+from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
+    Exported,
+    Imported,
+    name_map,
+)
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
-from moc.store.regions import Entry  # noqa: E402
+from moc.store.shard_file import TensorBox  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
 
 ROWS, PADDED = 200, 256  # of the embedding
@@ -65,7 +68,7 @@ class Drawn(ConvertedState):
             values = torch.randn((PADDED if words else rows, *rest), generator=generator)
             self.values[name] = values if name.endswith("expert_bias") else values.to(dtype)
         self.tensors = [
-            Entry(name, "param", tuple(values.shape), whole_of(tuple(values.shape)), values.dtype)
+            TensorBox(name, "param", tuple(values.shape), whole_of(tuple(values.shape)), values.dtype)
             for name, values in self.values.items()
         ]
         self.operators = {operator_or_other(name): (COMPUTE, None) for name in shapes}
@@ -105,7 +108,7 @@ def real():
     """Shape of every tensor of the real model, as its only worker holds it."""
 
     def shapes(flags):
-        config = configured(model_of(**flags), 32)
+        config = run_configuration(model_of(**flags), 32)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(1)

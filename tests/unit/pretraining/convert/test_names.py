@@ -13,8 +13,8 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # noqa: E402
 from torch.distributed import HashStore  # noqa: E402
 
-from megatron.pretraining.convert.hugging_face.ours import built  # noqa: E402
-from megatron.pretraining.convert.names import (  # noqa: E402
+from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
+from megatron.pretraining.convert.torch_dist import (  # noqa: E402
     StockPlace,
     extra_states,
     stacks_layers,

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.convert import program
-from megatron.pretraining.convert.contents import whole_of
+from megatron.pretraining.convert.contents import cut_tensors, whole_of
 from megatron.pretraining.convert.dense import DenseContents, write_dense
-from megatron.pretraining.convert.regions import cut
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
-from moc.store.regions import Entry
+from moc.store.shard_file import TensorBox
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import publish_again
@@ -71,14 +70,14 @@ def checkpoint(root):
 def tensors(draw):
     some = draw(st.lists(st.tuples(st.lists(st.integers(1, 6), max_size=3), st.booleans()), min_size=1, max_size=5))
     return [
-        Entry(f"t{i}", "param", tuple(shape), whole_of(tuple(shape)), BF16 if half else torch.float32)
+        TensorBox(f"t{i}", "param", tuple(shape), whole_of(tuple(shape)), BF16 if half else torch.float32)
         for i, (shape, half) in enumerate(some)
     ]
 
 
 @given(tensors(), st.integers(1, 7))
 def test_parts_hold_everything_once_and_are_of_one_size(whole, parts):
-    found = cut(whole, parts)
+    found = cut_tensors(whole, parts)
     assert len(found) == parts
     counts = {tensor.name: torch.zeros(tensor.global_shape) for tensor in whole}
     for entry in (entry for part in found for entry in part):

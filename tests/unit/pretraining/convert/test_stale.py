@@ -12,7 +12,7 @@ from megatron.pretraining.convert.dense import DenseContents
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.inspect import summary
 from moc.inspect.coverage import operator_or_other
-from moc.policy.ledger import Ledger
+from moc.policy.token_ledger import TokenLedger
 from tests.errors import only_code
 from tests.unit.inspect.test_snapshots import CHAINED, LEFT_OUT, chain
 from tests.unit.inspect.test_summary import inspect
@@ -46,12 +46,16 @@ class Partial(Model):
 @pytest.fixture(params=["selective", "pec"])
 def root(tmp_path, request):
     """Checkpoints of three iterations; in each, expert E of layer L learns 10 L + E + 1 tokens."""
-    ledger = Ledger.of(dict.fromkeys(range(LAYERS), EXPERTS))
+    ledger = TokenLedger.empty(dict.fromkeys(range(LAYERS), EXPERTS))
     for iteration, experts in SAVED.items():
-        ledger = ledger.after({layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)})
+        ledger = ledger.after_iteration(
+            {layer: [10 * layer + one + 1 for one in range(EXPERTS)] for layer in range(LAYERS)}
+        )
         saved = {layer: [int(one[2]) for one in experts if int(one[0]) == layer] for layer in range(LAYERS)}
-        write_snapshot(Partial(iteration, ledger.begun(saved), request.param), tmp_path / "a", 2, lambda count: None)
-        ledger = ledger.begun(saved).snapshotted(iteration)
+        write_snapshot(
+            Partial(iteration, ledger.with_snapshot(saved), request.param), tmp_path / "a", 2, lambda count: None
+        )
+        ledger = ledger.with_snapshot(saved).with_snapshot_completed(iteration)
     return tmp_path
 
 
@@ -84,7 +88,7 @@ def test_what_they_lost_is_in_the_ledger(root, capsys):
     contents = SnapshotContents(root / "b" / "iter_0000003")
     assert_newest(contents)
     assert {step for _, step in contents.operators.values()} == {3}
-    ledger = Ledger.from_state(contents.facts.state["ledger"])
+    ledger = TokenLedger.from_state(contents.facts.state["ledger"])
     assert ledger.lost == {0: (1 * 1, 2 * 2), 1: (11 * 2, 0)}  # tokens of an iteration, times iterations
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import sentencepiece
 
-from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
+from megatron.pretraining.convert.hugging_face.directory import write_tokenizer
 
 TEXT = ["one two three four five six <unk> seven", "def f(x):\n    return x\n", "  two  spaces"] * 20
 SAME = dict(normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,

@@ -79,7 +79,7 @@ def test_long_texts_are_cut_between_characters(tmp_path, text):
     pieces = list(Reader([path]))
     assert all(len(p.data) < 2 * reading.PIECE_BYTES + 8 for p in pieces)
     assert documents(path) == [text]
-    assert "".join(reading.cut(text)) == text
+    assert "".join(reading.cut_text(text)) == text
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60), st.integers(1, 7))

@@ -14,17 +14,17 @@ from megatron.pretraining.data.identity import (
     Fingerprint,
     PairChecker,
     Source,
-    Vocabulary,
+    VocabularyIdentity,
     changes,
     changes_since,
     difference,
     digest_of_samples,
     fingerprint,
     identity_of,
-    record,
     same_words,
     sampled_blocks,
     vocabulary_of,
+    write_fingerprint,
 )
 from megatron.pretraining.process import cpu
 from moc.errors import code_of
@@ -102,22 +102,22 @@ def test_copies_have_the_same_fingerprint(tmp_path):
 def test_a_pair_as_recorded_has_no_problem(tmp_path):
     prefix = write_pair(tmp_path / "a")
     assert problems(prefix) == []
-    record(prefix, vocabulary_of(ABC))
+    write_fingerprint(prefix, vocabulary_of(ABC))
     assert problems(prefix) == [] == problems(prefix, Words("a", "b", "c", "<special>"))
-    record(prefix, None)
+    write_fingerprint(prefix, None)
     assert problems(prefix, Words("x", "y", "z")) == []
 
 
 def test_a_pair_of_another_tokenizer_is_a_problem(tmp_path):
     prefix = write_pair(tmp_path / "a")
-    record(prefix, vocabulary_of(ABC))
+    write_fingerprint(prefix, vocabulary_of(ABC))
     assert problems(prefix, Words("a", "c", "b")) == ["data-of-other-tokenizer"]
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_pair_with_other_contents_than_recorded_is_a_problem(tmp_path, suffix):
     prefix = write_pair(tmp_path / "a")
-    record(prefix, None)
+    write_fingerprint(prefix, None)
     mark(f"{prefix}{suffix}", 3 if suffix == ".bin" else 34)  # a length that no size depends on
     assert problems(prefix, None) == ["data-changed"]
 
@@ -143,7 +143,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_pair_is_refused(tmp_path, damage):
     prefix = write_pair(tmp_path / "a")
-    record(prefix, None)
+    write_fingerprint(prefix, None)
     suffix, change = DAMAGES[damage]
     path = tmp_path / f"a{suffix}"
     path.write_bytes(change(path.read_bytes()))
@@ -203,7 +203,7 @@ def data(*sources, vocabulary=None):
     return DataIdentity(sources, vocabulary)
 
 
-V, W = Vocabulary(3, "1" * 32), Vocabulary(3, "2" * 32)
+V, W = VocabularyIdentity(3, "1" * 32), VocabularyIdentity(3, "2" * 32)
 A, B = source("a"), source("b")
 
 

@@ -15,8 +15,8 @@ from tests.shared import ALL
 cpu.install()  # comes before megatron.core
 from megatron.core.datasets import gpt_dataset  # noqa: E402
 
-from megatron.pretraining.data import index_cache  # noqa: E402
-from megatron.pretraining.data.index_cache import IndexCacheError  # noqa: E402
+from megatron.pretraining.entry import streams  # noqa: E402
+from megatron.pretraining.entry.streams import IndexCacheError  # noqa: E402
 
 
 class Bomb:
@@ -31,7 +31,7 @@ class Bomb:
 def load():
     """How megatron-core reads."""
     before = gpt_dataset.safe_numpy_load
-    index_cache.read_plainly()
+    streams.read_plainly()
     yield lambda path: gpt_dataset.safe_numpy_load(str(path), allow_pickle=True, mmap_mode="r")
     gpt_dataset.safe_numpy_load = before
 

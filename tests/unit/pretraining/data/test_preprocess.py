@@ -23,8 +23,8 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.pretraining.data import pairs
 from megatron.pretraining.data import preprocess as program
+from megatron.pretraining.data.documents import PairWriter
 from megatron.pretraining.data.tokenizer import build_tokenizer
 from megatron.pretraining.process import cpu
 from tests.errors import only_code
@@ -323,7 +323,7 @@ def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path):
 
 
 def test_two_writers_do_not_mix(tmp_path, capsys):
-    with pairs.PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
+    with PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
         other.add(numpy.array([9]))
         other.end_document()
         args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o"]

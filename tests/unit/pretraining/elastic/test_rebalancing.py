@@ -12,27 +12,27 @@ def elastic():
     from megatron.pretraining.process import cpu
 
     cpu.install()
-    from megatron.pretraining.elastic import placing, rebalancing
+    from megatron.pretraining.elastic import placement, rebalancing
 
-    return placing, rebalancing
+    return placement, rebalancing
 
 
 def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
     config = parse(flags, workers=4)
-    nodes = elastic[0].nodes_of(config, workers)
+    nodes = elastic[0].nodes_of_stages(config, workers)
     return elastic[0].plans_for(config, nodes, dict.fromkeys(range(4), load), previous)
 
 
 def test_stages_have_plans_of_their_own(elastic):
     plans = plans_for(elastic, 4, [1] * 8, f"{FLAGS} {PP2}")
     assert {stage: sorted(plan.tables) for stage, plan in plans.items()} == {0: [0, 1], 1: [2, 3]}
-    assert {plan.size for plan in plans.values()} == {2}
+    assert {plan.num_ranks for plan in plans.values()} == {2}
 
 
 def test_experts_that_stay_keep_their_slots(elastic):
-    placing, _ = elastic
-    assert placing.slots_after((3, 5, None, 1), [1, 2, 7, 3]) == (3, 2, 7, 1)
-    assert placing.slots_after((0, 1, 2), [2]) == (None, None, 2)
+    placement, _ = elastic
+    assert placement.slots_after((3, 5, None, 1), [1, 2, 7, 3]) == (3, 2, 7, 1)
+    assert placement.slots_after((0, 1, 2), [2]) == (None, None, 2)
 
 
 def test_a_plan_by_load_is_more_even(elastic):
@@ -44,7 +44,7 @@ def test_a_plan_by_load_is_more_even(elastic):
 
 
 def test_each_domain_has_a_busiest_worker_of_its_own(elastic):
-    placing, rebalancing = elastic
+    placement, rebalancing = elastic
     flags = f"{FLAGS} --elastic-slots 3 --elastic-min-replicas 1 --elastic-everywhere 0"
     load = [800, 50, 50, 20, 20, 20, 20, 20]
     apart = plans_for(elastic, 6, load, f"{flags} --elastic-domain 3")
@@ -55,9 +55,9 @@ def test_each_domain_has_a_busiest_worker_of_its_own(elastic):
 
 
 def test_plans_of_other_domains_do_not_fit(elastic):
-    placing, _ = elastic
+    placement, _ = elastic
     one, two = (plans_for(elastic, 4, [1] * 8, f"{FLAGS} --elastic-domain {most}") for most in (4, 2))
-    assert placing.fit(two, two) and not placing.fit(one, two)
+    assert placement.fit(two, two) and not placement.fit(one, two)
 
 
 def test_what_pays(elastic):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pretraining.planning.model import config_of, operators_of
+from megatron.pretraining.planning.model import config_of, meta_operators
 from tests.errors import raises
 
 SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --make-vocab-size-divisible-by 1".split()
@@ -11,7 +11,7 @@ OF_MEGATRON_DEEPSPEED = "--expert-interval 2 --topk 1 --moe-expert-parallel-size
 
 def operators(words="", vocab_size=10, **layout):
     """Parameters and unsliced ones, by operator."""
-    found = operators_of(config_of(None, [*SMALL, *words.split()], **layout), None, vocab_size)
+    found = meta_operators(config_of(None, [*SMALL, *words.split()], **layout), None, vocab_size)
     return {operator.name: (operator.parameters, operator.unsliced) for operator in found}
 
 
@@ -109,7 +109,7 @@ def test_a_command_line_of_megatron_deepspeed_is_planned():
     words = [*SMALL, *"--max-position-embeddings 4 --num-experts 4 --deepspeed --zero-stage 1".split()]
     config = config_of(None, [*words, *OF_MEGATRON_DEEPSPEED])
     assert (config.moe.moe_router_topk, config.parallel.expert_model_parallel_size) == (1, 2)
-    assert {o.layer for o in operators_of(config, None, 10) if o.expert is not None} == {1}
+    assert {o.layer for o in meta_operators(config, None, 10) if o.expert is not None} == {1}
 
 
 def test_a_model_that_cannot_be_built_without_cuda_is_refused():

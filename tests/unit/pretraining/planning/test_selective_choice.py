@@ -8,7 +8,7 @@ import pytest
 
 from megatron.pretraining.planning import sizes
 from megatron.pretraining.planning.selective_choice import read_routing
-from moc.output import ToolError
+from moc.cli_output import ToolError
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.policy.routing import RECORDED
@@ -132,7 +132,7 @@ def test_gradients_take_the_place_of_states_where_flags_and_job_allow_it(capsys,
     slow = [*memory, "--snapshot-gbs", (dense + expert) / 2e9]
     assert plan(capsys, *slow)["explain_selective"]["gradient"] is None  # a snapshot every 17 iterations
     assert sizes.main(list(map(str, slow))) == 0
-    assert "States alone: --selective-gradients on needs a snapshot in each iteration." in capsys.readouterr().out
+    assert "States only: --selective-gradients on needs a snapshot in each iteration." in capsys.readouterr().out
 
 
 def test_the_share_of_a_copy_that_bubbles_hide(capsys, nbytes):
@@ -256,7 +256,7 @@ def test_flags_that_do_not_belong_together_are_refused_in_one_sentence(capsys, a
 
 def test_the_command_that_the_docs_show(capsys):
     page = (REPOSITORY / "docs" / "how-to" / "choose-a-policy.md").read_text(encoding="utf-8")
-    command, said = page.split("    python tools/plan_checkpoint.py ")[-1].split("\n\nsays at its end\n\n")
+    command, said = page.split("    python tools/plan_checkpoint.py ")[-1].split("\n\nends with\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0
     choice = capsys.readouterr().out.rstrip().split("\n\n")[-1]
     assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")

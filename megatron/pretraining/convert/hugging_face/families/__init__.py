@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from megatron.pretraining.convert.hugging_face.described import described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import Config, Family, Model, described_model
 from moc.errors import cause_of
 from moc.store.errors import CheckpointError
 
@@ -87,6 +86,6 @@ def _refusal(family: Family, model: Model) -> CheckpointError | None:
 
 
 def _plainly(family: Family, model: Model) -> bool:
-    ours = described(model)
+    ours = described_model(model)
     gated = not family.shared_gate or ours.moe_shared_expert_gate
     return gated and family.shared_width(model) == ours.shared

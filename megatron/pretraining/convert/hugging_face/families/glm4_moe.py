@@ -9,8 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import Described, check, described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import (
+    Config,
+    Described,
+    Family,
+    Model,
+    check_options,
+    described_model,
+)
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "glm4_moe", "Glm4MoeForCausalLM", "n_routed_experts"
@@ -20,9 +26,9 @@ _PER_GROUP = 2  # experts whose scores sum to a group's in transformers; topk //
 
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
-    values = common.read(config, _EXPERTS, _FIXED, partial=0.5)
+    values = common.read_common_options(config, _EXPERTS, _FIXED, partial=0.5)
     width = common.whole(config, "moe_intermediate_size")
-    factor = common.number(config, "routed_scaling_factor", 1.0)
+    factor = common.required_number(config, "routed_scaling_factor", 1.0)
     dense = common.whole(config, "first_k_dense_replace", 1, least=0)
     return (
         values
@@ -43,8 +49,8 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described(model)
-    check(_NAME, ours, _FIXED)
+    ours = described_model(model)
+    check_options(_NAME, ours, _FIXED)
     _check_groups(ours)
     dense = ours.expert_layers.index(1)
     if not all(ours.expert_layers[dense:]):
@@ -82,7 +88,7 @@ def config_of(model: Model) -> dict[str, Any]:
 
 def shared_width(model: Model) -> int:
     """Returns the inner width of the shared experts, which the family always has."""
-    ours = described(model)
+    ours = described_model(model)
     return ours.shared or ours.moe_ffn_hidden_size or 0
 
 
@@ -92,7 +98,7 @@ def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
         raise common.unsupported(
             "norm_topk_prob",
             config.get("norm_topk_prob", True),
-            "scores of several selected experts are always divided by their sum, and that of one never",
+            "scores of several selected experts are always divided by their sum, and a single score never",
         )
     if groups == selected:  # no group is left out
         return {}

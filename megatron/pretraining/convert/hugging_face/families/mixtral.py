@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import (
+from megatron.pretraining.convert.hugging_face.family import (
     SOFTMAX,
-    check,
+    Config,
+    Family,
+    Model,
     check_all_layers_have_experts,
-    described,
+    check_options,
+    described_model,
 )
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 
 _NAME, _ARCHITECTURE, _EXPERTS = "mixtral", "MixtralForCausalLM", "num_local_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(
@@ -27,14 +29,14 @@ def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
     width = common.whole(config, "intermediate_size")
-    values = common.read(config, _EXPERTS, _FIXED, theta=1e6)
+    values = common.read_common_options(config, _EXPERTS, _FIXED, theta=1e6)
     return values | common.softmax_router(config, True) | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described(model)
-    check(_NAME, ours, _FIXED)
+    ours = described_model(model)
+    check_options(_NAME, ours, _FIXED)
     check_all_layers_have_experts(_NAME, ours)
     return common.write(
         _NAME,

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import (
+from megatron.pretraining.convert.hugging_face.family import (
     FULL_WIDTH,
     SOFTMAX,
-    check,
+    Config,
+    Family,
+    Model,
     check_all_layers_have_experts,
-    described,
+    check_options,
+    described_model,
 )
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
 from moc.store.errors import CheckpointError
 
 _NAME, _ARCHITECTURE, _EXPERTS = "olmoe", "OlmoeForCausalLM", "num_experts"
@@ -31,7 +33,7 @@ def flags_of(config: Config) -> dict[str, Any]:
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
     width = common.whole(config, "intermediate_size")
-    values = common.read(config, _EXPERTS, _FIXED)
+    values = common.read_common_options(config, _EXPERTS, _FIXED)
     if values["kv_channels"] * values["num_attention_heads"] != values["hidden_size"]:
         raise common.unsupported("head_dim", values["kv_channels"], "heads of this family make up hidden_size")
     values |= common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
@@ -40,8 +42,8 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described(model)
-    check(_NAME, ours, _FIXED)
+    ours = described_model(model)
+    check_options(_NAME, ours, _FIXED)
     check_all_layers_have_experts(_NAME, ours)
     if ours.kv_channels * ours.num_attention_heads != ours.hidden_size:
         raise CheckpointError(

@@ -9,8 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import (
+    SOFTMAX,
+    Config,
+    Family,
+    Model,
+    check_options,
+    described_model,
+)
 
 _NAME, _ARCHITECTURE, _EXPERTS = "qwen2_moe", "Qwen2MoeForCausalLM", "num_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(qk_layernorm=False, rotary_percent=1.0)
@@ -20,7 +26,7 @@ def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
     return (
-        common.read(config, _EXPERTS, _FIXED)
+        common.read_common_options(config, _EXPERTS, _FIXED)
         | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
         | common.dense_and_sparse(config)
         | dict(
@@ -33,8 +39,8 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described(model)
-    check(_NAME, ours, _FIXED)
+    ours = described_model(model)
+    check_options(_NAME, ours, _FIXED)
     return common.write(
         _NAME,
         _ARCHITECTURE,

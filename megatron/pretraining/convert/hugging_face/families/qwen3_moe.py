@@ -5,8 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.pretraining.convert.hugging_face import configuration as common
-from megatron.pretraining.convert.hugging_face.described import SOFTMAX, check, described
-from megatron.pretraining.convert.hugging_face.family import Config, Family, Model
+from megatron.pretraining.convert.hugging_face.family import (
+    SOFTMAX,
+    Config,
+    Family,
+    Model,
+    check_options,
+    described_model,
+)
 
 _NAME, _ARCHITECTURE, _EXPERTS = "qwen3_moe", "Qwen3MoeForCausalLM", "num_experts"
 _FIXED: dict[str, Any] = SOFTMAX | dict(
@@ -22,7 +28,7 @@ def flags_of(config: Config) -> dict[str, Any]:
     common.no_windows(config, "use_sliding_window")
     common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
     return (
-        common.read(config, _EXPERTS, _FIXED)
+        common.read_common_options(config, _EXPERTS, _FIXED)
         | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
         | common.dense_and_sparse(config)
     )
@@ -30,8 +36,8 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described(model)
-    check(_NAME, ours, _FIXED)
+    ours = described_model(model)
+    check_options(_NAME, ours, _FIXED)
     own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(ours)
     return common.write(_NAME, _ARCHITECTURE, ours, _EXPERTS, **own)
 

@@ -1,0 +1,273 @@
+"""Handles membership changes: finds the surviving state, and moves it to the plans of the new members.
+
+Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
+experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
+After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
+
+Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
+iteration is discarded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.pretraining.config import Config
+from megatron.pretraining.elastic.placement import (
+    NodesOfStages,
+    Plans,
+    PlansDiffer,
+    first_plans,
+    no_loads,
+    nodes_there,
+    place,
+    plans_for,
+)
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.state_transfer import Shards
+from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
+from megatron.pretraining.engine.megatron import MegatronEngine
+from moc.elastic.plan import Loads, Plan
+from moc.elastic.transfers import count_new_replicas
+from moc.fault_points import reach
+from moc.runtime.collectives import gather
+from moc.runtime.device import synchronize_and_check
+from moc.runtime.environment import min_nodes
+from moc.runtime.job import World
+from moc.session.engine import Listener, VoteParticipant
+from moc.session.resume.point import NoRecoveryPoint
+from moc.session.session import Session
+
+
+class ReportedState(NamedTuple):
+    """State that a worker reports when workers connect.
+
+    Attributes:
+        place: rank block of its node.
+        stage: its pipeline stage.
+        trained: whether it has state of the run.
+        plan: digest of its stage's plan in force; None without experts.
+        awaited: digest of :attr:`Replicas.awaited`.
+        moves: whether experts still have to move to plans of other members.
+    """
+
+    place: int
+    stage: int
+    trained: bool
+    plan: str | None
+    awaited: str | None
+    moves: bool
+
+
+class Settled(NamedTuple):
+    """Agreement among the connected workers.
+
+    Attributes:
+        under_way: whether some have trained, so that the plans in force belong to a started run.
+        lost: state without a holder, as the subject of a sentence; empty if nothing is lost.
+    """
+
+    under_way: bool
+    lost: str = ""
+
+
+def settle(
+    config: Config, replicas: Replicas, shards: Shards | None, trained: bool, helpers: Sequence[int] = ()
+) -> Settled:
+    """Agrees on the holders of experts and blocks; a collective call of all workers.
+
+    A layer whose move has landed on one worker lands on all. Workers that have not ``trained`` take over the plans of
+    the others, not the state. If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
+    :attr:`Shards.wanted` is the assignment. If something is lost, these are in force immediately, and all workers must
+    load their state.
+
+    Args:
+        config: the flags.
+        replicas: replicas of experts.
+        shards: shards of the dense optimizer state; None if it is not sharded.
+        trained: whether this worker has trained.
+        helpers: by partial-model node (the last nodes), its part of the model.
+
+    Raises:
+        NoRecoveryPoint: no worker has trained, and this worker was built with other experts than it is assigned.
+    """
+    stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
+    plan = replicas.plans.get(stage)  # None if layers are dense
+    moves = replicas.wanted is not None
+    mine = ReportedState(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
+    told = [ReportedState(*one) for one in gather(tuple(mine))]
+    nodes = nodes_there(config, [(one.place, one.stage) for one in told], helpers)
+    if not any(one.trained for one in told):
+        _begin(config, replicas, shards, nodes)
+        return Settled(under_way=False)
+    known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
+    empty = [] if min_nodes() is None else _without_state(told)
+    changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
+    plans = {}
+    for number, own in replicas.plans.items():
+        if number in empty:
+            continue  # new workers have their own plan, and others an old one
+        of_stage = [one for one in told if one.stage == number]
+        as_now = _among(nodes[number].members, [one.trained for one in of_stage]) if changed else _unchanged
+        plans[number] = decided(
+            [as_now(known[one.plan]) for one in of_stage if one.trained and one.plan],
+            [as_now(known[one.awaited]) for one in of_stage if one.awaited],
+            own,
+        )
+        if number == stage and awaited is not None and as_now(awaited) == plans[number]:
+            replicas.land(plans[number])
+    wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
+    lost = f"pipeline stage {empty[0] + 1}" if empty else _lost(plans) if changed else ""
+    if shards is not None and not settle_shards(shards, nodes[stage], trained):
+        lost = lost or "a shard of the optimizer's state"
+    replicas.take(wanted if lost and wanted else plans, nodes)
+    replicas.wanted = None if lost else wanted
+    if shards is not None and lost:
+        shards.begin(nodes[stage])
+    return Settled(True, lost)
+
+
+def _without_state(told: Sequence[ReportedState]) -> list[int]:
+    """Returns the pipeline stages without a trained worker."""
+    return sorted({one.stage for one in told} - {one.stage for one in told if one.trained})
+
+
+def _members_differ(known: Mapping[str, Plan], one: ReportedState, nodes: NodesOfStages) -> bool:
+    """Returns whether the plan in force on a worker has other members than the connected nodes."""
+    return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
+
+
+def _lost(plans: Plans) -> str:
+    """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
+    lost = [one for plan in plans.values() for one in plan.lost_experts(plan.members)]
+    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
+
+
+def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
+    """Returns the plan that all workers of a stage have after a loss; pure.
+
+    A loss may interrupt the move of a layer. Some workers then know that all parts arrived, and have the new plan in
+    force. Others still have the old plan, and await the new one. In this case, the new plan is returned.
+
+    Args:
+        in_force: plans of workers that have trained.
+        awaited: plans of workers that received their part of a move, and may not know whether all did.
+        own: the plan of this worker, used if no worker of the stage has trained.
+
+    Raises:
+        PlansDiffer: workers that have trained hold experts by different plans.
+    """
+    found = set(in_force)
+    possible = found & set(awaited) or found or {own}
+    if len(possible) > 1:
+        raise PlansDiffer(
+            "workers that are left hold experts by different plans. Fix: restart the job from its last checkpoint, and "
+            "report this as an error of the program"
+        )
+    return possible.pop()
+
+
+def is_settled(replicas: Replicas, shards: Shards | None) -> bool:
+    """Returns whether all state is where the current members need it."""
+    return replicas.wanted is None and (shards is None or shards.wanted is None)
+
+
+def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, session: Session, log: Listener) -> None:
+    """Moves state to the plans and assignment of the current members, between two iterations; a collective call."""
+    before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
+    wanted = before if replicas.wanted is None else replicas.wanted
+    with session.moving():
+        if shards is not None and shards.wanted is not None:
+            taken += shards.move_to(shards.wanted)
+        if replicas.wanted is not None:
+            taken += replicas.move_to(wanted)
+        engine.state.describe()
+    copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
+    count = len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
+    seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
+    log.events.write(
+        "migration",
+        iteration=iteration,
+        nodes=count,
+        experts=copied,
+        bytes=amount,
+        elapsed_s=round(seconds, 6),
+    )
+    log.message(
+        f"{count} nodes continue from iteration {iteration}: {copied} copies of experts moved in {seconds:.2f} s"
+    )
+
+
+def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: NodesOfStages) -> None:
+    """Takes over the numbers of the connected nodes.
+
+    A worker has the initial weights only of the experts that it was built with. It cannot begin if it is assigned
+    others, because the number of workers changed, or because it took over plans of lost workers.
+    """
+    numbered = {stage: replace(plan, members=nodes[stage].members) for stage, plan in replicas.plans.items()}
+    if numbered != first_plans(config, nodes):
+        raise NoRecoveryPoint
+    replicas.take(numbered, nodes)
+    if shards is not None:
+        shards.begin(nodes[parallel_state.get_pipeline_model_parallel_rank()])
+
+
+def _unchanged(plan: Plan) -> Plan:
+    return plan
+
+
+def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
+    return lambda plan: plan.restricted_to(members, trained)
+
+
+def _shared(told: Sequence[ReportedState], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
+    """Returns all plans by digest, each from the first worker that has it, and the loads; a collective call.
+
+    The loads are from the first worker that has trained: others may have missed a commit.
+    """
+    rank, trained = dist.get_rank(), next(rank for rank, one in enumerate(told) if one.trained)
+    first: dict[str | None, int] = {}
+    for number, one in enumerate(told):
+        first.setdefault(one.plan, number)
+        first.setdefault(one.awaited, number)
+    plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
+    shared = gather((plans, dict(loads) if rank == trained else {}))
+    return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
+
+
+class GuestsWait(Exception):
+    """Exit from the generation, on all workers after the same iteration, to admit joining nodes."""
+
+
+class Guests(VoteParticipant):
+    """Agreement on the iteration after which all workers leave, for one generation."""
+
+    def __init__(self, world: World):
+        self._world, self._wait = world, False
+
+    def ballot(self) -> dict[str, float]:
+        """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
+        return {"guests": float(self._world.job.has_scale_up_notice)}
+
+    def on_vote(self, tally: Mapping[str, float]) -> None:
+        """Makes all workers leave after this iteration if any was notified."""
+        self._wait = tally["guests"] > 0
+
+    def meet(self) -> None:
+        """Leaves the generation between two iterations, if the commit all-reduce decided so.
+
+        Raises:
+            GuestsWait: on all workers; the device has completed its enqueued work.
+            Aborted: another worker was lost meanwhile.
+        """
+        if self._wait:
+            synchronize_and_check(self._world.device)
+            reach("parting")
+            raise GuestsWait

@@ -1,0 +1,100 @@
+"""Reads ``events.jsonl`` of unknown origin; the fields that programs use have declared types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from moc.errors import UserError
+from moc.files import decode, safe_directory
+from moc.files.decode import Amount, Count, Name, Seconds
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import short_repr
+
+EVENTS_FILE = "events.jsonl"
+_MAX_INCOMPLETE_LINES = 1000  # lines; each start of a worker leaves at most one
+
+_Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
+_Difference = Annotated[float, Meta(ge=-1e12, le=1e12)]  # of two clocks, in seconds
+_FIELDS_BY_TYPE = {
+    str: "type split tier action cause reason what",
+    Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
+    _Difference: "noticed_s met_s",
+    Count: "iteration kept folded",
+    Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
+    Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
+    bool: "boosted",
+    bool | None: "exact",
+    list[Count]: "stages",
+    dict[Name, Seconds]: "startup_s",
+    dict[Name, Amount]: "by_layer survival max_violation_by_layer dropped_share_by_layer",
+    float | None: "loss grad_norm learning_rate perplexity",
+    _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
+    "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
+    "storage_age storage_overdue mlt_storage max_violation dropped_share",
+}
+_KnownFields = msgspec.defstruct(
+    "_Fields",
+    [(name, kind | UnsetType, UNSET) for kind, names in _FIELDS_BY_TYPE.items() for name in names.split()],  # pyright: ignore[reportOperatorIssue]
+)
+
+
+class EventsError(UserError, ValueError):
+    """A file is not an event log of this program."""
+
+    code = "events-invalid"
+
+
+class Event(dict[str, Any]):
+    """An event; a field that it lacks raises EventsError."""
+
+    def __missing__(self, field: str) -> Any:
+        raise EventsError(
+            f"an event {short_repr(self.get('type'))} has no {field}. Fix: give an {EVENTS_FILE} of this program"
+        )
+
+
+def events_file(path: str | Path) -> Path:
+    """Returns the path of ``events.jsonl``, given the file or its directory."""
+    path = Path(path)
+    return path / EVENTS_FILE if path.is_dir() else path
+
+
+def read_events(path: str | Path) -> list[dict[str, Any]]:
+    """Returns the events of a file, or of the one in a directory, each an :class:`Event`.
+
+    Incomplete lines of killed workers are skipped.
+
+    Raises:
+        OSError: the file cannot be read, or a line is too long.
+        EventsError: the file is not an event log, or a field has another type.
+    """
+    path = events_file(path)
+    events: list[dict[str, Any]] = []
+    incomplete_lines = 0
+    for number, line in enumerate(SafeDirectory(path.parent).read_lines(path.name, safe_directory.MAX_LINE_BYTES), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = decode.parse(line)
+        except ValueError:
+            if number == 1:
+                raise EventsError(f"{path}: line 1 is not JSON. Fix: give an {EVENTS_FILE}") from None
+            incomplete_lines += 1
+            if incomplete_lines > _MAX_INCOMPLETE_LINES:
+                raise EventsError(
+                    f"{path}: more than {_MAX_INCOMPLETE_LINES} lines are not JSON. Fix: give an {EVENTS_FILE}"
+                ) from None
+            continue
+        if isinstance(fields, dict) and "type" in fields:
+            try:
+                decode.convert(fields, _KnownFields)
+            except ValueError as error:
+                raise EventsError(
+                    f"{path}: line {number} is not an event ({error}). Fix: give an {EVENTS_FILE} of this program"
+                ) from None
+            events.append(Event(fields))
+    return events

@@ -1,0 +1,549 @@
+"""Chooses the experts of a selective snapshot, and whether their state or their gradients are saved.
+
+* State of the policy: the saved versions of experts in each tier, and the tokens at risk.
+* Budgets of bytes as limits on experts, and their measurement (MoEtion, section 4.2).
+* Gradients in place of state: MoEtion's asynchronous optimizer recomputation (section 5.2, Algorithm 3). An expert is
+  in a *chain* if every snapshot since its last full save has it. Its next state follows from the previous one by an
+  update with its reduced gradients, a third of the bytes. So a snapshot may have gradients instead, and a recovery
+  repeats the updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+from moc.files import decode
+from moc.files.decode import Amount, Count
+from moc.policy.expert_selection import (
+    CountsByLayer,
+    ExpertId,
+    ExpertsByLayer,
+    Limit,
+    Preselection,
+    expert_ids,
+    lost_tokens_by_layer,
+    per_byte,
+    proportional,
+    scores,
+)
+from moc.policy.interval import Interval, Measurements, ObservedIteration
+from moc.policy.partial import ExpertTable, PartialState, SavedVersions
+from moc.policy.plan import Load
+from moc.state.operators import Detail
+
+
+@dataclass
+class SelectiveState(PartialState):
+    """Saves to memory, copies and storage, and the risk of the newest snapshot.
+
+    Attributes:
+        copied: as ``saved``, for copies in the memory of other nodes.
+        copied_at: as ``saved_at``, for copies.
+        bases: iteration of each expert's last full save since the run was last resumed.
+        copied_bases: as ``bases``, for copies.
+        given: tokens given to the experts of each layer until the newest snapshot.
+        iteration: iteration of the newest snapshot.
+        mlt: momentary lost tokens right after it, in iterations: see :meth:`SelectiveReport.gauges`.
+        mlt_peers: momentary lost tokens if a node is lost, and its experts are loaded from copies.
+    """
+
+    of: ClassVar[str] = "selective checkpoints"
+
+    copied: ExpertTable = field(default_factory=dict)
+    copied_at: ExpertTable = field(default_factory=dict)
+    bases: ExpertTable = field(default_factory=dict)
+    copied_bases: ExpertTable = field(default_factory=dict)
+    given: dict[Count, Count] = field(default_factory=dict)
+    iteration: Count = 0
+    mlt: Amount = 0.0
+    mlt_peers: Amount = 0.0
+
+    @property
+    def in_memory(self) -> SavedVersions:
+        """Saves to memory, or to the only tier."""
+        return SavedVersions(self.saved, self.saved_at, self.bases)
+
+    @property
+    def in_peers(self) -> SavedVersions:
+        """Copies in other nodes' memory."""
+        return SavedVersions(self.copied, self.copied_at, self.copied_bases)
+
+    def record_resume(self, in_memory: bool, in_storage: bool) -> None:
+        """As :meth:`PartialState.record_resume`; chains of gradients end."""
+        super().record_resume(in_memory, in_storage)
+        self.bases.clear()
+        self.copied_bases.clear()
+
+    def record_risk(self, iteration: int, load: Load) -> None:
+        """Records the tokens that a fault right after this snapshot would lose."""
+        given = {layer: sum(row) for layer, row in load.items()}
+        each = {
+            layer: (given[layer] - self.given.get(layer, 0)) / max(1, iteration - self.iteration) for layer in given
+        }
+        risks = [
+            lost_tokens_by_layer(subtract_counts(load, saves.tokens), each) for saves in (self.in_memory, self.in_peers)
+        ]
+        self.given, self.iteration = given, iteration
+        self.mlt, self.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
+
+    def experts_per_layer(self, saves: SavedVersions, chained: bool = False) -> float:
+        """Returns the mean number of experts of each layer in the newest snapshot; 0 without one.
+
+        With ``chained``, only experts saved by their gradients count.
+        """
+        newest, layers = max(map(max, self.saved_at.values()), default=0), saves.at
+        if not newest:
+            return 0.0
+        count = sum(
+            at == newest and not (chained and base == at)
+            for layer, row in layers.items()
+            for at, base in zip(row, saves.bases.get(layer, row), strict=True)
+        )
+        return count / len(layers)
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
+        """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
+        known = decode.convert_state(state, dict, cls.of)
+        same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
+        earlier = {name: known[other] for name, other in same.items() if other in known}
+        return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
+
+
+def subtract_counts(now: Load, before: Load) -> ExpertTable:
+    """Returns the tokens of each expert since an earlier count, for the layers of ``before``."""
+    return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSizes:
+    """Bytes of snapshots.
+
+    Attributes:
+        dense: bytes of all dense operators, by rank.
+        experts: bytes of each expert, by the ranks that save it.
+        nodes: node of each rank.
+        replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
+        gradients: bytes of each expert's gradients, by the ranks that save them; empty if none are saved.
+    """
+
+    dense: Mapping[int, int]
+    experts: Mapping[ExpertId, Mapping[int, int]]
+    nodes: tuple[int, ...] = ()
+    replicas: int = 0
+    gradients: Mapping[ExpertId, Mapping[int, int]] = field(default_factory=dict)
+
+    def count_limit(self, number: int) -> Limit:
+        """Returns the limit of a fixed number of experts over all layers; gradients count by their relative bytes."""
+        return _count_limit(self, number)
+
+    def gradient_ratio(self, place: ExpertId) -> float:
+        """Returns the bytes of an expert's state relative to its gradients."""
+        return sum(self.experts[place].values()) / sum(self.gradients[place].values())
+
+    def rank_limit(self, budget: float) -> Limit:
+        """Returns the limit of each rank's bytes, after subtracting dense operators.
+
+        Replicas save complete experts in turn, so a rank may save up to one more than its mean share. Room for one
+        expert is reserved.
+        """
+        return _rank_limit(self, budget)
+
+    def node_limit(self, received: float) -> Limit:
+        """Returns the limit of each node's received bytes; every node keeps copies for ``replicas`` others."""
+        return _node_limit(self, received)
+
+    @cached_property
+    def least_rank_bytes(self) -> int:
+        """The smallest budget of a rank that leaves every rank room for an expert."""
+        return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
+
+    @cached_property
+    def full_bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of each rank in a full snapshot."""
+        bytes_by_rank = dict(self.dense)
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                bytes_by_rank[rank] = bytes_by_rank.get(rank, 0) + amount
+        return bytes_by_rank
+
+    @cached_property
+    def busiest_rank(self) -> tuple[int, int]:
+        """The rank with the most bytes of dense operators and its largest expert, and its bytes of that expert."""
+        largest: dict[int, int] = {}
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                largest[rank] = max(largest.get(rank, 0), amount)
+        rank = max(largest, key=lambda rank: self.dense.get(rank, 0) + largest[rank])
+        return rank, largest[rank]
+
+    @cached_property
+    def least_node_bytes(self) -> int:
+        """The smallest budget of a node, in bytes received, that leaves every node room for an expert."""
+        largest = max((amount for nodes in self._experts_by_node.values() for amount in nodes.values()), default=0)
+        return max(1, self.replicas) * (max(self._dense_by_node.values(), default=0) + largest)
+
+    @cached_property
+    def _largest(self) -> dict[int, tuple[int, int]]:
+        """Bytes of the largest expert of each rank, and the number of ranks that save it."""
+        found: dict[int, tuple[int, int]] = {}
+        for ranks in self.experts.values():
+            for rank in ranks:
+                found[rank] = max(found.get(rank, (0, 1)), (sum(ranks.values()), len(ranks)))
+        return found
+
+    @cached_property
+    def _experts_by_node(self) -> dict[ExpertId, dict[int, int]]:
+        return {place: self._sum_by_node(ranks) for place, ranks in self.experts.items()}
+
+    @cached_property
+    def _dense_by_node(self) -> dict[int, int]:
+        return dict.fromkeys(self.nodes, 0) | self._sum_by_node(self.dense)
+
+    def _sum_by_node(self, ranks: Mapping[int, int]) -> dict[int, int]:
+        bytes_by_node: dict[int, int] = {}
+        for rank, amount in ranks.items():
+            bytes_by_node[self.nodes[rank]] = bytes_by_node.get(self.nodes[rank], 0) + amount
+        return bytes_by_node
+
+
+@lru_cache(maxsize=8)
+def _count_limit(sizes: ExpertSizes, number: int) -> Limit:
+    whole, gradients = (
+        {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (sizes.experts, sizes.gradients)
+    )
+    return Limit({0: number * max((bins[0] for bins in whole.values()), default=0)}, whole, gradients)
+
+
+@lru_cache(maxsize=8)  # budgets stay the same for many snapshots
+def _rank_limit(sizes: ExpertSizes, budget: float) -> Limit:
+    room = {
+        rank: budget - sizes.dense.get(rank, 0) - most * (1 - 1 / ranks)
+        for rank, (most, ranks) in sizes._largest.items()
+    }
+    return Limit(_nonnegative(room), sizes.experts, sizes.gradients)
+
+
+@lru_cache(maxsize=8)
+def _node_limit(sizes: ExpertSizes, received: float) -> Limit:
+    sent = received / max(1, sizes.replicas)
+    room = {node: sent - dense for node, dense in sizes._dense_by_node.items()}
+    gradients = {place: sizes._sum_by_node(ranks) for place, ranks in sizes.gradients.items()}
+    return Limit(_nonnegative(room), sizes._experts_by_node, gradients)
+
+
+def count_fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
+    """Returns how many equally popular experts fit: at most S_total, since ranks cannot share their room."""
+    ages = {layer: [0] * number for layer, number in numbers.items()}
+    return sum(map(len, per_byte(ages, ages, 0, limits).values()))
+
+
+def _nonnegative(room: Mapping[int, float]) -> dict[int, float]:
+    return {key: max(0.0, left) for key, left in room.items()}
+
+
+Chains = Mapping[ExpertId, tuple[int, int]]
+"""By expert, the iterations of its base (the last full save) and of its last save, both inclusive."""
+
+DetailByExpert = Mapping[ExpertId, Detail]
+"""Details of the chosen experts."""
+
+
+def gradient_chains(bases: CountsByLayer, saved_at: CountsByLayer) -> dict[ExpertId, tuple[int, int]]:
+    """Returns the chains of all experts with a full save.
+
+    Args:
+        bases: by layer and expert, the iteration of the last full save; 0 if there is none.
+        saved_at: by layer and expert, the iteration of the last save at any detail.
+    """
+    return {
+        (layer, expert): (base, saved_at[layer][expert])
+        for layer, row in bases.items()
+        for expert, base in enumerate(row)
+        if base
+    }
+
+
+def chained_experts(chains: Chains, iteration: int) -> frozenset[ExpertId]:
+    """Returns the experts whose gradients of an iteration suffice: their chains reach the previous iteration."""
+    return frozenset(place for place, (_, last) in chains.items() if last == iteration - 1)
+
+
+def experts_to_renew(
+    bases: CountsByLayer,
+    chained: Collection[ExpertId],
+    iteration: int,
+    max_age: float,
+    limits: Sequence[Limit],
+    given: Preselection,
+) -> frozenset[ExpertId]:
+    """Returns the chained experts that need a full save, since longer chains take more memory and recovery time.
+
+    Their bases are older than ``max_age`` iterations. The oldest are first, within the limits left by ``given``.
+    """
+    old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
+    old = old.difference(given.chosen)
+    if not old:
+        return old
+    ages = {layer: [iteration - base for base in row] for layer, row in bases.items()}
+    first = {layer: [age * ((layer, e) in old) for e, age in enumerate(row)] for layer, row in ages.items()}
+    return old.intersection(expert_ids(per_byte(first, ages, math.inf, limits, given)))
+
+
+def choose_details(
+    select: Callable[[Preselection], ExpertsByLayer],
+    before: DetailByExpert,
+    full: Collection[ExpertId],
+    chained: Collection[ExpertId],
+    compares: bool = False,
+) -> DetailByExpert:
+    """Returns the experts of a snapshot, each at its detail.
+
+    Args:
+        select: chooses experts within limits.
+        before: experts that are chosen already.
+        full: experts that are saved in full before others are chosen.
+        chained: experts whose gradients suffice.
+        compares: chained experts that are saved in full also cost their gradients, which are saved for comparison.
+    """
+    whole = {place: Detail.FULL for place in full} | dict(before)
+    cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
+    both = frozenset(chained).intersection(whole) - cheaper if compares else frozenset()
+    found = expert_ids(select(Preselection(whole.keys(), cheaper, state_and_gradients=both)))
+    return {place: Detail.GRAD if place in cheaper else Detail.FULL for place in sorted(found)}
+
+
+def scores_per_cost(
+    scores: Mapping[int, Sequence[float]], cheaper: Collection[ExpertId], sizes: ExpertSizes | None = None
+) -> dict[int, list[float]]:
+    """Returns scores per byte of the save, relative to a full save.
+
+    Args:
+        scores: scores by layer and expert.
+        cheaper: experts that cost only their gradients.
+        sizes: sizes of states and gradients; None if unknown, and then costs are equal.
+    """
+    ratios = {} if sizes is None else {place: sizes.gradient_ratio(place) for place in cheaper}
+    return {
+        layer: [score * ratios.get((layer, expert), 1.0) for expert, score in enumerate(row)]
+        for layer, row in scores.items()
+    }
+
+
+STORAGE_SHARE = 0.5
+"""Share of the limits for experts that are stored in full, if memory receives gradients of the others."""
+
+MAX_AGE_CYCLES = 4
+"""Cycles through all experts after which an expert is saved first, whatever its score."""
+
+STORAGE_CYCLES = MAX_AGE_CYCLES + 2
+"""Cycles until storage has a new version of each expert: old experts take at most half of each snapshot."""
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """A choice of experts at one iteration; pure, and the same on every rank.
+
+    Attributes:
+        iteration: iteration of the snapshot.
+        load: tokens of each expert since training began.
+        rule: ``per-byte`` or ``proportional`` (MoEtion, Algorithm 1).
+        score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
+        max_age: iterations after which an expert, or the base of a chain, is saved first.
+        gradients: gradients are saved in place of state where they suffice.
+        sizes: sizes of both, by which scores count; None if unknown.
+        compares: if an expert is saved in full although its gradients suffice, these are saved, too.
+        storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at its speed.
+    """
+
+    iteration: int
+    load: Load
+    rule: str
+    score: str
+    max_age: int
+    gradients: bool = False
+    sizes: ExpertSizes | None = None
+    saves_comparison: bool = False
+    storage_max_age: float | None = None
+
+    def choose(
+        self,
+        memory: SavedVersions,
+        limits: Sequence[Limit],
+        before: DetailByExpert = MappingProxyType({}),
+        storage: SavedVersions | None = None,
+    ) -> DetailByExpert:
+        """Returns the experts that fit, each at its detail.
+
+        The choice depends on the tokens that memory lacks, or storage if the snapshot is stored. If gradients are
+        saved, the choice for storage:
+
+        * takes at most :data:`STORAGE_SHARE` of the limits, and leaves the rest for chains,
+        * ranks by tokens times iterations, since storage has no gradients.
+
+        Args:
+            memory: saves to memory.
+            limits: the budget.
+            before: experts that are chosen already, and included in the result.
+            storage: versions in storage, or on their way there; None if the snapshot is not stored.
+        """
+        by_storage = self if storage is None else self._by_storage(storage, limits)
+        if not self.gradients:
+            found = expert_ids(by_storage._select(limits, storage or memory, Preselection(before.keys())))
+            return dict.fromkeys(found, Detail.FULL)
+        chained = chained_experts(gradient_chains(memory.bases, memory.at), self.iteration)
+        given = Preselection(before.keys(), [place for place in before if before[place] is Detail.GRAD], STORAGE_SHARE)
+        if storage is not None:
+            full = expert_ids(by_storage._select(limits, storage, given))
+        else:
+            full = experts_to_renew(memory.bases, chained, self.iteration, self.max_age, limits, given)
+        return choose_details(partial(self._select, limits, memory), before, full, chained, self.saves_comparison)
+
+    def _by_storage(self, storage: SavedVersions, limits: Sequence[Limit]) -> ExpertChoice:
+        """Returns the choice for storage, with the age limit from the measured speed of storage."""
+        since_last = self.iteration - max(map(max, storage.at.values()), default=0)
+        old = MAX_AGE_CYCLES * expert_cycle(sum(map(len, storage.at.values())), limits, self.gradients) * since_last
+        return replace(
+            self,
+            score="tokens-age" if self.gradients else self.score,
+            max_age=old if self.storage_max_age is None else self.storage_max_age,
+        )
+
+    def _select(self, limits: Sequence[Limit], saves: SavedVersions, given: Preselection) -> ExpertsByLayer:
+        never = {layer: [0] * len(row) for layer, row in self.load.items()}
+        unsaved = subtract_counts(self.load, never | saves.tokens)
+        if self.rule == "proportional":
+            return proportional(unsaved, limits, given)
+        ages = {layer: [self.iteration - at for at in row] for layer, row in (never | saves.at).items()}
+        costs = scores_per_cost(scores(unsaved, ages, self.score), given.gradients_only, self.sizes)
+        return per_byte(costs, ages, self.max_age, limits, given)
+
+
+def expert_cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
+    """Returns the number of stored snapshots until each expert was in one, if experts take turns."""
+    share = STORAGE_SHARE if gradients else 1.0
+    return -(-experts // max(1, int(share * min(limit.expert_count() for limit in limits))))
+
+
+def default_max_age(experts: int, apart: int, limits: Sequence[Limit]) -> int:
+    """Returns the default number of iterations after which an expert is saved first."""
+    return MAX_AGE_CYCLES * apart * expert_cycle(experts, limits, gradients=False)
+
+
+_STALL = 0.03
+"""Maximum share of training time for stalls if even the smallest snapshot does not hide."""
+
+_CHANGED = 0.1
+"""Relative change of a measurement that updates the budgets; smaller changes do not."""
+
+_KEYS = Measurements().state_dict().keys()
+
+
+class SelectiveTuner(Interval):
+    """Measures how many bytes a snapshot may copy and send without delaying training.
+
+    The first iterations are measured without a snapshot. The first snapshot has everything, and the next one waits
+    until it is durable. From then on, every ``every``-th iteration takes one.
+
+    Args:
+        every: iterations between snapshots.
+        figures: earlier measurements, named as in :attr:`Measurements.medians`; budgets use them until new ones are
+            known.
+        bubble_share: share of forward and backward in the pipeline's bubbles until they are timed, if copies hide
+            there; by default they hide behind forward and backward.
+        given: all budgets are given, so no snapshot waits for a measurement.
+    """
+
+    def __init__(
+        self,
+        every: int = 1,
+        measurements: Mapping[str, float] | None = None,
+        bubble_share: float = 0.0,
+        has_budgets: bool = False,
+    ):
+        self.every, self.bubble_share, self.has_budgets = every, bubble_share, has_budgets
+        self._measurements = Measurements()
+        self._used: dict[str, float] = dict(measurements or {})
+        self._started = self._is_pending = False
+
+    @property
+    def iterations(self) -> int:
+        """As :attr:`Interval.iterations`."""
+        return self.every
+
+    def observe(self, observed: ObservedIteration) -> None:
+        """As :meth:`Interval.observe`."""
+        self._measurements.observe(observed)
+        self._started, self._is_pending = self._started or observed.snapshot_started, observed.snapshot_pending
+        now = self._measurements.medians
+        if any(abs(now[name] - self._used.get(name, 0.0)) > _CHANGED * now[name] for name in now):
+            self._used = now
+
+    def is_due(self, iteration: int) -> bool:
+        """Returns True for every ``every``-th iteration once iterations and the first snapshot's cost are measured."""
+        measured = "copy_rate" in self._used or not (self._started and self._is_pending)
+        known = self.has_budgets or ("iteration_s" in self._used and measured)
+        return iteration > 0 and iteration % self.every == 0 and known
+
+    @property
+    def local_bytes(self) -> float | None:
+        """B_local: bytes that a rank copies to host memory while it computes; None until measured.
+
+        The paper uses the whole iteration. Here training waits for the copy before the update, so only forward and
+        backward count, or the pipeline's bubbles.
+        """
+        computing = self._overlapped_bytes
+        if not self.bubble_share or computing is None:
+            return computing
+        bubble_s = self._used.get("bubble_s", self.bubble_share * self._used["forward_backward_s"])
+        return min(computing, self._used["copy_rate"] * bubble_s)
+
+    @property
+    def _overlapped_bytes(self) -> float | None:
+        """Bytes that a rank copies during forward and backward, including bubbles; None until measured."""
+        if not {"copy_rate", "iteration_s"} <= self._used.keys():
+            return None
+        return self._used["copy_rate"] * self._used["forward_backward_s"]
+
+    def remote_bytes(self, tier: str) -> float | None:
+        """Returns B_remote per iteration: bytes that a node receives, or with tier ``disk`` that a rank writes.
+
+        None until measured, and with tier ``memory``.
+        """
+        rate = {"peers": "replicate_rate", "disk": "write_rate"}.get(tier, "")
+        if not {rate, "iteration_s"} <= self._used.keys():
+            return None
+        return self._used[rate] * self._used["iteration_s"]
+
+    def affordable_interval(self, least: float) -> int:
+        """Returns the iterations between snapshots that keep stalls below 3 % of the training time; 1 if copies hide.
+
+        Args:
+            least: bytes of the busiest rank's smallest snapshot.
+        """
+        hidden = self._overlapped_bytes  # the rest is copied during computation if bubbles are too short
+        if hidden is None or least <= hidden:
+            return 1
+        stall_s = (least - hidden) / self._used["copy_rate"]
+        return math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all measurements, and the measurements that budgets use."""
+        return self._measurements.state_dict() | {"used": dict(self._used)}
+
+    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """As :meth:`Interval.loading`; another tuner's state is ignored."""
+        known = _KEYS <= decode.convert_state(state, dict, "a tuner").keys()
+        seen = Measurements.from_state(state) if known else Measurements()
+        used = decode.convert_state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
+
+        def load() -> None:
+            self._measurements, self._used = seen, used
+            self._started = self._is_pending = False
+
+        return load

@@ -1,0 +1,259 @@
+"""Places copies on nodes to survive as many simultaneous losses as possible and send few bytes.
+
+The placement is Gemini's mixed strategy (SOSP '23; as described in MoEtion, section 2.3). Groups of nodes copy to each
+other; leftover nodes join the last group, which becomes a ring. If all nodes fit into groups, no placement survives
+more. A ring can be slightly worse than the optimum: with 5 nodes and 2 copies each, 5 of the 10 losses of three nodes
+are fatal, and 4 is possible.
+
+The choice of nodes for a group does not affect survival. So nodes with the most identical data are grouped, because
+copies within the group need not send it (MoEtion, section 5.1). Algorithm 2 there places copies by worker, without
+nodes, and one worker can keep more copies than another. Here every node keeps ``replicas``.
+
+Describes state that is identical on several nodes: data-parallel replicas without ZeRO (MoEtion, section 5.1). Each
+node saves the state of its ranks, so that all of them can restart from their node's memory. A node that keeps a copy
+of another node's snapshot already has the identical data in its own. So it receives only the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, permutations
+from math import comb
+
+from moc.store.manifest import REPLICAS_KEY
+
+Alike = Mapping[frozenset[int], int]
+"""Bytes of data that is identical on all nodes of a set, counted once."""
+
+Groups = tuple[tuple[int, ...], ...]
+
+_ALL_TRIED = 8  # nodes; larger jobs use a greedy search and exchanges
+_EXCHANGED = 64  # nodes; larger jobs try no exchanges
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Assignment of copies to nodes.
+
+    Attributes:
+        groups: nodes by number. In a group of ``replicas + 1`` nodes, each keeps copies of all others. A larger group
+            is a ring: each node's snapshots are copied to the nodes that follow it.
+        replicas: number of other nodes that keep copies of each node's snapshots.
+    """
+
+    groups: Groups
+    replicas: int
+
+    @cached_property
+    def holders(self) -> dict[int, tuple[int, ...]]:
+        """Nodes that keep copies, by the node whose snapshots they copy."""
+        return {
+            node: tuple(group[(place + step) % len(group)] for step in range(1, self.replicas + 1))
+            for group in self.groups
+            for place, node in enumerate(group)
+        }
+
+    def kept_by(self, holder: int) -> tuple[int, ...]:
+        """Returns the other nodes whose snapshots a node keeps copies of."""
+        return tuple(node for node in sorted(self.holders) if holder in self.holders[node])
+
+
+def place(nodes: int, replicas: int, alike: Alike | None = None) -> Placement:
+    """Places copies in as many groups of ``replicas + 1`` nodes as fit; the last group takes the leftover nodes.
+
+    Groups combine nodes with much identical data; without such data they follow the order of the nodes. For up to eight
+    nodes, no other choice and order of groups sends fewer bytes.
+
+    Raises:
+        ValueError: there are too few other nodes.
+    """
+    if not 0 <= replicas < nodes:
+        raise ValueError(f"{nodes} nodes have at most {nodes - 1} others that keep copies, not {replicas}")
+    known = {of: amount for of, amount in (alike or {}).items() if 1 < len(of) < nodes and amount}
+    if not known or not replicas:
+        return Placement(_in_order(range(nodes), replicas), replicas)
+    if nodes <= _ALL_TRIED:
+        return Placement(max(_all_groups(range(nodes), replicas), key=lambda g: _unsent(g, replicas, known)), replicas)
+    found = _greedy(nodes, replicas, known)
+    return Placement(_exchanged(found, replicas, known) if nodes <= _EXCHANGED else found, replicas)
+
+
+def not_sent(placement: Placement, alike: Alike) -> int:
+    """Returns the bytes of a snapshot's copies that need not be sent, because their holders have identical data."""
+    return _unsent(placement.groups, placement.replicas, alike)
+
+
+def _in_order(nodes: Sequence[int], replicas: int) -> Groups:
+    copies = replicas + 1
+    starts = [group * copies for group in range(len(nodes) // copies)]
+    stops = [*starts[1:], len(nodes)]
+    return tuple(tuple(nodes[start:stop]) for start, stop in zip(starts, stops, strict=True))
+
+
+def _unsent(groups: Iterable[tuple[int, ...]], replicas: int, alike: Alike) -> int:
+    return sum(_unsent_in(group, replicas, alike) for group in groups)
+
+
+def _unsent_in(group: tuple[int, ...], replicas: int, alike: Alike) -> int:
+    """Returns the bytes that copies in one group need not send: data identical on a node and its holders."""
+    there = [(amount, [node in of for node in group]) for of, amount in alike.items()]
+    size = len(group)
+    return sum(
+        amount * sum(inside[place] and inside[(place + step) % size] for place in range(size))
+        for amount, inside in there
+        for step in range(1, replicas + 1)
+    )
+
+
+def _all_groups(nodes: Sequence[int], replicas: int) -> Iterator[Groups]:
+    """Yields every choice of groups, the ordered one first; the last group is a ring if nodes are left over."""
+    copies = replicas + 1
+    ring = copies + len(nodes) % copies
+    if ring == copies:
+        yield from _partitions(nodes, copies)
+        return
+    for members in reversed(list(combinations(nodes, ring))):
+        others = [node for node in nodes if node not in members]
+        for rest in permutations(members[1:]):
+            for groups in _partitions(others, copies):
+                yield (*groups, (members[0], *rest))
+
+
+def _partitions(nodes: Sequence[int], size: int) -> Iterator[Groups]:
+    if not nodes:
+        yield ()
+        return
+    for others in combinations(nodes[1:], size - 1):
+        rest = [node for node in nodes[1:] if node not in others]
+        for groups in _partitions(rest, size):
+            yield ((nodes[0], *others), *groups)
+
+
+def _greedy(nodes: int, replicas: int, alike: Alike) -> Groups:
+    """Starts each group with the first remaining node, and adds the nodes with the most data in common."""
+    left, order = dict.fromkeys(range(nodes)), []
+    while left:
+        group = [next(iter(left))]
+        left.pop(group[0])
+        while left and len(group) <= replicas:
+            group.append(_closest(group, left, alike))
+            left.pop(group[-1])
+        order += group
+    return _in_order(order, replicas)
+
+
+def _closest(group: Sequence[int], left: Collection[int], alike: Alike) -> int:
+    weights = [(of, amount * sum(node in of for node in group)) for of, amount in alike.items()]
+    weights = [(of, weight) for of, weight in weights if weight]
+    return max(left, key=lambda node: sum(weight for of, weight in weights if node in of))
+
+
+def _exchanged(groups: Groups, replicas: int, alike: Alike) -> Groups:
+    """Exchanges pairs of nodes until no exchange saves bytes."""
+    better = True
+    while better:
+        better = False
+        for one, other in combinations([(g, p) for g, group in enumerate(groups) for p in range(len(group))], 2):
+            exchanged = [list(group) for group in groups]
+            (g, p), (h, q) = one, other
+            exchanged[g][p], exchanged[h][q] = groups[h][q], groups[g][p]
+            pairs = [(groups[i], tuple(exchanged[i])) for i in {g, h}]
+            if sum(_unsent_in(b, replicas, alike) - _unsent_in(a, replicas, alike) for a, b in pairs) > 0:
+                groups, better = tuple(map(tuple, exchanged)), True
+    return groups
+
+
+def survival(placement: Placement, lost: int) -> float:
+    """Returns the probability that a simultaneous loss of ``lost`` nodes leaves a holder of each node's snapshots.
+
+    The result is exact. For each group, the numbers of survivable losses by size are the coefficients of a polynomial.
+    Groups are independent, so the product of their polynomials counts the losses over all groups.
+    """
+    ways = [1]
+    for group in placement.groups:
+        ways = _product(ways, _survived(len(group), placement.replicas + 1))
+    nodes = sum(map(len, placement.groups))
+    return ways[lost] / comb(nodes, lost) if lost < len(ways) else 0.0
+
+
+def _survived(size: int, copies: int) -> list[int]:
+    """Returns, by number of nodes lost from a ring, the number of losses that leave a holder of everything.
+
+    A group is a ring of ``copies`` nodes. A loss of ``copies`` consecutive nodes is fatal. A ring is shorter than two
+    such runs, so there is at most one. It is counted by its first node, which follows a survivor; the other losses are
+    free.
+    """
+    return [
+        comb(size, lost) - (size * comb(size - copies - 1, lost - copies) if lost >= copies else 0)
+        for lost in range(size)
+    ]
+
+
+def _product(one: list[int], other: list[int]) -> list[int]:
+    product = [0] * (len(one) + len(other) - 1)
+    for i, a in enumerate(one):
+        for j, b in enumerate(other):
+            product[i + j] += a * b
+    return product
+
+
+def describe_placement(placement: Placement, names: list[str], unsent: int = 0) -> str:
+    """Describes the groups and the losses that they survive, in one sentence.
+
+    Names are by number of the node; ``unsent`` is :func:`not_sent` for a full snapshot.
+    """
+    groups = "; ".join(", ".join(names[node] for node in group) for group in placement.groups)
+    r, nodes = placement.replicas, len(names)
+    chances = [
+        f"of {lost} with probability {survival(placement, lost):.4g}"
+        for lost in range(r + 1, nodes)
+        if survival(placement, lost)
+    ][:3]
+    return (
+        f"snapshots have {r} cop{'y' if r == 1 else 'ies'} in the memory of other nodes, in groups ({groups}): they "
+        f"survive the simultaneous loss of any {r} of {nodes} nodes"
+        + "".join(f", {chance}" for chance in chances)
+        + (
+            f"; {unsent / 1e9:.3g} GB of a full one are not sent, since these nodes have identical data"
+            if unsent
+            else ""
+        )
+    )
+
+
+Told = Mapping[tuple[str, ...], Mapping[str, int]]
+"""By nodes with identical state: operators, and bytes of each node's copy."""
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Identical state on the nodes of a job.
+
+    Attributes:
+        copies: by operator, how many nodes save each element, if several do.
+        nbytes: by nodes, the bytes that are identical on all of them, counted once.
+    """
+
+    copies: Mapping[str, int] = field(default_factory=dict)
+    nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+    def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`)."""
+        found: dict[str, list[str]] = {}
+        for name in operators:
+            if name in self.copies:
+                found.setdefault(str(self.copies[name]), []).append(name)
+        return {REPLICAS_KEY: found} if found else {}
+
+
+def redundancy(stages: Iterable[Told]) -> Redundancy:
+    """Combines the reports of the pipeline stages."""
+    copies: dict[str, int] = {}
+    nbytes: dict[tuple[str, ...], int] = {}
+    for told in stages:
+        for nodes, operators in told.items():
+            nbytes[nodes] = nbytes.get(nodes, 0) + sum(operators.values())
+            copies |= dict.fromkeys(operators, len(nodes))
+    return Redundancy(copies, nbytes)

@@ -1,0 +1,426 @@
+"""Prints reports of runs: a table with a column for each run, and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moc.cli_output import Parser, console, escapes_output, human, print_lines, pyplot, refused, replacing
+from moc.errors import code_of
+from moc.files.event_log import events_file, read_events
+from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
+from moc.report.wall_clock import Event
+
+PART_TITLES = {
+    "useful_s": "useful work",
+    "stalls_s": "stalls for snapshots",
+    "slower_s": "slower iterations",
+    "again_s": "computing again",
+    "recoveries_s": "recoveries",
+    "stopped_s": "until started again",
+    "start_up_s": "start-up",
+    "pauses_s": "evaluation, saves",
+    "other_s": "other",
+}
+"""Titles of the fields of :class:`moc.report.wall_clock.Spent`, in table order."""
+
+_SETTINGS = {
+    "sparse_window": "window W",
+    "gradient_window": "window W of gradients",
+    "k_snapshot": "K in memory",
+    "k_persist": "K in storage",
+    "snapshot_interval": "interval",
+}
+_WIDE = 160  # columns without a terminal
+
+Cell = Callable[[Report], "str | None"]
+
+
+def print_reports(runs: Sequence[Report]) -> None:
+    """Prints a table with a column for each run, and the choices of tuners."""
+    console(width=_WIDE).print(_table(runs))
+    for run in runs:
+        print_lines(*_choice_lines(run, len(runs) > 1))
+
+
+def table_sections(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
+    """Yields sections of lines, each with a cell for each run; leaves out lines without any value."""
+    for section, lines in _SECTIONS.items():
+        cells_by_title = ((name, [cell(run) for run in runs]) for name, cell in lines.items())
+        filled = [(name, [cell or "" for cell in cells]) for name, cells in cells_by_title if any(cells)]
+        if filled:
+            yield section, filled
+
+
+def _table(runs: Sequence[Report]):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right", overflow="fold")
+    for section, lines in table_sections(runs):
+        table.add_row(section.upper())
+        for name, cells in lines:
+            table.add_row(f"  {name}", *cells)
+        table.add_section()
+    return table
+
+
+def _choice_lines(run: Report, named: bool) -> Iterable[str]:
+    prefix = f"{run.name}: " if named else ""
+    for choice in run.choices:
+        chosen = ", ".join(f"{name} {value}" for name, value in choice.chosen.items())
+        yield f"{prefix}at iteration {choice.iteration}: {chosen}"
+        yield f"    {choice.reason}" + (f" (It looked since {choice.cause}.)" if choice.cause else "")
+
+
+def seconds(value: float | None) -> str | None:
+    """Returns a readable time; None for None."""
+    if value is None:
+        return None
+    if abs(value) >= 3600:
+        return f"{value / 3600:.2f} h"
+    return f"{value:.2f} s" if abs(value) >= 1 else f"{value * 1000:.3g} ms"
+
+
+def _percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _part(name: str) -> Cell:
+    def cell(run: Report) -> str | None:
+        spent = getattr(run.spent, name)
+        return f"{seconds(spent)}, {_percent(spent / run.wall_s, 1):>6}" if spent else None
+
+    return cell
+
+
+def _spread(spread: Spread | None, text: Callable[[float], str | None]) -> str | None:
+    """Returns median and maximum as text."""
+    return spread and f"{text(spread.median)}, {text(spread.most)}"
+
+
+def _by_workers(run: Report) -> str | None:
+    """Returns seconds and share by number of workers, if the number has changed."""
+    seconds_by_count = seconds_by_workers(run.periods)
+    trained_s = sum(seconds_by_count.values())
+    parts = (
+        f"{workers}: {seconds(time)}, {_percent(time / trained_s, 1)}" for workers, time in seconds_by_count.items()
+    )
+    return "\n".join(parts) if len(seconds_by_count) > 1 else None
+
+
+def _moves(run: Report) -> str | None:
+    moved = run.moves
+    return (
+        f"{moved.count:,} of {human(moved.bytes / moved.count)} in {seconds(moved.seconds)}"
+        if moved and moved.count
+        else None
+    )
+
+
+def _mean_and_most(spread: Spread | None) -> str | None:
+    return spread and f"{spread.mean:.3g}, {spread.most:g}"
+
+
+def _gauge(name: str, text: Callable[[Trend], str]) -> Cell:
+    return lambda run: text(run.gauges[name]) if name in run.gauges else None
+
+
+def _trend(name: str, text: Callable[[float], str]) -> Cell:
+    return _gauge(name, lambda trend: f"{text(trend.first)}, {text(trend.last)}, {text(trend.mean)}")
+
+
+def _highest(name: str, text: Callable[[float], str]) -> Cell:
+    return _gauge(name, lambda trend: f"{text(trend.mean)}, {text(trend.most)}")
+
+
+def _share(part: str, total: str) -> Cell:
+    """Returns a cell with the share of one gauge in another, by their means."""
+
+    def cell(run: Report) -> str | None:
+        if part not in run.gauges:
+            return None
+        return _percent(run.gauges[part].mean / run.gauges[total].mean, 1)
+
+    return cell
+
+
+def _setting(trend: Trend) -> str:
+    return f"{trend.last:g}" if trend.first == trend.last else f"{trend.first:g}, then {trend.last:g}"
+
+
+def _saved(text: Callable[[Saving], str | None], if_any: str = "snapshots") -> Cell:
+    return lambda run: text(run.saving) if run.saving and getattr(run.saving, if_any) else None
+
+
+def _iterations(run: Report) -> str:
+    skipped = f", {run.skipped:,} skipped" if run.skipped else ""
+    return f"{run.iterations:,} ({run.first:,} to {run.last:,}){skipped}"
+
+
+def _join_counts(counts: Mapping[str, Any], text: Callable[[Any], str], between: str = " ") -> str:
+    return ", ".join(f"{name}{between}{text(value)}" for name, value in counts.items())
+
+
+def _exact(run: Report) -> str | None:
+    recoveries = run.recoveries
+    parts = [f"{recoveries.exact} exact"] * bool(recoveries.exact)
+    parts += [f"{recoveries.not_exact} not"] * bool(recoveries.not_exact)
+    other = recoveries.count - recoveries.exact - recoveries.not_exact
+    return ", ".join([*parts, f"{other} not compared"] if other and parts else parts) or None
+
+
+def _localized_recoveries(run: Report) -> str | None:
+    recoveries = run.recoveries
+    return recoveries.stages and f"{_mean_and_most(recoveries.stages)}; in {recoveries.alone} of {recoveries.count}"
+
+
+def _per_snapshot(total: str, count: str) -> Cell:
+    return _saved(lambda saving: human(getattr(saving, total) / getattr(saving, count)), count)
+
+
+def _per_iteration(total: str) -> Cell:
+    def cell(run: Report) -> str | None:
+        nbytes = getattr(run.saving, total, 0)
+        return human(nbytes / run.computed) if nbytes else None
+
+    return cell
+
+
+def _not_written(kind: str) -> Cell:
+    return lambda run: f"{run.not_written[kind]:,}" if run.not_written.get(kind) else None
+
+
+def _stall(run: Report) -> str | None:
+    return seconds(run.saving.stall_s / run.computed) if run.saving and run.saving.snapshots else None
+
+
+def _worst_layers(run: Report) -> str | None:
+    lost = sorted(run.plt_by_layer.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
+
+
+def _violations(run: Report) -> str | None:
+    layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])[:8]
+    return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
+
+
+def _compensated(run: Report) -> str | None:
+    return "{:,} of {:,}".format(*run.made_up) if run.made_up else None
+
+
+_SECTIONS: dict[str, dict[str, Cell]] = {
+    "run": {
+        "workers": lambda run: f"{run.workers:,}",
+        "iterations": _iterations,
+        "wall clock": lambda run: seconds(run.wall_s),
+        "an iteration, undisturbed": lambda run: seconds(run.iteration_s),
+        "tokens": lambda run: f"{run.tokens:,}",
+        "tokens/s, by the wall clock": lambda run: f"{run.tokens_per_s:,.0f}",
+        "tokens/s, undisturbed": lambda run: f"{run.tokens / run.iterations / run.iteration_s:,.0f}",
+        "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
+        "loss, newest": lambda run: _join_counts(run.validation, "{:.4f}".format),
+        "recovery is exact": lambda run: None if run.exact is None else "yes" if run.exact else "no",
+        "ended": lambda run: run.ended or "not in good order, or not yet",
+    },
+    "where the time went": {
+        "ETTR": lambda run: f"{run.ettr:.3f}",
+        **{title: _part(name) for name, title in PART_TITLES.items()},
+    },
+    "members": {
+        "trained on so many workers": _by_workers,
+        "moves of experts, when they changed": _moves,
+        "checkpoints read, since experts were lost": lambda run: f"{run.moves.fallbacks:,}" if run.moves else None,
+    },
+    "faults and recoveries": {
+        "injected": lambda run: _join_counts(run.recoveries.injected, str),
+        "recoveries": lambda run: f"{run.recoveries.count:,}" if run.recoveries.count else None,
+        "until stopped: median, worst": lambda run: _spread(run.recoveries.detect_s, seconds),
+        "outside useful work: median, worst": lambda run: _spread(run.recoveries.outside_s, seconds),
+        "workers that kept their state: mean, most": lambda run: _mean_and_most(run.recoveries.kept),
+        "stages replayed without others: mean, most": _localized_recoveries,
+        "iterations computed again: mean, most": lambda run: _mean_and_most(run.recoveries.again),
+        "losses computed again": _exact,
+    },
+    "snapshots": {
+        "tier": _saved(lambda saving: saving.tier),
+        "taken": _saved(lambda saving: f"{saving.snapshots:,}"),
+        "bytes of one": _per_snapshot("snapshot_bytes", "snapshots"),
+        "bytes an iteration, to host memory": _per_iteration("snapshot_bytes"),
+        "bytes an iteration, to peers": _per_iteration("replicated_bytes"),
+        "not sent, identical on the peers": _per_iteration("not_sent_bytes"),
+        "bytes an iteration, to storage": _per_iteration("persisted_bytes"),
+        "experts of each layer (S): mean, most": _highest("selective_experts", "{:.3g}".format),
+        "of these, copied to other nodes: mean, most": _highest("selective_copies", "{:.3g}".format),
+        "of these, saved as gradients": _share("selective_gradients", "selective_experts"),
+        "bases updated in the background": _saved(lambda saving: f"{saving.folded:,}", "folded"),
+        "copied in bubbles": _saved(
+            lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
+        ),
+        "copy, hash": _saved(lambda saving: f"{seconds(saving.copy_s)}, {seconds(saving.hash_s)}"),
+        "stall of an iteration": _stall,
+        "replicated": _saved(
+            lambda saving: f"{saving.replicated:,} in {seconds(saving.replicate_s)} each", "replicated"
+        ),
+        "written and published": _saved(
+            lambda saving: f"{saving.persisted:,} in {seconds((saving.write_s or 0) + (saving.publish_s or 0))} each",
+            "persisted",
+        ),
+        "of lost nodes, from others": _saved(lambda saving: f"{saving.restored:,}", "restored"),
+        "survival, by number of lost nodes": _saved(
+            lambda saving: _join_counts(saving.survival, lambda share: f"{100 * share:.3g} %", ": "), "survival"
+        ),
+    },
+    "could not be written": {
+        "snapshots": _not_written("snapshot"),
+        "snapshots, storage being too slow": _not_written("skipped"),
+        "checkpoints": _not_written("checkpoint"),
+        "logs, for a while": _not_written("log"),
+    },
+    "missing from storage": {
+        "iterations: mean, most": _highest("storage_age", "{:.3g}".format),
+        "operators older than promised: mean, most": _highest("storage_overdue", "{:.3g}".format),
+    },
+    "upstream logs": {
+        "bytes: mean, most": _highest("upstream_log_bytes", human),
+        "iterations: mean, most": _highest("upstream_log_iterations", "{:.3g}".format),
+    },
+    "experts": {
+        "maximum violation: first, last, mean": _trend("max_violation", "{:.3g}".format),
+        "highest layers at the end": _violations,
+        "dropped tokens: mean, most": _highest("dropped_share", _percent),
+        "HHI: first, last, mean": _trend("hhi", "{:.4f}".format),
+        "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
+        "tokens lost (PLT): first, last, mean": _trend("plt", _percent),
+        "most of them": _worst_layers,
+        "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
+        "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
+        "at risk with all memory: mean, most": _highest("mlt_storage", "{:.3g}".format),
+        "of the newest, made up by more capacity": _compensated,
+    },
+    "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},
+}
+
+
+def draw_report(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    """Draws runs, with the events of each, into a PNG; replaces it atomically."""
+    varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
+    panels = [_draw_progress, *([_draw_workers] if varies else []), _draw_parts]
+    panels += [_draw_skewness] if any("skewness" in run.gauges for run in runs) else []
+    plots = pyplot()
+    figure, axes = plots.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
+    try:
+        for panel, draw in zip(axes[:, 0], panels, strict=True):
+            draw(panel, runs, events)
+        with replacing(path) as name:
+            figure.savefig(name, format="png", dpi=120)
+    finally:
+        plots.close(figure)
+
+
+def _draw_progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
+        trained = [event for event in run_events if event["type"] == "iteration"]
+        times, iterations = zip(*((e["time"] - run.began, e["iteration"]) for e in trained), strict=True)
+        panel.plot(times, iterations, color=f"C{number}", label=f"{run.name} (ETTR {run.ettr:.3f})")
+        for recovery in run.each:
+            panel.axvline(recovery.time - run.began, color=f"C{number}", linewidth=0.8, linestyle=":")
+    panel.set(xlabel="seconds since the begin; dotted: after a recovery", ylabel="iteration")
+    panel.grid(alpha=0.3)
+    panel.legend(loc="upper left")
+
+
+def _draw_workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, run in enumerate(runs):
+        edges = [(edge, one.workers) for one in run.periods for edge in (one.began_s, one.ended_s)]
+        panel.plot(*zip(*edges, strict=True), color=f"C{number}", linewidth=0.8, linestyle=":")
+        for period in run.periods:
+            panel.plot(
+                (period.began_s, period.ended_s), (period.workers, period.workers), color=f"C{number}", linewidth=2.5
+            )
+    panel.set(xlabel="seconds since the start; dotted: no worker trained", ylabel="workers that train", ylim=(0, None))
+    panel.yaxis.get_major_locator().set_params(integer=True)
+    panel.grid(alpha=0.3)
+
+
+def _draw_parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    left = [0.0] * len(runs)
+    for number, (name, title) in enumerate(PART_TITLES.items()):
+        shares = [max(0.0, _drawn_seconds(run, name)) / run.wall_s for run in runs]
+        if any(shares):
+            panel.barh([run.name for run in runs], shares, left=left, color=f"C{number}", label=title)
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    panel.set(xlabel="share of the wall clock")
+    panel.invert_yaxis()
+    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize="small")
+
+
+def _drawn_seconds(run: Report, name: str) -> float:
+    """Returns the seconds to draw; a negative ``slower_s`` is subtracted from the useful time."""
+    faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
+    return getattr(run.spent, name) + faster_s
+
+
+def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
+        points = {event["iteration"]: event["skewness"] for event in run_events if "skewness" in event}
+        if points:
+            panel.plot(points.keys(), points.values(), color=f"C{number}", label=run.name)
+    panel.set(xlabel="iteration", ylabel="skewness of experts", ylim=(0, None))
+    panel.grid(alpha=0.3)
+    panel.legend()
+
+
+EPILOG = """\
+examples:
+  python tools/report.py log/
+  python tools/report.py full/log sparse/log --plot report.png --json report.json
+
+ETTR is the share of useful work in the wall clock: committed iterations, each at the median duration of undisturbed
+ones. The lines below it are the parts of the wall clock; docs/how-to/read-a-run.md explains them."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the command line parser."""
+    parser = Parser(
+        description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("events", nargs="+", metavar="EVENTS", help="events.jsonl files, or directories with one")
+    parser.add_argument("--json", metavar="FILE", help="write all figures, and every recovery, to FILE")
+    parser.add_argument("--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness")
+    return parser
+
+
+@escapes_output
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool; returns the exit status: 0, or 1 on an error."""
+    args = build_parser().parse_args(argv)
+    path = ""
+    try:
+        runs, events = [], []
+        for path in dict.fromkeys(args.events):
+            events.append(read_events(path))
+            try:
+                runs.append(compute_report(str(events_file(path).parent), events[-1]))
+            except ValueError as error:
+                raise ReportError(f"{events_file(path)}: {error}", code=code_of(error)) from None
+        print_reports(runs)
+        if args.json:
+            path = args.json
+            with replacing(path) as name:
+                Path(name).write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) + "\n")
+        if args.plot:
+            path = args.plot
+            draw_report(path, runs, events)
+    except (ValueError, OSError) as error:
+        return refused("report", error, path)
+    return 0

@@ -1,0 +1,136 @@
+"""Rendezvous store of a generation's workers, served by the controller over the wire protocol.
+
+Torch's own store answers any client; this one requires the job's token.
+:class:`~moc.runtime.rendezvous_client.RendezvousClient` is the worker's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+
+from moc.runtime.async_connections import AsyncConnection
+from moc.runtime.protocol import Message, WireError
+
+
+class RendezvousStore:
+    """Values by key, of one generation at a time; the first worker of a newer generation empties the store.
+
+    A connection begins with ``meets`` and its ``generation``, and ends with that generation.  Its requests:
+
+    * ``set`` stores values under ``keys``, with their ``sizes``, and the concatenated values as body.  No answer.
+    * ``get`` waits until all ``keys`` are set, and answers ``values`` in the same format.  It adds values with the same
+      key prefix, up to the last slash, that this connection has not received: gloo requests them next.  If ``keys``
+      are missing after ``within`` seconds, it answers ``late`` with these ``keys``.
+    * ``check`` answers ``there``, with ``all``: whether all ``keys`` are set.
+    * ``add`` adds ``amount`` to the number at ``key``, and answers ``sum``.
+    * ``delete`` removes ``key`` and answers ``deleted``, with ``was``: whether it was set.
+    """
+
+    def __init__(self):
+        self._generation = -1
+        self._values: dict[str, bytes] = {}
+        self._keys_by_prefix: dict[str, set[str]] = defaultdict(set)  # keys by prefix
+        self._waiting: dict[str, list[asyncio.Future]] = {}
+
+    async def serve(self, connection: AsyncConnection, generation: int) -> None:
+        """Serves a worker until it disconnects or its generation is over."""
+        if not isinstance(generation, int):
+            raise WireError(f"it meets in generation {generation!r}, which is no number")
+        if generation > self._generation:
+            self._begin(generation)
+        sent_keys: set[str] = set()
+        while generation == self._generation:
+            message = await connection.recv()
+            if generation == self._generation and (answer := await self._answer(message, sent_keys)) is not None:
+                await connection.send(answer)
+
+    def _begin(self, generation: int) -> None:
+        futures = [one for those in self._waiting.values() for one in those]
+        self._generation, self._values, self._waiting = generation, {}, {}
+        self._keys_by_prefix.clear()
+        for one in futures:
+            one.cancel()
+
+    async def _answer(self, message: Message, sent_keys: set[str]) -> Message | None:
+        header, kind = message.header, message.kind
+        if kind == "set":
+            for key, value in unpack_values(header, message.body).items():
+                self._set(key, value)
+            return None
+        if kind == "get":
+            return await self._get(_check_keys(header["keys"]), header["within"], sent_keys)
+        if kind == "check":
+            return Message({"kind": "there", "all": all(key in self._values for key in _check_keys(header["keys"]))})
+        if kind == "add":
+            key = _check_key(header["key"])
+            try:
+                total = int(self._values.get(key, b"0")) + int(header["amount"])
+            except (TypeError, ValueError):
+                raise WireError(f"it adds {header['amount']!r} to {key}: one of them is no number") from None
+            self._set(key, b"%d" % total)
+            return Message({"kind": "sum", "sum": total})
+        if kind == "delete":
+            return Message({"kind": "deleted", "was": self._values.pop(_check_key(header["key"]), None) is not None})
+        raise WireError(f"it asks the store to {kind}, which it does not know")
+
+    async def _get(self, keys: list[str], timeout_s: float, sent_keys: set[str]) -> Message:
+        if not isinstance(timeout_s, (int, float)):
+            raise WireError(f"it waits {timeout_s!r} s, which is no number")
+        try:
+            if not self._values.keys() >= set(keys):
+                await asyncio.wait_for(self._wait_until_set(keys), timeout_s)
+        except TimeoutError:
+            return Message({"kind": "late", "keys": [key for key in keys if key not in self._values]})
+        values = {key: self._values[key] for key in keys}
+        for prefix in {key.rpartition("/")[0] for key in keys}:
+            values |= {
+                key: self._values[key] for key in self._keys_by_prefix[prefix] - sent_keys if key in self._values
+            }
+        sent_keys |= values.keys()
+        return pack_values("values", values)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._keys_by_prefix[key.rpartition("/")[0]].add(key)
+        for one in self._waiting.pop(key, ()):
+            if not one.done():
+                one.set_result(None)
+
+    async def _wait_until_set(self, keys: list[str]) -> None:
+        for key in keys:
+            while key not in self._values:
+                future = asyncio.get_running_loop().create_future()
+                self._waiting.setdefault(key, []).append(future)
+                await future
+
+
+def pack_values(kind: str, values: Mapping[str, bytes]) -> Message:
+    """Returns a message that carries values by key."""
+    sizes = [len(value) for value in values.values()]
+    return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
+
+
+def unpack_values(header: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
+    """Returns the values by key that a message carries; raises WireError if it is malformed."""
+    keys, sizes, data, ends = _check_keys(header["keys"]), header["sizes"], bytes(body), [0]
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise WireError(f"the sizes of values are numbers, not {sizes!r}")
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if len(sizes) != len(keys) or ends[-1] != len(data):
+        raise WireError(f"{len(keys)} values have {len(sizes)} sizes, and {len(data)} bytes instead of {ends[-1]}")
+    return {key: data[start:stop] for key, start, stop in zip(keys, ends, ends[1:], strict=False)}
+
+
+def _check_key(key: object) -> str:
+    if not isinstance(key, str):
+        raise WireError(f"a key of the store is text, not {key!r}")
+    return key
+
+
+def _check_keys(keys: object) -> list[str]:
+    if not isinstance(keys, list):
+        raise WireError(f"the keys of the store are a list, not {keys!r}")
+    return [_check_key(key) for key in keys]

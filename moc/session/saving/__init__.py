@@ -1,0 +1,1 @@
+"""Pipeline that saves snapshots in the background."""

@@ -1,0 +1,285 @@
+"""Commits snapshots: once all parts are present, one worker writes the manifest that makes the snapshot valid."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from types import MappingProxyType
+from typing import override
+
+from moc.errors import warning, with_code
+from moc.fault_points import reach
+from moc.policy import Policy, SnapshotPlan, recovers_exactly
+from moc.recovery.copy_placement import Redundancy
+from moc.recovery.retention import retain
+from moc.runtime.collectives import first_reported
+from moc.runtime.job import World
+from moc.session.engine import Listener, PipelineTap
+from moc.session.saving.stage import SnapshotInProgress, started
+from moc.session.saving.storage import StorageStage, StorageTier, tolerable
+from moc.session.tiers import Tiers
+from moc.session.tokens import TokenTracker
+from moc.snapshot.background import GivenUpError, background, with_retries
+from moc.store.errors import CheckpointError
+from moc.store.manifest import RankReport, assemble
+from moc.store.store import Store
+
+
+class Committer:
+    """Committer of snapshots, in the background for storage; communicates with no other worker."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        tiers: Tiers,
+        layout: Mapping[str, int],
+        log: Listener,
+        redundancy: Redundancy,
+    ):
+        self._redundancy = redundancy
+        self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
+        self._operators = {operator.name: operator for operator in policy.operators}
+        self._thread, self._abandoned = background("snapshot-publish"), threading.Event()
+        self._pending: list[Future] = []
+        self._to_remove: set[int] = set()  # abandoned snapshots that may have files in storage
+
+    def commit_in_memory(self, plan: SnapshotPlan, state: dict, mine: RankReport) -> None:
+        """Commits the parts of this node's workers in its memory before returning; ``mine`` is this worker's part.
+
+        Raises:
+            CheckpointError: a part is missing, or the manifest cannot be written.
+        """
+        assert self._tiers.memory is not None  # callers have a memory tier
+        state = state | self._redundancy.state(plan.operators)
+        self._commit(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
+
+    def commit_reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
+        """Commits the parts that ranks have reported, whatever the plan was, before returning.
+
+        Raises:
+            CheckpointError: the manifest cannot be written.
+        """
+        parts = store.read_reports(iteration, ranks)
+        size = self._world.size
+        if self._tiers.memory is not None:
+            state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
+        store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
+
+    def commit_in_storage(
+        self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float] = ()
+    ) -> Future:
+        """Starts to commit the parts of all workers in storage, and to remove snapshots that are no longer needed.
+
+        ``amount`` bytes were written in ``write_s`` seconds.  A failed commit is repeated after each of the pauses.
+        The result is done when the snapshot is committed.
+        """
+        return self.in_background(self._commit_in_storage, plan, state, amount, write_s, pauses_s)
+
+    def remove_abandoned(self, iteration: int) -> Future:
+        """Starts to remove the written parts of an abandoned snapshot from storage.
+
+        The result is done when they are removed.  A failed removal is repeated with the next one, and after the next
+        commit that ends a window.
+        """
+        return self.in_background(self._remove, iteration)
+
+    def in_background(self, action: Callable[..., None], *args) -> Future:
+        """Starts a storage operation once all earlier ones, also of earlier generations, have ended."""
+        begun = self._thread.submit(action, *args)
+        self._pending = [*(one for one in self._pending if not one.done()), begun]
+        return begun
+
+    def close(self, patience: float = 0.0) -> None:
+        """Abandons work that does not complete within ``patience`` seconds; it is not committed afterwards."""
+        wait([one for one in self._pending if not one.cancel()], timeout=patience)
+        self._abandoned.set()
+
+    def _remove(self, iteration: int) -> None:
+        self._to_remove.add(iteration)
+        self._remove_all()
+
+    def _remove_all(self) -> None:
+        errors: list[OSError] = []
+        for iteration in sorted(self._to_remove):
+            self._check_abandoned()
+            try:
+                self._tiers.storage.abandon_save(iteration)
+                self._to_remove.remove(iteration)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _commit_in_storage(
+        self, plan: SnapshotPlan, state: dict, amount: int, write_s: float, pauses_s: Sequence[float]
+    ) -> None:
+        begun, storage = time.perf_counter(), self._tiers.storage
+        commit = functools.partial(self._commit, storage, plan, state, range(self._world.size))
+        with_retries(commit, pauses_s, self._abandoned)
+        reach("published")
+        if plan.ends_window:
+            self._retain(plan.iteration)
+        publish_s = time.perf_counter() - begun
+        self._log.events.write("persist", iteration=plan.iteration, bytes=amount, write_s=write_s, publish_s=publish_s)
+        self._log.message(f"saved snapshot of iteration {plan.iteration} to {storage.storage.name}")
+
+    def _retain(self, upto: int) -> None:
+        storage = self._tiers.storage
+        try:
+            self._check_abandoned()
+            retain(storage, self._policy.operators, recovers_exactly(self._policy), keep=self._tiers.keep, upto=upto)
+            self._remove_all()
+        except OSError as error:  # the snapshot is durable anyway; the next one retries
+            self._log.message(
+                warning(
+                    f"old snapshots cannot be removed from {storage.storage.name} ({error.strerror or error}). Fix: "
+                    "correct its permissions; the next snapshot tries again",
+                    code="storage-unwritable",
+                )
+            )
+
+    def _check_abandoned(self) -> None:
+        if self._abandoned.is_set():
+            raise GivenUpError
+
+    def _commit(
+        self,
+        store: Store,
+        plan: SnapshotPlan,
+        state: dict,
+        ranks: Iterable[int],
+        known: Mapping[int, RankReport] = MappingProxyType({}),
+    ) -> None:
+        try:
+            parts = store.read_reports(plan.iteration, ranks, known)
+            planned = [self._operators[name] for name in plan.operators]
+            manifest = assemble(parts, plan.iteration, plan.policy, self._world.size, planned, self._layout, state)
+            self._check_abandoned()
+            store.publish(manifest)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of iteration {plan.iteration} cannot be published in {store.storage.name} "
+                f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
+                "again",
+                code="storage-unwritable",
+            ) from error
+
+
+class Removing(StorageStage):
+    """Last stage of a snapshot that could not be saved to storage: removes its files there.
+
+    Args:
+        world: ranks of the job.
+        committer: removes the files, on rank 0.
+        storage: state that storage has and lacks.
+        stops: such a failure ends the run.
+    """
+
+    entry = "snapshot_removed"
+
+    def __init__(self, *, world: World, committer: Committer, storage: StorageTier, stops: bool):
+        super().__init__(world.size)
+        self._world, self._committer, self._storage, self._stops = world, committer, storage, stops
+
+    def begin(self, snapshot: SnapshotInProgress, failed: Future) -> None:
+        """Abandons a snapshot after ``failed`` on some workers; all do so after the same all-reduce.
+
+        Raises:
+            CheckpointError: on all workers, if such a failure ends the run.
+        """
+        error = tolerable(failed)
+        self._storage.problem = first_reported(None if error is None else with_code(error)) or ""
+        if self._stops:
+            raise CheckpointError(self._storage.problem)
+        self._storage.failed(snapshot)
+        removed = _on_rank0(self._world, lambda: self._committer.remove_abandoned(snapshot.iteration))
+        self.queue.append(dataclasses.replace(snapshot, committed=removed))
+
+    @override
+    def work(self, snapshot: SnapshotInProgress) -> Future:
+        return started(snapshot.committed)
+
+    @override
+    def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
+        return {"snapshot_removed": float(snapshot is not None)}
+
+    @override
+    def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
+        """Forgets the snapshot."""
+
+
+class Committing(StorageStage):
+    """Last stage of a snapshot that all workers have written to storage: commits it there.
+
+    Args:
+        world: ranks of the job.
+        committer: commits it, on rank 0.
+        storage: state that storage has and lacks.
+        tokens: token ledger; None if no policy needs it.
+        tap: logs of the pipeline; None if they depend on the memory tier.
+        removing: stage of snapshots that cannot be committed.
+        pauses_s: pauses before the repetitions of a failed commit.
+    """
+
+    entry = "snapshot_published"
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        committer: Committer,
+        storage: StorageTier,
+        tokens: TokenTracker | None,
+        tap: PipelineTap | None,
+        removing: Removing,
+        pauses_s: Sequence[float],
+    ):
+        super().__init__(world.size)
+        self._world, self._committer, self._storage, self._pauses_s = world, committer, storage, pauses_s
+        self._tokens, self._tap, self._removing = tokens, tap, removing
+
+    def begin(self, snapshot: SnapshotInProgress, amount: int, write_s: float) -> None:
+        """Starts to commit a snapshot of ``amount`` bytes, written in ``write_s`` seconds."""
+        plan, pauses_s = snapshot.storage_plan, self._pauses_s
+        committed = _on_rank0(
+            self._world,
+            lambda: self._committer.commit_in_storage(plan, snapshot.state, amount, write_s, pauses_s),
+        )
+        self.queue.append(dataclasses.replace(snapshot, committed=committed))
+
+    @override
+    def work(self, snapshot: SnapshotInProgress) -> Future:
+        return started(snapshot.committed)
+
+    @override
+    def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
+        return {
+            "snapshot_published": float(snapshot is not None),
+            "snapshot_unpublished": float(snapshot is not None and self.tolerates(snapshot)),
+        }
+
+    @override
+    def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
+        """Records that storage has the snapshot, or abandons it."""
+        if totals["snapshot_unpublished"]:
+            self._removing.begin(snapshot, self.work(snapshot))
+            return
+        self._storage.committed(snapshot)
+        if self._tap is not None and not self._storage.is_broken(snapshot.plan):
+            self._tap.on_stored(snapshot.plan)
+        if self._tokens is not None:
+            self._tokens.persisted(snapshot.iteration)
+
+
+def _on_rank0(world: World, start: Callable[[], Future]) -> Future:
+    """Starts an operation on rank 0; other ranks return a finished future."""
+    if world.rank == 0:
+        return start()
+    done: Future = Future()
+    done.set_result(None)
+    return done

@@ -1,0 +1,259 @@
+"""Allocates the memory of snapshots before training needs it: buffers, copies, files of experts, manifests and logs.
+
+A longer window needs more memory.  Before one begins, the workers agree on the longest that fits.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from moc.errors import code_of
+from moc.policy import Capability, Load, SnapshotPlan, full_plan
+from moc.runtime.collectives import gather, run_on_all
+from moc.session.carriers import experts_of
+from moc.session.components import Components
+from moc.session.memory import (
+    Now,
+    RankMemory,
+    ReservedMemory,
+    SnapshotWindow,
+    bytes_of_experts,
+    carried_files,
+    next_window,
+    trial_of,
+)
+from moc.session.settings import Settings
+from moc.snapshot.buffer_pool import Rotation
+from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
+from moc.store.errors import CheckpointError, InsufficientMemoryError
+from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
+from moc.store.reserved_memory import SLOTS_DIRECTORY, SpaceReserve, reserve_files
+
+_SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
+"""Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
+state in the manifest, and bytes for pages that these small files do not fill."""
+
+
+class _Needed(NamedTuple):
+    """Memory for windows, by rank and by node."""
+
+    window: SnapshotWindow
+    ranks: Sequence[RankMemory]
+    nodes: Mapping[str, ReservedMemory]
+
+
+class Reservation:
+    """Buffers for the snapshots of a generation, and other memory that they take.
+
+    Every worker calls every method except :meth:`fill_spare`.
+
+    Args:
+        parts: components of the generation.
+        settings: settings of the session.
+        recovered: iterations of the snapshots that memory has from before.
+
+    Attributes:
+        rotation: rotation of the buffers.
+        window: the windows that memory is allocated for.
+    """
+
+    def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
+        self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
+        self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
+        self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
+        self._directory, self._tier = settings.memory_directory, "peers" if parts.peers is not None else settings.tier
+        self.rotation = Rotation.of(
+            spare_buffers(self._tier),
+            keep=parts.tiers.memory is not None,
+            recovered=recovered,
+            stores=parts.tiers.persist_interval is not None,
+        )
+        self.window = SnapshotWindow()
+        self._length = 0  # window length of the policy at the last look_ahead()
+        self._small = self._state = 0
+        self._experts: dict[str, list[int]] = {}
+        self._needed: Mapping[str, ReservedMemory] = {}  # by node, allocated memory
+
+    def make(self, iteration: int, state: int, first: bool) -> None:
+        """Allocates the memory of this node's snapshots, and of its copies of other nodes' snapshots.
+
+        Args:
+            iteration: iterations completed.
+            state: bytes of the training state in a manifest.
+            first: this is the first generation of the job.  Later, insufficient memory does not end it.
+
+        Raises:
+            CheckpointError: on all workers, in the first generation: a node has too little memory.
+        """
+        self._saver.adopt(slot.iteration for slot in self.rotation.slots if slot.iteration is not None)
+        self._state = state
+        self.look_ahead(iteration)
+        self._experts = self._files_of_experts(iteration)
+        needed = self._needs(self.window)
+        most = ReservedMemory.most(needed.nodes.values())
+        try:
+            self._allocate(needed, tidies=True)
+        except CheckpointError as error:
+            if first:
+                raise CheckpointError(f"{error} ({most.describe()})", code=code_of(error)) from None
+            self._report.not_reserved(iteration, str(error))
+        if first:
+            self._report.reserved(most)
+
+    def look_ahead(self, iteration: int) -> None:
+        """Computes the size of the policy's next window, if it has windows in memory and their length has changed."""
+        length = self._policy.schedule.window_length
+        if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
+            self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
+
+    @property
+    def most_buffers(self) -> int:
+        """Maximum number of a rank's buffers."""
+        return self.rotation.most(self.window.length, self.window.kept)
+
+    def trim(self) -> None:
+        """Frees buffers that the policy's windows no longer need."""
+        self.rotation = self.rotation.trimmed(self.most_buffers)
+        self._saver.trim(max(len(self.rotation.slots), self.most_buffers))
+
+    def limits(self, plan: SnapshotPlan, load: Load | None) -> bool:
+        """Limits the windows of the policy to the longest that fits, and allocates memory for it.
+
+        Args:
+            plan: plan of the next snapshot.
+            load: tokens of each expert, as for the plan.
+
+        Returns:
+            Whether the snapshot must be planned again.
+        """
+        if (
+            Capability.WINDOWS not in self._policy.requires
+            or self._tiers.memory is None
+            or plan.since != plan.iteration
+        ):
+            return False
+        trial = trial_of(self._policy)
+        trial.on_snapshot(plan, load)
+        wanted, before = trial.schedule.window_length, self.window.length
+        if wanted <= before:
+            return False
+
+        def window_of(length: int) -> SnapshotWindow:
+            shorter = trial_of(self._policy)
+            shorter.interval.limit_window_length(length)
+            return self._of_busiest(next_window(shorter, self._contents, plan.iteration - 1))
+
+        def is_too_long(length: int) -> bool:
+            return not self._fits(self._needs(window_of(length)))
+
+        longest = before + bisect.bisect_left(range(before + 1, wanted + 1), True, key=is_too_long)
+        if longest > before:
+            try:
+                self._allocate(self._needs(window_of(longest)))
+            except CheckpointError:  # another process has taken the memory meanwhile
+                longest = before
+                self._saver.trim(max(len(self.rotation.slots), self.most_buffers))
+        self._policy.interval.limit_window_length(longest)
+        if longest == wanted:
+            return False
+        self._report.window_limited(plan.iteration, wanted, longest)
+        return True
+
+    def fill_spare(self) -> None:
+        """Allocates room for the manifests in this node's memory.
+
+        Raises:
+            OSError: memory is insufficient.
+        """
+        if self._tiers.memory is not None and self._tiers.leads_node:
+            SpaceReserve(self._root / SPARE_NAME).allocate(self._small)
+
+    @property
+    def _root(self) -> Path:
+        assert self._tiers.memory is not None  # callers have a memory tier
+        return Path(self._tiers.memory.storage.name)
+
+    def _of_busiest(self, window: SnapshotWindow) -> SnapshotWindow:
+        """Returns the window with the size of the busiest rank: operators may be saved in another order later."""
+        return window._replace(snapshot=max(filter(None, gather(window.snapshot)), default=None))
+
+    def _files_of_experts(self, iteration: int) -> dict[str, list[int]]:
+        """Returns, by slot, the sizes of the files that the node carries; empty unless this worker leads the node."""
+        experts = [one.name for one in experts_of(self._policy)]
+        if self._tiers.memory is None or not experts:
+            return {}
+        parts = gather(bytes_of_experts(self._contents, experts, Capability.GRADIENTS in self._policy.requires))
+        if not self._tiers.leads_node:
+            return {}
+        now, spare = Now(iteration, self._tokens and self._tokens.load), spare_buffers(self._tier)
+        return carried_files(self._policy, [parts[rank] for rank in self._tiers.node], spare - 1, now)
+
+    def _needs(self, window: SnapshotWindow) -> _Needed:
+        """Gathers the needs of all ranks for windows."""
+        rotation = self.rotation
+        full = self._contents.share(full_plan(self._policy, 0).operators).layout
+        own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
+        count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
+        kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
+        each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
+        small = each * len(own) * rotation.keep
+        logs = self._tap.bytes_for(_logged(window))
+        ranks = [RankMemory._make(one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
+        nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
+        return _Needed(window, ranks, nodes)
+
+    def _fits(self, needed: _Needed) -> bool:
+        """Whether all nodes' file systems and machines have the memory that is needed beyond the allocated."""
+        there = min(shutil.disk_usage(self._root).free, int(psutil.virtual_memory().available))
+        here = socket.gethostname(), os.stat(self._root).st_dev, there
+        free: dict[tuple[str, int], int] = {}
+        missing: Counter[tuple[str, int]] = Counter()
+        for rank, (host, device, there) in enumerate(gather(here)):
+            place, node = (host, device), self._tiers.nodes[rank]
+            free[place] = min(there, free[place]) if place in free else there
+            if rank == self._tiers.nodes.index(node):  # nodes may share a file system
+                allocated = self._needed[node].total if node in self._needed else 0
+                missing[place] += needed.nodes[node].total - allocated
+        return all(missing[place] <= free[place] for place in free)
+
+    def _allocate(self, needed: _Needed, tidies: bool = False) -> None:
+        """Allocates memory on all nodes; keeps sufficient files, and with ``tidies`` no other free ones.
+
+        Raises:
+            CheckpointError: on all workers: a node has too little memory.
+        """
+        run_on_all(lambda: self._allocate_mine(needed, tidies), "cannot allocate memory for snapshots")
+        self._needed = needed.nodes
+
+    def _allocate_mine(self, needed: _Needed, tidies: bool) -> None:
+        ranks, rank, node = needed.ranks, self._world.rank, self._tiers.node
+        self._small = sum(ranks[one].small for one in node)
+        recovered = len(self.rotation.slots)
+        for number, nbytes in enumerate(ranks[rank].own[recovered:], recovered):
+            self._saver.reserve(number, nbytes)
+        self._tap.reserve(_logged(needed.window))
+        try:
+            if self._peers is not None:
+                self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
+            for name, sizes in self._experts.items():
+                reserve_files(self._root / SLOTS_DIRECTORY, name, sizes, tidies)
+            self.fill_spare()
+        except OSError as error:
+            raise InsufficientMemoryError(
+                f"memory for snapshots cannot be allocated in {self._directory} ({error.strerror or error}). Fix: free "
+                "memory, enlarge the file system (Docker: --shm-size), or name another one with --ckpt-memory-dir"
+            ) from None
+
+
+def _logged(window: SnapshotWindow) -> int:
+    """Returns the number of iterations with upstream logs: a complete window, and the current one."""
+    return 2 * window.length

@@ -1,0 +1,455 @@
+"""Tracks storage: its failures and delays, the state that it has and lacks, and which snapshots go there.
+
+Decisions follow from commit all-reduces, so they are identical on all workers.  Clocks differ, so the all-reduces
+include all states that depend on a clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import NamedTuple, override
+
+from moc.backoff import Trouble
+from moc.errors import warning, with_code
+from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan, recovers_exactly
+from moc.recovery.persisted import Persisted, Promise, overdue
+from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
+from moc.session.engine import Listener
+from moc.session.resume.point import ResumePoint
+from moc.session.saving.stage import SnapshotInProgress, Stage
+from moc.store.errors import CheckpointError, TakenError
+
+LATE_AFTER = 100
+"""Iterations that a snapshot may take to reach storage, if no ``--persist-interval`` is given."""
+
+ALL_REDUCES = 3
+"""Iterations whose commit all-reduces a snapshot takes: copied, written, committed."""
+
+BEYOND = 2
+"""Outstanding snapshots beyond the number of buffers; each waits for its manifest or its removal."""
+
+OUTSTANDING = 4
+"""Snapshots that may be on their way to storage at the same time without a memory tier: buffers and those beyond."""
+
+_WAIT_S = 0.5
+_LONG_S = 30.0
+
+
+def may_begin(outstanding: int, buffers: int) -> bool:
+    """Returns whether another snapshot may begin without a memory tier.
+
+    At most ``buffers`` + :data:`BEYOND` are then outstanding: begun, and neither committed nor abandoned.
+
+    Args:
+        outstanding: number of such snapshots.
+        buffers: number of buffers.
+    """
+    return outstanding < buffers + BEYOND
+
+
+def window_may_begin(is_writing: bool, ending: int) -> bool:
+    """Returns whether a window, with a memory tier, may go to storage; otherwise it skips storage.
+
+    At most one window and one snapshot are then outstanding, fewer than there are buffers.
+
+    Args:
+        is_writing: storage may lack a worker's part of an outstanding snapshot.
+        ending: number of snapshots that wait for their manifest or their removal.
+    """
+    return not is_writing and ending < BEYOND
+
+
+@dataclass(frozen=True)
+class Lag:
+    """Lag of storage behind training, in iterations.
+
+    Attributes:
+        age: iterations that would be repeated if all memory were lost.
+        overdue: number of operators whose newest state in storage is older than the policy promises.
+        operators: number of operators of the model.
+        oldest: age of the oldest overdue operator; 0 if none is overdue.
+    """
+
+    age: int
+    overdue: int
+    operators: int
+    oldest: int
+
+
+def tolerable(future: Future) -> BaseException | None:
+    """Returns the error that kept a snapshot from storage, unless it is a bug or another job owns the storage.
+
+    Training may continue after such an error.
+    """
+    error = future.exception() if future.done() and not future.cancelled() else None
+    is_storage = isinstance(error, (CheckpointError, OSError)) and not isinstance(error, TakenError)
+    return error if is_storage else None
+
+
+class StorageStage(Stage):
+    """Stage whose work is done in storage: training continues after most of its errors."""
+
+    @override
+    def tolerates(self, snapshot: SnapshotInProgress) -> bool:
+        return tolerable(self.work(snapshot)) is not None
+
+
+class StorageHealth:
+    """Failures and delays of storage.
+
+    Args:
+        every: iterations between snapshots that go to storage in addition to a memory tier; None without such a tier,
+            or for none.
+        late_after: minimum iterations that a snapshot may be on its way before the next one counts as skipped.
+        publishes_in: returns the iterations until a snapshot is committed if the write takes no time: all-reduces, and
+            later snapshots of its window.
+        newest: iteration of the newest snapshot in storage; None if there is none.
+        prepare: starts to prepare storage in the background, on one worker; nothing is written there before.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        every: int | None,
+        late_after: int,
+        newest: int | None,
+        log: Listener,
+        prepare: Callable[[], Future] | None = None,
+        publishes_in: Callable[[], int] = lambda: 0,
+    ):
+        self._publishes_in = publishes_in
+        self._name, self.every, self._log = name, every, log
+        self.newest, self._stored_at = newest, None
+        self._due = every or 0
+        self._late_after = every and max(every, late_after)
+        self._missed: tuple[int | None, int] = None, 0
+        self.failures = self.skipped = 0
+        self._failing, self._late, self._waits, self._lags = Trouble(), Trouble(), Trouble(), Trouble()
+        self._lag: Lag | None = None
+        self._prepare, self._ready = prepare, None if prepare is None else prepare()
+        self.rests = False
+        """Storage has failed, and is not used for a while."""
+        self.closed = True
+        """Storage is not ready yet, as of the last all-reduce."""
+
+    @property
+    def late(self) -> bool:
+        """Whether the pending write has taken so long that another snapshot was due."""
+        return bool(self._late)
+
+    def contribution(self) -> dict[str, float]:
+        """Returns whether storage rests or is closed for this worker."""
+        return {"storage_rests": float(self._failing.rests), "storage_closed": float(not self._is_ready())}
+
+    def receive(self, totals: Mapping[str, float]) -> None:
+        """Receives whether storage rests or is closed for any worker."""
+        self.rests, self.closed = totals["storage_rests"] > 0, totals["storage_closed"] > 0
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a snapshot of this iteration should go to storage."""
+        return self.every is not None and iteration >= self._due
+
+    def problem(self) -> str | None:
+        """Returns the reason to end the job, or None."""
+        if self._ready is None or not self._ready.done() or tolerable(self._ready):
+            return None
+        error = self._ready.exception()
+        return with_code(error) if error else None
+
+    def begins(self, iteration: int) -> None:
+        """Records that a snapshot starts on its way to storage."""
+        if self.every is not None:
+            self._due = (iteration // self.every + 1) * self.every
+
+    def wait(self) -> None:
+        """Waits for storage to be prepared, on the worker that prepares it, or for a moment."""
+        if self._ready is not None:
+            wait([self._ready], timeout=_WAIT_S)
+
+    def is_waited_for(self, seconds: float) -> None:
+        """Records that the run waits for all pending snapshots; warns if that takes long."""
+        if seconds > _LONG_S and self._waits.failed():
+            what = f"the run has waited for {self._name} for {seconds:.0f} s"
+            self._log.message(warning(f"{what}; {self._newest_there()}. Fix: repair it", code="storage-slow"))
+
+    def passes(self, iteration: int, under_way: int | None) -> None:
+        """Records a completed iteration; warns if a snapshot was due for storage while another is on its way there."""
+        if under_way is None or self._late_after is None:
+            return
+        missed = max(0, iteration - under_way - self._publishes_in()) // self._late_after
+        before = self._missed[1] if self._missed[0] == under_way else 0
+        if missed <= before:
+            return
+        self._missed = under_way, missed
+        self.skipped += 1
+        age_s = self._age_s()
+        self._log.events.write(
+            "save_skipped", iteration=iteration, under_way=under_way, newest=self.newest, age_s=age_s, where=self._name
+        )
+        if self._late.failed():
+            self._log.message(
+                warning(
+                    f"{self._name} is slow: the snapshot of iteration {under_way} is still being written there, and "
+                    f"later ones are only in memory; {self._newest_there()}. Fix: repair it, or raise "
+                    "--persist-interval",
+                    code="storage-slow",
+                )
+            )
+
+    def lags(self, lag: Lag | None) -> None:
+        """Records the lag after an iteration; warns if storage lacks state that the policy promises to be there."""
+        self._lag = lag
+        if lag is None:
+            return
+        if lag.overdue and self._lags.failed():
+            self._log.message(
+                warning(
+                    f"{self._name} lags behind: the newest state there of {lag.overdue} of {lag.operators} operators "
+                    f"is older than the policy promises, and the oldest is {lag.oldest} iterations old. If all memory "
+                    "were lost, the run would lose or repeat the updates since then; "
+                    f"{self._newest_there()}. Fix: use faster storage, or save fewer bytes",
+                    code="storage-lags",
+                )
+            )
+        elif not lag.overdue and self._lags:
+            warned, seconds = self._lags.warned, self._lags.over()
+            if warned:
+                self._log.message(f"{self._name} has all state that the policy promises again, after {seconds:.0f} s")
+
+    def failed(self, iteration: int, problem: str) -> None:
+        """Records that a snapshot could not be saved to storage."""
+        self.failures += 1
+        if self.every is not None:
+            self._due = iteration + 1  # as soon as a retry is allowed
+        self._late.over()
+        warns = self._failing.failed()
+        self.rests = True
+        self._log.events.write(
+            "save_failed",
+            what="snapshot",
+            iteration=iteration,
+            reason=problem,
+            failures=self.failures,
+            lasted_s=round(self._failing.seconds, 3),
+            newest=self.newest,
+            age_s=self._age_s(),
+        )
+        if warns:
+            lasted = f", for {self._failing.seconds:.0f} s now" if self._failing.seconds > 1 else ""
+            self._log.message(
+                f"WARNING: snapshots cannot be saved{lasted}, and training continues and tries again; "
+                f"{self._newest_there()}: {problem}"
+            )
+
+    def on_stored(self, newest: int | None) -> None:
+        """Records a snapshot in storage, and the iteration that a run could resume from there; None if none."""
+        for trouble, text in (
+            (self._failing, "snapshots can be saved again, after {:.0f} s; " + f"{self.failures} could not be"),
+            (self._late, f"{self._name} was slow for {{:.0f}} s; {self.skipped} snapshots were not written there"),
+        ):
+            warned, seconds = trouble.warned, trouble.over()
+            if warned:
+                self._log.message(text.format(seconds))
+        if newest != self.newest:
+            self.newest, self._stored_at = newest, time.monotonic()
+        self.rests = False
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Counts of failed and skipped saves, if above 0; the lag of storage, if snapshots go there during the run."""
+        counted = {"saves_failed": self.failures, "saves_skipped": self.skipped}
+        found = {name: float(count) for name, count in counted.items() if count}
+        if self._lag is not None:
+            found |= {"storage_age": float(self._lag.age), "storage_overdue": float(self._lag.overdue)}
+        return found
+
+    def _is_ready(self) -> bool:
+        if self._ready is None or self._prepare is None:
+            return True
+        if not self._ready.done():
+            return False
+        error = tolerable(self._ready)
+        if error is None:
+            if self._ready.exception() is None:
+                self._ready = None
+            return self._ready is None
+        if not self._failing.rests:
+            if self._failing.failed():
+                self._log.message(f"WARNING: {self._name} cannot be used, and training continues: {with_code(error)}")
+            self._ready = self._prepare()
+        return False
+
+    def _age_s(self) -> float | None:
+        return None if self._stored_at is None else round(time.monotonic() - self._stored_at, 3)
+
+    def _newest_there(self) -> str:
+        if self.newest is None:
+            return "none was saved there since this start"
+        age = f"{self._age_s():.0f} s old" if self._stored_at is not None else "from before this start"
+        return f"the newest one there is of iteration {self.newest}, {age}"
+
+
+class Planned(NamedTuple):
+    """Plan of the save after an iteration.
+
+    Attributes:
+        plan: plan of the snapshot; None if none is taken.
+        storage: the part of it that goes to storage; None if nothing does.
+    """
+
+    plan: SnapshotPlan | None = None
+    storage: SnapshotPlan | None = None
+
+
+class StorageTier:
+    """State that storage has and lacks.
+
+    Args:
+        policy: plans snapshots, and which part of them goes to storage.
+        health: failures and delays of storage.
+        start: point where the run resumes.
+        has_memory_tier: snapshots are durable in memory, and only some go to storage.
+
+    Attributes:
+        newest: iteration that a run could resume from if all memory were lost; None if there is none.
+        begun: iteration of the newest snapshot, in any tier; None if there is none.
+        complete: that snapshot contains the entire state, and has not failed to become durable.
+        problem: why the last snapshot meant for storage did not get there; empty if it did.
+    """
+
+    def __init__(self, policy: Policy, health: StorageHealth, start: ResumePoint, has_memory_tier: bool):
+        self._policy, self.health, self._has_memory_tier = policy, health, has_memory_tier
+        self._held = {one.iteration: one for one in start.stored if one.tier == STORAGE}
+        self.persisted = Persisted.of(self._held.values(), policy)
+        self.newest = self.persisted.iteration or (None if start.newest in start.in_memory else start.newest)
+        others = start.experts or start.newer or start.before or len(start.in_memory) > 1
+        self.begun, self.complete = start.newest, not others
+        self.problem = ""
+        self._goes_since: int | None = None  # first snapshot of the window that also goes to storage
+        self._broken_since: int | None = None  # first snapshot of a window that storage lacks in part
+        self._base_lost = self._base_requested = False  # storage lacks the full snapshot
+        self._lacks_due = False  # storage, the only tier, lacks a snapshot that was due
+        self._first: int | None = None  # iteration of the first snapshot that was due
+
+    def request_base(self, iteration: int) -> None:
+        """Requests, once, the full snapshot that partial ones need, if storage lacks it and can have it."""
+        if self._lacks_base(iteration) and not (self._base_requested or self.health.rests or self.health.closed):
+            self._policy.storage.on_full_snapshot_lost()
+            self._base_requested = True
+
+    def plan(self, iteration: int, load: Load | None, has_room: bool) -> Planned:
+        """Plans the snapshot of an iteration, and the part of it that goes to storage; changes nothing.
+
+        Only this method and :meth:`part_of` decide that.  A snapshot that is due in storage stays due until storage
+        takes it.  After a failed write, the next one is due as soon as storage may be tried again.
+
+        Args:
+            iteration: iterations completed.
+            load: as in :meth:`Policy.plan`.
+            has_room: storage may receive another snapshot, or another window.
+        """
+        if not self._has_memory_tier:
+            if self.health.rests:
+                return Planned()
+            plan = self._policy.storage.plan(iteration, load, again=self._lacks_due)
+            return Planned(plan, plan)
+        takes = self._takes(iteration, has_room)
+        plan = self._policy.storage.plan(iteration, load) if takes else self._policy.plan(iteration, load)
+        return Planned(plan, plan and self._part_of(plan, takes))
+
+    def part_of(self, plan: SnapshotPlan, has_room: bool) -> SnapshotPlan | None:
+        """Returns the part that goes to storage of a snapshot that is taken again with its plan."""
+        return self._part_of(plan, self._takes(plan.iteration, has_room)) if self._has_memory_tier else plan
+
+    def passes(self, iteration: int, load: Load | None) -> None:
+        """Records that no snapshot is taken after an iteration; storage owes one if it rests and one was due."""
+        if not self._has_memory_tier and self.health.rests and Capability.WINDOWS not in self._policy.requires:
+            self._lacks_due = self._lacks_due or self._policy.plan(iteration, load) is not None
+            self._first = self._first or (iteration if self._lacks_due else None)
+
+    def begins(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
+        """Records the start of a snapshot, with the part of it that goes to storage."""
+        self.begun, self.complete, self._lacks_due = plan.iteration, plan.complete, False
+        self._first = self._first or plan.iteration
+        if not self._has_memory_tier:
+            return
+        if storage is not None and plan.since == plan.iteration:
+            self.health.begins(plan.iteration)
+            self._goes_since = plan.since
+        elif plan.complete:
+            self._base_requested = False
+
+    def _takes(self, iteration: int, has_room: bool) -> bool:
+        """Whether storage takes a snapshot or a window that begins now, if there is a memory tier."""
+        due = self._lacks_base(iteration) or self.health.is_due(iteration)
+        return due and has_room and not (self.health.rests or self.health.closed)
+
+    def _part_of(self, plan: SnapshotPlan, takes: bool) -> SnapshotPlan | None:
+        """Returns the part of a snapshot that goes to storage, where a window goes from its start or not at all."""
+        is_of_use = plan.complete or not self._lacks_base(plan.iteration)
+        begins = takes and is_of_use and plan.since == plan.iteration
+        return self._policy.storage.part_of(plan) if begins or self._goes_since == plan.since else None
+
+    def committed(self, snapshot: SnapshotInProgress) -> None:
+        """Records that a snapshot is in storage."""
+        self.problem, iteration = "", snapshot.iteration
+        self._base_lost = self._base_lost and not snapshot.storage_plan.complete
+        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=True)
+        details = {name: detail.value for name, detail in snapshot.storage_plan.operators.items()}
+        self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
+        self.persisted = Persisted.of(self._held.values(), self._policy)
+        of_use = needed(self._held.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
+        self._held = {one.iteration: one for one in self._held.values() if one.key in of_use}
+        self.newest = self.persisted.iteration or None
+        self.health.on_stored(self.newest)
+
+    def failed(self, snapshot: SnapshotInProgress) -> None:
+        """Records that a snapshot could not be saved to storage, because of :attr:`problem`."""
+        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=False)
+        self.health.failed(snapshot.iteration, self.problem)
+        self._lacks_due = not self._has_memory_tier
+        if snapshot.iteration == self.begun and not (self._has_memory_tier and snapshot.snapshot.in_memory):
+            self.complete = False
+        self._broken_since, self._goes_since = snapshot.plan.since, None
+        if not recovers_exactly(self._policy) and snapshot.storage_plan.complete:
+            self._base_lost, self._base_requested = True, False
+        if not self._has_memory_tier:
+            self._policy.schedule.restart_window()
+
+    def abandoned(self, plan: SnapshotPlan) -> None:
+        """Records that some rank lacked memory for a snapshot, so that no tier has it."""
+        if plan.iteration == self.begun:
+            self.complete = False
+
+    def is_broken(self, plan: SnapshotPlan) -> bool:
+        """Whether storage lacks an earlier snapshot of the same window."""
+        return plan.since == self._broken_since
+
+    @property
+    def memory_is_free(self) -> bool:
+        """Whether a memory tier exists and holds nothing that storage lacks; identical on all workers."""
+        return self._has_memory_tier and self.begun == self.newest
+
+    def has(self, iteration: int) -> bool:
+        """Whether storage has all state that was computed up to an iteration."""
+        return iteration == 0 or (self.newest == self.begun and self.complete)
+
+    def lag(self, iteration: int) -> Lag | None:
+        """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
+        every = self.health.every if self._has_memory_tier else self._policy.schedule.iterations_apart
+        if every is None:
+            return None
+        promise = Promise.of(self._policy, every, 1 if self._has_memory_tier else OUTSTANDING, ALL_REDUCES)
+        operators, since = self._policy.operators, iteration if self._first is None else self._first
+        late = overdue(self.persisted, promise, operators, iteration, since)
+        oldest = min((self.persisted.learned.get(name, 0) for name in late), default=iteration)
+        return Lag(iteration - self.persisted.iteration, len(late), len(operators), iteration - oldest)
+
+    def _lacks_base(self, iteration: int) -> bool:
+        """Whether storage, in addition to a memory tier, lacks the full snapshot that partial ones need."""
+        return self._has_memory_tier and (
+            self._base_lost or self._policy.storage.needs(full_plan(self._policy, iteration))
+        )

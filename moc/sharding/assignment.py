@@ -1,0 +1,173 @@
+"""Assigns each save item to a rank, and computes lower bounds of any assignment (MoC, eqs. 8-9).
+
+One rule assigns experts, and one the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moc.errors import UserError, raised
+from moc.sharding.parallel_layout import ParallelLayout
+from moc.sharding.rules import RULES, Rule
+from moc.sharding.save_items import SaveItem
+
+
+class ShardingError(UserError, ValueError):
+    """Invalid sharding scheme, rule or set of holdings; the message names it."""
+
+
+@dataclass(frozen=True)
+class ShardingScheme:
+    """Names of the two rules that shard a checkpoint."""
+
+    experts: str
+    others: str
+
+
+SCHEMES: Mapping[str, ShardingScheme] = {
+    "baseline": ShardingScheme("baseline", "baseline"),
+    "EE": ShardingScheme("equal", "baseline"),
+    "EE+EN": ShardingScheme("equal", "equal"),
+    "EE+AN": ShardingScheme("equal", "adaptive"),
+    "AE+AN": ShardingScheme("adaptive", "adaptive"),
+}
+"""Schemes of MoC's Figure 10 by their names there, and ``AE+AN``, which also places experts adaptively."""
+
+
+def parse_scheme(text: str) -> ShardingScheme:
+    """Returns the scheme of a flag value: a name in :data:`SCHEMES`, or two rules, ``EXPERTS_RULE,OTHERS_RULE``.
+
+    Raises:
+        ShardingError: the text is neither.
+    """
+    if text in SCHEMES:
+        return SCHEMES[text]
+    rules = [name.strip() for name in text.split(",")]
+    if len(rules) != 2:
+        raise ShardingError(
+            f"there is no sharding scheme {text!r}. Fix: choose one of {', '.join(SCHEMES)}, or name two rules, one "
+            "for experts and one for the rest, as in equal,adaptive",
+            code="sharding-rule-unknown",
+        )
+    for name in rules:
+        _named_rule(name)
+    return ShardingScheme(*rules)
+
+
+def _named_rule(name: str) -> Rule:
+    if name not in RULES:
+        raise ShardingError(
+            f"there is no sharding rule {name!r}. Fix: choose one of {', '.join(sorted(RULES))}",
+            code="sharding-rule-unknown",
+        )
+    return RULES[name]
+
+
+def assign_items(items: Sequence[SaveItem], scheme: ShardingScheme) -> list[int]:
+    """Returns the rank that saves each item; identical on every rank, without communication.
+
+    An item with one holder is saved by that rank and counts towards its load.  Experts are assigned next, then the
+    rest, so that the rule for the rest receives all other load.
+
+    Raises:
+        ShardingError: a rule is unknown, raises an exception, assigns too few or too many items, or chooses a rank that
+            does not hold the item.
+    """
+    result = [item.holders[0] for item in items]  # replaced below if there are several holders
+    load: Counter[int] = Counter()
+    holders_by_id = {
+        id(item.holders): item.holders for item in items
+    }  # thousands of items share up to a thousand ranks
+    holder_sets = {identity: frozenset(holders) for identity, holders in holders_by_id.items()}
+    for item in items:
+        if len(item.holders) == 1:
+            load[item.holders[0]] += item.nbytes
+    for name, for_experts in ((scheme.experts, True), (scheme.others, False)):
+        rule = _named_rule(name)
+        indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == for_experts]
+        try:
+            ranks = list(rule([items[i] for i in indices], dict(load)))
+        except Exception as error:
+            raise ShardingError(
+                f"the sharding rule {name} failed ({raised(error, rule)}). Fix: correct the rule, or choose "
+                "another one",
+                code="sharding-rule-broken",
+            ) from error
+        if len(ranks) != len(indices):
+            raise ShardingError(
+                f"the sharding rule {name} assigned {len(ranks)} of {len(indices)} items. Fix: return one rank for "
+                "each item from the rule",
+                code="sharding-rule-broken",
+            )
+        for index, rank in zip(indices, ranks, strict=True):
+            if rank not in holder_sets[id(items[index].holders)]:
+                raise ShardingError(
+                    f"the sharding rule {name} gives {items[index].operator} to rank {rank}, which does not hold it. "
+                    "Fix: return only ranks that hold the item from the rule",
+                    code="sharding-rule-broken",
+                )
+            result[index] = rank
+            load[rank] += items[index].nbytes
+    return result
+
+
+def bytes_by_rank(items: Sequence[SaveItem], saving_ranks: Sequence[int], world: int) -> list[int]:
+    """Returns the bytes that each of ``world`` ranks saves."""
+    result = [0] * world
+    for item, rank in zip(items, saving_ranks, strict=True):
+        result[rank] += item.nbytes
+    return result
+
+
+def ideal_bytes(items: Sequence[SaveItem], layout: ParallelLayout) -> float:
+    """Returns the bytes of the bottleneck rank if every byte could go to any rank of its pipeline stage.
+
+    With one stage and a full checkpoint, this is (P_ne + P_e) (B_w + B_o) / D_dp: MoC's eq. 8 with D_dp in place of
+    D_ep.  The two agree for one expert-parallel group; with several, each rank holds only 1 / D_dp of the optimizer
+    state, and equal sharding of experts divides their weights likewise.
+    """
+    stage_bytes = [0] * layout.pp
+    for item in items:
+        stage_bytes[layout.stage(item.holders[0])] += item.nbytes
+    return max(stage_bytes) * layout.pp / layout.world
+
+
+def forced_bytes(items: Sequence[SaveItem]) -> int:
+    """Returns the maximum bytes that have one rank as only holder: a lower bound of every assignment's bottleneck."""
+    load: Counter[int] = Counter()
+    for item in items:
+        if len(item.holders) == 1:
+            load[item.holders[0]] += item.nbytes
+    return max(load.values(), default=0)
+
+
+def equation_8(non_expert: int, expert: int, weights: int, optimizer: int, dp: int, ep: int) -> float:
+    """Returns MoC's eq. 8 as printed: the bytes that each rank ideally saves of a full checkpoint.
+
+    Args:
+        non_expert: P_ne, dense parameters.
+        expert: P_e, parameters of experts.
+        weights: B_w, bytes of weights per parameter.
+        optimizer: B_o, bytes of optimizer state per parameter.
+        dp: D_dp, data-parallel ranks.
+        ep: D_ep, expert-parallel ranks.
+    """
+    return (non_expert + expert) * optimizer / ep + non_expert * weights / dp + expert * weights / ep
+
+
+def pec_leaves_ranks_unequal(k: int, moe_layers: int, dp: int, ep: int) -> bool:
+    """Returns whether the chosen experts cannot be sharded equally (MoC's eq. 9).
+
+    Either they do not divide over expert-parallel ranks, or the experts of one such rank do not divide over the
+    expert-parallel groups.
+
+    Args:
+        k: K_pec, experts saved in each layer.
+        moe_layers: N_moe, layers with experts.
+        dp: D_dp, data-parallel ranks.
+        ep: D_ep, expert-parallel ranks.
+    """
+    return (k * moe_layers) % ep != 0 or (k * moe_layers // ep) % (dp // ep) != 0

@@ -1,0 +1,380 @@
+"""The memory tier of this node: directories of shared memory, their leases, and their removal.
+
+A lease is the time for which a job may still continue from its snapshots in memory.  A job records its lease when it
+takes a directory, and renews it by the file's modification time.  While a lease lasts, no tool may remove the memory:
+the job may be replacing its workers, and meanwhile no process uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from moc.cli_output import print_once
+from moc.files import decode
+from moc.files.safe_directory import (
+    MAX_SMALL_FILE_BYTES,
+    RefusedFileError,
+    SafeDirectory,
+    open_without_links,
+    remove_owned,
+)
+from moc.store.errors import CheckpointError
+from moc.store.object_storage import storage_at
+from moc.store.ownership import Claim, lives
+from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
+from moc.store.runs import find_run
+from moc.store.storage import LocalStorage, Storage
+from moc.store.store import Store
+
+SOCKETS_DIRECTORY = ".sockets"
+"""Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
+
+No run has this name, since the directory of a run ends with two numbers.
+"""
+
+_OF_NODE = "-node-"
+_MAX_DIRECTORIES = 100  # names that are tried, since other users can make directories under them
+
+
+def memory_storage(
+    memory_dir: str | Path, job: str, run: str, node: str | None = None, claim: Claim | None = None
+) -> LocalStorage:
+    """Returns this node's memory for a run: a directory of shared memory that outlives processes, not the machine.
+
+    The directory name contains the run's name, so that no job finds the memory of another run.  The checkpoint
+    directory may have been recreated, and containers that share the memory may use one path for different directories.
+
+    Args:
+        memory_dir: memory file system, usually ``/dev/shm``.
+        job: directory or URL of the checkpoints.
+        run: name of their run (:mod:`moc.store.runs`).
+        node: name of the node, unique among nodes that share the file system; None if each machine is one node.
+        claim: claim under which files are written.
+
+    Raises:
+        CheckpointError: the directory cannot be made, or belongs to another user.
+    """
+    root = memory_path_of_run(memory_dir, job, run)
+    return LocalStorage(root if node is None else _path_on_node(root, node), in_memory=True, claim=claim)
+
+
+def memory_path_of_run(memory_dir: str | Path, job: str, run: str) -> Path:
+    """Returns the path of a run's memory on every node; nodes that share a file system add their name.
+
+    Arguments and errors as for :func:`memory_storage`.
+    """
+    return user_directory(memory_dir) / f"{_address_prefix(job)}{run}"
+
+
+def memory_paths_of_node(run: Path, node: str) -> list[Path]:
+    """Returns the possible directories of a run's memory (:func:`memory_path_of_run`) on a node, existing or not."""
+    return [run, _path_on_node(run, node)]
+
+
+def is_memory_of_run(path: Path, run: Path) -> bool:
+    """Returns whether a directory is a run's memory on any node, in any directory of the user."""
+    return path.name == run.name or path.name.startswith(f"{run.name}{_OF_NODE}")
+
+
+def memory_paths_of_other_runs(memory_dir: str | Path, job: str, run: str) -> list[Path]:
+    """Returns the memory left on this machine by other runs with the same checkpoint address."""
+    name = _address_prefix(job)
+    paths = sorted(
+        path for home in user_directories(memory_dir) for path in home.iterdir() if path.name.startswith(name)
+    )
+    return [path for path in paths if not is_memory_of_run(path, Path(f"{name}{run}"))]
+
+
+def find_memory_storage(memory_dir: str | Path, job: str, node: str | None = None) -> LocalStorage:
+    """Returns the memory of the run at a checkpoint address (:func:`memory_storage`), for a program outside of the job.
+
+    Raises:
+        CheckpointError: no run has begun there.
+    """
+    run = find_run(storage_at(job))
+    if run is None:
+        raise CheckpointError(
+            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
+        )
+    return memory_storage(memory_dir, job, run.run, node)
+
+
+def user_directory(memory_dir: str | Path) -> Path:
+    """Returns the parent directory of a user's jobs in a memory file system: ``moc-UID``, or ``moc-UID-1`` to ``-99``.
+
+    It is the first of these that is a directory of this user with mode 0700; if there is none, the first that can be
+    made.  So another user cannot block a job by making ``moc-UID``, nor hide snapshots by removing it later.  Launchers
+    and the first worker of each node print a name other than the first.
+
+    Raises:
+        CheckpointError: all names are taken, or nothing can be made there.
+    """
+    homes = _candidate_directories(memory_dir)
+    try:
+        home = next(filter(_is_private_directory, homes), None) or next(filter(_create_private_directory, homes), None)
+    except OSError as error:
+        raise CheckpointError(
+            f"{homes[0]} cannot be used for snapshots ({error.strerror}). Fix: name a memory file system with "
+            "--ckpt-memory-dir",
+            code="memory-directory-unusable",
+        ) from None
+    if home is None:
+        raise CheckpointError(
+            f"{homes[0]} is not a directory that only its owner, this user, can use, nor are {homes[1].name} to "
+            f"{homes[-1].name}. Fix: remove it, or name another memory file system with --ckpt-memory-dir",
+            code="memory-directory-unusable",
+        )
+    if home != homes[0]:
+        print_once(f"{homes[0]} is not a directory that only this user can use: its jobs use {home}")
+    return home
+
+
+def user_directories(memory_dir: str | Path) -> list[Path]:
+    """Returns all candidates of :func:`user_directory`, in its order; several if two jobs raced for a name.
+
+    Raises:
+        CheckpointError: as :func:`user_directory`.
+    """
+    user_directory(memory_dir)
+    return [home for home in _candidate_directories(memory_dir) if _is_private_directory(home)]
+
+
+def _candidate_directories(memory_dir: str | Path) -> list[Path]:
+    name = f"moc-{os.geteuid()}"
+    return [Path(memory_dir) / f"{name}{f'-{number}' * bool(number)}" for number in range(_MAX_DIRECTORIES)]
+
+
+def _is_private_directory(home: Path) -> bool:
+    """Returns whether a path is a directory that only this user can use."""
+    with suppress(FileNotFoundError):
+        status = home.lstat()
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return False
+
+
+def _create_private_directory(home: Path) -> bool:
+    """Makes a directory unless the name is taken; returns whether it is this user's now."""
+    with suppress(FileExistsError):
+        home.mkdir(mode=0o700)
+    return _is_private_directory(home)
+
+
+def _address_prefix(job: str) -> str:
+    address = job.rstrip("/") if "://" in job else os.path.abspath(job)
+    return f"{os.path.basename(address)}-{xxhash.xxh3_64_hexdigest(address.encode())}-"
+
+
+def _path_on_node(run: Path, node: str) -> Path:
+    return run.with_name(f"{run.name}{_OF_NODE}{node}")
+
+
+LEASE_FILE = ".lease"
+
+DEFAULT_LEASE_S = 30.0
+"""Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The field of a lease: its length in seconds."""
+
+    seconds: decode.Seconds
+
+
+def record_lease(storage: Storage, seconds: float) -> None:
+    """Records the lease of the job that has taken a directory, from now on.
+
+    Raises:
+        SupersededError: another claim has taken the location.
+        OSError: the lease cannot be written.
+    """
+    storage.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
+
+
+def renew_lease(root: Path) -> None:
+    """Renews the lease; does nothing if the directory is gone, or the file is another job's."""
+    with contextlib.suppress(FileNotFoundError, RefusedFileError):
+        descriptor = open_without_links(root / LEASE_FILE, os.O_RDONLY)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def lease_remaining_s(root: Path) -> float:
+    """Returns the seconds until the lease of the job in a directory expires; not positive afterwards.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    paths = [root, *root.iterdir()]
+    newest = max(path.lstat().st_mtime for path in paths)
+    return newest + _lease_length_s(root) - time.time()
+
+
+def _lease_length_s(root: Path) -> float:
+    try:
+        return decode.decode_verified(SafeDirectory(root).read(LEASE_FILE, MAX_SMALL_FILE_BYTES), _Stored).seconds
+    except (FileNotFoundError, RefusedFileError, ValueError):
+        return DEFAULT_LEASE_S
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One node's memory for a run.
+
+    Attributes:
+        path: directory.
+        run: name of the run; None if the directory does not record it.
+        address: address of its checkpoints, as seen by the job.
+        newest: iteration of the newest snapshot; None without one.
+        bytes: memory used.
+        used_by: processes of this user that use it, if visible from here.
+    """
+
+    path: Path
+    run: str | None
+    address: str | None
+    newest: int | None
+    bytes: int
+    used_by: tuple[int, ...]
+
+
+def leftovers(memory_dir: str | Path) -> list[Leftover]:
+    """Returns all memory of this user's jobs in a memory file system, running ones included.
+
+    Raises:
+        CheckpointError: the directory cannot be made, or belongs to another user.
+    """
+    there = sorted(path for home in user_directories(memory_dir) for path in home.iterdir())
+    return [leftover(path) for path in there if _is_ours(path)]
+
+
+def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
+    """Returns the memory of the run whose checkpoints are in a directory or URL, on all nodes that share this machine.
+
+    Raises:
+        CheckpointError: no run has begun there, or as :func:`leftovers`.
+        OSError: the checkpoints' location cannot be read.
+    """
+    run = find_run(storage_at(job))
+    if run is None:
+        raise CheckpointError(
+            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
+        )
+    path = memory_path_of_run(memory_dir, job, run.run)
+    return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and path.name != SOCKETS_DIRECTORY
+
+
+def leftover(path: Path) -> Leftover:
+    """Describes one directory."""
+    storage = LocalStorage(path, in_memory=True)
+    try:
+        run = find_run(storage)
+    except OSError:
+        run = None
+    newest = max(Store(storage, allows_slack=True).iterations(), default=None)
+    return Leftover(path, run and run.run, (run and run.address) or None, newest, _bytes(path), tuple(_users(path)))
+
+
+def remove_leftover(one: Leftover, ended: bool = False) -> None:
+    """Removes a leftover.
+
+    Args:
+        one: the leftover.
+        ended: its job is known to have ended, so that its lease does not matter.
+
+    Raises:
+        CheckpointError: a process uses the memory, or the job's lease has not expired.
+        OSError: it cannot be removed.
+    """
+    if users := tuple(_users(one.path)):
+        raise CheckpointError(
+            f"{one.path} is used by process {users[0]}. Fix: stop that job first", code="memory-in-use"
+        )
+    if not ended and (left_s := lease_remaining_s(one.path)) > 0:
+        raise CheckpointError(
+            f"{one.path} is of a job that was alive a moment ago and may continue. Fix: wait {math.ceil(left_s)} s, or "
+            "give --ended if that job has ended",
+            code="memory-in-use",
+        )
+    remove_owned(one.path)
+
+
+def give_back(run: Path, node: str) -> None:
+    """Removes a finished run's leftovers from a node's memory (:mod:`moc.store.host_memory`), except those in use.
+
+    Raises:
+        CheckpointError: the directory is not the memory of a run.
+        OSError: it cannot be removed.
+    """
+    there = [path for path in memory_paths_of_node(run, node) if path.is_dir()]
+    if there and run.parent not in user_directories(run.parent.parent):
+        raise CheckpointError(
+            f"{run} is not the memory of a run. Fix: name a directory that tools/clean_memory.py lists",
+            code="memory-of-no-run",
+        )
+    for path in there:
+        if not any(_users(path)):  # otherwise the run has resumed there, or another node of this machine is not done
+            remove_owned(path)
+
+
+def give_back_unused(memory: Path) -> None:
+    """Removes unused buffers from a run's memory on this node, and the memory itself if nothing else is in it.
+
+    The job of this process must be about to end.  Snapshots, logs and files that cannot be removed stay.
+    """
+    with contextlib.suppress(OSError):
+        for slot in memory.rglob(f"{SLOTS_DIRECTORY}/*"):
+            if slot.lstat().st_nlink == 1:
+                remove_owned(slot)
+        for spare in memory.rglob(RESERVE_FILE):
+            remove_owned(spare)
+        if not any(path.is_file() and not path.name.startswith(".") for path in memory.rglob("*")):
+            remove_owned(memory)
+
+
+def _bytes(path: Path) -> int:
+    """Returns the number of bytes of the files; a file with several names counts once."""
+    sizes = {}
+    for file in path.rglob("*"):
+        try:
+            status = file.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _users(path: Path) -> Iterator[int]:
+    """Yields the owner of the directory, and every process that maps one of its buffers.
+
+    The owner may just have died while its job continues; in another container, only its lock is visible.
+    """
+    owner = lives(path)
+    if owner is not None:
+        yield owner.pid
+    inside = f" {os.path.realpath(path)}/"
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal() or (owner is not None and int(process.name) == owner.pid):
+            continue
+        try:
+            if inside in (process / "maps").read_text(errors="replace"):
+                yield int(process.name)
+        except OSError:  # it has ended, or belongs to another user
+            continue

@@ -1,0 +1,256 @@
+"""Memory of this node: in a directory that nobody else can read or plant."""
+
+import itertools
+import os
+import re
+import shutil
+
+import pytest
+
+from moc.store.buffers import HostBuffer
+from moc.store.errors import CheckpointError
+from moc.store.host_memory import (
+    SOCKETS_DIRECTORY,
+    Leftover,
+    find_memory_storage,
+    give_back,
+    leftover,
+    leftovers,
+    memory_path_of_run,
+    memory_paths_of_other_runs,
+    memory_storage,
+    remove_leftover,
+    user_directories,
+    user_directory,
+)
+from moc.store.ownership import Claim
+from moc.store.runs import Run, begin_run, find_run, record_run
+from moc.store.storage import LocalStorage
+from moc.store.store import Store
+from tests.errors import raises
+from tests.unit.store.test_store import saved
+from tests.unit.store.turns import in_turns
+
+
+def home(tmp_path):
+    return tmp_path / f"moc-{os.geteuid()}"
+
+
+def test_jobs_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs = "/a/ckpt", "/b/ckpt", "s3://a/ckpt", "s3://b/ckpt"
+    roots = {job: memory_storage(tmp_path, job, "run").root for job in jobs}
+    assert len(set(roots.values())) == 4
+    assert all(root.parent == home(tmp_path) and root.name.startswith("ckpt-") for root in roots.values())
+    assert home(tmp_path).stat().st_mode & 0o777 == 0o700
+    for same in ("/a/ckpt/", "/a/x/../ckpt"):
+        assert memory_storage(tmp_path, same, "run").root == roots["/a/ckpt"]
+    assert memory_storage(tmp_path, "ckpt", "run").root == memory_storage(tmp_path, str(tmp_path / "ckpt"), "run").root
+
+
+def test_runs_at_one_address_have_directories_of_their_own(tmp_path):
+    storage = LocalStorage(tmp_path / "ckpt")
+    first = begin_run(storage, "/data/ckpt")
+    assert begin_run(storage, "/mnt/ckpt") == find_run(storage) == first  # as long as it is not removed
+    shutil.rmtree(storage.root)
+    second = begin_run(storage, "/data/ckpt")
+    roots = [
+        memory_storage(tmp_path, "/data/ckpt", run.run, node).root for run in (first, second) for node in (None, "1")
+    ]
+    assert len(set(roots)) == 4
+    for root in roots:
+        root.mkdir()
+    memory_storage(tmp_path, "/other/ckpt", first.run).root.mkdir()
+    assert memory_paths_of_other_runs(tmp_path, "/data/ckpt", second.run) == roots[:2]
+    assert find_memory_storage(tmp_path, str(storage.root)).root.name.endswith(second.run)
+
+
+def test_of_two_that_begin_a_run_at_once_one_does(tmp_path):
+    actions = [lambda: begin_run(LocalStorage(tmp_path / "ckpt"), "ckpt")] * 2
+    orders = itertools.product([0, 1], repeat=6)
+    for order in orders:
+        one, other = in_turns(actions, order)
+        assert one.result == other.result == find_run(LocalStorage(tmp_path / "ckpt")) is not None
+        assert os.listdir(tmp_path / "ckpt") == [".run.json"]
+        shutil.rmtree(tmp_path / "ckpt")
+
+
+def refused(tmp_path):
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(home(tmp_path)))} .*--ckpt-memory-dir"):
+        memory_storage(tmp_path, "job", "run")
+
+
+def with_mode(mode):
+    def make(path):
+        path.mkdir()
+        path.chmod(mode)
+
+    return make
+
+
+def of_another_user(path):
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+def link(path):
+    (path.parent / "theirs").mkdir(mode=0o700, exist_ok=True)
+    path.symlink_to(path.parent / "theirs")
+
+
+UNUSABLE = {f"mode {mode:o}": with_mode(mode) for mode in (0o770, 0o707, 0o710, 0o701, 0o755)} | {
+    "a link": link,
+    "a link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
+    "a file": lambda path: path.touch(mode=0o600),
+    "of another user": pytest.param(
+        of_another_user,
+        marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a directory"),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", UNUSABLE.values(), ids=UNUSABLE)
+def test_another_name_is_used_and_printed_where_the_first_cannot_be(tmp_path, make, capsys):
+    make(home(tmp_path))
+    before = home(tmp_path).lstat()
+    chosen = memory_storage(tmp_path, "job", "run").root.parent
+    assert chosen == tmp_path / f"{home(tmp_path).name}-1" and chosen.stat().st_mode & 0o777 == 0o700
+    assert str(chosen) in capsys.readouterr().err
+    assert home(tmp_path).lstat() == before
+    assert memory_storage(tmp_path, "job", "run").root.parent == chosen
+    assert capsys.readouterr().err == ""  # once is enough
+
+
+def test_one_worker_of_a_node_prints_the_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    home(tmp_path).touch()
+    user_directory(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_directory_that_has_the_snapshots_is_kept_when_the_first_name_becomes_free(tmp_path):
+    home(tmp_path).touch()
+    root = memory_storage(tmp_path, "job", "run").root
+    home(tmp_path).unlink()
+    assert memory_storage(tmp_path, "job", "run").root == root and not home(tmp_path).exists()
+
+
+def test_of_several_own_directories_the_first_is_used_and_all_are_searched(tmp_path):
+    names = [tmp_path / f"{home(tmp_path).name}{end}" for end in ("", "-1", "-2")]
+    names[1].touch()
+    for own in (names[0], names[2]):
+        own.mkdir(mode=0o700)
+    assert user_directory(tmp_path) == names[0] and user_directories(tmp_path) == [names[0], names[2]]
+    other = memory_storage(tmp_path, "job", "other").root
+    (names[2] / other.name).mkdir()
+    assert memory_paths_of_other_runs(tmp_path, "job", "run") == [names[2] / other.name]
+
+
+def test_a_job_is_refused_once_all_names_are_taken(tmp_path):
+    for number in range(100):
+        (tmp_path / f"{home(tmp_path).name}{f'-{number}' if number else ''}").touch()
+    refused(tmp_path)
+    (tmp_path / f"{home(tmp_path).name}-99").unlink()
+    assert user_directory(tmp_path).name == f"{home(tmp_path).name}-99"
+
+
+def test_of_processes_that_begin_at_once_all_find_the_same(tmp_path):
+    home(tmp_path).touch()
+    orders = itertools.product([0, 1], repeat=6)
+    for order in orders:
+        one, other = in_turns([lambda: user_directory(tmp_path)] * 2, order)
+        assert one.result == other.result
+        assert sorted(os.listdir(tmp_path)) == [home(tmp_path).name, f"{home(tmp_path).name}-1"]
+        one.result.rmdir()
+
+
+def test_a_memory_file_system_that_is_not_there_is_named(tmp_path):
+    refused(tmp_path / "missing")
+
+
+JOB = "/data/ckpt"
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Memory of two nodes for one run, and of one of them for another run; with all that jobs leave there."""
+    made = {}
+    for run, node in (
+        ("aaaaaaaaaaaaaaaa", "1"),
+        ("aaaaaaaaaaaaaaaa", "10"),
+        ("bbbbbbbbbbbbbbbb", "1"),
+        ("aaaaaaaaaaaaaaaa", None),
+    ):
+        place = memory_storage(tmp_path, JOB, run, node)
+        saved(Store(LocalStorage(place.root, claim=Claim("ended", (0, 3)))), 10, 20)
+        saved(Store(LocalStorage(place.root / "of_0")), 20)  # the copy that it keeps of another node's
+        record_run(place, Run(run, JOB, 0.0))
+        made[run, node] = place.root
+    return made
+
+
+def test_a_node_gives_back_what_a_run_has_left_there(places, tmp_path):
+    give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
+    assert [key for key, root in places.items() if root.exists()] == [
+        ("aaaaaaaaaaaaaaaa", "10"),
+        ("bbbbbbbbbbbbbbbb", "1"),
+    ]
+    give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")  # nothing is there
+
+
+def test_what_is_in_use_stays(places, tmp_path):
+    owner = LocalStorage(places["aaaaaaaaaaaaaaaa", "1"], claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
+    owner.lock()
+    give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
+    assert Store(owner).iterations() == [10, 20]
+
+
+def test_nothing_else_is_removed(places, tmp_path):
+    for other in (tmp_path / "others", user_directory(tmp_path), tmp_path):
+        other.mkdir(exist_ok=True)
+        with raises("memory-of-no-run", str(other)):
+            give_back(other, "1")
+        assert other.exists()
+
+
+def test_what_jobs_have_left_is_listed(places, tmp_path):
+    (user_directory(tmp_path) / "notes").write_text("no directory")
+    (user_directory(tmp_path) / SOCKETS_DIRECTORY / "of a job").mkdir(parents=True)
+    found = {one.path: one for one in leftovers(tmp_path)}
+    assert list(found) == sorted(places.values())
+    for (run, _), path in places.items():
+        assert (found[path].run, found[path].address, found[path].newest, found[path].used_by) == (run, JOB, 20, ())
+    (user_directory(tmp_path) / "empty").mkdir()
+    assert leftover(user_directory(tmp_path) / "empty") == Leftover(
+        user_directory(tmp_path) / "empty", None, None, None, 0, ()
+    )
+
+
+def test_a_file_with_several_names_counts_once(tmp_path):
+    (tmp_path / "slot").write_bytes(bytes(10_000))
+    taken = (tmp_path / "slot").stat().st_blocks * 512
+    os.link(tmp_path / "slot", tmp_path / "rank_00000.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "slot")
+    assert leftover(tmp_path).bytes == taken >= 10_000
+
+
+def test_what_a_process_uses_is_not_removed(places):
+    path = places["aaaaaaaaaaaaaaaa", "1"]
+    owner = LocalStorage(path, claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
+    owner.lock()
+    assert leftover(path).used_by == (os.getpid(),)
+    with raises("memory-in-use", str(path), str(os.getpid())):
+        remove_leftover(leftover(path))
+    other = places["aaaaaaaaaaaaaaaa", "10"]
+    buffer = HostBuffer(4096, other / "slots" / "rank_00000.0")
+    assert leftover(other).used_by == (os.getpid(),)  # nobody has the place, but somebody its memory
+    buffer.close()
+    remove_leftover(leftover(other), ended=True)
+    assert not other.exists() and path.exists()
+
+
+def test_where_there_is_no_memory_none_is_made(tmp_path):
+    run = memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa")
+    shutil.rmtree(run.parent)
+    give_back(run, "1")
+    assert not run.parent.exists()
