@@ -84,6 +84,7 @@ class Trial:
         nnodes = f"{own.least}:{own.nnodes}" if own.layout == "elastic" else own.nnodes
         launcher = ["--nnodes", nnodes, "--nproc-per-node", workers // own.nnodes, "--spares", own.spares]
         launcher += ["--rdzv-endpoint", candidates, "--silence-timeout", own.silence]
+        launcher += ["--max-standstill", 1000]  # faults may strike at one iteration again and again
         launcher += ["--max-wait", own.max_wait, "--patience", own.patience, "--grow-wait", own.grow_wait]
         program = [*MODEL, "--train-iters", own.iterations, *parallel.split(), *TIERS[tier].split()]
         self._own, self._cluster, self._storage, self._directory = own, cluster, storage, directory

@@ -100,6 +100,7 @@ class Run:
         stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
         counts = [f"{CLUSTER.least}:{CLUSTER.nodes}", "--nproc-per-node", 1]
         launcher = ["--nnodes", *counts, "--grow-wait", 1, "--silence-timeout", own.silence]
+        launcher += ["--max-standstill", 1000]  # faults may strike at one iteration again and again
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory]
         slow = [
             f"slow node={node} iteration=0 point={point} seconds={MOVES_S} times=100000"

@@ -109,6 +109,7 @@ class Run:
             "LYING_MEMORY": str(self._memory),
         }
         launcher = ["-W", "ignore", "-m", "moc.launch", "--nproc-per-node", str(self._workers)]
+        launcher += ["--max-standstill", "1000"]  # faults may strike at one iteration again and again
         own = ["--ckpt-dir", str(self._directory / "snapshots"), "--iterations", str(self._own.iterations)]
         own += ["--log-dir", str(self._directory / "log")]
         with open(self._directory / "console", "w") as console:

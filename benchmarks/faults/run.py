@@ -225,6 +225,7 @@ class Run:
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
         self._nodes, self._has_copies = nodes_of(layout, tier), "peers" in TIERS[tier]
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
+        launcher += ["--max-standstill", 1000]  # faults may strike at one iteration again and again
         self._spares = max(0, candidates - self._nodes) if candidates > 1 else 0
         self._all_nodes = range(self._nodes + self._spares)
         if self._nodes > 1:
