@@ -1,4 +1,4 @@
-"""Defines the flags of snapshots, from which a run resumes after a failure, and of fault injection."""
+"""Defines the flags of snapshots, of recovery from them, and of fault injection."""
 
 from __future__ import annotations
 
