@@ -123,7 +123,8 @@ class _Parser(argparse.ArgumentParser):
         _refuse_other_sources(values, problems)
         concealed = frozenset(name for name, value in values.items() if value is UNKNOWN)
         defaults = {action.dest: action.default for action in self._actions}
-        values |= {name: defaults[name] for name in concealed}
+        values = {name: defaults[name] if name in concealed else value for name, value in values.items()}
+        values = {name: value for name, value in values.items() if value is not argparse.SUPPRESS}
         own = {name.removeprefix(PREFIX): values.pop(name) for name in [*values] if name.startswith(PREFIX)}
         prints = bool(own.pop("print_config", False))
         own = {name: value for name, value in own.items() if name not in ("config", "model", "dialect", "help_all")}

@@ -82,6 +82,7 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
         ("--num-layers 0 --ckpt-policy foo --pec-k-persist 0", ["value-out-of-range", "value-not-a-choice"]),
         ("--ckpt-keep 0 --log-straggler", ["value-out-of-range", "loop-argument-unsupported"]),
         ("--vocab-file /no/such --save /proc/no", ["input-missing", "output-not-writable"]),
+        ("--ckpt-polcy full --sparse-windw 4 --hidden-size ten", ["value-unreadable", "flag-unknown", "flag-unknown"]),
         ("--ckpt-policy full", []),  # Megatron-LM's arguments are needed to check combinations
     ],
 )
