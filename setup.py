@@ -32,7 +32,7 @@ setup(
     package_dir={"": "."},
     package_data={
         "moc": ["py.typed"],
-        "megatron.pretraining": ["py.typed", "presets/*.yaml"],
+        "megatron.pretraining": ["py.typed", "entry/options.json", "presets/*.yaml"],
         # Links to files of the repository, which moc-examples copies.
         "megatron.pretraining.examples": [
             *(f"files/{name}" for name in ("pretrain_gpt_moe.py", "examples/*.*", "tools/*.py")),

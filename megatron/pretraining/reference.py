@@ -1,4 +1,4 @@
-"""Writes the generated pages of ``docs/reference``: ``python -m megatron.pretraining.reference``."""
+"""Writes the generated pages and the options of Megatron-LM: ``python -m megatron.pretraining.reference``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.entry.options import RELEASED, Options
 from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
@@ -69,6 +70,14 @@ def events_page() -> str:
         rows += [("...", one.open)] if one.open else []
         parts += [f"## {name}\n", f"{one.when}\n", _table(("field", ""), rows)]
     return "\n".join(parts)
+
+
+def released_options() -> str:
+    """Returns the options of the installed Megatron-LM, as :mod:`.entry.options` keeps them."""
+    importlib.import_module("moc.megatron")  # adapts megatron-core before others import it
+    arguments = importlib.import_module("megatron.training.arguments")
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return Options.of(Path(arguments.__file__ or ""), parser).to_json()
 
 
 def sources() -> list[Path]:
@@ -140,8 +149,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Writes all pages; returns the exit code."""
-    for name, text in pages().items():
+    """Writes all files; returns the exit code."""
+    for name, text in (pages() | {str(RELEASED.relative_to(ROOT)): released_options()}).items():
         with replacing(ROOT / name) as path:
             Path(path).write_text(text, encoding="utf-8")
         print_lines(name)

@@ -1,6 +1,7 @@
 """The options of Megatron-LM's parser and of a script, kept in a file.
 
-So a launcher can parse them without importing either.
+So a launcher can parse them without importing either.  The package has the options of the release that it supports
+(``options.json``).  Those of any other Megatron-LM are written to the user's cache by the first start that imports it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from megatron.pretraining.entry.own_flags import Switch
 from moc.files import decode
 from moc.files.safe_directory import MAX_CONFIG_BYTES, RefusedFileError, SafeDirectory
 
+RELEASED = Path(__file__).with_name("options.json")
+"""Options of the release of megatron-core that `pyproject.toml` requires."""
 _SOURCE = "megatron/training/arguments.py"
 _KINDS: dict[str, Any] = {"int": int, "float": float}
 _LARGEST = 8 * MAX_CONFIG_BYTES
@@ -109,13 +112,47 @@ def _file(source: Path) -> Path:
     return base / "moc" / f"parser-{xxhash.xxh3_64_hexdigest(identity.encode())}.json"
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options that a source file adds to a parser.
+
+    Attributes:
+        source: xxh3 hash of the file's content.
+        options: the options.
+    """
+
+    source: str
+    options: tuple[Option, ...]
+
+    @classmethod
+    def of(cls, source: Path, parser: argparse.ArgumentParser) -> Options:
+        """Returns the options of a parser that is built by a source file."""
+        return cls(
+            xxhash.xxh3_64_hexdigest(source.read_bytes()), tuple(Option.of(action) for action in parser._actions)
+        )
+
+    def to_json(self) -> str:
+        """Returns the options as JSON, one on a line, without values that are the defaults of :class:`Option`."""
+        unset = {field.name: field.default for field in dataclasses.fields(Option)}
+        lines = (
+            json.dumps({name: value for name, value in dataclasses.asdict(one).items() if value != unset[name]})
+            for one in self.options
+        )
+        return f'{{"source": "{self.source}", "options": [\n{",\n".join(lines)}\n]}}\n'
+
+
 def remember(source: str | Path, parser: argparse.ArgumentParser) -> None:
     """Keeps the options of a parser, unless they are kept already or cannot be."""
     with contextlib.suppress(OSError, RuntimeError):  # no home directory
         file = _file(Path(source))
-        if not file.exists():
-            options = [dataclasses.asdict(Option.of(action)) for action in parser._actions]
-            SafeDirectory(file.parent).write(file.name, [json.dumps(options).encode()])
+        if not file.exists() and not _released(Path(source)):
+            SafeDirectory(file.parent).write(file.name, [Options.of(Path(source), parser).to_json().encode()])
+
+
+def _released(source: Path) -> tuple[Option, ...]:
+    """Returns the options in the package if they are those of a source file, otherwise nothing."""
+    known = decode.decode(RELEASED.read_bytes(), Options)
+    return known.options if known.source == xxhash.xxh3_64_hexdigest(source.read_bytes()) else ()
 
 
 def remembered(places: Sequence[Path]) -> tuple[Option, ...]:
@@ -123,8 +160,10 @@ def remembered(places: Sequence[Path]) -> tuple[Option, ...]:
     source = next((place / _SOURCE for place in places if (place / _SOURCE).is_file()), None)
     if source is not None:
         with contextlib.suppress(OSError, RuntimeError, ValueError, RefusedFileError):
+            if known := _released(source):
+                return known
             file = _file(source)
-            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), tuple[Option, ...])
+            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), Options).options
     return ()
 
 

@@ -1,24 +1,26 @@
 """The kept options of Megatron-LM's parser: they read and refuse the same words as the parser."""
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
+from megatron.pretraining import reference
 from megatron.pretraining.entry import command_line, options
-from megatron.pretraining.entry.options import Option, parser_of
+from megatron.pretraining.entry.options import RELEASED, Option, Options, parser_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from moc.errors import codes_in
 from moc.files import decode
 from tests.unit.pretraining.flags import BASE
 from tests.worlds import REPOSITORY
+
+ARGUMENTS = Path(import_module("megatron.training.arguments").__file__ or "")
+CORE = ARGUMENTS.parents[2]
 
 
 def stock_parser() -> argparse.ArgumentParser:
@@ -34,8 +36,22 @@ def stock() -> argparse.ArgumentParser:
 @pytest.fixture(scope="module")
 def kept(stock) -> tuple[Option, ...]:
     """The options after a file."""
-    text = json.dumps([asdict(Option.of(action)) for action in stock._actions])
-    return decode.decode(text, tuple[Option, ...])
+    return decode.decode(Options.of(ARGUMENTS, stock).to_json(), Options).options
+
+
+def test_the_package_has_the_options_of_the_installed_release(stock):
+    assert reference.released_options() == RELEASED.read_text(), f"run {reference.COMMAND} and commit the file"
+    assert not options.remember(ARGUMENTS, stock) and options.remembered([CORE]) == Options.of(ARGUMENTS, stock).options
+
+
+def test_options_of_another_megatron_are_kept_in_the_users_cache(stock, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "other" / ARGUMENTS.relative_to(CORE)
+    source.parent.mkdir(parents=True)
+    source.write_bytes(ARGUMENTS.read_bytes() + b"\n")
+    assert options.remembered([tmp_path / "other"]) == ()
+    options.remember(source, stock)
+    assert options.remembered([tmp_path / "other"]) == Options.of(ARGUMENTS, stock).options
 
 
 def read(parser, words):
@@ -86,8 +102,7 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
         ("--ckpt-policy full", []),  # Megatron-LM's arguments are needed to check combinations
     ],
 )
-def test_a_launcher_refuses_values_and_paths_without_torch(flags, codes, stock, tmp_path):
-    source = Path(sys.modules["megatron.training.arguments"].__file__)
+def test_a_launcher_refuses_values_and_paths_without_torch_at_the_first_start(flags, codes, tmp_path):
     program = f"""if True:
         import sys
         sys.modules["torch"] = sys.modules["megatron.core"] = None
@@ -96,9 +111,6 @@ def test_a_launcher_refuses_values_and_paths_without_torch(flags, codes, stock, 
         check_arguments({f"{BASE} {flags}".split()!r}, 1, 1, 1)
     """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        options.remember(source, stock)
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=REPOSITORY, capture_output=True, text=True
     )
