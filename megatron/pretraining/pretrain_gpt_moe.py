@@ -5,10 +5,14 @@ torchrun --nproc-per-node 4 pretrain_gpt_moe.py --model tiny --mock-data ...
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
 from megatron.pretraining.process.early_stop import end_at_once
+from moc.runtime import environment
+
+_ENTRY = "megatron.pretraining.entry"
 
 
 def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> str | None:
@@ -17,22 +21,26 @@ def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node
     The process that the workers are forked from also checks combinations (:mod:`megatron.pretraining.entry.words`).
     Returns the directory or URL of the snapshots, if it is known.
     """
-    defaults = import_module("megatron.pretraining.entry.own_flags").DEFAULTS
-    check = import_module("megatron.pretraining.entry.words").check_arguments
-    return check(sys.argv[0], arguments, nodes * per_node, nodes, defaults)
+    words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
+    return words.check_arguments(sys.argv[0], arguments, (least_nodes, nodes, per_node), defaults)
 
 
 def warm_up() -> None:
     """Imports only the modules that training needs, for a launcher that forks its workers."""
     import_module("moc.megatron").warm_up()
-    import_module("megatron.pretraining.entry.gpt")
+    import_module(f"{_ENTRY}.gpt")
 
 
 def main() -> int:
     """Trains, and returns the exit code."""
     end_at_once("pretrain_gpt_moe.py")  # before imports that take seconds
+    if environment.AGENT not in os.environ and os.environ.get("RANK", "0") == "0":  # mocrun has checked the options
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = max(int(os.environ.get("WORLD_SIZE", "1")) // per_node, 1)
+        words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
+        words.refuse_early(sys.argv[0], sys.argv[1:], (nodes, nodes, per_node), defaults)
     import_module("moc.megatron")
-    import_module("megatron.pretraining.entry.gpt").main()
+    import_module(f"{_ENTRY}.gpt").main()
     return 0
 
 

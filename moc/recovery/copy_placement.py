@@ -22,7 +22,11 @@ from functools import cached_property
 from itertools import combinations, permutations
 from math import comb
 
+from moc.errors import UserError
 from moc.store.manifest import REPLICAS_KEY
+
+DEFAULT_REPLICAS = 2
+"""Other nodes that keep copies without ``--replicas``, where there are as many."""
 
 Alike = Mapping[frozenset[int], int]
 """Bytes of data that is identical on all nodes of a set, counted once."""
@@ -257,3 +261,33 @@ def redundancy(stages: Iterable[Told]) -> Redundancy:
             nbytes[nodes] = nbytes.get(nodes, 0) + sum(operators.values())
             copies |= dict.fromkeys(operators, len(nodes))
     return Redundancy(copies, nbytes)
+
+
+def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
+    """Returns the number of other nodes that keep copies: ``--replicas``, or the default.
+
+    Args:
+        wanted: ``--replicas``; None for the default.
+        nodes: current number of nodes.
+        fewest: number of nodes that suffices after losses; None if the job needs all.
+
+    Raises:
+        UserError: there are fewer other nodes, or there may be fewer later.
+    """
+    if wanted is not None and fewest is not None and wanted > fewest - 1:
+        fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
+        nodes_left = f"{fewest} node{'s' * (fewest != 1)}"
+        raise UserError(
+            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {nodes_left}. "
+            f"Fix: {fewer}leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}",
+            code="too-many-replicas",
+        )
+    if wanted is None:
+        return min(DEFAULT_REPLICAS, nodes - 1)
+    if wanted > nodes - 1:
+        raise UserError(
+            f"--replicas {wanted} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
+            f"leave it out for the default, {DEFAULT_REPLICAS} or fewer",
+            code="too-many-replicas",
+        )
+    return wanted

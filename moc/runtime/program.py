@@ -54,19 +54,18 @@ def imports_megatron(source: str) -> bool:
     return os.environ.get(DISABLE_VARIABLE) != "1" and imports.search(source) is not None
 
 
-def check_flag_values(script: str, arguments: list[str], size: int, nodes: int) -> str | None:
+def check_flag_values(script: str, arguments: list[str], workers: tuple[int, int, int]) -> str | None:
     """Exits if an option or its value is wrong, or after printing the help or the configuration; for a launcher.
 
     Args:
         script: path of the script.
         arguments: its command line.
-        size: number of workers of the job.
-        nodes: number of nodes of the job.
+        workers: minimum nodes, nodes, and workers of each node.
 
     Returns:
         The directory or URL of the job's snapshots; None if there is none, or if it is not known.
     """
-    return importlib.import_module(_FLAG_CHECK_MODULE).check_arguments(script, arguments, size, nodes)
+    return importlib.import_module(_FLAG_CHECK_MODULE).check_arguments(script, arguments, workers)
 
 
 def flag_errors(script: str, arguments: list[str], size: int) -> str | None:
@@ -213,6 +212,7 @@ def check_arguments(flags: LauncherFlags) -> None:
 def _call_check(flags: LauncherFlags) -> object:
     """Returns the result of the program's ``check_arguments()``; None without one."""
     script, *arguments = flags.command
+    workers = flags.min_nodes, flags.nnodes, flags.nproc_per_node
     try:
         source = Path(script).read_text(encoding="utf-8")
         offers = offers_function(source, CHECK_FUNCTION)
@@ -221,13 +221,13 @@ def _call_check(flags: LauncherFlags) -> object:
     if not offers:
         if not imports_megatron(source):
             return None
-        return check_flag_values(script, arguments, flags.max_workers, flags.nnodes)
+        return check_flag_values(script, arguments, workers)
     with _as_main(script, arguments):
         try:
             check = load_program(script, "__check_arguments__")[CHECK_FUNCTION]
         except ImportError:
             return None  # the workers report a missing library
-        return check(arguments, flags.min_nodes, flags.nnodes, flags.nproc_per_node)
+        return check(arguments, *workers)
 
 
 def is_guarded(source: str) -> bool:

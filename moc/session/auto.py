@@ -28,9 +28,9 @@ from moc.policy.interval import BLOCK, BLOCKS, Measurements
 from moc.policy.pec_tuner import bytes_by_expert_count
 from moc.policy.plan import Load, SnapshotSizer
 from moc.policy.windows import operators_by_stage
+from moc.recovery.copy_placement import DEFAULT_REPLICAS
 from moc.runtime.collectives import gather
 from moc.session.engine import Engine, Listener
-from moc.session.peers import DEFAULT_REPLICAS
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import LOOKING_S, Tiers

@@ -18,7 +18,15 @@ from typing import NamedTuple
 from moc.errors import cause_of, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
-from moc.recovery.copy_placement import Placement, Redundancy, describe_placement, not_sent, place, survival
+from moc.recovery.copy_placement import (
+    Placement,
+    Redundancy,
+    copies_wanted,
+    describe_placement,
+    not_sent,
+    place,
+    survival,
+)
 from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
 from moc.recovery.restore_nodes import Fetch, NodeInventory, Restore, to_restore
@@ -41,7 +49,6 @@ from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, shard_file_name
 
-DEFAULT_REPLICAS = 2
 _NAMED = 3  # operators in a message
 
 
@@ -87,7 +94,8 @@ def join_peers(
         None with another tier, and on a single node.
 
     Raises:
-        SettingsError: there are fewer nodes than copies need, or no replica server.
+        SettingsError: there is no replica server.
+        UserError: there are fewer nodes than copies need.
         CheckpointError: on all workers: a replica server does not answer.
     """
     nodes, replicas = list(dict.fromkeys(tiers.nodes)), copies_of(settings, tiers.nodes)
@@ -111,7 +119,8 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
     """Returns the number of other nodes that keep copies; 0 without ``--ckpt-tier peers``.
 
     Raises:
-        SettingsError: there are fewer nodes than copies need, or no replica server.
+        SettingsError: there is no replica server.
+        UserError: there are fewer nodes than copies need.
     """
     if settings.tier != "peers":
         return 0
@@ -122,36 +131,6 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
             code="launcher-missing",
         )
     return copies_wanted(settings.replicas, len(set(nodes)), environment.min_nodes())
-
-
-def copies_wanted(wanted: int | None, nodes: int, fewest: int | None = None) -> int:
-    """Returns the number of other nodes that keep copies: ``--replicas``, or the default.
-
-    Args:
-        wanted: ``--replicas``; None for the default.
-        nodes: current number of nodes.
-        fewest: number of nodes that suffices after losses; None if the job needs all.
-
-    Raises:
-        SettingsError: there are fewer other nodes, or there may be fewer later.
-    """
-    if wanted is not None and fewest is not None and wanted > fewest - 1:
-        fewer = f"lower it to {fewest - 1}, " if fewest > 1 else ""
-        nodes_left = f"{fewest} node{'s' * (fewest != 1)}"
-        raise SettingsError(
-            f"--replicas {wanted} needs {wanted + 1} nodes, and --nnodes {fewest}:... continues with {nodes_left}. "
-            f"Fix: {fewer}leave it out for {DEFAULT_REPLICAS} or fewer, or raise MIN to {wanted + 1}",
-            code="too-many-replicas",
-        )
-    if wanted is None:
-        return min(DEFAULT_REPLICAS, nodes - 1)
-    if wanted > nodes - 1:
-        raise SettingsError(
-            f"--replicas {wanted} is more than the other nodes that can keep copies, {nodes - 1}. Fix: lower it, or "
-            f"leave it out for the default, {DEFAULT_REPLICAS} or fewer",
-            code="too-many-replicas",
-        )
-    return wanted
 
 
 def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:

@@ -9,6 +9,7 @@ from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
 from moc.cli_output import counted
 from moc.elastic.allocation import PlanSettings
+from moc.recovery.copy_placement import copies_wanted
 from moc.runtime.fault_injection import Fault
 
 
@@ -129,6 +130,22 @@ def check_world(config: Config, world_size: int) -> None:
     problems = Problems()
     for check in (_check_model_grid, _check_expert_grid, _check_slots, _check_batch):
         problems.check(check, config, world_size, problems)
+    problems.raise_found()
+
+
+def check_job(config: Config, workers: Workers) -> None:
+    """Raises ``ConfigError`` with all reasons why a job of these workers cannot run without ``--elastic``.
+
+    Args:
+        config: the flags, whose values that Megatron-LM derives may be missing, except sizes of batches.
+        workers: workers of the job.
+    """
+    problems, size, snapshot = Problems(), workers.most * workers.per_node, config.snapshot
+    if problems.check(check_world, config, size):
+        problems.check(_check_planned_faults, config, size)
+    if snapshot.ckpt_policy and snapshot.ckpt_tier == "peers":
+        fewest = workers.least if workers.least < workers.most else None
+        problems.check(copies_wanted, snapshot.replicas, workers.most, fewest)
     problems.raise_found()
 
 

@@ -1,6 +1,7 @@
 """Converts Megatron-LM's arguments and our own flags to the configuration that the loop reads.
 
-Only the groups of our own flags are checked, since Megatron-LM has already checked its arguments.
+Only the groups of our own flags are checked, since Megatron-LM checks its arguments.  A launcher uses this module, so
+it imports Megatron-LM and torch only where needed.
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ import enum
 import json
 from argparse import Namespace
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-import torch
-from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
-
 from megatron.pretraining.config import Config, composed
-from megatron.pretraining.config.flag import ConfigError, convert_value, refuse
+from megatron.pretraining.config.flag import ConfigError, Problems, convert_value, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
-from megatron.pretraining.entry import deepspeed, elastic
+from megatron.pretraining.entry.limits import check_contradictions, check_divisions, check_router, check_schedule
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
-from megatron.pretraining.model.parameters import EXACT
-from moc.runtime.collectives import first_line
 
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
 """Defaults for a user's script that differ from our program's, for the same bits as Megatron-LM's loop."""
@@ -33,7 +30,7 @@ _RENAMED = {
     "norm_epsilon": ("layernorm_epsilon",),
 }
 """Arguments by our name of a value; the first one that is given is used."""
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +45,8 @@ class MegatronConfig(Config):
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
-        """Virtual stages of each worker, as Megatron-LM derives them."""
-        return self.arguments.virtual_pipeline_model_parallel_size
+        """Virtual stages of each worker, as Megatron-LM derives them; None before."""
+        return getattr(self.arguments, "virtual_pipeline_model_parallel_size", None)
 
     @property
     def scheduled_batch_sizes(self) -> tuple[int, ...]:
@@ -61,11 +58,15 @@ class MegatronConfig(Config):
         schedule = getattr(self.arguments, "step_batch_size_schedule", None)
         if schedule is None:
             return ()
+        calculators: Any = import_module("megatron.core.num_microbatches_calculator")
         try:
-            steps = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, self.arguments.seq_length).schedule
+            steps = calculators.StepBatchsizeNumMicroBatchesCalculator(
+                1, 1, False, 1, schedule, self.arguments.seq_length
+            ).schedule
         except (AssertionError, ValueError, OverflowError) as error:
+            reason = import_module("moc.runtime.collectives").first_line(error)
             raise ConfigError(
-                f"--step-batch-size-schedule cannot be read ({first_line(error)}). Fix: write pairs of a number of "
+                f"--step-batch-size-schedule cannot be read ({reason}). Fix: write pairs of a number of "
                 "tokens and a batch size, such as 0:256,1B:512",
                 code="value-unreadable",
             ) from None
@@ -95,6 +96,17 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
     Raises:
         ConfigError: a value of our flags, or a combination with others, cannot work.
     """
+    return _checked(unchecked_config(arguments, own))
+
+
+def unchecked_config(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig:
+    """Returns the configuration as :func:`config_of`, of arguments that are only parsed.
+
+    Values that Megatron-LM's validation derives are missing, and groups of flags are not compared with each other.
+
+    Raises:
+        ConfigError: a value of our flags, or a combination within a group, cannot work.
+    """
     flags, given = composed.all_flags(), composed.converted(own)
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
@@ -111,7 +123,25 @@ def config_of(arguments: Namespace, own: Mapping[str, object]) -> MegatronConfig
                 for field in dataclasses.fields(kind)
             }
         )
-    return _checked(MegatronConfig(**groups, given=dict(own), arguments=arguments))
+    return MegatronConfig(**groups, given=dict(own), arguments=arguments)
+
+
+def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Problems) -> MegatronConfig | None:
+    """Adds all problems that do not depend on the number of workers and need no validated arguments.
+
+    Returns:
+        The configuration, whose arguments are only parsed; None if our flags do not form one, or batches have no size.
+    """
+    for check in (check_divisions, check_contradictions, check_schedule, check_router):
+        problems.check(check, arguments)
+    complete = Namespace(**vars(arguments))
+    if complete.expert_tensor_parallel_size is None:  # as Megatron-LM, and elastic training
+        complete.expert_tensor_parallel_size = 1 if own.get("elastic") else complete.tensor_model_parallel_size
+    configs = list[MegatronConfig]()
+    problems.check(lambda: configs.append(unchecked_config(complete, own)))
+    for config in configs:
+        problems.check(check_own_flags, config)
+    return configs[0] if configs and complete.micro_batch_size else None
 
 
 def described(arguments: Namespace) -> dict[str, Any]:
@@ -132,19 +162,19 @@ def _value(arguments: Namespace, name: str) -> object:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return _FORMATS.get(value, str(value))
+    if type(value).__name__ == "dtype":  # torch's
+        return _FORMATS.get(str(value), str(value))
     return value.name if isinstance(value, enum.Enum) else value
 
 
 def _checked(config: MegatronConfig) -> MegatronConfig:
     refuse(
-        config.rng.initialization == EXACT and getattr(config.arguments, "init_model_with_meta_device", False),
+        config.rng.initialization == "exact" and getattr(config.arguments, "init_model_with_meta_device", False),
         "--initialization exact needs weights in memory, and --init-model-with-meta-device builds them later. Fix: "
         "drop one of them",
         code="flags-exclude-each-other",
     )
     check_own_flags(config)
-    deepspeed.refuse_unsupported(config, config.arguments)
-    elastic.refuse_unsupported(config, config.arguments)
+    for module in ("deepspeed", "elastic"):
+        import_module(f"megatron.pretraining.entry.{module}").refuse_unsupported(config, config.arguments)
     return config

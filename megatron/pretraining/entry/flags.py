@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import enum
 import functools
+import io
 import linecache
 import os
 import re
@@ -30,8 +31,8 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
-from megatron.pretraining.entry.configuration import MegatronConfig, config_of
-from megatron.pretraining.entry.limits import check_limits, check_router, check_run, check_schedule, set_defaults
+from megatron.pretraining.entry.configuration import MegatronConfig, check_parsed, config_of
+from megatron.pretraining.entry.limits import check_limits, check_run, set_defaults
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -85,7 +86,9 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     def validate(args, defaults=None):
-        problems, read = problems_of(real, args, defaults or {}), command_line.read()
+        read = command_line.read()
+        with contextlib.redirect_stdout(io.StringIO()) if read.prints else contextlib.nullcontext():
+            problems = problems_of(real, args, defaults or {})
         if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
             problems.check(check_run, args)
         if only_checks_flags() and not problems.found:
@@ -124,27 +127,34 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
             elastic.complete(args, read.named)
-        problems.check(deepspeed.complete, args, read.given)
-        loads_optimizer = not args.no_load_optim
-        try:
-            # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
-            with replaced(args, use_persistent_ckpt_worker=True):
-                with elastic.uneven_batch(args, bool(read.own.get("elastic"))):
-                    check(args, {})
-        except (Exception, SystemExit) as error:
-            problems.found.append(refusal_of(error))
-        else:
-            problems.check(check_schedule, args)
+        loads_optimizer, has_batch = not args.no_load_optim, problems.check(deepspeed.complete, args, read.given)
+        is_parsed = has_batch and problems.check(_check_parsed, args, read.own)
+        if is_parsed and problems.check(_validate, check, args, read.own):
             problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
             args.no_load_optim = False
     args.use_persistent_ckpt_worker = False
-    problems.check(check_router, args)
     problems.check(refuse_arguments, args)
     problems.check(cpu.refuse_models, args)
     return problems
+
+
+def _check_parsed(args: argparse.Namespace, own: Mapping[str, object]) -> None:
+    problems = Problems()
+    check_parsed(args, own, problems)
+    problems.raise_found()
+
+
+def _validate(check: Callable[..., Any], args: argparse.Namespace, own: Mapping[str, object]) -> None:
+    """Completes the arguments by Megatron-LM's check; raises ``ConfigError`` if it refuses them."""
+    try:
+        # Our writers are forked for each save. Megatron-LM would turn --async-save off without its persistent ones.
+        with replaced(args, use_persistent_ckpt_worker=True), elastic.uneven_batch(args, bool(own.get("elastic"))):
+            check(args, {})
+    except (Exception, SystemExit) as error:
+        raise refusal_of(error) from error
 
 
 def _check_model(args: argparse.Namespace) -> None:

@@ -1,11 +1,15 @@
-"""Checks of Megatron-LM's arguments that its own checks lack: limits of numbers, data, length of the run."""
+"""Checks of Megatron-LM's arguments without importing it, which takes seconds.
+
+They contain what Megatron-LM's own checks lack, and the checks that command lines fail most often: layouts that do not
+divide, contradictions between options, options of tokenizers.  Everything else is left to Megatron-LM.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import Problems, dashed, listed, refuse
 
 _AT_LEAST = {
     1: (
@@ -81,6 +85,87 @@ def check_length(arguments: Any) -> None:
     problems.raise_found()
 
 
+_FREE_LAYERS = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "hybrid_override_pattern",
+    "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+)  # fmt: skip
+"""Arguments that let stages have different numbers of layers, or have their own checks."""
+_TOKENIZER_FILES = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+}
+"""Arguments that a type of tokenizer needs."""
+
+
+def check_divisions(arguments: Any) -> None:
+    """Raises ``ConfigError`` with all sizes of the model that do not divide among workers, whatever their number."""
+    problems = Problems()
+    problems.refuse(
+        arguments.micro_batch_size is None, "--micro-batch-size is missing. Fix: give it", code="flag-missing"
+    )
+    tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    remainders = [
+        ("num_attention_heads", tensor),
+        ("num_experts", "expert_model_parallel_size"),
+        *([] if any(getattr(arguments, name, None) for name in _FREE_LAYERS) else [("num_layers", pipeline)]),
+        *([] if arguments.kv_channels else [("hidden_size", "num_attention_heads")]),
+        *([("seq_length", tensor)] if arguments.sequence_parallel and arguments.tensor_model_parallel_size > 1 else []),
+    ]
+    for name, of in remainders:
+        problems.refuse_remainder(name, getattr(arguments, name), of, getattr(arguments, of))
+    context = arguments.context_parallel_size
+    problems.refuse(
+        context > 1 and arguments.seq_length and arguments.seq_length % (2 * context),
+        f"--seq-length {arguments.seq_length} is not a multiple of twice --context-parallel-size {context}. Fix: "
+        "change one of them",
+        code="flag-not-a-multiple",
+    )
+    problems.raise_found()
+
+
+def check_contradictions(arguments: Any) -> None:
+    """Raises ``ConfigError`` with all contradictions between Megatron-LM's arguments, as parsed."""
+    problems = Problems()
+    for one, other in (
+        ("bf16", "fp16"), ("train_iters", "train_samples"), ("train_iters", "lr_decay_samples"),
+        ("train_samples", "lr_decay_iters"), ("train_iters", "lr_warmup_samples"),
+        ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("mock_data", "data_path"),
+        ("mock_data", "train_data_path"), ("data_path", "train_data_path"),
+    ):  # fmt: skip
+        problems.refuse(
+            getattr(arguments, one) and getattr(arguments, other),
+            f"{dashed(one)} excludes {dashed(other)}. Fix: drop one of them",
+            code="flags-exclude-each-other",
+        )
+    longest = arguments.max_position_embeddings
+    problems.refuse(
+        longest and arguments.seq_length and longest < arguments.seq_length,
+        f"--seq-length {arguments.seq_length} is greater than --max-position-embeddings {longest}. Fix: change "
+        "one of them",
+        code="flag-exceeds-another",
+    )
+    problems.refuse(
+        arguments.overlap_param_gather and not arguments.overlap_grad_reduce,
+        "--overlap-param-gather needs --overlap-grad-reduce. Fix: add it",
+        code="flag-needs-another",
+    )
+    needed = [name for name in _TOKENIZER_FILES.get(arguments.tokenizer_type, ()) if not getattr(arguments, name)]
+    problems.refuse(
+        needed,
+        f"--tokenizer-type {arguments.tokenizer_type} needs {listed([*map(dashed, needed)])}. Fix: add it",
+        code="flag-needs-another",
+    )
+    problems.raise_found()
+
+
 def check_schedule(arguments: Any) -> None:
     """Raises ``ConfigError`` if the learning rate cannot be scheduled, which Megatron-LM only notices in a worker."""
     problems, unit = Problems(), "samples" if arguments.train_samples else "iters"
@@ -101,13 +186,15 @@ def check_schedule(arguments: Any) -> None:
     problems.raise_found()
 
 
-def check_router(args: Any) -> None:
+def check_router(arguments: Any) -> None:
     """Raises ``ConfigError`` if top-k exceeds the number of experts, which Megatron-LM only notices in training."""
-    groups, chosen = args.moe_router_num_groups, args.moe_router_group_topk
-    most = args.num_experts and (args.num_experts // groups * chosen if groups and chosen else args.num_experts)
+    groups, chosen = arguments.moe_router_num_groups, arguments.moe_router_group_topk
+    most = arguments.num_experts and (
+        arguments.num_experts // groups * chosen if groups and chosen else arguments.num_experts
+    )
     refuse(
-        most and args.moe_router_topk > most,
-        f"--moe-router-topk {args.moe_router_topk} is more than the {most} experts that a token can go to. Fix: lower "
-        "it, or raise --num-experts",
+        most and arguments.moe_router_topk > most,
+        f"--moe-router-topk {arguments.moe_router_topk} is more than the {most} experts that a token can go to. Fix: "
+        "lower it, or raise --num-experts",
         code="value-out-of-range",
     )

@@ -29,6 +29,8 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
     Raises:
         ConfigError: the command line cannot work; the error lists all problems that can be found together.
     """
+    if "megatron.training" not in sys.modules:  # its import takes seconds
+        _check_early(words)
     import_module("moc.megatron")  # before others import megatron-core; adds our options to the parser
     entry = "megatron.pretraining.entry"
     flags, stock = import_module(f"{entry}.flags"), import_module(f"{entry}.stock")
@@ -44,6 +46,15 @@ def config_of_words(words: Sequence[str], workers: int | None = 1) -> Config:
         flags.problems_of(check, args, import_module(f"{entry}.gpt").DEFAULTS).raise_found()
     own = import_module(f"{entry}.command_line").read().own
     return import_module(f"{entry}.configuration").config_of(args, own)
+
+
+def _check_early(words: Sequence[str]) -> None:
+    """Raises ``ConfigError`` with the problems that are found without importing Megatron-LM."""
+    checks = import_module("megatron.pretraining.entry.words")
+    program = import_module("megatron.pretraining.pretrain_gpt_moe").__file__
+    if parsed := checks.parse_early(program, words):
+        defaults = import_module("megatron.pretraining.entry.own_flags").DEFAULTS
+        checks.early_problems(*parsed, defaults).raise_found()
 
 
 @contextlib.contextmanager

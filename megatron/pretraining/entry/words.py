@@ -3,7 +3,7 @@
 Two checks use the same functions.  This one knows the options from a file (:mod:`.options`).  In a second, it refuses
 unknown options, values of another type or out of range, values of our flags, and paths.  The forkserver then checks
 everything with Megatron-LM, which takes seconds to import, and decides.  So a message of this check lists all problems
-that it can find.  Contradictions between options of Megatron-LM are reported by the next start.
+that it can find: also layouts that do not divide, and contradictions between options that command lines often have.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from typing import Any
 from megatron.pretraining.config.composed import converted, group_of
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import group_classes, snapshot_dir
+from megatron.pretraining.config.world import Workers, check_job
 from megatron.pretraining.entry import command_line, options
-from megatron.pretraining.entry.limits import check_limits, check_router, check_run, set_defaults
+from megatron.pretraining.entry.command_line import CommandLine
+from megatron.pretraining.entry.configuration import check_parsed
+from megatron.pretraining.entry.limits import check_limits, check_run, set_defaults
 from megatron.pretraining.entry.options import options_in
 from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -35,55 +38,81 @@ _PRINTS = ("--help-all", "--print-config")
 
 
 def check_arguments(
-    script: str, arguments: Sequence[str], size: int, nodes: int, defaults: Mapping[str, Any] | None = None
+    script: str,
+    arguments: Sequence[str],
+    workers: tuple[int, int, int],
+    defaults: Mapping[str, Any] | None = None,
 ) -> str | None:
     """Exits with a message if a script refuses its options, or after printing the help or the configuration.
+
+    As :func:`refuse_early`, for a launcher.
+    """
+    if any(word in _PRINTS for word in arguments):
+        _, nodes, per_node = workers
+        os.environ |= {"WORLD_SIZE": str(nodes * per_node)}
+        with contextlib.redirect_stdout(io.StringIO()):  # discards the script's own output
+            code = import_module("moc.runtime.forkserver").run_program(script, [*arguments])
+        sys.exit(code)
+    return refuse_early(script, arguments, workers, defaults)
+
+
+def refuse_early(
+    script: str,
+    arguments: Sequence[str],
+    workers: tuple[int, int, int],
+    defaults: Mapping[str, Any] | None = None,
+) -> str | None:
+    """Exits with a message if a script refuses its options, or after printing the help.
 
     Args:
         script: path of the script.
         arguments: its command line.
-        size: number of workers.
-        nodes: number of nodes.
+        workers: minimum nodes, nodes, and workers of each node.
         defaults: the script's defaults of options, by name, if they are known.
 
     Returns:
         The directory or URL of the snapshots; None without snapshots, or if it is not known.
     """
     name = os.path.basename(script)
-    parser = own_parser(name)
     if any(word in ("-h", "--help") for word in arguments):
-        parser.print_help()
+        own_parser(name).print_help()
         sys.exit(0)
-    if any(word in _PRINTS for word in arguments):
-        os.environ |= {"WORLD_SIZE": str(size)}
-        with contextlib.redirect_stdout(io.StringIO()):  # discards the script's own output
-            code = import_module("moc.runtime.forkserver").run_program(script, [*arguments])
-        sys.exit(code)
-    places = [Path(script).resolve().parent, *map(Path, sys.path)]
-    of_megatron, of_script = options.remembered(places), options_in(Path(script), places)
-    if not of_megatron or of_script is None:
-        return None  # only the forkserver checks
-    ours = parser._option_string_actions.keys()
-    parser = options.parser_of(of_megatron, of_script - (ours - {f"--{option}" for option in GENERAL}))
-    known = {spelling for option in of_megatron for spelling in option.spellings}
-    command_line.prepared(add_own_flags(parser), of_script - known - ours)
-    values, read = parser.parse_args(arguments), command_line.read()
-    problems = _problems(values, read, nodes, defaults or _OF_SCRIPTS)
+    parsed = None if any(word in _PRINTS for word in arguments) else parse_early(script, arguments)
+    if parsed is None:
+        return None  # only Megatron-LM checks
+    values, read = parsed
+    problems = early_problems(values, read, defaults or _OF_SCRIPTS, Workers(*workers))
     if problems.found:
-        print_lines(*(f"{name}: error: {with_code(one)}" for one in problems.found), error=True, flush=True)
+        lines = dict.fromkeys(f"{name}: error: {with_code(one)}" for one in problems.found)
+        print_lines(*lines, error=True, flush=True)
         sys.exit(2)
     own = converted(read.own)
     return snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
 
 
-def _problems(values: Any, read: command_line.CommandLine, nodes: int, defaults: Mapping[str, Any]) -> Problems:
+def parse_early(script: str, arguments: Sequence[str]) -> tuple[Any, CommandLine] | None:
+    """Returns Megatron-LM's arguments and the command line; None if its options or the script's are not known."""
+    places = [Path(script).resolve().parent, *map(Path, sys.path)]
+    of_megatron, of_script = options.remembered(places), options_in(Path(script), places)
+    if not of_megatron or of_script is None:
+        return None
+    ours = own_parser(script)._option_string_actions.keys()
+    parser = options.parser_of(of_megatron, of_script - (ours - {f"--{option}" for option in GENERAL}))
+    known = {spelling for option in of_megatron for spelling in option.spellings}
+    command_line.prepared(add_own_flags(parser), of_script - known - ours)
+    return parser.parse_args(arguments), command_line.read()
+
+
+def early_problems(
+    values: Any, read: CommandLine, defaults: Mapping[str, Any], workers: Workers | None = None
+) -> Problems:
     """Returns the problems of a command line that are found without Megatron-LM.
 
     Args:
         values: Megatron-LM's arguments, which are completed.
         read: the command line.
-        nodes: number of nodes.
         defaults: the program's defaults of options, by name.
+        workers: workers of the job; None if no job starts, so that neither workers nor paths are checked.
     """
     problems = Problems()
     problems.found += read.problems
@@ -99,10 +128,14 @@ def _problems(values: Any, read: command_line.CommandLine, nodes: int, defaults:
         problems.check(lambda name=name: groups.update({name: group_of(group_classes()[name], own)}))
     is_own = defaults.get(OWN_PROGRAM, False)
     if problems.found:  # otherwise Megatron-LM completes the arguments first
-        problems.check(check_router, values)
         problems.check(refuse_arguments, values)
-    if is_own and not read.problems:
+    if is_own and workers and not read.problems:
         problems.check(check_run, values)
-    if not problems.found:
-        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, nodes)
+    if not (read.concealed or values.use_checkpoint_args):
+        config = check_parsed(values, read.own, problems)
+        depends = read.own.get("elastic") or values.step_batch_size_schedule  # on Megatron-LM
+        if config and workers and not depends:
+            problems.check(check_job, config, workers)
+    if workers and not problems.found:
+        problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.most)
     return problems

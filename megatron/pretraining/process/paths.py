@@ -64,6 +64,8 @@ def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -
         is_file = name != "tokenizer_model" or arguments.tokenizer_type in _FROM_FILES
         if path and is_file and _is_local(path) and not os.path.isfile(path):
             yield _flag(name), path, "there is no such file"
+        elif path and not is_file and path.startswith(("/", "./", "../")) and not os.path.exists(path):
+            yield _flag(name), path, "there is no such file or directory"
     for name in ("load", "pretrained_checkpoint"):
         path = getattr(arguments, name, None)
         if path and os.path.exists(path) and not os.path.isdir(path):

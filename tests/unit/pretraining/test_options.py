@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from importlib import import_module
@@ -52,6 +53,9 @@ def test_options_of_another_megatron_are_kept_in_the_users_cache(stock, tmp_path
     assert options.remembered([tmp_path / "other"]) == ()
     options.remember(source, stock)
     assert options.remembered([tmp_path / "other"]) == Options.of(ARGUMENTS, stock).options
+    (kept,) = tmp_path.glob("moc/*")
+    kept.write_text("[")  # damaged
+    assert options.remembered([tmp_path / "other"]) == ()
 
 
 def read(parser, words):
@@ -98,8 +102,23 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
         ("--num-layers 0 --ckpt-policy foo --pec-k-persist 0", ["value-out-of-range", "value-not-a-choice"]),
         ("--ckpt-keep 0 --log-straggler", ["value-out-of-range", "loop-argument-unsupported"]),
         ("--vocab-file /no/such --save /proc/no", ["input-missing", "output-not-writable"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such", ["input-missing"]),
         ("--ckpt-polcy full --sparse-windw 4 --hidden-size ten", ["value-unreadable", "flag-unknown", "flag-unknown"]),
-        ("--ckpt-policy full", []),  # Megatron-LM's arguments are needed to check combinations
+        ("--ckpt-policy full", ["snapshot-directory-missing"]),
+        ("--ckpt-policy full --save x --ckpt-tier peers --replicas 2", ["too-many-replicas"]),
+        (
+            "--ckpt-policy pec --save x --pec-k 9 --bf16 --fp16",
+            ["flags-exclude-each-other", "experts-per-snapshot-invalid"],
+        ),
+        (
+            "--num-attention-heads 3 --tensor-model-parallel-size 2",
+            ["flag-not-a-multiple"] * 2 + ["workers-not-divisible"],
+        ),
+        (
+            "--tokenizer-type SentencePieceTokenizer --max-position-embeddings 32 --log-dir x "
+            "--inject 'kill rank=1 iteration=2'",
+            ["flag-exceeds-another", "flag-needs-another", "fault-without-target"],
+        ),
     ],
 )
 def test_a_launcher_refuses_values_and_paths_without_torch_at_the_first_start(flags, codes, tmp_path):
@@ -108,7 +127,7 @@ def test_a_launcher_refuses_values_and_paths_without_torch_at_the_first_start(fl
         sys.modules["torch"] = sys.modules["megatron.core"] = None
         sys.argv = ["pretrain_gpt_moe.py"]
         from megatron.pretraining.pretrain_gpt_moe import check_arguments
-        check_arguments({f"{BASE} {flags}".split()!r}, 1, 1, 1)
+        check_arguments({shlex.split(f"{BASE} {flags}")!r}, 1, 1, 1)
     """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     ended = subprocess.run(

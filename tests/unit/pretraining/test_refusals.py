@@ -22,7 +22,7 @@ REFUSED = [
     ("--ckpt-policy auto --ckpt-dir x --selective-boost 0.1", "flag-needs-another --selective-boost"),
     ("--moe-router-topk 9", "value-out-of-range --moe-router-topk --num-experts"),
     ("--moe-router-topk 5 --moe-router-num-groups 4 --moe-router-group-topk 2", "value-out-of-range --num-experts"),
-    ("--num-attention-heads 3", "megatron-options-refused --hidden-size --num-attention-heads"),
+    ("--num-attention-heads 3", "flag-not-a-multiple --hidden-size --num-attention-heads"),
     ("--optimizer sgd --exp-avg-dtype fp8", "optimizer-excludes-flag --optimizer"),
     ("--max-snapshot-lag 1", "flag-has-no-effect --max-snapshot-lag --ckpt-policy"),
     ("--micro-batch-size two", "value-unreadable --micro-batch-size"),
