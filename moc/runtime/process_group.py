@@ -197,8 +197,8 @@ class Group(dist.ProcessGroup):
             raise RuntimeError(f"{self} has vacant positions, so it is not connected: communicate in another group")
         if connection is None:
             raise RuntimeError(
-                f"{self} is not connected yet: this worker joins others that already train. Fix: communicate, and wrap "
-                "the model in DistributedDataParallel, only after Session.resume() (moc.torch: protect(wrap=...))"
+                f"{self} is not connected yet: this worker joins others that already train. Fix: communicate only after "
+                "Session.resume(); with moc.torch, wrap by protect(wrap=...), and parallelize_module with src_data_rank=None"
             )
         if connection.generation.is_over:
             raise Aborted(aborted_message(self, connection.generation))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from moc.runtime.collectives import gather, sum_over_workers
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
 from moc.session.settings import SettingsError
-from moc.state.operators import NAMED, Detail
+from moc.state.operators import NAMED, Detail, operator_of
 from moc.state.record import Position, StepRecord
 from moc.state.region import Region
 from moc.state.replicated import SavedTensor, TorchState, local_values
@@ -80,12 +81,14 @@ class LoopEngine:
     def __init__(self, world: World, loop: Loop, structure: Structure, batches: Batches):
         self.world, self.loop, self.batches, self._structure = world, loop, batches, structure
         self._live = dict(_live_tensors(loop.objects))
-        saved = [*_saved(structure.tensors, world.rank)]
+        saved = _alike(list(_saved(structure.tensors, world.rank)))
         saved += [SavedTensor.replicated(f"output{NAMED}{name}", t, world.rank) for name, t in self._live.items()]
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
         self.layout, self.slices = {"workers": world.size}, (world.rank,)
-        self._plain = list({id(one.tensor): one.tensor for one in saved if not one.sharded}.values())
+        self._plain = list(
+            {id(one.tensor): one.tensor for one in saved if not isinstance(one.tensor, DTensor)}.values()
+        )
         tensors = [named.tensor for named in structure.tensors]
         self._buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter | DTensor)]
         parameters = self.state.parameters(self.state.operators())
@@ -316,7 +319,14 @@ def _saved(tensors: Sequence[NamedTensor], rank: int) -> Iterator[SavedTensor]:
                 local[1:] if is_here else (0,) * len(local[1:]),
             )
             start = (named.index - first) * math.prod(local)
-        yield SavedTensor(name, tensor, whole, Region(offset, local), start, copy, isinstance(tensor, DTensor))
+        sharded = isinstance(tensor, DTensor) and any(kind.is_shard() for kind in tensor.placements)
+        yield SavedTensor(name, tensor, whole, Region(offset, local), start, copy, sharded)
+
+
+def _alike(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """Treats all tensors of an operator as partitioned if one is, because its parts are assigned to workers together."""
+    partitioned = {operator_of(one.name) for one in saved if one.sharded}
+    return [dataclasses.replace(one, sharded=operator_of(one.name) in partitioned) for one in saved]
 
 
 def _placement(tensor: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -13,6 +13,8 @@ failures are deferred (:class:`moc.runtime.process_group.FailureDeferral`): the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -26,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
 from moc.events import EventLog
+from moc.policy import POLICIES, Capability
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Interruption, Job, World
 from moc.runtime.managed_job import join_job
@@ -70,7 +73,8 @@ def init(device: torch.device | str | None = None, backend: str | None = None, t
         )
     job = join_job()
     if device is None:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = gpu if torch.cuda.is_available() else torch.device("cpu")
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -174,7 +178,27 @@ def protect(
     chosen = Settings(
         directory, iterations, policy, interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
+    _check_policy(chosen, loop, wrap)
     return Run(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)
+
+
+def _check_policy(settings: Settings, loop: Loop, wrap: Callable | None) -> None:
+    """Refuses policies that need more than the loop gives.
+
+    Raises:
+        SettingsError: the loop lacks something.
+    """
+    if settings.policy not in POLICIES:
+        return  # none, or one that the session refuses
+    requires, missing = POLICIES[settings.policy].requires, None
+    if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
+        missing = "gradients at fixed addresses, which a loop does not keep. Fix: choose another policy, such as full"
+    elif Capability.REPLAY in requires and loop.forward is None:
+        missing = "to replay iterations. Fix: give forward, a function of model and batch that returns the loss"
+    elif Capability.REPLAY in requires and (wrap is not None or not loop.averages):
+        missing = "to replay iterations, which a wrapped or partitioned model cannot. Fix: drop wrap, or choose full"
+    if missing is not None:
+        raise SettingsError(f"policy {settings.policy} needs {missing}", code="loop-policy-unsupported")
 
 
 def _epoch(batches: Batches) -> int:

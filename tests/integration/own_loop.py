@@ -102,6 +102,11 @@ class Counting:
         self.at = state["at"]
 
 
+def loss_of(model, tokens):
+    """Mean loss over the next tokens."""
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def main():
     """Trains and prints."""
     parser = argparse.ArgumentParser()
@@ -125,7 +130,8 @@ def main():
         model.norm = nn.Identity()
         mesh = init_device_mesh("cpu", (job.size,))
         for block in model.blocks:
-            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh, plan, src_data_rank=None)  # a replacement has nobody to receive from
         more["data_rank"] = 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if kind == "ddp":
@@ -142,6 +148,8 @@ def main():
         more |= dict(state={"ema": ema}, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
     if kind in ("pec", "sparse"):
         more |= dict(policy=kind)
+    if kind == "sparse":
+        more |= dict(forward=loss_of, options={"window": 3})
     run = ft.protect(
         model,
         optimizer,
@@ -154,7 +162,7 @@ def main():
     )
     scaler = more.get("scaler")
     for tokens in run:
-        loss = cross_entropy(run.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss_of(run.model, tokens)
         (loss if scaler is None else scaler.scale(loss)).backward()
         if run.step(loss.detach()) and ema is not None:
             ema.update_parameters(model)

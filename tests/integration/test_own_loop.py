@@ -1,17 +1,12 @@
 """A user's loop of any kind ends with the weights of its undisturbed run, whoever is killed (moc.torch)."""
 
-import os
-import subprocess
-import sys
-from contextlib import nullcontext
-
 import pytest
 
 from tests.integration.test_pure_torch import running
 from tests.worlds import REPOSITORY
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "own_loop.py"
-ITERATIONS = 60
+ITERATIONS = 40
 
 
 def weights(directory):
@@ -27,7 +22,7 @@ def train(directory, kind, kills=()):
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
         "from tests.integration.own_loop import main\nmain()\n"
     )
-    with running(directory / "run", iterations=ITERATIONS, starts=nullcontext, program=program) as run:
+    with running(directory / "run", iterations=ITERATIONS, program=program) as run:
         for generation, (rank, iteration) in enumerate(kills, 1):
             run.reach(iteration)
             run.kill(rank)
@@ -39,8 +34,8 @@ def train(directory, kind, kills=()):
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "tp", "sparse", "pec"])
 def test_a_killed_loop_ends_with_the_undisturbed_weights(kind, tmp_path):
-    undisturbed, _ = train(tmp_path / "undisturbed", kind)
-    killed, console = train(tmp_path / "killed", kind, [(1, 8), (0, 20)])
+    killed, console = train(tmp_path / "killed", kind, [(1, 5), (0, 15)])
     assert "1 worker keeps" in console
     if kind != "pec":  # experts of a lost worker may be older
+        undisturbed, _ = train(tmp_path / "undisturbed", kind)
         assert killed == undisturbed
