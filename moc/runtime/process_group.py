@@ -197,8 +197,9 @@ class Group(dist.ProcessGroup):
             raise RuntimeError(f"{self} has vacant positions, so it is not connected: communicate in another group")
         if connection is None:
             raise RuntimeError(
-                f"{self} is not connected yet: this worker joins others that already train. Fix: communicate only after "
-                "Session.resume(); with moc.torch, wrap by protect(wrap=...), and parallelize_module with src_data_rank=None"
+                f"{self} is not connected yet: this worker joins others that already train. Fix: communicate only "
+                "after Session.resume(); with moc.torch, wrap the model by protect(wrap=...), and call "
+                "parallelize_module with src_data_rank=None"
             )
         if connection.generation.is_over:
             raise Aborted(aborted_message(self, connection.generation))

@@ -190,3 +190,36 @@ class _SeededDataset(Dataset):
     def _get_items(self, keys: Sequence[tuple[int, Any]]) -> Any:
         set_seed(derived_seed(self._seed, keys[0][0]))
         return self._dataset.__getitems__([index for _, index in keys])
+
+
+class DealtBatches(Sampler):
+    """Batches of one worker: all workers have the same order of batches, and each takes every ``size``-th.
+
+    Args:
+        batches: sampler of the batches of all workers.
+        seed: seed of their order.
+        rank: data-parallel rank of this worker.
+        size: number of workers that read different batches.
+    """
+
+    def __init__(self, batches: Sampler, seed: int, rank: int, size: int):
+        self._batches, self._seed, self._rank, self._size, self._epoch = batches, seed, rank, size, 0
+
+    def __len__(self) -> int:
+        """Returns the batches of this worker in an epoch."""
+        return len(self._batches) // self._size  # pyright: ignore[reportArgumentType]  # it has a length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator:
+        """Yields the batches of this worker."""
+        seed = derived_seed(self._seed, self._epoch)
+        for one in (self._batches, getattr(self._batches, "sampler", None)):
+            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+                set_epoch(self._epoch)
+            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        set_seed(seed)
+        yield from itertools.islice(self._batches, self._rank, len(self) * self._size, self._size)

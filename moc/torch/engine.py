@@ -42,6 +42,7 @@ class Loop:
         scaler: gradient scaler; or None.
         objects: by name, other objects whose state is saved.
         accumulate: batches of an iteration.
+        grouped: they are returned together.
         clip_grad_norm: largest norm of the gradients; None for no limit.
         averages: the gradients are averaged over workers here, and not by a wrapper.
         seed: seed of random numbers and of the order of samples; None to seed nothing.
@@ -55,6 +56,7 @@ class Loop:
     scaler: Any = None
     objects: Mapping[str, Stateful] = field(default_factory=dict)
     accumulate: int = 1
+    grouped: bool = False
     clip_grad_norm: float | None = None
     averages: bool = True
     seed: int | None = 0
@@ -324,7 +326,7 @@ def _saved(tensors: Sequence[NamedTensor], rank: int) -> Iterator[SavedTensor]:
 
 
 def _alike(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
-    """Treats all tensors of an operator as partitioned if one is, because its parts are assigned to workers together."""
+    """Treats all tensors of an operator as partitioned if one is, because its parts are assigned together."""
     partitioned = {operator_of(one.name) for one in saved if one.sharded}
     return [dataclasses.replace(one, sharded=operator_of(one.name) in partitioned) for one in saved]
 

@@ -95,6 +95,7 @@ def protect(
     state: Mapping[str, Stateful] | None = None,
     wrap: Callable[[nn.Module], Any] | None = None,
     accumulate: int = 1,
+    grouped: bool = False,
     clip_grad_norm: float | None = None,
     directory: str = "snapshots",
     policy: str | None = "full",
@@ -124,6 +125,7 @@ def protect(
         state: by name, other objects with ``state_dict`` and ``load_state_dict``, such as an EMA of the weights.
         wrap: wraps the model after each recovery, such as ``DistributedDataParallel`` or ``torch.compile``.
         accumulate: batches of an iteration, whose gradients are added.
+        grouped: the iterator returns the list of the batches of an iteration, which ends with one :meth:`Run.step`.
         clip_grad_norm: largest norm of the gradients.
         directory: directory or URL of the snapshots.
         policy: policy of snapshots; None for none.
@@ -167,6 +169,7 @@ def protect(
         scaler=scaler,
         objects=state or {},
         accumulate=accumulate,
+        grouped=grouped,
         clip_grad_norm=clip_grad_norm,
         averages=not any(isinstance(named.tensor, DTensor) for named in structure.tensors),
         seed=seed,
@@ -278,13 +281,18 @@ class Run:
                 if self._number == 0:
                     progress("step")
                     self._begun = time.perf_counter()
-                batch = self._engine.batches.take()
+                batch = self._take()
                 self._engine.seed(self._position.iteration, self._number)
                 return self._body(batch)
             except NoRecoveryPoint:
                 self._job.start_over()
             except Exception as error:
                 self._recover(error)
+
+    def _take(self) -> Any:
+        if not self._loop.grouped:
+            return self._engine.batches.take()
+        return [self._engine.batches.take() for _ in range(self._loop.accumulate)]
 
     @contextlib.contextmanager
     def _body(self, batch: Any) -> Iterator[Any]:
@@ -324,7 +332,7 @@ class Run:
             DEFERRAL.set_active(False)
             DEFERRAL.raise_deferred()
             self._losses += 0.0 if loss is None else float(loss)
-            self._number += 1
+            self._number += self._loop.accumulate if self._loop.grouped else 1
             if self._number == self._loop.accumulate:
                 self._update(stop)
             DEFERRAL.set_active(True)  # in the rest of the body
