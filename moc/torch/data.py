@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from moc.errors import UserError
 
@@ -152,7 +152,7 @@ class Batches:
         batch_sampler, sampler = loader.batch_sampler, loader.sampler
         objects = [loader.dataset, sampler, batch_sampler]
         keys = self._epoch_of(objects, sampler if batch_sampler is None else batch_sampler, epoch)
-        seeded = _SeededDataset(loader.dataset, derived_seed(self._seed, epoch, self._rank))
+        seeded: Any = _SeededDataset(loader.dataset, derived_seed(self._seed, epoch, self._rank))
         rest = [
             [(done + number, index) for index in key] if batch_sampler is not None else (done + number, key)
             for number, key in enumerate(keys[done:])
@@ -174,7 +174,7 @@ class Batches:
         )
 
 
-class _SeededDataset(Dataset):
+class _SeededDataset:
     """A data set whose random numbers depend on the position of the batch and the index of the sample."""
 
     def __init__(self, dataset: Any, seed: int):
@@ -192,7 +192,7 @@ class _SeededDataset(Dataset):
         return self._dataset.__getitems__([index for _, index in keys])
 
 
-class DealtBatches(Sampler):
+class DealtBatches:
     """Batches of one worker: all workers have the same order of batches, and each takes every ``size``-th.
 
     Args:

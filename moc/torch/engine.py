@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
 from moc.session.settings import SettingsError
@@ -297,7 +298,7 @@ def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
         mean = torch.cat([*flat, present])
         dist.all_reduce(mean)
         *parts, counts = mean.split([p.numel() for p in of_kind] + [len(of_kind)])
-        for parameter, part, has_gradient in zip(of_kind, parts, (counts > 0).tolist(), strict=True):
+        for parameter, part, has_gradient in zip(of_kind, parts, copy_to_host(counts).tolist(), strict=True):
             if has_gradient:
                 value = part.view_as(parameter) / size
                 if parameter.grad is None:

@@ -54,15 +54,8 @@ def decode_plain(text: Any) -> Any:
 def _to_plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         local = value.detach().cpu().contiguous()
-        return {
-            _TENSOR: [
-                str(local.dtype),
-                list(local.shape),
-                local.view(torch.uint8).numpy().tobytes()
-                if local.dim()
-                else local.view(1).view(torch.uint8).numpy().tobytes(),
-            ]
-        }
+        data = local.view(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+        return {_TENSOR: [str(local.dtype), list(local.shape), data]}
     if isinstance(value, np.ndarray):
         return {_ARRAY: [value.dtype.str, list(value.shape), value.tobytes()]}
     if isinstance(value, Mapping):

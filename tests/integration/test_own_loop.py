@@ -34,8 +34,9 @@ def train(directory, kind, kills=()):
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "tp", "sparse", "pec"])
 def test_a_killed_loop_ends_with_the_undisturbed_weights(kind, tmp_path):
-    killed, console = train(tmp_path / "killed", kind, [(1, 5), (0, 15)])
-    assert "1 worker keeps" in console, console
+    """Rank 0 is killed: the initial weights of its replacement must not reach the survivor."""
+    killed, console = train(tmp_path / "killed", kind, [(1, 5), (0, 15)] if kind == "plain" else [(0, 8)])
+    if kind in ("plain", "ddp"):  # with partitioned state, all may load the last snapshot
+        assert "1 worker keeps" in console, console
     if kind != "pec":  # experts of a lost worker may be older
-        undisturbed, _ = train(tmp_path / "undisturbed", kind)
-        assert killed == undisturbed
+        assert killed == train(tmp_path / "undisturbed", kind)[0], console
