@@ -13,6 +13,7 @@ so that the Trainer's counters never go back.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -124,6 +125,8 @@ class FaultTolerance:
     def _begin(self) -> None:
         trainer: Any = self
         args = trainer.args
+        # the schedule watches accelerate's optimizer, and not the one that it wraps
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         limit, args.max_grad_norm = args.max_grad_norm, 0.0  # clipped after the gradients are averaged
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
         self._run = protect(

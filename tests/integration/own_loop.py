@@ -119,7 +119,7 @@ def main():
     kind, more = told.kind, {}
     job = ft.init()
     torch.manual_seed(1 if kind in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
-    model = Model(stacked=kind in ("ddp", "fsdp"))
+    model = Model(stacked=kind in ("plain", "ddp", "fsdp"))
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True)
     if kind == "fsdp":
         model.norm = nn.Identity()
@@ -140,13 +140,12 @@ def main():
             accumulate=2,
             scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=7),
         )
-    if kind == "compiled":
-        more["wrap"] = lambda inner: torch.compile(inner, backend="eager")
     ema = torch.optim.swa_utils.AveragedModel(model) if kind == "plain" else None
     if kind == "plain":
         data = Counting(job.rank)
+        more["wrap"] = lambda inner: torch.compile(inner, backend="eager")
         more |= dict(state={"ema": ema}, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
-    if kind in ("pec", "sparse"):
+    if kind in ("pec", "selective", "sparse"):
         more |= dict(policy=kind)
     if kind == "sparse":
         more |= dict(forward=loss_of, options={"window": 3})
