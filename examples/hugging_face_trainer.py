@@ -35,9 +35,20 @@ def main():
     job = moc.transformers.init()
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    sizes = dict(hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, vocab_size=64)
-    heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, attention_dropout=0.1))
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        attention_dropout=0.1,
+    )
+    model = Qwen3MoeForCausalLM(config)
     args = TrainingArguments(
         output_dir=asked.ckpt_dir,
         max_steps=asked.iterations,

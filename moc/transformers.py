@@ -129,6 +129,7 @@ class FaultTolerance:
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         limit, args.max_grad_norm = args.max_grad_norm, 0.0  # clipped after the gradients are averaged
         optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+        more: dict[str, Any] = {"directory": os.path.join(args.output_dir, "snapshots")} | self._protection
         self._run = protect(
             trainer.model,
             getattr(optimizer, "optimizer", optimizer),
@@ -140,7 +141,7 @@ class FaultTolerance:
             grouped=True,
             clip_grad_norm=limit or None,
             seed=args.seed,
-            **{"directory": os.path.join(args.output_dir, "snapshots")} | self._protection,
+            **more,
         )
         self._groups = iter(self._run)
         trainer.optimizer, trainer.lr_scheduler = _Stepping(optimizer, self.commit), _Stepping(scheduler, lambda: None)

@@ -79,7 +79,7 @@ class DeferredFailure(dist.Work):
         self._outputs = _tensors_in(outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns True at once."""
+        """Returns True without waiting."""
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -95,7 +95,7 @@ class DeferredFailure(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Returns at once."""
+        """Does not wait."""
 
 
 def _completed(outputs: list[torch.Tensor]) -> torch.futures.Future:

@@ -22,7 +22,7 @@ class SavedTensor:
     """This worker's chunk of a tensor of the unpartitioned model.
 
     Attributes:
-        name: name in checkpoints, from which the operator follows (:func:`moc.state.operators.operator_of`).
+        name: name in checkpoints, which determines the operator (:func:`moc.state.operators.operator_of`).
         tensor: parameter or buffer that contains the chunk; a DTensor if it is partitioned.
         global_shape: shape of the unpartitioned tensor.
         region: box of the unpartitioned tensor in this chunk.
@@ -194,7 +194,7 @@ class TorchState:
         for names in by_tensor.values():
             if len(names) > 1 and not frozen.isdisjoint(names):
                 raise FreezingError(
-                    f"{min(names & frozen)} shares a parameter with other experts, so it cannot be frozen alone. Fix: "
+                    f"{min(names & frozen)} shares a parameter with other experts, so it cannot be frozen. Fix: "
                     "choose a policy that freezes nothing, such as --ckpt-policy full"
                 )
         self._frozen |= frozen

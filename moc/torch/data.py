@@ -53,6 +53,13 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError:
+        return 0
+
+
 class Batches:
     """Batches of one worker, in order.
 
@@ -83,8 +90,11 @@ class Batches:
                 "function that returns the batches from a position on",
                 code="data-without-position",
             )
-        if not callable(data) and not len(data):
-            raise DataError("data have no batches. Fix: give at least one batch", code="data-without-position")
+        if not callable(data) and not _length(data):
+            raise DataError(
+                "data have no batches, or no length. Fix: give at least one batch, and a sampler with a length",
+                code="data-without-position",
+            )
 
     def __len__(self) -> int:
         """Returns the batches of an epoch.
@@ -131,7 +141,7 @@ class Batches:
             return itertools.islice(data, position % len(data), None)
         if not isinstance(data, DataLoader | Sampler):
             return data(position)
-        epoch, done = divmod(position, len(data))
+        epoch, done = divmod(position, _length(data))
         if isinstance(data, Sampler):
             return self._epoch_of([getattr(data, "sampler", None), data], data, epoch)[done:]
         return self._loader(data, epoch, done)
@@ -160,7 +170,7 @@ class Batches:
         order: dict[str, Any] = (
             {"batch_sampler": rest} if batch_sampler is not None else {"sampler": rest, "batch_size": None}
         )
-        more = dict(prefetch_factor=loader.prefetch_factor) if loader.num_workers else {}
+        more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
         return DataLoader(
             seeded,
             **order,

@@ -21,7 +21,7 @@ from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
 from moc.session.settings import SettingsError
-from moc.state.operators import NAMED, Detail, operator_of
+from moc.state.operators import NAMED, Detail, UnsupportedStateError, operator_of
 from moc.state.record import Position, StepRecord
 from moc.state.region import Region
 from moc.state.replicated import SavedTensor, TorchState, local_values
@@ -34,7 +34,7 @@ from moc.torch.routing import RouterCounter
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What a user's loop trains, and how.
+    """Parts of a user's training loop.
 
     Attributes:
         model: module without data-parallel wrapper.
@@ -47,7 +47,7 @@ class Loop:
         clip_grad_norm: largest norm of the gradients; None for no limit.
         averages: the gradients are averaged over workers here, and not by a wrapper.
         seed: seed of random numbers and of the order of samples; None to seed nothing.
-        top_k: experts of a token; None if the model tells.
+        top_k: experts of a token; None if the model has the number.
         forward: function of model and batch that returns the loss, to replay iterations; or None.
     """
 
@@ -70,13 +70,15 @@ class LoopEngine:
 
     Args:
         world: position of this worker.
-        loop: what the loop trains.
+        loop: parts of the loop.
         structure: operators of the model.
         batches: batches of this worker.
 
+    Attributes:
+        averages: the engine averages the gradients, because no wrapper does.
+
     Raises:
         UnsupportedStateError: the state cannot be saved.
-        CheckpointError: on all workers: as for :func:`moc.runtime.collectives.gather`.
     """
 
     tap, reduced, peers = NoTap(), None, None
@@ -84,7 +86,7 @@ class LoopEngine:
     def __init__(self, world: World, loop: Loop, structure: Structure, batches: Batches):
         self.world, self.loop, self.batches, self._structure = world, loop, batches, structure
         self._live = dict(_live_tensors(loop.objects))
-        saved = _alike(list(_saved(structure.tensors, world.rank)))
+        saved = _alike(list(_saved(structure.tensors, world)))
         saved += [SavedTensor.replicated(f"output{NAMED}{name}", t, world.rank) for name, t in self._live.items()]
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
@@ -99,6 +101,7 @@ class LoopEngine:
         self._described = xxhash.xxh3_64_hexdigest(
             repr([(one.name, one.global_shape, str(one.tensor.dtype)) for one in saved]).encode()
         )
+        self.averages = loop.averages
         self._updates, self._lag = 0, dict.fromkeys(parameters, 0)
         self._data_states: list[Any] | None = None
         self._next_data_states: list[Any] | None = None
@@ -119,7 +122,7 @@ class LoopEngine:
             {k: v for k, v in group.items() if k not in ("params", "param_names")}
             for group in loop.optimizer.param_groups
         ]
-        told = {
+        values = {
             "groups": groups,
             "scheduler": None if loop.scheduler is None else loop.scheduler.state_dict(),
             "scaler": None if loop.scaler is None else loop.scaler.state_dict(),
@@ -128,7 +131,7 @@ class LoopEngine:
             "updates": self._updates,
             "lag": {name: lag for name, lag in self._lag.items() if lag},
         }
-        self._committed = encode_plain("the loop", told)
+        self._committed = encode_plain("the loop", values)
         self._committed_buffers = [buffer.clone() for buffer in self._buffers]
 
     def rewind(self) -> None:
@@ -156,28 +159,28 @@ class LoopEngine:
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         """See :meth:`moc.session.engine.Engine.load_scalars`."""
-        loop, told = self.loop, decode_plain(saved["loop"])
-        for group, values in zip(loop.optimizer.param_groups, told["groups"], strict=True):
-            for key, value in values.items():
+        loop, values = self.loop, decode_plain(saved["loop"])
+        for group, saved_group in zip(loop.optimizer.param_groups, values["groups"], strict=True):
+            for key, value in saved_group.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
         if loop.scheduler is not None:
-            loop.scheduler.load_state_dict(told["scheduler"])
-        if loop.scaler is not None and told["scaler"]:
-            loop.scaler.load_state_dict(told["scaler"])
+            loop.scheduler.load_state_dict(values["scheduler"])
+        if loop.scaler is not None and values["scaler"]:
+            loop.scaler.load_state_dict(values["scaler"])
         for name, one in loop.objects.items():
-            one.load_state_dict(_with_live(told["objects"][name], self._live))
-        if told["data"] is not None and len(told["data"]) != self.world.size:
+            one.load_state_dict(_with_live(values["objects"][name], self._live))
+        if values["data"] is not None and len(values["data"]) != self.world.size:
             raise CheckpointError(
-                f"{where} has the positions of the data of {len(told['data'])} workers, and there are "
+                f"{where} has the positions of the data of {len(values['data'])} workers, and there are "
                 f"{self.world.size}. Fix: start as many workers as before, or give data with a position",
                 code="checkpoint-of-another-model",
             )
-        self._data_states, self._updates = told["data"], told["updates"]
-        self._lag = dict.fromkeys(self._lag, 0) | told["lag"]
-        for name, lag in told["lag"].items():
+        self._data_states, self._updates = values["data"], values["updates"]
+        self._lag = dict.fromkeys(self._lag, 0) | values["lag"]
+        for name, lag in values["lag"].items():
             self.state.set_step(name, self._updates - lag)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
@@ -199,7 +202,7 @@ class LoopEngine:
         loop, finite = self.loop, True
         if self.batches.is_stateful:
             self._next_data_states = gather(encode_plain("data", self.batches.state()))
-        if loop.averages:
+        if self.averages:
             average_gradients(self.parameters, self.world.size)
         if loop.scaler is not None:
             wrong = any(not bool(torch.isfinite(local_values(g)).all()) for g in self._gradients())
@@ -307,10 +310,10 @@ def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
                     parameter.grad.copy_(value)
 
 
-def _saved(tensors: Sequence[NamedTensor], rank: int) -> Iterator[SavedTensor]:
+def _saved(tensors: Sequence[NamedTensor], world: World) -> Iterator[SavedTensor]:
     for named in tensors:
         name, tensor = f"{named.operator}{NAMED}{clean_name(named.name)}", named.tensor
-        shape, offset, copy = _placement(tensor, rank)
+        shape, offset, copy = _placement(tensor, world)
         whole, local = tuple(tensor.shape), tuple(shape)
         start = 0
         if named.index is not None:  # one expert of a stacked parameter
@@ -332,10 +335,16 @@ def _alike(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
     return [dataclasses.replace(one, sharded=operator_of(one.name) in partitioned) for one in saved]
 
 
-def _placement(tensor: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _placement(tensor: Tensor, world: World) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Returns shape and offset of this worker's chunk in the unpartitioned tensor, and the index of its copy."""
     if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.dim(), rank
+        return tuple(tensor.shape), (0,) * tensor.dim(), world.rank
+    if tensor.device_mesh.size() != world.size:
+        raise UnsupportedStateError(
+            f"a parameter of shape {tuple(tensor.shape)} is on a mesh of {tensor.device_mesh.size()} of {world.size} "
+            "workers. Fix: place all parameters on all dimensions of the mesh, such as by fully_shard",
+            code="mesh-unsupported",
+        )
     (chunk,) = tensor.__create_chunk_list__()
     mesh, coordinate, copy = tensor.device_mesh, tensor.device_mesh.get_coordinate(), 0
     for place, size, kind in zip(coordinate or (), mesh.shape, tensor.placements, strict=True):

@@ -316,6 +316,9 @@ class Run:
         self._engine.begin(self._position)
         if self._wrap is not None:
             self.model = self._wrap(self._loop.model)
+            wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
+            is_reduced = any(isinstance(module, DistributedDataParallel) for module in wrappers)
+            self._engine.averages = self._loop.averages and not is_reduced
 
     def step(self, loss: Tensor | float | None = None, stop: bool = False) -> bool:
         """Ends a batch; after the last one of an iteration, updates the model on all workers, or on none.
@@ -351,7 +354,7 @@ class Run:
         batches = loop.accumulate * self._world.size
         record = StepRecord(
             iteration=self._position.iteration + 1,
-            loss=self.loss,
+            loss=vote["loss"] / self._world.size,
             grad_norm=0.0 if finite else float("inf"),
             loss_scale=1.0 if loop.scaler is None else float(loop.scaler.get_scale()),
             skipped=not finite,

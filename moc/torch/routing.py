@@ -106,6 +106,6 @@ def _top_k_of(model: nn.Module, router: str) -> int:
                 if isinstance(number := getattr(owner, name, None), int):
                     return number
     raise SettingsError(
-        f"the router {router} does not tell how many experts a token has. Fix: give top_k to protect()",
+        f"the router {router} has no number of experts per token. Fix: give top_k to protect()",
         code="router-unknown",
     )

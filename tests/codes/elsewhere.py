@@ -25,6 +25,7 @@ TESTS = {
     "memory-full": "integration/test_sparse.py",
     "no-complete-snapshot": "integration/test_snapshot_damage.py",
     "nothing-stored-yet": "integration/test_gradient_policy.py",
+    "mesh-unsupported": "unit/test_own_loop.py",
     "operator-pattern-invalid": "unit/test_own_loop.py",
     "optimizer-format-differs": "integration/test_masters.py",
     "owner-unreadable": "unit/store/test_object_storage.py",

@@ -114,9 +114,9 @@ def main():
     parser.add_argument("--ckpt-dir")
     parser.add_argument("--log-dir")
     parser.add_argument("--iterations", type=int)
-    told = parser.parse_args()
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    kind, more = told.kind, {}
+    kind, more = asked.kind, {}
     job = ft.init()
     torch.manual_seed(1 if kind in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
     model = Model(stacked=kind in ("plain", "ddp", "fsdp"))
@@ -153,9 +153,9 @@ def main():
         model,
         optimizer,
         data=data,
-        iterations=told.iterations,
-        directory=told.ckpt_dir,
-        log_dir=told.log_dir,
+        iterations=asked.iterations,
+        directory=asked.ckpt_dir,
+        log_dir=asked.log_dir,
         clip_grad_norm=None if kind == "tp" else 1.0,
         **more,
     )
@@ -168,7 +168,7 @@ def main():
     tensors = [*model.state_dict().values(), *(ema.state_dict().values() if ema is not None else ())]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in local))
-    with open(Path(told.ckpt_dir).parent / f"weights{run.rank}", "w") as file:
+    with open(Path(asked.ckpt_dir).parent / f"weights{run.rank}", "w") as file:
         file.write(f"{run.loss} {digest.hexdigest()}")
 
 

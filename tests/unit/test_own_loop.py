@@ -1,18 +1,24 @@
 """Names, positions and refusals of moc.torch, without workers."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import moc.torch as ft
 from moc.errors import UserError, code_of
+from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import UnsupportedStateError
 from moc.torch.data import Batches, DealtBatches
+from moc.torch.engine import Loop, LoopEngine
 from moc.torch.naming import Router, structure_of
 from moc.torch.plain import MAX_BYTES, decode_plain, encode_plain
 from moc.torch.routing import RouterCounter
@@ -152,6 +158,21 @@ def test_a_model_that_is_wrapped_already_is_refused():
     with pytest.raises(UserError) as refused:
         ft.protect(wrapped, None, data=[1])
     assert code_of(refused.value) == "loop-wrapped-too-early"
+
+
+def test_a_parameter_on_a_part_of_the_workers_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weights = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        net = nn.Module()
+        net.weights = weights
+        world = World.replicas(SimpleNamespace(rank=0, size=2), torch.device("cpu"))
+        loop = Loop(model=net, optimizer=torch.optim.SGD([weights], lr=0.1))
+        with pytest.raises(UnsupportedStateError) as refused:
+            LoopEngine(world, loop, structure_of(net), Batches([1], 0, 0))
+    finally:
+        dist.destroy_process_group()
+    assert refused.value.code == "mesh-unsupported"
 
 
 def test_states_are_encoded_without_loss():
