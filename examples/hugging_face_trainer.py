@@ -43,7 +43,6 @@ def main():
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
         attention_dropout=0.1,

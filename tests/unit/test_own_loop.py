@@ -25,6 +25,15 @@ from moc.torch.routing import RouterCounter
 from tests.integration.own_loop import Model, Noisy
 
 
+@pytest.fixture(autouse=True)
+def no_job_is_left(monkeypatch):
+    """Each test joins a job of its own, of one process."""
+    monkeypatch.setattr("moc.torch.loop._job", None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def operators(model, patterns=None):
     """By operator, the names of its tensors."""
     found = {}
