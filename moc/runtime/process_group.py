@@ -38,7 +38,8 @@ class FailureDeferral:
     """
 
     def __init__(self):
-        self.is_active, self.failure = False, None
+        self.is_active = False
+        self.failure: Exception | None = None
 
     def set_active(self, is_active: bool) -> None:
         """Begins or ends the deferral."""
@@ -329,10 +330,12 @@ def _make_operation(name: str):
     def operate(self, *args, **kwargs):
         if self._is_only_member and name in _NO_EFFECT_ALONE:
             return None
+        outputs = args[0] if args and name not in _WITHOUT_OUTPUTS else None
         try:
+            if DEFERRAL.is_active and DEFERRAL.failure is not None:
+                raise PeerFailure(f"{self} is not used after a failure")  # other workers may not use it, either
             return operate_or_raise(self, *args, **kwargs)
         except (Aborted, PeerFailure) as error:
-            outputs = args[0] if args and name not in _WITHOUT_OUTPUTS else None
             DEFERRAL.defer(error, outputs)
             return DeferredFailure(outputs)
 

@@ -308,7 +308,7 @@ class Run:
         """Begins a generation: resumes, and wraps the model, on all workers in the same order."""
         if lost := self._job.report_ready() or self._lost:
             self._log.message(f"generation {lost.generation}: {lost.reason}")
-        self._lost, self._pending, self._number = None, None, 0
+        self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
         self.model = self._loop.model
         self._engine.rewind()
         session = self._session = Session(self._engine, self._settings, self._log, self._remains)
@@ -338,11 +338,12 @@ class Run:
             self._number += self._loop.accumulate if self._loop.grouped else 1
             if self._number == self._loop.accumulate:
                 self._update(stop)
-            DEFERRAL.set_active(True)  # in the rest of the body
             return True
-        except Exception as error:
-            self._recover(error)
+        except Exception as error:  # the iterator recovers, so that all workers execute the rest of the body
+            DEFERRAL.failure = error
             return False
+        finally:
+            DEFERRAL.set_active(True)
 
     def _update(self, stop: bool) -> None:
         engine, session, loop = self._engine, self._session, self._loop
