@@ -117,7 +117,7 @@ class FaultTolerance:
         trainer: Any = self
         if self._groups is None:
             self._begin()
-            group = next(self._groups)  # pyright: ignore[reportArgumentType]  # set by _begin()
+            group = next(self._groups, None)  # pyright: ignore[reportArgumentType]  # set by _begin()
             trainer.state.global_step = self._run.iteration  # pyright: ignore[reportOptionalMemberAccess]  # as above
             return group
         return next(self._groups, None)

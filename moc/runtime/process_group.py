@@ -275,7 +275,8 @@ class OperationHandle(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """Returns the operation's future; the future of a failed operation is complete if failures are deferred."""
         future = self._work.get_future()
-        return future.then(self._or_deferred) if DEFERRAL.is_active else future
+        # NCCL's operations do not fail on the host
+        return future.then(self._or_deferred) if DEFERRAL.is_active and self._group.backend == "gloo" else future
 
     def _or_deferred(self, future: torch.futures.Future) -> object:
         try:

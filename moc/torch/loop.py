@@ -135,8 +135,8 @@ def protect(
         operators: operators by parameter names (:func:`moc.torch.naming.structure_of`).
         top_k: experts of a token, if the model does not tell.
         forward: function of model and batch that returns the loss; policies that replay iterations need it.
-        seed: seed of random numbers and of the order of samples, which follow from it and the position; None to leave
-            all generators alone.
+        seed: seed of random numbers and of the order of samples, which follow from it and the position; None to seed
+            only the data.
         data_rank: index of this worker among those that read different batches; None for its rank.  The workers of a
             tensor-parallel group have the same one.
         device: as in :func:`init`.
@@ -239,7 +239,7 @@ class Run:
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
         self._number, self._losses, self._begun = 0, 0.0, 0.0
-        self._stops = False
+        self._stops = self._is_over = False
         self.model: Any = loop.model
         self.loss: float | None = None
 
@@ -260,7 +260,7 @@ class Run:
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            while (ready := self._next()) is not None:
+            while not self._is_over and (ready := self._next()) is not None:
                 with ready as batch:
                     yield batch
         except GeneratorExit:
@@ -397,6 +397,7 @@ class Run:
         session.flush()
         session.close()
         self._job.leave()
+        self._is_over = True
         global _job
         _job = None
 
