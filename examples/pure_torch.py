@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, job):
         torch.manual_seed(1)
-        self.world = World(job.rank, job.size, torch.device("cpu"), "gloo", 0, 1, 0, 1, job.rank, job.size, job)
+        self.world = World.replicas(job, torch.device("cpu"))
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         named = {name_of(name): parameter for name, parameter in self.model.named_parameters()}

@@ -168,13 +168,18 @@ def gather(value, group=None) -> list:
         return _gather_among(ranks, value)
     encoded, size = _to_tensor(encode_object(value)), len(ranks)
     lengths = encoded.new_empty(size, dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, encoded.new_tensor([len(encoded)], dtype=torch.int64), group=host_group())
+    _all_gather(lengths, encoded.new_tensor([len(encoded)], dtype=torch.int64), group=host_group())
     padded = encoded.new_zeros(longest := _check_size(max(lengths.tolist())))
     padded[: len(encoded)] = encoded
     gathered = encoded.new_empty(size * longest)
-    dist.all_gather_into_tensor(gathered, padded, group=host_group())
+    _all_gather(gathered, padded, group=host_group())
     data = gathered.numpy().tobytes()
     return [_decode(data[i * longest : i * longest + length]) for i, length in enumerate(lengths.tolist())]
+
+
+def _all_gather(output: torch.Tensor, values: torch.Tensor, group: object) -> None:
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    getattr(dist, name)(output, values, group=group)
 
 
 def _gather_among(ranks: Sequence[int], value) -> list:

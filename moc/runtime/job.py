@@ -12,7 +12,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+from torch.distributed import (  # public, but not in __all__
+    HashStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime import host_group
@@ -80,6 +83,8 @@ class Job:
             server = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timeout)
             self.id = server.compare_set(_LAUNCH_KEY, "", new_id).decode()
             store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+        elif "WORLD_SIZE" not in os.environ:
+            store = HashStore()  # without a launcher: no port that another program may use
         dist.init_process_group(
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
@@ -138,7 +143,7 @@ class Job:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """This worker's position in ``job``.  Ranks and sizes are as in torch.distributed and megatron-core.
 
@@ -157,6 +162,23 @@ class World:
     data_rank: int
     data_size: int
     job: Job
+
+    @classmethod
+    def replicas(cls, job: Job, device: torch.device, backend: str = "gloo") -> World:
+        """Returns the position of a worker that has a complete replica of the model."""
+        return cls(
+            rank=job.rank,
+            size=job.size,
+            device=device,
+            backend=backend,
+            tensor_rank=0,
+            tensor_size=1,
+            pipeline_rank=0,
+            pipeline_size=1,
+            data_rank=job.rank,
+            data_size=job.size,
+            job=job,
+        )
 
     @property
     def is_partial_model(self) -> bool:

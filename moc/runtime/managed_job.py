@@ -56,6 +56,7 @@ _LOCAL_COLLECTIVES = {
     "all_reduce": lambda *_, **__: None,
     "all_gather_object": _gather_locally,
     "all_gather_into_tensor": _gather_tensor_locally,
+    **({"all_gather_single": _gather_tensor_locally} if hasattr(dist, "all_gather_single") else {}),  # from torch 2.13
 }
 """Local substitutes for collectives that compare workers' setup, for a replacement that initializes separately.
 

@@ -27,6 +27,84 @@ class PeerFailure(RuntimeError):
     """Communication failure in a generation that was not aborted: a peer may be lost."""
 
 
+class FailureDeferral:
+    """Deferral of communication failures in code that cannot catch them, such as the body of a user's loop.
+
+    Inside of :meth:`active`, an operation that fails sets its outputs to zero and counts as complete.  So a model's
+    forward and backward end in good order.  :meth:`raise_deferred` then raises the first failure.
+
+    Attributes:
+        failure: first failure since the last :meth:`raise_deferred`; None without one.
+    """
+
+    def __init__(self):
+        self.is_active = False
+        self.failure: Exception | None = None
+
+    def set_active(self, is_active: bool) -> None:
+        """Begins or ends the deferral."""
+        self.is_active = is_active
+
+    def raise_deferred(self) -> None:
+        """Raises the first deferred failure, if there is one."""
+        if (failure := self.failure) is not None:
+            self.failure = None
+            raise failure
+
+    def defer(self, failure: RuntimeError, outputs: object) -> None:
+        """Records a failure and sets the outputs to zero; outside of a deferral, raises the failure."""
+        if not self.is_active:
+            raise failure
+        if self.failure is None:
+            self.failure = failure
+        with torch.no_grad():
+            for tensor in _tensors_in(outputs):
+                tensor.zero_()
+
+
+DEFERRAL = FailureDeferral()
+"""The deferral of this process."""
+
+
+def _tensors_in(value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for one in value for tensor in _tensors_in(one)] if isinstance(value, list | tuple) else []
+
+
+class DeferredFailure(dist.Work):
+    """Handle of an operation whose failure is deferred; it is complete."""
+
+    def __init__(self, outputs: object):
+        super().__init__()
+        self._outputs = _tensors_in(outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns True without waiting."""
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Returns a complete future with the outputs."""
+        return _completed(self._outputs)
+
+    def is_completed(self) -> bool:
+        """Returns True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Returns True: the failure is raised later."""
+        return True
+
+    def synchronize(self) -> None:
+        """Does not wait."""
+
+
+def _completed(outputs: list[torch.Tensor]) -> torch.futures.Future:
+    future = torch.futures.Future()
+    future.set_result(outputs)
+    return future
+
+
 class Group(dist.ProcessGroup):
     """Process group that is reconnected in each generation; created by :meth:`moc.runtime.groups.Groups.new_group`.
 
@@ -119,7 +197,11 @@ class Group(dist.ProcessGroup):
         if self.has_vacant_positions:
             raise RuntimeError(f"{self} has vacant positions, so it is not connected: communicate in another group")
         if connection is None:
-            raise RuntimeError(f"{self} is not connected yet: call Groups.begin() before communicating")
+            raise RuntimeError(
+                f"{self} is not connected yet: this worker joins others that already train. Fix: communicate only "
+                "after Session.resume(); with moc.torch, wrap the model by protect(wrap=...), and call "
+                "parallelize_module with src_data_rank=None"
+            )
         if connection.generation.is_over:
             raise Aborted(aborted_message(self, connection.generation))
         assert connection.inner is not None  # dropped only after the generation is over
@@ -172,9 +254,10 @@ class OperationHandle(dist.Work):
     operations.
     """
 
-    def __init__(self, work: dist.Work, group: Group, generation: Generation, needs_deputy: bool):
+    def __init__(self, work: dist.Work, group: Group, generation: Generation, needs_deputy: bool, outputs: object):
         super().__init__()
         self._work, self._group, self._generation, self._needs_deputy = work, group, generation, needs_deputy
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits in the same way as ``dist.Work.wait``.
@@ -183,6 +266,28 @@ class OperationHandle(dist.Work):
             Aborted: the generation is over; the transfer may or may not be complete.
             PeerFailure: the operation failed for another reason.
         """
+        try:
+            return self._wait_or_raise(timeout)
+        except (Aborted, PeerFailure) as error:
+            DEFERRAL.defer(error, self._outputs)
+            return True
+
+    def get_future(self) -> torch.futures.Future:
+        """Returns the operation's future; the future of a failed operation is complete if failures are deferred."""
+        future = self._work.get_future()
+        # NCCL's operations do not fail on the host
+        return future.then(self._or_deferred) if DEFERRAL.is_active and self._group.backend == "gloo" else future
+
+    def _or_deferred(self, future: torch.futures.Future) -> object:
+        try:
+            return future.value()
+        except RuntimeError as error:
+            over = self._generation.is_over
+            failure = Aborted(aborted_message(self._group, self._generation)) if over else PeerFailure(str(error))
+            DEFERRAL.defer(failure, self._outputs)
+            return _tensors_in(self._outputs)
+
+    def _wait_or_raise(self, timeout: timedelta | None) -> bool:
         try:
             with PROGRESS.waiting(self._group.backend == "nccl"):
                 done = self._wait(timeout)
@@ -226,6 +331,16 @@ def _make_operation(name: str):
     def operate(self, *args, **kwargs):
         if self._is_only_member and name in _NO_EFFECT_ALONE:
             return None
+        outputs = args[0] if args and name not in _WITHOUT_OUTPUTS else None
+        try:
+            if DEFERRAL.is_active and DEFERRAL.failure is not None:
+                raise PeerFailure(f"{self} is not used after a failure")  # other workers may not use it, either
+            return operate_or_raise(self, *args, **kwargs)
+        except (Aborted, PeerFailure) as error:
+            DEFERRAL.defer(error, outputs)
+            return DeferredFailure(outputs)
+
+    def operate_or_raise(self, *args, **kwargs):
         if name in _TRANSFERS:
             self.check_transfers()
         inner, args = self._route(name, args)
@@ -244,7 +359,8 @@ def _make_operation(name: str):
             del operation, inner  # a kept traceback must not keep the connection alive
         if not isinstance(answer, dist.Work):
             return answer
-        return OperationHandle(answer, self, generation, deaf)
+        outputs = args[0] if DEFERRAL.is_active and args and name not in _WITHOUT_OUTPUTS else None
+        return OperationHandle(answer, self, generation, deaf, outputs)
 
     operate.__name__, operate.__doc__ = name, f"Same as ``dist.ProcessGroup.{name}``."
     return operate
@@ -261,6 +377,7 @@ def _make_query(name: str):
 _NO_EFFECT_ALONE = ("allreduce", "broadcast")
 _TRANSFERS = ("send", "recv", "recv_anysource")
 _PAIR_OPERATIONS = ("send", "recv")
+_WITHOUT_OUTPUTS = ("send", "barrier", "monitored_barrier", "_start_coalescing", "_end_coalescing")
 _BATCHES = ("_start_coalescing", "_end_coalescing")
 _OPERATIONS = """
     _allgather_base _end_coalescing _reduce_scatter_base _start_coalescing all_gather_single
@@ -270,7 +387,7 @@ _OPERATIONS = """
     reduce_scatter_tensor_coalesced scatter send
 """.split()
 _QUERIES = """
-    _get_duration _get_op_type _source_rank block_current_stream exception get_future get_future_result is_completed
+    _get_duration _get_op_type _source_rank block_current_stream exception get_future_result is_completed
     is_success result source_rank synchronize
 """.split()
 

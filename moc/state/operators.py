@@ -70,6 +70,9 @@ OPERATORS = {
 }
 """Operators by the names of their parameters; N and E are numbers of layer and expert, * any text."""
 
+NAMED = "::"
+"""Separates the operator from the name of a tensor of a model with other names: ``layers.N.expert.E::blocks.0.w1``."""
+
 MODULE_STATE = "module_state."
 """Prefix of the names of user modules' state: ``module_state.OPERATOR.INDEX``, with a worker's index in its stage."""
 SHARED_BUFFERS = ("expert_bias", "qb_beta")
@@ -93,6 +96,16 @@ _PATTERNS = {
 }
 
 
+_OPERATOR = re.compile(
+    "|".join(re.escape(name).replace("N", r"\d+").replace("E", r"\d+") for name in OPERATORS.values())
+)
+
+
+def is_operator(name: str) -> bool:
+    """Returns whether a name is the name of an operator."""
+    return _OPERATOR.fullmatch(name) is not None
+
+
 def is_known(parameter_name: str) -> bool:
     """Returns whether a parameter of this name belongs to an operator."""
     return any(pattern.fullmatch(parameter_name) for pattern in _PATTERNS)
@@ -107,11 +120,15 @@ def operator_of(parameter_name: str) -> str:
     norm.  A weight shared by embedding and output belongs to ``embedding``.
 
     Args:
-        parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``.
+        parameter_name: name in the unpartitioned model, from ``megatron.pretraining.model.parameters``, or the name of
+            an operator, ``::`` and any name.
 
     Raises:
         UnsupportedStateError: the name matches no operator.
     """
+    operator, separator, _ = parameter_name.partition(NAMED)
+    if separator and is_operator(operator):
+        return operator
     for pattern, operator in _PATTERNS.items():
         if found := pattern.fullmatch(parameter_name):
             return re.sub("[NE]", lambda number: found[number[0]], operator)

@@ -1,12 +1,15 @@
-"""The training state of a plain PyTorch model, replicated on all workers, with a torch optimizer."""
+"""The training state of PyTorch models with a torch optimizer: replicated, or partitioned over workers."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
 from moc.state.interface import FreezingError
@@ -14,30 +17,65 @@ from moc.state.operators import Detail, Operator, UnsupportedStateError, operato
 from moc.state.region import Region
 
 
-class ReplicatedState:
-    """A :class:`moc.state.interface.TrainingState` of data-parallel replicas; operators cannot be frozen.
+@dataclass(frozen=True, eq=False)
+class SavedTensor:
+    """This worker's chunk of a tensor of the unpartitioned model.
+
+    Attributes:
+        name: name in checkpoints, which determines the operator (:func:`moc.state.operators.operator_of`).
+        tensor: parameter or buffer that contains the chunk; a DTensor if it is partitioned.
+        global_shape: shape of the unpartitioned tensor.
+        region: box of the unpartitioned tensor in this chunk.
+        start: index of the first element of the chunk in the flattened local tensor.
+        copy: index of this worker among those with the same chunk; 0 for the first.
+        sharded: other workers have other chunks.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    global_shape: tuple[int, ...]
+    region: Region
+    start: int
+    copy: int
+    sharded: bool
+
+    @classmethod
+    def replicated(cls, name: str, tensor: torch.Tensor, rank: int) -> SavedTensor:
+        """Returns a tensor that all workers have."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, shape, Region((0,) * len(shape), shape), start=0, copy=rank, sharded=False)
+
+
+class TorchState:
+    """A :class:`moc.state.interface.TrainingState` of tensors and a torch optimizer.
 
     The optimizer state is bit-identical to torch's, if each update reaches all parameters of an operator or none.
 
     Args:
-        parameters: all parameters that the optimizer updates, by their names in checkpoints, which are Megatron's
-            (:data:`moc.state.operators.OPERATORS`).
-        optimizer: torch's Adam, AdamW or SGD, with all its parameter groups.
-        rank: rank of this worker.
+        tensors: this worker's chunks of all tensors to save.
+        optimizer: torch's Adam, AdamW or SGD (without dampening), with all its parameter groups.
 
     Raises:
         UnsupportedStateError: a parameter belongs to no known operator, the optimizer updates a parameter without a
-            name, or the optimizer keeps unknown state.
+            name, the optimizer keeps unknown state, or the memory of a tensor is not contiguous.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int):
-        self._parameters, self._optimizer, self._rank = dict(parameters), optimizer, rank
-        self._operators = {name: operator_of(name) for name in self._parameters}
-        self._moments = {parameter: _primed(optimizer, group, parameter) for parameter, group in self._updated()}
+    def __init__(self, tensors: Sequence[SavedTensor], optimizer: torch.optim.Optimizer):
+        self._tensors, self._optimizer = tuple(tensors), optimizer
+        self._operators = {saved.name: operator_of(saved.name) for saved in self._tensors}
+        self._moments = {parameter: primed_moments(optimizer, group, parameter) for parameter, group in self._updated()}
+        self._frozen: frozenset[str] = frozenset()
+        for saved in self._tensors:
+            if not local_values(saved.tensor).is_contiguous():
+                raise UnsupportedStateError(
+                    f"the memory of {saved.name} is not contiguous. Fix: call contiguous() on it before the optimizer "
+                    "is created",
+                    code="parameter-not-contiguous",
+                )
 
     def _updated(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """Yields the parameters that the optimizer updates, with their groups."""
-        named = set(self._parameters.values())
+        named = {saved.tensor for saved in self._tensors}
         for number, group in enumerate(self._optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 if parameter not in named:
@@ -50,38 +88,54 @@ class ReplicatedState:
                 yield parameter, group
 
     def operators(self) -> list[str]:
-        """Returns the names of the operators, in model order."""
-        return list(dict.fromkeys(self._operators.values()))
+        """Returns the names of the operators that this worker holds, at least in part, in model order."""
+        return list(dict.fromkeys(self._operators[one.name] for one in self._tensors if one.region.numel))
 
     def described(self) -> list[Operator]:
-        """Returns the operators, in model order."""
+        """Returns the operators of the unpartitioned model, in model order."""
         sizes: Counter[str] = Counter()
-        for name, parameter in self._parameters.items():
-            sizes[self._operators[name]] += parameter.numel()
-        return [_operator(name, size) for name, size in sizes.items()]
+        slots = {slot for moments in self._moments.values() for slot in moments}
+        moments = {name: Counter(dict.fromkeys(slots, 0)) for name in self._operators.values()}
+        for saved in self._tensors:
+            operator, elements = self._operators[saved.name], math.prod(saved.global_shape)
+            sizes[operator] += elements
+            moments[operator].update(dict.fromkeys(self._moments.get(saved.tensor, {}), elements))
+        return [_operator(name, size, moments[name]) for name, size in sizes.items()]
+
+    def parameters(self, operators: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns the parameters of some operators that the optimizer updates, by name."""
+        wanted = set(operators)
+        return {
+            saved.name: saved.tensor
+            for saved in self._tensors
+            if self._operators[saved.name] in wanted and saved.tensor in self._moments
+        }
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
-        """Yields the slots of a state subset of some operators; rank 0 holds the first copy."""
+        """Yields the slots of a state subset of some operators; the worker with copy 0 holds the first copy."""
         wanted = set(operators)
-        for name, parameter in self._parameters.items():
-            if self._operators[name] in wanted:
-                shape = tuple(parameter.shape)
-                box, replica = Region((0,) * len(shape), shape), (0, 0, self._rank)
-                piece = Piece(name, shape, box, parameter.detach(), start=0, replica=replica, padded=False)
-                owned = OwnedSlice(parameter, 0, parameter.numel(), self._slots(parameter, detail), sharded=False)
+        for saved in self._tensors:
+            if self._operators[saved.name] in wanted:
+                values, replica = local_values(saved.tensor), (0, 0, saved.copy)
+                piece = Piece(
+                    saved.name, saved.global_shape, saved.region, values, saved.start, replica=replica, padded=False
+                )
+                slots = self._slots(saved.tensor, detail)
+                owned = OwnedSlice(
+                    saved.tensor, 0, values.numel(), slots, sharded=saved.sharded, copy=saved.copy * saved.sharded
+                )
                 yield from fragments_of(owned, [piece])
 
     def _slots(self, parameter: torch.Tensor, detail: Detail) -> dict[str, torch.Tensor]:
-        weights = parameter.detach()
         if detail is Detail.COMPUTE:
-            slots = {"param": weights}
+            slots = {"param": parameter}
         elif detail is Detail.GRAD and parameter in self._moments:
             if parameter.grad is None:  # allocated for loading
                 parameter.grad = torch.zeros_like(parameter)
             slots = {"grad": parameter.grad}
         else:  # values that the optimizer does not update are saved without moments
-            slots = {"master": weights} | self._moments.get(parameter, {})
-        return {slot: values.view(-1) for slot, values in slots.items() if detail.holds(slot)}
+            slots = {"master": parameter} | self._moments.get(parameter, {})
+        return {slot: local_values(values).view(-1) for slot, values in slots.items() if detail.holds(slot)}
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
@@ -96,7 +150,7 @@ class ReplicatedState:
         view.copy_(values.reshape(-1))
 
     def gather_weights(self) -> None:
-        """No-op: each worker loads all weights."""
+        """No-op: each worker loads all of its weights."""
 
     def steps(self) -> dict[str, int]:
         """Returns the number of updates of each operator's moments; empty for SGD, which does not count."""
@@ -111,15 +165,60 @@ class ReplicatedState:
             if self._operators[name] in steps:
                 counter.fill_(steps[self._operators[name]])
 
+    def set_step(self, name: str, step: int) -> None:
+        """Sets the number of updates of one tensor."""
+        for other, counter in self._counters():
+            if other == name:
+                counter.fill_(step)
+
     def _counters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._parameters.items():
-            if parameter in self._moments and "step" in self._optimizer.state[parameter]:
-                yield name, self._optimizer.state[parameter]["step"]
+        for saved in self._tensors:
+            if saved.tensor in self._moments and "step" in self._optimizer.state[saved.tensor]:
+                yield saved.name, self._optimizer.state[saved.tensor]["step"]
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Always empty."""
-        return frozenset()
+        """The frozen operators, whose parameters the engine does not update."""
+        return self._frozen
+
+    def freeze(self, operators: Iterable[str]) -> None:
+        """Freezes operators.
+
+        Raises:
+            FreezingError: an operator shares a tensor with another one, as stacked experts do.
+        """
+        frozen = set(operators)
+        by_tensor: dict[torch.Tensor, set[str]] = {}
+        for saved in self._tensors:
+            by_tensor.setdefault(saved.tensor, set()).add(self._operators[saved.name])
+        for names in by_tensor.values():
+            if len(names) > 1 and not frozen.isdisjoint(names):
+                raise FreezingError(
+                    f"{min(names & frozen)} shares a parameter with other experts, so it cannot be frozen. Fix: "
+                    "choose a policy that freezes nothing, such as --ckpt-policy full"
+                )
+        self._frozen |= frozen
+
+    def activate(self, operators: Iterable[str]) -> None:
+        """Unfreezes operators."""
+        self._frozen -= set(operators)
+
+
+class ReplicatedState(TorchState):
+    """A :class:`TorchState` of data-parallel replicas; operators cannot be frozen.
+
+    Args:
+        parameters: all parameters that the optimizer updates, by their names in checkpoints
+            (:data:`moc.state.operators.OPERATORS`).
+        optimizer: as for :class:`TorchState`.
+        rank: rank of this worker.
+
+    Raises:
+        UnsupportedStateError: as for :class:`TorchState`.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, rank: int):
+        super().__init__([SavedTensor.replicated(name, tensor, rank) for name, tensor in parameters.items()], optimizer)
 
     def freeze(self, operators: Iterable[str]) -> None:
         """Always refuses: freezing is not supported.
@@ -133,19 +232,25 @@ class ReplicatedState:
                 "--ckpt-policy full"
             )
 
-    def activate(self, operators: Iterable[str]) -> None:
-        """No-op: no operator is ever frozen."""
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this worker's values of a tensor, as a view without gradient."""
+    values = tensor.detach()
+    return values.to_local() if isinstance(values, DTensor) else values
 
 
-def _operator(name: str, size: int) -> Operator:
+def _operator(name: str, size: int, moments: Mapping[str, int]) -> Operator:
+    counted = None if all(count == size for count in moments.values()) else tuple(moments.items())
     _, *place = name.split(".")
     if not place:
-        return Operator(name, name, None, None, size)
+        return Operator(name, name, None, None, size, moments=counted)
     layer, kind, *expert = place
-    return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size)
+    return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size, moments=counted)
 
 
-def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def primed_moments(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Creates the state that torch creates in the first update, with the same result; returns the moments.
 
     Raises:
@@ -162,8 +267,8 @@ def _primed(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], paramete
     else:
         what = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
         raise UnsupportedStateError(
-            f"ReplicatedState supports torch's Adam, AdamW and SGD without dampening, not {what}. Fix: use one of "
-            "them, or implement moc.TrainingState for it",
+            f"torch's Adam, AdamW and SGD without dampening are supported, not {what}. Fix: use one of them, or "
+            "implement moc.TrainingState for it",
             code="optimizer-unsupported",
         )
-    return {slot: state.setdefault(slot, torch.full_like(parameter, begins)).detach() for slot in slots}
+    return {slot: state.setdefault(slot, torch.full_like(parameter.detach(), begins)).detach() for slot in slots}

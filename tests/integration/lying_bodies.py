@@ -41,7 +41,19 @@ def lying_groups(**lies) -> Groups:
 
 def world() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(rank, size, CPU, "nccl", 0, 1, 0, 1, rank, size, Job())
+    return World(
+        rank=rank,
+        size=size,
+        device=CPU,
+        backend="nccl",
+        tensor_rank=0,
+        tensor_size=1,
+        pipeline_rank=0,
+        pipeline_size=1,
+        data_rank=rank,
+        data_size=size,
+        job=Job(),
+    )
 
 
 def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:

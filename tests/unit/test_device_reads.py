@@ -24,6 +24,8 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
     "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
+    "moc/torch/engine.py": "copy_to_host(counts)",
+    "moc/torch/plain.py": "local, value.detach()",  # state of users' objects, of a committed iteration
     "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 

@@ -48,7 +48,12 @@ def examples() -> dict[str, Example]:
             (*_TRAIN, "scripts/slurm/*", "tools/clean_memory.py"),
         ),
         "tools": Example("the programs of tools/, which are also commands such as moc-convert", ("tools/*.py",)),
-        "pure_torch": Example("a training loop of plain PyTorch under mocrun", ("examples/pure_torch.py",)),
+        "torch_loop": Example("a training loop of plain PyTorch, protected by moc.torch", ("examples/torch_loop.py",)),
+        "hugging_face_trainer": Example(
+            "the Trainer of Hugging Face transformers, protected by moc.transformers",
+            ("examples/hugging_face_trainer.py",),
+        ),
+        "pure_torch": Example("an engine of plain PyTorch under mocrun", ("examples/pure_torch.py",)),
         "spot_trace": Example("a trace of 48 nodes for moc-simulate", ("examples/spot_trace.txt",)),
     }
     for recipe in sorted(FILES.glob("scripts/recipes/*.yaml")):

@@ -33,7 +33,19 @@ JOB = Job()
 
 def topology(rank, size, micro_batch_size, batch):
     """The place of a data-parallel rank."""
-    world = World(rank, size, torch.device("cpu"), "gloo", 0, 1, 0, 1, rank, size, JOB)
+    world = World(
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        backend="gloo",
+        tensor_rank=0,
+        tensor_size=1,
+        pipeline_rank=0,
+        pipeline_size=1,
+        data_rank=rank,
+        data_size=size,
+        job=JOB,
+    )
     return Topology(world, micro_batch_size, batch)
 
 

@@ -23,7 +23,19 @@ class Log(EventRecorder):
 
 
 def test_the_files_move_with_rank_0(tmp_path, capsys):
-    second = World(1, 2, torch.device("cpu"), "gloo", 0, 1, 0, 1, 1, 2, Job())
+    second = World(
+        rank=1,
+        size=2,
+        device=torch.device("cpu"),
+        backend="gloo",
+        tensor_rank=0,
+        tensor_size=1,
+        pipeline_rank=0,
+        pipeline_size=1,
+        data_rank=1,
+        data_size=2,
+        job=Job(),
+    )
     log = Log(parse(f"--log-dir {tmp_path}"), second)
     for place in (second, replace(second, rank=0, size=1), replace(second, rank=0), second):
         log.move(place)
@@ -37,7 +49,19 @@ def test_the_files_move_with_rank_0(tmp_path, capsys):
 
 def test_what_the_reporter_before_has_told_is_not_told_again(tmp_path):
     """A worker that comes opens the files when it is built; the others train on until they take it in."""
-    first = World(0, 2, torch.device("cpu"), "gloo", 0, 1, 0, 1, 1, 2, Job())
+    first = World(
+        rank=0,
+        size=2,
+        device=torch.device("cpu"),
+        backend="gloo",
+        tensor_rank=0,
+        tensor_size=1,
+        pipeline_rank=0,
+        pipeline_size=1,
+        data_rank=1,
+        data_size=2,
+        job=Job(),
+    )
     before, comes = (Log(parse(f"--log-dir {tmp_path}"), first) for _ in range(2))
     records = {i: StepRecord(i, 2.0, 1.0, 1.0, False, 4, 1e-3, 4) for i in (1, 2, 3)}
     before.iteration(records[1], 4, {})

@@ -1,0 +1,235 @@
+"""Provides the batches of a loop from any position, so that each iteration can be computed again.
+
+    DataLoader, Sampler    batch ``k`` of epoch ``e`` follows from the seed, ``set_epoch(e)`` and ``k``
+    list, tuple            batch ``position % len``
+    a function             ``data(position)`` returns an iterable that begins with the batch of this position
+    state_dict             a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
+                           ``StatefulDataLoader``; each worker's state is saved with every snapshot
+
+A position is the number of batches that a worker has read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from moc.errors import UserError
+
+
+class DataError(UserError, ValueError):
+    """Data without a position; the message has the remedy."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with a state; torch's and torchdata's protocol."""
+
+    def state_dict(self) -> Any:
+        """Returns the state."""
+        ...
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores a state."""
+        ...
+
+
+def derived_seed(seed: int, *position: int) -> int:
+    """Returns a seed that depends on a position: iteration, rank, and so on."""
+    return xxhash.xxh3_64_intdigest(repr((seed, *position)).encode()) >> 1
+
+
+def set_seed(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+
+
+def _length(data: Any) -> int:
+    try:
+        return len(data)
+    except TypeError:
+        return 0
+
+
+class Batches:
+    """Batches of one worker, in order.
+
+    Args:
+        data: one of the kinds above.
+        seed: seed of the order of samples, and of random numbers in a data set.
+        rank: data-parallel rank of this worker.
+
+    Raises:
+        DataError: the data have no position.
+    """
+
+    def __init__(self, data: Any, seed: int, rank: int):
+        self._data, self._seed, self._rank = data, seed, rank
+        self._first_state = None
+        self._iterator: Iterator | None = None
+        self._position = 0
+        self.is_stateful = isinstance(data, Stateful) and isinstance(data, Iterable)
+        if self.is_stateful:
+            self._first_state = data.state_dict()
+            return
+        is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+        is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)
+        if is_iterable_set or not is_known or isinstance(data, type):
+            raise DataError(
+                f"data of {type(data).__name__} have no position, so a replacement could not read the same batches. "
+                "Fix: give a DataLoader of a map-style data set, a loader with state_dict and load_state_dict, or a "
+                "function that returns the batches from a position on",
+                code="data-without-position",
+            )
+        if not callable(data) and not _length(data):
+            raise DataError(
+                "data have no batches, or no length. Fix: give at least one batch, and a sampler with a length",
+                code="data-without-position",
+            )
+
+    def __len__(self) -> int:
+        """Returns the batches of an epoch.
+
+        Raises:
+            TypeError: they are unknown.
+        """
+        return len(self._data)
+
+    def begin(self, position: int, state: Any = None) -> None:
+        """Moves to a position; ``state`` is this worker's state there, of stateful data."""
+        self._position, self._iterator = position, None
+        if self.is_stateful:
+            self._data.load_state_dict(self._first_state if state is None else state)
+
+    def state(self) -> Any:
+        """Returns this worker's state of stateful data; None otherwise."""
+        return self._data.state_dict() if self.is_stateful else None
+
+    def take(self) -> Any:
+        """Returns the next batch.
+
+        Raises:
+            DataError: there is none.
+        """
+        for _ in range(2):  # an iterator may end with its epoch
+            if self._iterator is None:
+                self._iterator = iter(self._from(self._position))
+            for batch in self._iterator:
+                self._position += 1
+                return batch
+            self._iterator = None
+        raise DataError(
+            f"data have no batch at position {self._position}. Fix: let the function return batches from each "
+            "position on, or train for fewer iterations",
+            code="data-without-position",
+        )
+
+    def _from(self, position: int) -> Iterable:
+        data: Any = self._data
+        if self.is_stateful:
+            return data
+        if isinstance(data, list | tuple):
+            return itertools.islice(data, position % len(data), None)
+        if not isinstance(data, DataLoader | Sampler):
+            return data(position)
+        epoch, done = divmod(position, _length(data))
+        if isinstance(data, Sampler):
+            return self._epoch_of([getattr(data, "sampler", None), data], data, epoch)[done:]
+        return self._loader(data, epoch, done)
+
+    def _epoch_of(self, objects: Sequence[Any], order: Iterable, epoch: int) -> list:
+        """Returns an order of samples, after telling all objects the epoch and seeding all generators."""
+        seed = derived_seed(self._seed, epoch, self._rank)
+        for one in objects:
+            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+                set_epoch(epoch)
+            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        set_seed(seed)
+        return list(order)
+
+    def _loader(self, loader: DataLoader, epoch: int, done: int) -> DataLoader:
+        """Returns a loader of the rest of an epoch, with the workers and functions of the given one."""
+        batch_sampler, sampler = loader.batch_sampler, loader.sampler
+        objects = [loader.dataset, sampler, batch_sampler]
+        keys = self._epoch_of(objects, sampler if batch_sampler is None else batch_sampler, epoch)
+        seeded: Any = _SeededDataset(loader.dataset, derived_seed(self._seed, epoch, self._rank))
+        rest = [
+            [(done + number, index) for index in key] if batch_sampler is not None else (done + number, key)
+            for number, key in enumerate(keys[done:])
+        ]
+        order: dict[str, Any] = (
+            {"batch_sampler": rest} if batch_sampler is not None else {"sampler": rest, "batch_size": None}
+        )
+        more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
+        return DataLoader(
+            seeded,
+            **order,
+            **more,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+
+
+class _SeededDataset:
+    """A data set whose random numbers depend on the position of the batch and the index of the sample."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self._dataset, self._seed = dataset, seed
+        if hasattr(dataset, "__getitems__"):
+            self.__getitems__: Callable = self._get_items
+
+    def __getitem__(self, key: tuple[int, Any]) -> Any:
+        place, index = key
+        set_seed(derived_seed(self._seed, place, index if isinstance(index, int) else 0))
+        return self._dataset[index]
+
+    def _get_items(self, keys: Sequence[tuple[int, Any]]) -> Any:
+        set_seed(derived_seed(self._seed, keys[0][0]))
+        return self._dataset.__getitems__([index for _, index in keys])
+
+
+class DealtBatches:
+    """Batches of one worker: all workers have the same order of batches, and each takes every ``size``-th.
+
+    Args:
+        batches: sampler of the batches of all workers.
+        seed: seed of their order.
+        rank: data-parallel rank of this worker.
+        size: number of workers that read different batches.
+    """
+
+    def __init__(self, batches: Sampler, seed: int, rank: int, size: int):
+        self._batches, self._seed, self._rank, self._size, self._epoch = batches, seed, rank, size, 0
+
+    def __len__(self) -> int:
+        """Returns the batches of this worker in an epoch."""
+        return len(self._batches) // self._size  # pyright: ignore[reportArgumentType]  # it has a length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator:
+        """Yields the batches of this worker."""
+        seed = derived_seed(self._seed, self._epoch)
+        for one in (self._batches, getattr(self._batches, "sampler", None)):
+            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+                set_epoch(self._epoch)
+            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        set_seed(seed)
+        yield from itertools.islice(self._batches, self._rank, len(self) * self._size, self._size)

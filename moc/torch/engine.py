@@ -1,0 +1,398 @@
+"""The engine of a user's loop: computes nothing itself, and updates model, optimizer, schedule and users' objects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moc.runtime.collectives import gather, sum_over_workers
+from moc.runtime.device import copy_to_host
+from moc.runtime.job import World
+from moc.session.engine import Gradients, NoTap, ReplayOutcome
+from moc.session.settings import SettingsError
+from moc.state.operators import NAMED, Detail, UnsupportedStateError, operator_of
+from moc.state.record import Position, StepRecord
+from moc.state.region import Region
+from moc.state.replicated import SavedTensor, TorchState, local_values
+from moc.store.errors import CheckpointError
+from moc.torch.data import Batches, Stateful, derived_seed, set_seed
+from moc.torch.naming import NamedTensor, Structure, clean_name
+from moc.torch.plain import decode_plain, encode_plain
+from moc.torch.routing import RouterCounter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """Parts of a user's training loop.
+
+    Attributes:
+        model: module without data-parallel wrapper.
+        optimizer: torch's Adam, AdamW or SGD.
+        scheduler: learning-rate schedule, stepped after each update; or None.
+        scaler: gradient scaler; or None.
+        objects: by name, other objects whose state is saved.
+        accumulate: batches of an iteration.
+        grouped: they are returned together.
+        clip_grad_norm: largest norm of the gradients; None for no limit.
+        averages: the gradients are averaged over workers here, and not by a wrapper.
+        seed: seed of random numbers and of the order of samples; None to seed nothing.
+        top_k: experts of a token; None if the model has the number.
+        forward: function of model and batch that returns the loss, to replay iterations; or None.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    scaler: Any = None
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    accumulate: int = 1
+    grouped: bool = False
+    clip_grad_norm: float | None = None
+    averages: bool = True
+    seed: int | None = 0
+    top_k: int | None = None
+    forward: Callable[[nn.Module, Any], Tensor] | None = None
+
+
+class LoopEngine:
+    """An implementation of :class:`moc.session.engine.Engine`.
+
+    Args:
+        world: position of this worker.
+        loop: parts of the loop.
+        structure: operators of the model.
+        batches: batches of this worker.
+
+    Attributes:
+        averages: the engine averages the gradients, because no wrapper does.
+
+    Raises:
+        UnsupportedStateError: the state cannot be saved.
+    """
+
+    tap, reduced, peers = NoTap(), None, None
+
+    def __init__(self, world: World, loop: Loop, structure: Structure, batches: Batches):
+        self.world, self.loop, self.batches, self._structure = world, loop, batches, structure
+        self._live = dict(_live_tensors(loop.objects))
+        saved = _alike(list(_saved(structure.tensors, world)))
+        saved += [SavedTensor.replicated(f"output{NAMED}{name}", t, world.rank) for name, t in self._live.items()]
+        self.state = TorchState(saved, loop.optimizer)
+        self.operators, self.stages = self.state.described(), (0,) * structure.layers
+        self.layout, self.slices = {"workers": world.size}, (world.rank,)
+        self._plain = list(
+            {id(one.tensor): one.tensor for one in saved if not isinstance(one.tensor, DTensor)}.values()
+        )
+        tensors = [named.tensor for named in structure.tensors]
+        self._buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter | DTensor)]
+        parameters = self.state.parameters(self.state.operators())
+        self._parameters = {id(tensor): tensor for tensor in parameters.values()}
+        self._described = xxhash.xxh3_64_hexdigest(
+            repr([(one.name, one.global_shape, str(one.tensor.dtype)) for one in saved]).encode()
+        )
+        self.averages = loop.averages
+        self._updates, self._lag = 0, dict.fromkeys(parameters, 0)
+        self._data_states: list[Any] | None = None
+        self._next_data_states: list[Any] | None = None
+        self._committed = ""
+        self._committed_buffers: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters that the optimizer updates."""
+        return list(self._parameters.values())
+
+    # ----- non-tensor state
+
+    def capture(self) -> None:
+        """Records the non-tensor state of a committed iteration."""
+        loop, self._data_states = self.loop, self._next_data_states
+        groups = [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in loop.optimizer.param_groups
+        ]
+        values = {
+            "groups": groups,
+            "scheduler": None if loop.scheduler is None else loop.scheduler.state_dict(),
+            "scaler": None if loop.scaler is None else loop.scaler.state_dict(),
+            "objects": {name: _without_live(one.state_dict(), name, self._live) for name, one in loop.objects.items()},
+            "data": self._data_states,
+            "updates": self._updates,
+            "lag": {name: lag for name, lag in self._lag.items() if lag},
+        }
+        self._committed = encode_plain("the loop", values)
+        self._committed_buffers = [buffer.clone() for buffer in self._buffers]
+
+    def rewind(self) -> None:
+        """Restores the buffers of the last committed iteration, which a forward pass may have changed."""
+        with torch.no_grad():
+            for buffer, committed in zip(self._buffers, self._committed_buffers, strict=False):
+                buffer.copy_(committed)
+
+    def begin(self, position: Position) -> None:
+        """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
+        if not position.iteration:
+            for tensor in self._plain if self.world.size > 1 else ():
+                dist.broadcast(tensor.detach(), src=0)
+        states = self._data_states
+        mine = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
+        self.batches.begin(position.iteration * self.loop.accumulate, mine)
+        self.loop.optimizer.zero_grad()
+        self._next_data_states = states
+        self.capture()
+
+    def scalars(self, position: Position) -> dict:
+        """See :meth:`moc.session.engine.Engine.scalars`."""
+        kind = "sgd" if isinstance(self.loop.optimizer, torch.optim.SGD) else "adam"
+        return vars(position) | {"optimizer": kind, "model": self._described, "loop": self._committed}
+
+    def load_scalars(self, saved: Mapping, where: str) -> None:
+        """See :meth:`moc.session.engine.Engine.load_scalars`."""
+        loop, values = self.loop, decode_plain(saved["loop"])
+        for group, saved_group in zip(loop.optimizer.param_groups, values["groups"], strict=True):
+            for key, value in saved_group.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = value
+        if loop.scheduler is not None:
+            loop.scheduler.load_state_dict(values["scheduler"])
+        if loop.scaler is not None and values["scaler"]:
+            loop.scaler.load_state_dict(values["scaler"])
+        for name, one in loop.objects.items():
+            one.load_state_dict(_with_live(values["objects"][name], self._live))
+        if values["data"] is not None and len(values["data"]) != self.world.size:
+            raise CheckpointError(
+                f"{where} has the positions of the data of {len(values['data'])} workers, and there are "
+                f"{self.world.size}. Fix: start as many workers as before, or give data with a position",
+                code="checkpoint-of-another-model",
+            )
+        self._data_states, self._updates = values["data"], values["updates"]
+        self._lag = dict.fromkeys(self._lag, 0) | values["lag"]
+        for name, lag in values["lag"].items():
+            self.state.set_step(name, self._updates - lag)
+
+    def check(self, saved: Mapping, where: str, window: bool = False) -> None:
+        """See :meth:`moc.session.engine.Engine.check`."""
+        if saved.get("model") != self._described:
+            raise CheckpointError(
+                f"{where} is of a model with other parameters. Fix: name another directory, or build the model that "
+                "was saved",
+                code="checkpoint-of-another-model",
+            )
+
+    def compare_samples(self, saved: Mapping, say: Callable[[str], None]) -> None:
+        """No-op: the order of samples follows from the seed and the position."""
+
+    # ----- iterations
+
+    def reduce(self) -> bool:
+        """Averages, unscales and clips the gradients; returns whether all of them are finite.  Collective."""
+        loop, finite = self.loop, True
+        if self.batches.is_stateful:
+            self._next_data_states = gather(encode_plain("data", self.batches.state()))
+        if self.averages:
+            average_gradients(self.parameters, self.world.size)
+        if loop.scaler is not None:
+            wrong = any(not bool(torch.isfinite(local_values(g)).all()) for g in self._gradients())
+            finite = not sum_over_workers({"wrong": float(wrong)}, self.world)["wrong"]
+            if not finite:  # the scaler of each worker must find one
+                for gradient in self._gradients():
+                    local_values(gradient).fill_(float("inf"))
+            with contextlib.suppress(RuntimeError):  # the user has unscaled them
+                loop.scaler.unscale_(loop.optimizer)
+        if loop.clip_grad_norm is not None and finite:
+            nn.utils.clip_grad_norm_(self.parameters, loop.clip_grad_norm)
+        if self.world.size > 1:
+            for buffer in self._buffers:  # as DistributedDataParallel does before the next forward
+                dist.broadcast(buffer, src=0)
+        return finite
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def apply(
+        self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
+    ) -> None:
+        """See :meth:`moc.session.engine.Engine.apply`."""
+        loop, state = self.loop, self.state
+        wanted = set(operators or state.operators()) - state.frozen
+        if gradients is not None:
+            loop.optimizer.zero_grad()
+            for fragment in state.fragments(wanted, Detail.GRAD):
+                state.load(fragment, gradients(fragment))
+        for parameter in state.parameters(set(state.operators()) - wanted).values():
+            parameter.grad = None
+        if loop.scaler is None:
+            loop.optimizer.step()
+        else:
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+        if not record.skipped:
+            self._updates += 1
+            for name, parameter in state.parameters(wanted).items():
+                self._lag[name] += parameter.grad is None
+            if loop.scheduler is not None:
+                loop.scheduler.step()
+        loop.optimizer.zero_grad()
+
+    def replay(
+        self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
+    ) -> ReplayOutcome:
+        """See :meth:`moc.session.engine.Engine.replay`."""
+        loop, total = self.loop, 0.0
+        assert loop.forward is not None  # protect() refuses such a policy without it
+        self.batches.begin(position.iteration * loop.accumulate)
+        for number in range(loop.accumulate):
+            batch = self.batches.take()
+            self.seed(position.iteration, number)
+            loss = loop.forward(loop.model, batch)
+            (loss / loop.accumulate).backward()
+            total += float(loss.detach()) / loop.accumulate
+        self.reduce()
+        rate = self.learning_rate
+        with completing():
+            self.apply(record)
+        return ReplayOutcome({"loss_sum": total, "loss_tokens": 1.0}, rate)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next update, of the first parameter group."""
+        return float(self.loop.optimizer.param_groups[0]["lr"])
+
+    def seed(self, iteration: int, number: int) -> None:
+        """Seeds random numbers of a batch of an iteration."""
+        if self.loop.seed is not None:
+            set_seed(derived_seed(self.loop.seed, iteration, number, self.world.data_rank))
+
+    def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounter:
+        """See :meth:`moc.session.engine.Engine.router_tally`."""
+        return RouterCounter(self.loop.model, self._structure.routers, layers, self.loop.top_k)
+
+    def rules(self) -> Any:
+        """Refuses: gradients of a user's loop are not applied in the background."""
+        raise SettingsError("a loop cannot fold gradients. Fix: choose another policy", code="loop-policy-unsupported")
+
+
+def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
+    """Averages gradients over all workers in one all-reduce per dtype; a collective call.
+
+    A parameter that has a gradient on some workers only counts as zero on the others, as in one batch.
+    """
+    if size == 1:
+        return
+    kinds: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for of_kind in kinds.values():
+        present = torch.stack([p.new_tensor(float(p.grad is not None), requires_grad=False) for p in of_kind])
+        flat = [torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in of_kind]
+        mean = torch.cat([*flat, present])
+        dist.all_reduce(mean)
+        *parts, counts = mean.split([p.numel() for p in of_kind] + [len(of_kind)])
+        for parameter, part, has_gradient in zip(of_kind, parts, copy_to_host(counts).tolist(), strict=True):
+            if has_gradient:
+                value = part.view_as(parameter) / size
+                if parameter.grad is None:
+                    parameter.grad = value
+                else:
+                    parameter.grad.copy_(value)
+
+
+def _saved(tensors: Sequence[NamedTensor], world: World) -> Iterator[SavedTensor]:
+    for named in tensors:
+        name, tensor = f"{named.operator}{NAMED}{clean_name(named.name)}", named.tensor
+        shape, offset, copy = _placement(tensor, world)
+        whole, local = tuple(tensor.shape), tuple(shape)
+        start = 0
+        if named.index is not None:  # one expert of a stacked parameter
+            is_here = offset[0] <= named.index < offset[0] + local[0]
+            whole, first, offset, local = (
+                whole[1:],
+                offset[0],
+                offset[1:],
+                local[1:] if is_here else (0,) * len(local[1:]),
+            )
+            start = (named.index - first) * math.prod(local)
+        sharded = isinstance(tensor, DTensor) and any(kind.is_shard() for kind in tensor.placements)
+        yield SavedTensor(name, tensor, whole, Region(offset, local), start, copy, sharded)
+
+
+def _alike(saved: Sequence[SavedTensor]) -> list[SavedTensor]:
+    """Treats all tensors of an operator as partitioned if one is, because its parts are assigned together."""
+    partitioned = {operator_of(one.name) for one in saved if one.sharded}
+    return [dataclasses.replace(one, sharded=operator_of(one.name) in partitioned) for one in saved]
+
+
+def _placement(tensor: Tensor, world: World) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Returns shape and offset of this worker's chunk in the unpartitioned tensor, and the index of its copy."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim(), world.rank
+    if tensor.device_mesh.size() != world.size:
+        raise UnsupportedStateError(
+            f"a parameter of shape {tuple(tensor.shape)} is on a mesh of {tensor.device_mesh.size()} of {world.size} "
+            "workers. Fix: place all parameters on all dimensions of the mesh, such as by fully_shard",
+            code="mesh-unsupported",
+        )
+    (chunk,) = tensor.__create_chunk_list__()
+    mesh, coordinate, copy = tensor.device_mesh, tensor.device_mesh.get_coordinate(), 0
+    for place, size, kind in zip(coordinate or (), mesh.shape, tensor.placements, strict=True):
+        if kind.is_replicate():
+            copy = copy * size + place
+    return tuple(tensor.to_local().shape), tuple(chunk.offsets), copy
+
+
+def _live_tensors(objects: Mapping[str, Stateful]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that the state_dict of an object returns each time, with their paths."""
+    for name, one in objects.items():
+        again = dict(_paths(one.state_dict(), name))
+        for path, tensor in _paths(one.state_dict(), name):
+            other = again.get(path)
+            if (
+                tensor.numel()
+                and tensor.is_contiguous()
+                and other is not None
+                and other.data_ptr() == tensor.data_ptr()
+            ):
+                yield path, tensor.detach()
+
+
+def _paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _paths(each, f"{path}/{key}")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _paths(each, f"{path}/{number}")
+
+
+_LIVE = "moc.live"
+
+
+def _without_live(value: Any, path: str, live: Mapping[str, Tensor]) -> Any:
+    if path in live:
+        return {_LIVE: path}
+    if isinstance(value, Mapping):
+        return {key: _without_live(each, f"{path}/{key}", live) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_without_live(each, f"{path}/{number}", live) for number, each in enumerate(value)])
+    return value
+
+
+def _with_live(value: Any, live: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        return live[value[_LIVE]] if value.keys() == {_LIVE} else {k: _with_live(v, live) for k, v in value.items()}
+    return type(value)([_with_live(each, live) for each in value]) if isinstance(value, list | tuple) else value

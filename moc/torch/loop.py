@@ -1,0 +1,423 @@
+"""Protects a user's PyTorch loop: it recovers from lost workers, replays, and commits each iteration.
+
+    run = protect(model, optimizer, data=loader, iterations=1000, directory="snapshots")
+    for batch in run:                            # recovers, if a worker was lost
+        loss_of(run.model(batch)).backward()     # a lost worker raises nothing here: failures are deferred
+        run.step()                               # averages gradients, agrees with all workers, updates
+
+A failure of another worker interrupts a collective in the body, where the iterator cannot catch an exception.  So
+failures are deferred (:class:`moc.runtime.process_group.FailureDeferral`): the body ends in good order over zeros,
+``step()`` updates nothing, and the iterator recovers and returns the batch again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moc.cli_output import print_lines
+from moc.events import EventLog
+from moc.policy import POLICIES, Capability
+from moc.runtime.collectives import sum_over_workers
+from moc.runtime.job import Interruption, Job, World
+from moc.runtime.managed_job import join_job
+from moc.runtime.process_group import DEFERRAL
+from moc.runtime.progress import progress
+from moc.session.resume.point import NoRecoveryPoint
+from moc.session.resume.survivors import LocalRemains
+from moc.session.session import Session
+from moc.session.settings import Settings, SettingsError
+from moc.state.record import Position, StepRecord
+from moc.torch.data import Batches, Stateful
+from moc.torch.engine import Loop, LoopEngine
+from moc.torch.naming import structure_of
+
+_TIMEOUT = timedelta(minutes=10)
+
+_job: tuple[Job, torch.device, str] | None = None
+
+
+def init(device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = _TIMEOUT) -> Job:
+    """Initializes torch.distributed, in place of ``init_process_group``; only needed before ``fully_shard`` and meshes.
+
+    Args:
+        device: device of this worker; None for its GPU, or the CPU without GPUs.
+        backend: ``gloo`` or ``nccl``; None for the backend of the device.
+        timeout: timeout of a collective.
+
+    Returns:
+        The job, with ``rank`` and ``size``.
+
+    Raises:
+        SettingsError: torch.distributed is initialized already.
+    """
+    global _job
+    if _job is not None:
+        return _job[0]
+    if dist.is_initialized():
+        raise SettingsError(
+            "torch.distributed is initialized already, so its groups would not survive a lost worker. Fix: remove "
+            "init_process_group(), or call moc.torch.init() in its place",
+            code="loop-wrapped-too-early",
+        )
+    job = join_job()
+    if device is None:
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = gpu if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    job.connect(backend, timeout, device)
+    _job = job, device, backend
+    return job
+
+
+def protect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    data: Any,
+    iterations: int | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    state: Mapping[str, Stateful] | None = None,
+    wrap: Callable[[nn.Module], Any] | None = None,
+    accumulate: int = 1,
+    grouped: bool = False,
+    clip_grad_norm: float | None = None,
+    directory: str = "snapshots",
+    policy: str | None = "full",
+    tier: str = "memory",
+    snapshot_interval: int | str = 1,
+    options: Mapping[str, Any] | None = None,
+    operators: Mapping[str, str] | None = None,
+    top_k: int | None = None,
+    forward: Callable[[nn.Module, Any], Tensor] | None = None,
+    seed: int | None = 0,
+    data_rank: int | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    log_dir: str | None = None,
+    **settings: Any,
+) -> Run:
+    """Protects a loop; docs/how-to/own-loop.md explains it.
+
+    Args:
+        model: module, not wrapped in DistributedDataParallel.
+        optimizer: torch's Adam, AdamW or SGD without dampening, of all parameters that are updated.
+        data: DataLoader of a map-style data set, Sampler, list of batches, loader with ``state_dict``, or function that
+            returns the batches from a position on (:mod:`moc.torch.data`).
+        iterations: updates of the training; None for one epoch of the data.
+        scheduler: learning-rate schedule; :meth:`Run.step` steps it.
+        scaler: ``torch.amp.GradScaler``; :meth:`Run.step` steps and updates it.
+        state: by name, other objects with ``state_dict`` and ``load_state_dict``, such as an EMA of the weights.
+        wrap: wraps the model after each recovery, such as ``DistributedDataParallel`` or ``torch.compile``.
+        accumulate: batches of an iteration, whose gradients are added.
+        grouped: the iterator returns the list of the batches of an iteration, which ends with one :meth:`Run.step`.
+        clip_grad_norm: largest norm of the gradients.
+        directory: directory or URL of the snapshots.
+        policy: policy of snapshots; None for none.
+        tier: where a snapshot is durable: ``disk``, ``memory`` or ``peers``.
+        snapshot_interval: iterations between snapshots, or ``auto``.
+        options: options of the policy, such as ``{"k": 2}`` for ``pec``.
+        operators: operators by parameter names (:func:`moc.torch.naming.structure_of`).
+        top_k: experts of a token, if the model does not tell.
+        forward: function of model and batch that returns the loss; policies that replay iterations need it.
+        seed: seed of random numbers and of the order of samples, which follow from it and the position; None to seed
+            only the data.
+        data_rank: index of this worker among those that read different batches; None for its rank.  The workers of a
+            tensor-parallel group have the same one.
+        device: as in :func:`init`.
+        backend: as in :func:`init`.
+        log_dir: directory of ``events.jsonl``.
+        settings: more fields of :class:`moc.Settings`, such as ``persist_interval=100``.
+
+    Raises:
+        SettingsError: an argument is invalid, or the model is wrapped already.
+        DataError: the data have no position.
+        UnsupportedStateError: the state cannot be saved.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise SettingsError(
+            "the model is wrapped in DistributedDataParallel already, whose broadcast would replace the weights of "
+            "surviving workers. Fix: give the module itself, and wrap=DistributedDataParallel",
+            code="loop-wrapped-too-early",
+        )
+    job = init(device, backend)
+    assert _job is not None  # set by init()
+    world = World.replicas(job, _job[1], _job[2])
+    if data_rank is not None:
+        world = dataclasses.replace(world, data_rank=data_rank)
+    batches = Batches(data, seed or 0, world.data_rank)
+    structure = structure_of(model, operators)
+    loop = Loop(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        objects=state or {},
+        accumulate=accumulate,
+        grouped=grouped,
+        clip_grad_norm=clip_grad_norm,
+        averages=not any(isinstance(named.tensor, DTensor) for named in structure.tensors),
+        seed=seed,
+        top_k=top_k,
+        forward=forward,
+    )
+    if iterations is None:
+        iterations = _epoch(batches) // accumulate
+    chosen = Settings(
+        directory, iterations, policy, interval=snapshot_interval, options=options or {}, tier=tier, **settings
+    )
+    _check_policy(chosen, loop, wrap)
+    return Run(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)
+
+
+def _check_policy(settings: Settings, loop: Loop, wrap: Callable | None) -> None:
+    """Refuses policies that need more than the loop gives.
+
+    Raises:
+        SettingsError: the loop lacks something.
+    """
+    if settings.policy not in POLICIES:
+        return  # none, or one that the session refuses
+    requires, missing = POLICIES[settings.policy].requires, None
+    if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
+        missing = "gradients at fixed addresses, which a loop does not keep. Fix: choose another policy, such as full"
+    elif Capability.REPLAY in requires and loop.forward is None:
+        missing = "to replay iterations. Fix: give forward, a function of model and batch that returns the loss"
+    elif Capability.REPLAY in requires and (wrap is not None or not loop.averages):
+        missing = "to replay iterations, which a wrapped or partitioned model cannot. Fix: drop wrap, or choose full"
+    if missing is not None:
+        raise SettingsError(f"policy {settings.policy} needs {missing}", code="loop-policy-unsupported")
+
+
+def _epoch(batches: Batches) -> int:
+    try:
+        return len(batches)
+    except TypeError:
+        raise SettingsError(
+            "the data have no length. Fix: give iterations to protect()", code="setting-invalid"
+        ) from None
+
+
+class Run:
+    """A protected loop: an iterator of batches.
+
+    Attributes:
+        model: the model to call, wrapped if ``wrap`` was given; changes after a recovery.
+        iteration: number of completed iterations.
+        loss: mean over workers of the last loss given to :meth:`step`; None before.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        loop: Loop,
+        engine: LoopEngine,
+        settings: Settings,
+        wrap: Callable[[nn.Module], Any] | None,
+        log_dir: str | None,
+    ):
+        self._world, self._job, self._loop, self._engine = world, world.job, loop, engine
+        self._settings, self._wrap = settings, wrap
+        self._log = _Log(world.rank, log_dir)
+        self._remains, self._session = LocalRemains(), None
+        self._lost: Interruption | None = None
+        self._position = Position()
+        self._pending: tuple[StepRecord, float] | None = None
+        self._number, self._losses, self._begun = 0, 0.0, 0.0
+        self._stops = self._is_over = False
+        self.model: Any = loop.model
+        self.loss: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        return self._world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self._world.size
+
+    @property
+    def iteration(self) -> int:
+        """Number of completed iterations; in the body after ``step()``, with the current one."""
+        return self._position.iteration if self._pending is None else self._pending[0].iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            while not self._is_over and (ready := self._next()) is not None:
+                with ready as batch:
+                    yield batch
+        except GeneratorExit:
+            self._leave_early()
+            raise
+
+    def _next(self) -> contextlib.AbstractContextManager[Any] | None:
+        """Commits the last iteration, recovers if a worker was lost, and returns the context of the next batch."""
+        while True:
+            try:
+                DEFERRAL.set_active(False)
+                self._commit()  # before a failure that the body has deferred: all workers have agreed on the update
+                DEFERRAL.raise_deferred()
+                if self._session is None:
+                    self._begin()
+                if self._position.iteration >= self._settings.train_iters or self._stops:
+                    return self._end()
+                if self._number == 0:
+                    progress("step")
+                    self._begun = time.perf_counter()
+                batch = self._take()
+                self._engine.seed(self._position.iteration, self._number)
+                return self._body(batch)
+            except NoRecoveryPoint:
+                self._job.start_over()
+            except Exception as error:
+                self._recover(error)
+
+    def _take(self) -> Any:
+        if not self._loop.grouped:
+            return self._engine.batches.take()
+        return [self._engine.batches.take() for _ in range(self._loop.accumulate)]
+
+    @contextlib.contextmanager
+    def _body(self, batch: Any) -> Iterator[Any]:
+        """Context of the loop's body: failures are deferred, and only the last batch synchronizes gradients."""
+        with contextlib.ExitStack() as stack:
+            is_last = self._number == self._loop.accumulate - 1
+            if not is_last and isinstance(self.model, DistributedDataParallel):
+                stack.enter_context(self.model.no_sync())
+            DEFERRAL.set_active(True)
+            yield batch
+
+    def _begin(self) -> None:
+        """Begins a generation: resumes, and wraps the model, on all workers in the same order."""
+        if lost := self._job.report_ready() or self._lost:
+            self._log.message(f"generation {lost.generation}: {lost.reason}")
+        self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
+        self.model = self._loop.model
+        self._engine.rewind()
+        session = self._session = Session(self._engine, self._settings, self._log, self._remains)
+        self._position = session.resume()
+        self._engine.begin(self._position)
+        if self._wrap is not None:
+            self.model = self._wrap(self._loop.model)
+            wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
+            is_reduced = any(isinstance(module, DistributedDataParallel) for module in wrappers)
+            self._engine.averages = self._loop.averages and not is_reduced
+
+    def step(self, loss: Tensor | float | None = None, stop: bool = False) -> bool:
+        """Ends a batch; after the last one of an iteration, updates the model on all workers, or on none.
+
+        Args:
+            loss: loss of the batch, for :attr:`loss`.
+            stop: end the training after this iteration, on all workers.
+
+        Returns:
+            Whether the update was made, or the batch was not the last one of its iteration.  False if a worker was
+            lost: the next batch is then the first one of this iteration.
+        """
+        try:
+            DEFERRAL.set_active(False)
+            DEFERRAL.raise_deferred()
+            self._losses += 0.0 if loss is None else float(loss)
+            self._number += self._loop.accumulate if self._loop.grouped else 1
+            if self._number == self._loop.accumulate:
+                self._update(stop)
+            return True
+        except Exception as error:  # the iterator recovers, so that all workers execute the rest of the body
+            DEFERRAL.failure = error
+            return False
+        finally:
+            DEFERRAL.set_active(True)
+
+    def _update(self, stop: bool) -> None:
+        engine, session, loop = self._engine, self._session, self._loop
+        assert session is not None  # the body runs in a generation
+        finite = engine.reduce()
+        mine = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.ballot()}
+        vote = sum_over_workers(mine, self._world)  # from here on all workers can update
+        self.loss, self._losses, self._number = vote["loss"] / self._world.size, 0.0, 0
+        batches = loop.accumulate * self._world.size
+        record = StepRecord(
+            iteration=self._position.iteration + 1,
+            loss=vote["loss"] / self._world.size,
+            grad_norm=0.0 if finite else float("inf"),
+            loss_scale=1.0 if loop.scaler is None else float(loop.scaler.get_scale()),
+            skipped=not finite,
+            tokens=0,
+            learning_rate=engine.learning_rate,
+            samples=batches,
+            stop=bool(vote["stop"]),
+        )
+        session.on_vote(vote)
+        engine.apply(record)
+        self._pending = record, self._begun
+
+    def _commit(self) -> None:
+        """Commits an iteration after the body, so that the user's objects have changed, too."""
+        if self._pending is None:
+            return
+        session, (record, begun), self._pending = self._session, self._pending, None
+        assert session is not None  # of the same generation
+        self._position = session.completed(record, begun)
+        self._engine.capture()
+        self._stops = record.stop
+        progress("save")
+        session.take()
+
+    def _recover(self, error: Exception) -> None:
+        """Waits until the job is complete again; raises the error, unless a worker was lost."""
+        DEFERRAL.set_active(False)
+        DEFERRAL.failure = None
+        self._lost = self._job.rejoin_after(error)
+        if self._session is not None:
+            self._session.interrupt()
+        self._session = None
+
+    def _end(self) -> None:
+        """Ends the training in good order; a lost worker raises before the job is left."""
+        session = self._session
+        assert session is not None  # of the last generation
+        progress("save")
+        session.flush()
+        session.close()
+        self._job.leave()
+        self._is_over = True
+        global _job
+        _job = None
+
+    def _leave_early(self) -> None:
+        """Ends after ``break`` or an exception in the body."""
+        failure, DEFERRAL.failure = DEFERRAL.failure, None
+        DEFERRAL.set_active(False)
+        if failure is not None:
+            self._log.message(f"the loop's body ended after a lost connection ({failure}): this worker is replaced")
+            self._job.start_over()
+        if self._session is not None:
+            self._session.close()
+
+
+class _Log:
+    """Messages and events of rank 0."""
+
+    def __init__(self, rank: int, directory: str | None):
+        self._rank, self.events = rank, EventLog(directory if rank == 0 else None)
+
+    def message(self, text: str) -> None:
+        if self._rank == 0:
+            print_lines(text, flush=True)

@@ -1,0 +1,111 @@
+"""Counts the tokens that the routers of any module give to each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moc.session.settings import SettingsError
+from moc.torch.naming import Router
+
+_NAMES = ("top_k", "num_experts_per_tok", "num_selected_experts")
+"""Names under which modules and their configurations keep the experts of a token."""
+
+
+class RouterCounter:
+    """Implementation of :class:`moc.session.engine.RouterTally` by forward hooks.
+
+    A router returns logits or probabilities with one column for each expert, the indices of the chosen experts, or a
+    tuple with one of them.
+
+    Args:
+        model: module of the routers.
+        routers: its routers.
+        layers: layers to count.
+        top_k: experts of a token; None if router, module or configuration have it.
+
+    Raises:
+        SettingsError: a layer has no router, or the experts of a token are unknown.
+    """
+
+    def __init__(self, model: nn.Module, routers: Sequence[Router], layers: Sequence[int], top_k: int | None):
+        of_layer = {router.layer: router for router in routers}
+        if missing := [layer for layer in layers if layer not in of_layer]:
+            raise SettingsError(
+                f"layer {missing[0]} has experts and no router that was found, so their tokens cannot be counted. Fix: "
+                "name it by operators={'...': 'layers.N.router'}, or choose a policy such as full",
+                code="router-unknown",
+            )
+        self._experts = {layer: of_layer[layer].experts for layer in layers}
+        self._counts = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in self._experts.items()}
+        self._sums = {layer: torch.zeros(count, dtype=torch.float64) for layer, count in self._experts.items()}
+        self._hooks = []
+        for layer in layers:
+            path, number = of_layer[layer].module, top_k
+            number = _top_k_of(model, path) if number is None else number
+            hook = partial(self._count, layer, number)
+            self._hooks.append(model.get_submodule(path).register_forward_hook(hook))
+
+    @torch.no_grad()
+    def _count(self, layer: int, top_k: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs = [one for one in (output if isinstance(output, tuple | list) else [output]) if torch.is_tensor(one)]
+        experts, counts = self._experts[layer], self._counts[layer]
+        chosen = next((one for one in outputs if not one.is_floating_point() and one.dtype is not torch.bool), None)
+        weights = next((one for one in outputs if one.is_floating_point() and one.shape[-1] == experts), None)
+        if chosen is None:
+            if weights is None:
+                return
+            chosen = weights.topk(top_k, -1).indices
+        counts += torch.bincount(chosen.flatten(), minlength=experts).to(counts)
+        if weights is not None:
+            weights = weights.reshape(-1, experts).double()
+            shares = weights if bool((weights >= 0).all()) else weights.softmax(-1)
+            taken = torch.zeros_like(shares).scatter_(1, chosen.reshape(len(shares), -1), 1.0)
+            self._sums[layer] += (shares * taken).sum(0).to(counts)
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns this worker's counts since the last call, for the commit all-reduce."""
+        taken = {f"tokens_of_{layer}": counts.clone() for layer, counts in self._counts.items()}
+        taken |= {f"probabilities_of_{layer}": sums.clone() for layer, sums in self._sums.items()}
+        for values in (*self._counts.values(), *self._sums.values()):
+            values.zero_()
+        return taken
+
+    def by_layer(self, tally: Mapping) -> tuple[dict[int, list[int]], dict[int, int]]:
+        """Returns, by layer, the tokens of each expert, and their sum."""
+        counts = {layer: [int(count) for count in tally[f"tokens_of_{layer}"]] for layer in self._experts}
+        return counts, {layer: sum(row) for layer, row in counts.items()}
+
+    def probabilities(self, tally: Mapping) -> dict[int, list[float]]:
+        """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
+        return {layer: tally[f"probabilities_of_{layer}"] for layer in self._experts}
+
+    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+        """Has no effect: experts of any module have no known capacity."""
+
+    def beyond(self, tally: Mapping) -> dict[int, list[int]]:
+        """Returns nothing: no expert is boosted."""
+        return {}
+
+    def close(self) -> None:
+        """Stops counting."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _top_k_of(model: nn.Module, router: str) -> int:
+    parts = router.split(".")
+    above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
+    for module in above:
+        for owner in (module, getattr(module, "config", None)):
+            for name in _NAMES:
+                if isinstance(number := getattr(owner, name, None), int):
+                    return number
+    raise SettingsError(
+        f"the router {router} has no number of experts per token. Fix: give top_k to protect()",
+        code="router-unknown",
+    )

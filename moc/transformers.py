@@ -1,0 +1,193 @@
+"""Fault tolerance for the Trainer of Hugging Face transformers (docs/how-to/own-loop.md).
+
+    moc.transformers.init()                                  # before TrainingArguments
+    trainer = moc.transformers.FaultTolerantTrainer(model=model, args=args, train_dataset=data,
+                                                    protection={"policy": "full", "directory": "snapshots"})
+    trainer.train()
+
+The Trainer works as in one process: :mod:`moc.torch` deals out the batches and averages the gradients.  The Trainer's
+optimizer commits each update.  After the loss of a worker, it repeats the iterations that were lost before it returns,
+so that the Trainer's counters never go back.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from moc.runtime.job import Job
+from moc.session.settings import SettingsError
+from moc.torch import DataError, protect
+from moc.torch import init as init_torch
+from moc.torch.data import DealtBatches
+
+_HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Variables by which accelerate would connect and wrap the model itself."""
+
+_job: Job | None = None
+
+
+def init(**options: Any) -> Job:
+    """Joins the job; called before ``TrainingArguments``.
+
+    Args:
+        options: arguments of :func:`moc.torch.init`.
+
+    Returns:
+        The job, with ``rank`` and ``size``.
+    """
+    global _job
+    if _job is None:
+        _job = init_torch(**options)
+        for name in _HIDDEN:
+            os.environ.pop(name, None)
+    return _job
+
+
+class FaultTolerance:
+    """Base class that protects any subclass of ``transformers.Trainer``; it precedes the Trainer among the bases.
+
+    ``per_device_train_batch_size`` and ``gradient_accumulation_steps`` count for each worker.  Batches of an epoch that
+    do not make up a complete iteration are left out.  Only rank 0 logs and saves.
+
+    Args:
+        arguments: arguments of the Trainer.
+        protection: arguments of :func:`moc.torch.protect`, such as policy, tier and directory.
+        keywords: arguments of the Trainer.
+
+    Raises:
+        SettingsError: :func:`init` was not called before ``TrainingArguments``.
+        DataError: the training data have no position.
+    """
+
+    def __init__(self, *arguments: Any, protection: Mapping[str, Any] | None = None, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        trainer: Any = self
+        if _job is None or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+            raise SettingsError(
+                "the Trainer would connect to other workers itself, or use several GPUs. Fix: call "
+                "moc.transformers.init() before TrainingArguments, and let each worker see one GPU",
+                code="loop-wrapped-too-early",
+            )
+        self._protection, self._run, self._groups = dict(protection or {}), None, None
+        if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
+            raise DataError(
+                "a train_dataset without length has no position, so a replacement could not read the same samples. "
+                "Fix: give a map-style data set",
+                code="data-without-position",
+            )
+        if _job.rank:
+            trainer.args.save_strategy, trainer.args.logging_strategy = SaveStrategy.NO, IntervalStrategy.NO
+            for callback in (ProgressCallback, PrinterCallback):
+                trainer.remove_callback(callback)
+
+    def get_train_dataloader(self) -> Any:
+        """Returns the batches of this worker; ``max_steps`` then has the number of iterations."""
+        trainer: Any = self
+        assert _job is not None  # see __init__()
+        inner, args = super().get_train_dataloader(), trainer.args  # pyright: ignore[reportAttributeAccessIssue]
+        self._loader = DataLoader(
+            inner.dataset,
+            batch_sampler=DealtBatches(inner.batch_sampler, args.data_seed or args.seed, _job.rank, _job.size),
+            num_workers=inner.num_workers,
+            collate_fn=inner.collate_fn,
+            pin_memory=inner.pin_memory,
+            worker_init_fn=inner.worker_init_fn,
+        )
+        if args.max_steps <= 0:
+            args.max_steps = int(len(self._loader) // args.gradient_accumulation_steps * args.num_train_epochs)
+        return _TrainerBatches(self, inner.dataset)
+
+    def train(self, *arguments: Any, **keywords: Any) -> Any:
+        """Trains like the Trainer; ``resume_from_checkpoint`` is not needed, because the snapshots have the state."""
+        trained = super().train(*arguments, **keywords)  # pyright: ignore[reportAttributeAccessIssue]
+        while self._groups is not None and (group := next(self._groups, None)) is not None:
+            self._compute(group)  # a worker was lost at the end
+        return trained
+
+    def next_group(self) -> list | None:
+        """Returns the batches of the next iteration; None at the end.  The first call begins the run."""
+        trainer: Any = self
+        if self._groups is None:
+            self._begin()
+            group = next(self._groups, None)  # pyright: ignore[reportArgumentType]  # set by _begin()
+            trainer.state.global_step = self._run.iteration  # pyright: ignore[reportOptionalMemberAccess]  # as above
+            return group
+        return next(self._groups, None)
+
+    def _begin(self) -> None:
+        trainer: Any = self
+        args = trainer.args
+        # the schedule watches accelerate's optimizer, and not the one that it wraps
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        limit, args.max_grad_norm = args.max_grad_norm, 0.0  # clipped after the gradients are averaged
+        optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+        more: dict[str, Any] = {"directory": os.path.join(args.output_dir, "snapshots")} | self._protection
+        self._run = protect(
+            trainer.model,
+            getattr(optimizer, "optimizer", optimizer),
+            data=self._loader,
+            iterations=args.max_steps,
+            scheduler=getattr(scheduler, "scheduler", scheduler),
+            scaler=trainer.accelerator.scaler,
+            accumulate=args.gradient_accumulation_steps,
+            grouped=True,
+            clip_grad_norm=limit or None,
+            seed=args.seed,
+            **more,
+        )
+        self._groups = iter(self._run)
+        trainer.optimizer, trainer.lr_scheduler = _Stepping(optimizer, self.commit), _Stepping(scheduler, lambda: None)
+
+    def commit(self) -> None:
+        """Ends an iteration, and repeats those that a lost worker has undone."""
+        run, groups = self._run, self._groups
+        assert run is not None and groups is not None  # in training
+        target = run.iteration + 1
+        is_done = run.step()
+        while not is_done or run.iteration < target:
+            is_done = self._compute(next(groups))
+
+    def _compute(self, group: list) -> bool:
+        trainer: Any = self
+        assert self._run is not None  # in training
+        batches, items = trainer.get_batch_samples(iter(group), len(group), trainer.args.device)
+        for batch in batches:
+            trainer.training_step(trainer.model_wrapped, batch, items)
+        return self._run.step()
+
+
+class FaultTolerantTrainer(FaultTolerance, transformers.Trainer):
+    """A ``transformers.Trainer`` that survives the loss of workers."""
+
+
+class _TrainerBatches:
+    """Batches without a length, so that the Trainer counts iterations and not epochs."""
+
+    def __init__(self, owner: FaultTolerance, dataset: Dataset):
+        self._owner, self.dataset = owner, dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        while (group := self._owner.next_group()) is not None:
+            yield from group
+
+
+class _Stepping:
+    """An optimizer or schedule with another ``step``."""
+
+    def __init__(self, inner: Any, step: Any):
+        self._inner, self._step = inner, step
+
+    def step(self, *arguments: Any) -> None:
+        """Calls the other function."""
+        self._step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

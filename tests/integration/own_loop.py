@@ -1,0 +1,176 @@
+"""A user's loop of the given kind, as docs/how-to/own-loop.md writes it; each worker prints the hash of its weights."""
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+import moc.torch as ft
+
+VOCABULARY, WIDTH, EXPERTS = 32, 16, 4
+
+
+class Experts(nn.Module):
+    """Stacked experts of one token each."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / 4)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / 4)
+
+    def forward(self, tokens, chosen):
+        hidden = torch.einsum("btw,ewh->bteh", tokens, self.w1).relu()
+        made = torch.einsum("bteh,ehw->btew", hidden, self.w2)
+        return made.gather(2, chosen[..., None, None].expand(*tokens.shape[:2], 1, WIDTH))[:, :, 0]
+
+
+class Block(nn.Module):
+    """A dense part with dropout, and experts: stacked, or a list of which some have no tokens."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.gate.top_k = 1
+        self.experts = Experts() if stacked else nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, tokens):
+        tokens = tokens + self.dropout(self.down(self.up(self.norm(tokens)).relu()))
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        if isinstance(self.experts, Experts):
+            made = self.experts(tokens, chosen)
+        else:
+            made = torch.zeros_like(tokens)
+            for number, expert in enumerate(self.experts):
+                if (here := chosen == number).any():
+                    made[here] = expert(tokens[here])
+        return tokens + weight[..., None] * made
+
+
+class Model(nn.Module):
+    """Predicts the next token; a batch norm has buffers that a forward changes."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(stacked) for _ in range(2))
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
+
+
+class Noisy(Dataset):
+    """Samples with random noise."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return (torch.arange(9) * (index % 7 + 1) + torch.randint(2, (9,))) % VOCABULARY
+
+
+class Counting:
+    """A loader with a state, like torchdata's StatefulDataLoader."""
+
+    def __init__(self, rank):
+        self.rank, self.at = rank, 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield (torch.arange(72).view(8, 9) * (self.at + self.rank)) % VOCABULARY
+
+    def state_dict(self):
+        return {"at": self.at, "kept": torch.tensor(self.at)}
+
+    def load_state_dict(self, state):
+        assert int(state["kept"]) == state["at"]
+        self.at = state["at"]
+
+
+def loss_of(model, tokens):
+    """Mean loss over the next tokens."""
+    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def main():
+    """Trains and prints."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind")
+    parser.add_argument("--ckpt-dir")
+    parser.add_argument("--log-dir")
+    parser.add_argument("--iterations", type=int)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    kind, more = asked.kind, {}
+    job = ft.init()
+    torch.manual_seed(1 if kind in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
+    model = Model(stacked=kind in ("plain", "ddp", "fsdp"))
+    data = DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True)
+    if kind == "fsdp":
+        model.norm = nn.Identity()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    if kind == "tp":
+        model.norm = nn.Identity()
+        mesh = init_device_mesh("cpu", (job.size,))
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh, plan, src_data_rank=None)  # a replacement has nobody to receive from
+        more["data_rank"] = 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if kind == "ddp":
+        more |= dict(
+            wrap=lambda inner: DistributedDataParallel(inner, find_unused_parameters=True),
+            accumulate=2,
+            scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=7),
+        )
+    ema = torch.optim.swa_utils.AveragedModel(model) if kind == "plain" else None
+    if kind == "plain":
+        data = Counting(job.rank)
+        more["wrap"] = lambda inner: torch.compile(inner, backend="eager")
+        more |= dict(state={"ema": ema}, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
+    if kind in ("pec", "selective", "sparse"):
+        more |= dict(policy=kind)
+    if kind == "sparse":
+        more |= dict(forward=loss_of, options={"window": 3})
+    run = ft.protect(
+        model,
+        optimizer,
+        data=data,
+        iterations=asked.iterations,
+        directory=asked.ckpt_dir,
+        log_dir=asked.log_dir,
+        clip_grad_norm=None if kind == "tp" else 1.0,
+        **more,
+    )
+    scaler = more.get("scaler")
+    for tokens in run:
+        loss = loss_of(run.model, tokens)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if run.step(loss.detach()) and ema is not None:
+            ema.update_parameters(model)
+    tensors = [*model.state_dict().values(), *(ema.state_dict().values() if ema is not None else ())]
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in local))
+    with open(Path(asked.ckpt_dir).parent / f"weights{run.rank}", "w") as file:
+        file.write(f"{run.loss} {digest.hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()

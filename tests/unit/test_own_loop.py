@@ -1,0 +1,219 @@
+"""Names, positions and refusals of moc.torch, without workers."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+import moc.torch as ft
+from moc.errors import UserError, code_of
+from moc.runtime.job import World
+from moc.runtime.process_group import DEFERRAL, PeerFailure
+from moc.state.operators import UnsupportedStateError
+from moc.torch.data import Batches, DealtBatches
+from moc.torch.engine import Loop, LoopEngine
+from moc.torch.naming import Router, structure_of
+from moc.torch.plain import MAX_BYTES, decode_plain, encode_plain
+from moc.torch.routing import RouterCounter
+from tests.integration.own_loop import Model, Noisy
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(monkeypatch):
+    """Each test joins a job of its own, of one process."""
+    monkeypatch.setattr("moc.torch.loop._job", None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def operators(model, patterns=None):
+    """By operator, the names of its tensors."""
+    found = {}
+    for named in structure_of(model, patterns).tensors:
+        found.setdefault(named.operator, []).append(named.name)
+    return found
+
+
+def test_blocks_routers_and_experts_are_found():
+    found = operators(Model(stacked=False))
+    assert list(found)[0] == "embedding" and list(found)[-1] == "output"
+    assert found["layers.1.expert.3"] == ["blocks.1.experts.3.weight", "blocks.1.experts.3.bias"]
+    assert found["layers.0.router"] == ["blocks.0.gate.weight", "blocks.0.gate.bias"]
+    assert "blocks.0.norm.weight" in found["layers.0.mlp"] and "norm.running_mean" in found["output"]
+    stacked = structure_of(Model(stacked=True))
+    assert [(one.layer, one.experts) for one in stacked.routers] == [(0, 4), (1, 4)]
+    assert {one.index for one in stacked.tensors if one.operator.startswith("layers.0.expert.")} == {0, 1, 2, 3}
+
+
+def test_top_level_modules_are_blocks_and_patterns_win():
+    net = nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.Linear(3, 1))
+    assert operators(net) == {"layers.0.mlp": ["0.weight", "0.bias"], "layers.1.mlp": ["2.weight", "2.bias"]}
+    found = operators(net, {"N.weight": "layers.N.attention", "0.bias": "layers.0.expert.*"})
+    assert found["layers.2.attention"] == ["2.weight"] and found["layers.0.expert.2"] == ["0.bias"]
+
+
+@pytest.mark.parametrize(
+    "patterns", [{"x.*": "output"}, {"0.weight": "layers.N.mlp"}, {"0.weight": "strange"}], ids=str
+)
+def test_a_pattern_without_meaning_is_refused(patterns):
+    with pytest.raises(UnsupportedStateError) as refused:
+        structure_of(nn.Sequential(nn.Linear(2, 3)), patterns)
+    assert refused.value.code == "operator-pattern-invalid"
+
+
+def sampler(generator=None):
+    return BatchSampler(RandomSampler(range(20), generator=generator), 3, drop_last=True)
+
+
+KINDS = {
+    "loader": lambda: DataLoader(Noisy(), batch_size=3, shuffle=True, drop_last=True),
+    "workers": lambda: DataLoader(Noisy(), batch_size=30, shuffle=True, num_workers=1),
+    "single": lambda: DataLoader(Noisy(), batch_size=None),
+    "generator": lambda: sampler(torch.Generator()),
+    "sampler": sampler,
+    "list": lambda: [1, 2, 3],
+    "function": lambda: lambda position: iter([position, position + 1]),
+    "dealt": lambda: DataLoader(Noisy(), batch_sampler=DealtBatches(sampler(), 0, 1, 2)),
+}  # fmt: skip
+
+
+def plain(batch):
+    return batch.tolist() if torch.is_tensor(batch) else batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_follow_from_the_position_alone(kind):
+    """Also over the end of an epoch, and whatever random numbers the loop draws."""
+    whole = Batches(KINDS[kind](), seed=3, rank=0)
+    whole.begin(0)
+    all_of_them = [plain(whole.take()) for _ in range(10)]
+    for position in (0, 4, 9):
+        again = Batches(KINDS[kind](), seed=3, rank=0)
+        torch.manual_seed(position), random.seed(position), np.random.seed(position)
+        again.begin(position)
+        assert [plain(again.take()) for _ in range(10 - position)] == all_of_them[position:]
+
+
+def test_workers_share_the_batches_of_an_epoch():
+    dealt = [[*DealtBatches(BatchSampler(RandomSampler(range(20)), 2, False), 5, rank, 2)] for rank in (0, 1)]
+    assert sorted(index for of_rank in dealt for batch in of_rank for index in batch) == [*range(20)]
+
+
+class Endless(IterableDataset):
+    """Samples without a position."""
+
+    def __iter__(self):
+        yield 1
+
+
+class Unplain:
+    """Has a state that is no plain value."""
+
+    def state_dict(self):
+        return {"state": object()}
+
+    def load_state_dict(self, state_dict): ...
+
+
+class Large(Unplain):
+    """Returns new and large tensors each time."""
+
+    def state_dict(self):
+        return {"state": torch.zeros(MAX_BYTES)}
+
+
+def refusals():
+    model, single = nn.Linear(2, 2), [torch.zeros(1, 2)]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    protect = lambda model=model, optimizer=sgd, data=single, **more: ft.protect(  # noqa: E731
+        model, optimizer, **{"data": data, "iterations": 1, "policy": None} | more
+    )
+    transposed = nn.Linear(2, 3)
+    transposed.weight = nn.Parameter(torch.zeros(2, 3).t())
+    moe = Model(stacked=False)
+    return [
+        ("data-without-position", lambda: protect(data=DataLoader(Endless()))),
+        ("data-without-position", lambda: protect(data=iter([1]))),
+        ("data-without-position", lambda: protect(data=[])),
+        ("parameter-not-contiguous", lambda: protect(transposed, torch.optim.SGD(transposed.parameters(), lr=0.1))),
+        ("loop-policy-unsupported", lambda: protect(policy="sparse")),
+        ("loop-policy-unsupported", lambda: protect(policy="gradient")),
+        ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.RMSprop(model.parameters()))),
+        ("state-not-plain", lambda: encode_plain("it", Unplain().state_dict())),
+        ("state-not-plain", lambda: encode_plain("it", Large().state_dict())),
+        ("router-unknown", lambda: RouterCounter(moe, (), [0], 1)),
+        ("router-unknown", lambda: RouterCounter(nn.Sequential(nn.Linear(2, 4)), [Router(0, "0", 4)], [0], None)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_what_cannot_be_exact_is_refused_before_training(number):
+    code, attempt = refusals()[number]
+    with pytest.raises(UserError) as refused:
+        attempt()
+    assert code_of(refused.value) == code
+
+
+def test_a_model_that_is_wrapped_already_is_refused():
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(UserError) as refused:
+        ft.protect(wrapped, None, data=[1])
+    assert code_of(refused.value) == "loop-wrapped-too-early"
+
+
+def test_a_parameter_on_a_part_of_the_workers_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        weights = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        net = nn.Module()
+        net.weights = weights
+        world = World.replicas(SimpleNamespace(rank=0, size=2), torch.device("cpu"))
+        loop = Loop(model=net, optimizer=torch.optim.SGD([weights], lr=0.1))
+        with pytest.raises(UnsupportedStateError) as refused:
+            LoopEngine(world, loop, structure_of(net), Batches([1], 0, 0))
+    finally:
+        dist.destroy_process_group()
+    assert refused.value.code == "mesh-unsupported"
+
+
+def test_states_are_encoded_without_loss():
+    state = {"a": (1, [2.5, float("inf")], None), "t": torch.arange(3), "s": torch.tensor(2.0), "n": np.arange(2.0)}
+    again = decode_plain(encode_plain("it", state))
+    assert again["a"] == state["a"] and torch.equal(again["t"], state["t"]) and again["s"] == 2.0
+    assert again["s"].shape == () and np.array_equal(again["n"], state["n"])
+
+
+def test_tokens_are_counted_for_each_expert():
+    model = Model(stacked=False)
+    routers = structure_of(model).routers
+    counter = RouterCounter(model, routers, [0, 1], None)
+    model(torch.zeros(2, 5, dtype=torch.int64))
+    tally = counter.take()
+    counts, sent = counter.by_layer({name: values.tolist() for name, values in tally.items()})
+    assert sent == {0: 10, 1: 10} and sum(counts[0]) == 10
+    assert 0 < sum(counter.probabilities(tally)[0]) <= 10
+    counter.close()
+    model(torch.zeros(2, 5, dtype=torch.int64))
+    assert sum(counter.by_layer(counter.take())[1].values()) == 0
+
+
+def test_a_failure_is_deferred_once():
+    DEFERRAL.set_active(True)
+    values = torch.ones(2)
+    DEFERRAL.defer(PeerFailure("first"), [[values]])
+    DEFERRAL.defer(PeerFailure("second"), None)
+    DEFERRAL.set_active(False)
+    assert values.tolist() == [0, 0]
+    with pytest.raises(PeerFailure, match="first"):
+        DEFERRAL.raise_deferred()
+    DEFERRAL.raise_deferred()
+    with pytest.raises(PeerFailure, match="third"):
+        DEFERRAL.defer(PeerFailure("third"), None)
