@@ -74,7 +74,6 @@ class Price:
         tokens_at_risk: tokens at risk right after it, in iterations, with one per iteration; None as if experts were
             saved in turn.
         interval: iterations between snapshots that this price is for; None for any.
-        blocking_bytes: bytes of the busiest rank that are copied while training waits, and do not hide.
         repeated_updates: updates of all experts that a recovery repeats with saved gradients.
         chained_bytes: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
     """
@@ -86,7 +85,6 @@ class Price:
     snapshots_in_memory: int | None = None
     tokens_at_risk: float | None = None
     interval: int | None = None
-    blocking_bytes: float = 0.0
     repeated_updates: float = 0.0
     chained_bytes: float = 0.0
 
@@ -150,9 +148,9 @@ def selective_candidates(machine: Machine) -> Iterator[PolicySettings]:
 def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
     """Returns the price of a snapshot with the bytes of K experts of each layer, in the steady state.
 
-    With gradients, every iteration takes a snapshot. Training waits for the copies of gradients, which the next
-    iteration clears. Memory keeps as many chains as fit, at most at their maximum length. A recovery repeats half of
-    that on average.
+    With gradients, every iteration takes a snapshot. They hide as states do, because training continues once they are
+    in a second buffer on the device. Memory keeps as many chains as fit, at most at their maximum length. A recovery
+    repeats half of that on average.
 
     Args:
         machine: has experts.
@@ -171,19 +169,13 @@ def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
         risk = machine.tokens_at_risk(k / number, cost)
     share = min(1.0, k / (cost * number))
     size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
-    every = machine.full_snapshot
-    busiest, total = (
-        share * machine.gradient_ratio * (whole - least) * number / max(1, number - 1)
-        for whole, least in ((every.busiest, one.busiest), (every.total, one.total))
-    )
-    waits = busiest * max_age / (max_age + 1)  # otherwise the state is saved again
-    chained = max_age * total
+    experts = (machine.full_snapshot.total - one.total) * number / max(1, number - 1)
+    chained = max_age * share * machine.gradient_ratio * experts
     return Price(
         size,
         k=k,
         tokens_at_risk=risk,
         interval=1,
-        blocking_bytes=waits,
         repeated_updates=share * max_age / 2,
         chained_bytes=chained,
     )

@@ -123,6 +123,12 @@ class Selective(PartialPolicy):
         add_requirements(self, (capability for capability, is_needed in needed.items() if is_needed))
 
     @property
+    def saves_gradients(self) -> bool:
+        """Gradients replace state where these suffice: ``gradients`` is set, and they do not delay training."""
+        tuner = self.interval
+        return self.gradients and (not isinstance(tuner, SelectiveTuner) or tuner.are_gradients_hidden)
+
+    @property
     def _has_background_updates(self) -> bool:
         return self.gradients and self.fold == "peers"
 
@@ -242,7 +248,7 @@ class Selective(PartialPolicy):
                 self.rule,
                 self.score,
                 self._max_age(limits),
-                self.gradients,
+                self.saves_gradients,
                 self.sizes[0] if self.sizes else None,
                 saves_comparison=self._has_background_updates,
                 storage_max_age=self.max_age,
@@ -314,7 +320,7 @@ class SelectiveStorage(PartialStorage):
         if policy.rule == "proportional":
             return None
         limits = [limit for name, limit in policy.limits().items() if name != "remote" or policy.tier != "peers"]
-        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.gradients)
+        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.saves_gradients)
 
 
 @dataclass(frozen=True)
@@ -386,6 +392,8 @@ class SelectiveReport(PolicyReport):
             found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
             limits.pop("remote")
         number = min(limit.expert_count() for limit in limits.values()) / layers
+        if policy.gradients and not policy.saves_gradients:
+            found["selective_gradients"] = 0.0
         return {"selective_experts": round(number, 2), **found}
 
     def reason(self) -> str | None:
@@ -399,6 +407,8 @@ class SelectiveReport(PolicyReport):
         if remote is not None:
             who = "a node receives" if policy.tier == "peers" else "a rank writes"
             text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
+        if policy.gradients and not policy.saves_gradients:
+            text += f"; states are saved, because gradients delay training by {tuner.gradients_s:.3g} s in each"
         return text
 
     def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:

@@ -438,6 +438,9 @@ def default_max_age(experts: int, apart: int, limits: Sequence[Limit]) -> int:
 _STALL = 0.03
 """Maximum share of training time for stalls if even the smallest snapshot does not hide."""
 
+_GRADIENTS_STALL = 0.02
+"""Share of an iteration by which gradients may delay training; otherwise states are saved."""
+
 _CHANGED = 0.1
 """Relative change of a measurement that updates the budgets; smaller changes do not."""
 
@@ -489,6 +492,23 @@ class SelectiveTuner(Interval):
         measured = "copy_rate" in self._used or not (self._started and self._is_pending)
         known = self.has_budgets or ("iteration_s" in self._used and measured)
         return iteration > 0 and iteration % self.every == 0 and known
+
+    @property
+    def gradients_s(self) -> float:
+        """Median seconds by which the gradients of a snapshot delay training; 0 until measured.
+
+        Gradients are copied twice: to a second buffer on the device, and from there to host memory. Only the first
+        copy delays training, unless the device lacks memory for the buffer.
+        """
+        return self._measurements.gradients_s
+
+    @property
+    def are_gradients_hidden(self) -> bool:
+        """Whether gradients delay training by at most 2 % of an iteration, as far as measured.
+
+        Without gradients, there are no new measurements, so this does not change back until the job starts again.
+        """
+        return self.gradients_s <= _GRADIENTS_STALL * self._used.get("iteration_s", math.inf)
 
     @property
     def local_bytes(self) -> float | None:

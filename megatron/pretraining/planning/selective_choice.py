@@ -115,6 +115,8 @@ class SelectiveChoice:
         full_bytes: bytes of a full snapshot.
         max_age: iterations after which an expert has priority.
         equally_busy: tokens at risk if experts were equally busy, in iterations, as the mean over layers.
+        copy_s: seconds of copying a snapshot to host memory, on the busiest rank.
+        hidden_s: seconds of forward and backward, which hide this copy.
         gradient: bytes of an expert's gradients relative to its state; None if gradients are not saved.
         no_gradients: reason if gradients are requested and not saved.
         bubbles: None without a pipeline.
@@ -136,6 +138,8 @@ class SelectiveChoice:
     full_bytes: int
     max_age: int
     equally_busy: float
+    copy_s: float
+    hidden_s: float
     gradient: float | None
     no_gradients: str | None
     bubbles: BubbleEstimate | None
@@ -289,6 +293,8 @@ def _choice(
         full_bytes=dense + all_experts,
         max_age=policy.max_expert_age,
         equally_busy=steady_risk_per_layer([equal], number * layers, apart),
+        copy_s=copied / found["copy_rate"],
+        hidden_s=found["forward_backward_s"],
         gradient=gradient,
         no_gradients=policy.no_gradients or every,
         bubbles=BubbleEstimate(share, bubble_s, of_copy) if share else None,
@@ -401,9 +407,10 @@ def explained(choice: SelectiveChoice) -> list[str]:
         f"and {choice.expert_bytes / 1e6:,.1f} MB for an expert."
     )
     if choice.interval > 1:
-        waits = f"; training waits {choice.stall_s:.3g} s for it" if choice.stall_s else ""
-        lines.append(f"Not even one expert hides in an iteration: a snapshot {every}{waits}.")
+        lines.append(f"Not even one expert hides in an iteration: a snapshot {every}.")
     lines += [
+        f"The busiest rank copies for {choice.copy_s:.3g} s, during {choice.hidden_s:.3g} s of forward and backward; "
+        f"training waits {choice.stall_s:.3g} s.",
         f"A snapshot has {_gb(choice.snapshot_bytes)}, {100 * share:.1f} % of the {_gb(choice.full_bytes)} of a full "
         "one (eq. 5).",
         f"An expert has priority after {choice.max_age} iterations without a snapshot of it.",
@@ -412,8 +419,8 @@ def explained(choice: SelectiveChoice) -> list[str]:
     ]
     if choice.gradient is not None:
         lines.append(
-            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. Training waits for "
-            "their copy."
+            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. A second buffer on the "
+            "device has them until they are copied."
         )
     elif choice.no_gradients:
         lines.append(f"States only: {choice.no_gradients}.")

@@ -97,6 +97,21 @@ def test_budgets_are_what_moves_unnoticed():
     )  # 0.24 s, of at most 3 % of 4 s
 
 
+def test_gradients_that_delay_training_are_replaced_by_states():
+    """The policy plans states from then on, also after a restart; a single late snapshot changes nothing."""
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, seconds=1.0)  # iterations of 2 s
+    policy = based(Selective(OPERATORS, tuner, tier="memory", gradients=True))
+    observe(tuner, BLOCK // 2, gradients_s=0.5)
+    observe(tuner, BLOCK - 1, gradients_s=0.03)
+    assert tuner.are_gradients_hidden and policy.saves_gradients and "selective_gradients" not in policy.report.chosen()
+    observe(tuner, BLOCK, gradients_s=0.05)
+    assert tuner.gradients_s == 0.05 and not policy.saves_gradients
+    assert policy.report.chosen()["selective_gradients"] == 0
+    again = SelectiveTuner()
+    again.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert not observe(again).are_gradients_hidden
+
+
 def test_in_bubbles_as_much_as_they_have_time_for():
     """By the estimate until they are timed; only what does not hide beside the computation either stalls training."""
     tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
