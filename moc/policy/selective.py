@@ -223,15 +223,16 @@ class Selective(PartialPolicy):
         if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
         sizes, apart = self.sizes[0], self.schedule.iterations_apart
-        local = tuner.local_bytes if self.local_gb is None else self.local_gb * 1e9
+        least = sizes.least_rank_bytes
+        local = tuner.affordable_bytes(least, apart) if self.local_gb is None else self.local_gb * 1e9
         if local is not None:
-            limits["local"] = sizes.rank_limit(max(local, sizes.least_rank_bytes))
+            limits["local"] = sizes.rank_limit(max(local, least))
         remote = tuner.remote_bytes(self.tier)
         if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
             received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
             limits["remote"] = sizes.node_limit(received)
         elif remote is not None:
-            limits["remote"] = sizes.rank_limit(max(remote * apart, sizes.least_rank_bytes))
+            limits["remote"] = sizes.rank_limit(max(remote * apart, least))
         return limits
 
     def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[DetailByExpert, DetailByExpert | None]:
@@ -412,8 +413,12 @@ class SelectiveReport(PolicyReport):
         return text
 
     def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
-        policy, mlt = self.policy, self.policy.state.mlt
+        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``.
+
+        With peers, the next fault may be the loss of a node, whose experts are loaded from copies.
+        """
+        policy, state = self.policy, self.policy.state
+        mlt = max(state.mlt, state.mlt_peers) if policy.tier == "peers" else state.mlt
         after = plt + mlt / train_iters
         if after <= policy.mlt_limit:
             return None

@@ -541,7 +541,10 @@ class SelectiveTuner(Interval):
         return self._used[rate] * self._used["iteration_s"]
 
     def affordable_interval(self, least: float) -> int:
-        """Returns the iterations between snapshots that keep stalls below 3 % of the training time; 1 if copies hide.
+        """Returns the iterations between snapshots; 1 if the smallest one hides.
+
+        Otherwise it is twice the smallest interval that keeps stalls below 3 % of the training time. At that smallest
+        interval, a snapshot would save dense operators again and again, and hardly any experts.
 
         Args:
             least: bytes of the busiest rank's smallest snapshot.
@@ -550,7 +553,22 @@ class SelectiveTuner(Interval):
         if hidden is None or least <= hidden:
             return 1
         stall_s = (least - hidden) / self._used["copy_rate"]
-        return math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
+        return 2 * math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
+
+    def affordable_bytes(self, least: float, apart: int) -> float | None:
+        """Returns the bytes that a rank copies in a snapshot; None until measured.
+
+        They are :attr:`local_bytes`. If the smallest snapshot does not hide, they include the bytes that are copied in
+        3 % of the training time.
+
+        Args:
+            least: as in :meth:`affordable_interval`.
+            apart: iterations between snapshots.
+        """
+        hidden = self._overlapped_bytes
+        if hidden is None or least <= hidden:
+            return self.local_bytes
+        return max(least, hidden + _STALL * apart * self._used["iteration_s"] * self._used["copy_rate"])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all measurements, and the measurements that budgets use."""

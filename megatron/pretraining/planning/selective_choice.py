@@ -275,7 +275,9 @@ def _choice(
     gradient = None if apart > 1 or not policy.gradients else 1 / sizes.gradient_ratio(min(sizes.gradients))
     every = "--selective-gradients on needs a snapshot in each iteration" if apart > 1 and policy.gradients else None
     bubble_s = share * found["forward_backward_s"]
-    copied = max(sizes.least_rank_bytes, min(tuner.local_bytes, max(sizes.full_bytes_by_rank.values())))
+    least = sizes.least_rank_bytes
+    copied = min(tuner.affordable_bytes(least, apart) or least, max(sizes.full_bytes_by_rank.values()))
+    hidden = found["copy_rate"] * found["forward_backward_s"]
     of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
     return SelectiveChoice(
         tier=policy.tier,
@@ -288,7 +290,7 @@ def _choice(
         layers=layers,
         experts=number,
         interval=apart,
-        stall_s=max(0.0, sizes.least_rank_bytes - tuner.local_bytes) / found["copy_rate"],
+        stall_s=max(0.0, copied - hidden) / found["copy_rate"],
         snapshot_bytes=dense + number / num_experts * all_experts,
         full_bytes=dense + all_experts,
         max_age=policy.max_expert_age,

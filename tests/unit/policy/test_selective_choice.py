@@ -93,8 +93,10 @@ def test_budgets_are_what_moves_unnoticed():
         None,
     )  # an iteration
     assert (
-        tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
-    )  # 0.24 s, of at most 3 % of 4 s
+        tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 4
+    )  # twice 0.24 s, of at most 3 % of 4 s
+    assert tuner.affordable_bytes(80.0, 1) == 80.0  # 40 bytes per second, for 2 s, and 3 % of 16 s
+    assert tuner.affordable_bytes(89.6, 4) == pytest.approx(80 + 40 * 0.48)
 
 
 def test_gradients_that_delay_training_are_replaced_by_states():
@@ -117,7 +119,7 @@ def test_in_bubbles_as_much_as_they_have_time_for():
     tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
     observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
     assert tuner.local_bytes == 20.0
-    assert tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
+    assert tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 4
     observe(tuner, BLOCK, seconds=2.0, bubble_s=0.75)
     assert tuner.local_bytes == 30.0
     compute = SelectiveTuner()
