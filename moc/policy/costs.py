@@ -60,6 +60,12 @@ class Machine:
         """Experts of a layer; 0 without experts."""
         return max(self.expert_counts, default=0)
 
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of an expert of each layer, of all ranks; those of everything if a layer has one expert."""
+        total, number = self.full_snapshot.total, self.num_experts
+        return (total - self.with_experts(1).total) / (number - 1) if number > 1 else total
+
 
 @dataclass(frozen=True)
 class Price:
@@ -142,7 +148,7 @@ def selective_candidates(machine: Machine) -> Iterator[PolicySettings]:
     for k in hidden_expert_counts(machine):
         yield {"experts": k, "gradients": GRADIENTS_OFF}
         if machine.gradient_ratio is not None:
-            yield {"experts": k}
+            yield {"bytes": round(k * machine.expert_bytes)}
 
 
 def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
@@ -168,9 +174,8 @@ def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
     else:
         risk = machine.tokens_at_risk(k / number, cost)
     share = min(1.0, k / (cost * number))
-    size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
-    experts = (machine.full_snapshot.total - one.total) * number / max(1, number - 1)
-    chained = max_age * share * machine.gradient_ratio * experts
+    size = machine.with_experts(min(k, math.ceil(cost * number)))
+    chained = max_age * share * machine.gradient_ratio * number * machine.expert_bytes
     return Price(
         size,
         k=k,

@@ -43,10 +43,11 @@ class Selective(PartialPolicy):
     * remote: bytes that nodes send to each other, or ranks write to storage, until the next snapshot.
 
     If nodes send less than ranks copy, the sent experts are chosen separately (Algorithm 1, lines 16 and 17). With
-    ``experts``, the number of experts is fixed instead.
+    ``experts`` or ``bytes``, the number of experts or their bytes are fixed instead.
 
     Attributes:
-        experts: S, experts of each layer, mean over layers; None to choose by budgets.
+        experts: S, experts of each layer, mean over layers, whether by state or by gradients; None to choose by bytes.
+        bytes: bytes of all experts in a snapshot, over all ranks; None to choose by budgets.
         local_gb: GB that the busiest rank copies; None to measure.
         remote_gb: GB that a node receives from others; None to measure.
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
@@ -69,6 +70,7 @@ class Selective(PartialPolicy):
     """
 
     experts: int | None = None
+    bytes: int | None = None
     local_gb: float | None = None
     remote_gb: float | None = None
     rule: str = "per-byte"
@@ -108,11 +110,12 @@ class Selective(PartialPolicy):
                 code="experts-per-snapshot-invalid",
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
-        if self.experts or not isinstance(self.interval, SelectiveTuner):
+        is_fixed = self.experts is not None or self.bytes is not None
+        if is_fixed or not isinstance(self.interval, SelectiveTuner):
             share = self.bubble_share if self.copies_in_bubbles else 0.0
             remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
             tuner = SelectiveTuner(every, bubble_share=share, has_budgets=self.local_gb is not None and remote)
-            interval: Interval = Every(every) if self.experts else tuner
+            interval: Interval = Every(every) if is_fixed else tuner
             object.__setattr__(self, "interval", interval)
         needed = {
             Capability.GRADIENTS: self.gradients,
@@ -138,12 +141,12 @@ class Selective(PartialPolicy):
         return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:
-        """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number and no gradients.
+        """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number.
 
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts and not self.gradients:
+        if self.experts is not None:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
@@ -153,6 +156,12 @@ class Selective(PartialPolicy):
         each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
         gradients = each.get(Detail.GRAD, {})
         self.sizes[:] = [sizes := ExpertSizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
+        if self.bytes is not None and self.bytes < sizes.largest_expert:
+            raise PolicyError(
+                f"{self.bytes} bytes leave no room for an expert. Fix: set --selective-bytes to "
+                f"{sizes.largest_expert} or more, or leave it out",
+                code="snapshot-budget-too-small",
+            )
         for flag, least in (("local_gb", sizes.least_rank_bytes), ("remote_gb", sizes.least_node_bytes)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
@@ -212,13 +221,13 @@ class Selective(PartialPolicy):
         return self._max_age(list(self.limits().values()))
 
     def limits(self) -> dict[str, Limit]:
-        """Returns the limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the known budgets.
+        """Returns the limits of a snapshot: ``experts``, their number or bytes; ``local`` and ``remote``, the budgets.
 
         If a budget has no room for an expert, snapshots are further apart.
         """
         tuner = self.interval
-        if self.experts is not None:
-            return {"experts": self._count_limit}
+        if self.bytes is not None and self.sizes:
+            return {"experts": self.sizes[0].total_limit(self.bytes)}
         limits = {"experts": self._count_limit}
         if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
@@ -286,17 +295,9 @@ class Selective(PartialPolicy):
         """Layer and number of each expert, in model order."""
         return [place for place in self.expert_by_name.values() if place is not None]
 
-    @property
+    @cached_property
     def _count_limit(self) -> Limit:
         """The limit of ``experts``; of all experts if not fixed."""
-        return (
-            self.sizes[0].count_limit(self._max_experts)
-            if self.gradients and self.sizes
-            else self._unweighted_count_limit
-        )
-
-    @cached_property
-    def _unweighted_count_limit(self) -> Limit:
         return count_limit(self.expert_places, self._max_experts)
 
     @property
@@ -359,6 +360,11 @@ class SelectiveReport(PolicyReport):
     def remarks(self) -> Iterator[str]:
         """As :meth:`PolicyReport.remarks`."""
         policy = self.policy
+        if policy.experts is not None and policy.gradients:
+            yield (
+                "--selective-experts counts experts, saved by their state or by their gradients; until the previous "
+                "release, it set the bytes of as many states, which --selective-bytes sets now"
+            )
         if policy.no_gradients is not None:
             yield f"experts are saved as their state, not as gradients: {policy.no_gradients}"
         if policy.hide == "bubble" and not policy.copies_in_bubbles:
@@ -423,10 +429,12 @@ class SelectiveReport(PolicyReport):
         if after <= policy.mlt_limit:
             return None
         budgets = "--selective-local-gb" + (" and --selective-remote-gb" if policy.tier == "peers" else "")
+        fixed = {"--selective-experts": policy.experts, "--selective-bytes": policy.bytes}
+        raised = next((flag for flag, value in fixed.items() if value is not None), budgets)
         text = (
             f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
             f"--selective-mlt-limit {policy.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults "
-            f"have lost {plt:.3%} before; raise {'--selective-experts' if policy.experts else budgets}, or lower "
+            f"have lost {plt:.3%} before; raise {raised}, or lower "
             "--snapshot-interval"
         )
         return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(policy.num_experts)}

@@ -138,9 +138,14 @@ class ExpertSizes:
     replicas: int = 0
     gradients: Mapping[ExpertId, Mapping[int, int]] = field(default_factory=dict)
 
-    def count_limit(self, number: int) -> Limit:
-        """Returns the limit of a fixed number of experts over all layers; gradients count by their relative bytes."""
-        return _count_limit(self, number)
+    def total_limit(self, nbytes: float) -> Limit:
+        """Returns the limit of the bytes of all experts in a snapshot, over all ranks."""
+        return _total_limit(self, nbytes)
+
+    @cached_property
+    def largest_expert(self) -> int:
+        """Bytes of the largest expert, over all ranks."""
+        return max((sum(ranks.values()) for ranks in self.experts.values()), default=0)
 
     def gradient_ratio(self, place: ExpertId) -> float:
         """Returns the bytes of an expert's state relative to its gradients."""
@@ -213,11 +218,11 @@ class ExpertSizes:
 
 
 @lru_cache(maxsize=8)
-def _count_limit(sizes: ExpertSizes, number: int) -> Limit:
+def _total_limit(sizes: ExpertSizes, nbytes: float) -> Limit:
     whole, gradients = (
         {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (sizes.experts, sizes.gradients)
     )
-    return Limit({0: number * max((bins[0] for bins in whole.values()), default=0)}, whole, gradients)
+    return Limit({0: nbytes}, whole, gradients)
 
 
 @lru_cache(maxsize=8)  # budgets stay the same for many snapshots

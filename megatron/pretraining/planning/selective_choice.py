@@ -313,7 +313,7 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         total = max(1, round(share * len(places)))
         limits = [count_limit(places, total)]
         sizes = equal_sizes(loads[0], gradient or 1.0)
-        cheaper = [sizes.count_limit(total)]
+        cheaper = [sizes.total_limit(total * sizes.largest_expert)]
     else:
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())

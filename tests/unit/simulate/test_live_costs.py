@@ -154,7 +154,7 @@ def of_experts(run, mtbf_s=3600.0, **limits):
     """The candidates of ``selective`` with copies on one other node, by experts and whether gradients are saved."""
     limits = dataclasses.replace(LIMITS, policies=("selective",), replicas=(1,), **limits)
     found = every_candidate(run, mtbf_s, limits)
-    return {(one.options.own["experts"], one.options.own.get("gradients") != "off"): one for one in found}
+    return {(run.price("selective", one.options).k, "bytes" in one.options.own): one for one in found}
 
 
 def test_gradients_lose_fewer_tokens_and_hide_as_states_do():
