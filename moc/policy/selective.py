@@ -52,7 +52,7 @@ class Selective(PartialPolicy):
         remote_gb: GB that a node receives from others; None to measure.
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
-        max_age: iterations after which an expert is saved first; None for 4 E / S.
+        max_age: iterations after which an expert is saved first; None for 8 E / S, with gradients 4 E / S.
         mlt_limit: proportion of the training's tokens that faults may lose without a warning.
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         hide: copies hide behind ``compute``, or ``bubble`` for the pipeline's bubbles.
@@ -282,7 +282,8 @@ class Selective(PartialPolicy):
         return frozenset(name for name, place in self.expert_by_name.items() if place in wanted)
 
     def _max_age(self, limits: Sequence[Limit]) -> int:
-        return self.max_age or default_max_age(len(self.expert_places), self.schedule.iterations_apart, limits)
+        apart = self.schedule.iterations_apart
+        return self.max_age or default_max_age(len(self.expert_places), apart, limits, self.saves_gradients)
 
     def _details_with(self, experts: DetailByExpert) -> dict[str, Detail]:
         """Returns all dense operators and these experts."""

@@ -138,8 +138,8 @@ FLAGS = (
         "selective_max_age",
         int,
         None,
-        "Iterations after which an expert is saved first, whatever its score; by default 4 times the number that "
-        "saving all experts in turn would take.",
+        "Iterations after which an expert is saved first, whatever its score; by default 8 times the number that "
+        "saving all experts in turn would take, or 4 times with gradients, whose chains take memory until then.",
         at_least=1,
     ),
     PolicyFlag(

@@ -19,7 +19,7 @@ from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit
 from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
-from moc.policy.selective_choice import SelectiveTuner, count_fitting
+from moc.policy.selective_choice import SelectiveTuner, count_fitting, default_max_age
 from moc.policy.tokens_at_risk import (
     ChainedRisk,
     TokensAtRisk,
@@ -34,7 +34,7 @@ from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
 _SKIPPED = 10
-"""Skipped first iterations of a recording: few tokens are at risk right after the full snapshot."""
+"""Minimum number of first iterations of a recording that do not count: few tokens are at risk after a full snapshot."""
 
 _BYTES_OF_NUMBER, _SMALL = 8, 1 << 16
 _UNREADABLE = (
@@ -64,6 +64,7 @@ class ReplayedLoads:
 
     Attributes:
         shape: iterations, layers and experts of the recording.
+        skipped: first iterations, which warm up the replay and do not count.
         experts: experts of each layer in a snapshot by their states, as the mean over layers.
         scaled: the model has another shape, and the same share of experts is saved.
         rules: tokens at risk by rule.
@@ -72,6 +73,7 @@ class ReplayedLoads:
     """
 
     shape: tuple[int, int, int]
+    skipped: int
     experts: float
     scaled: bool
     rules: dict[str, TokensAtRisk]
@@ -319,17 +321,19 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
         sizes, cheaper = policy.sizes[0], limits
     apart = policy.schedule.iterations_apart
-    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, _SKIPPED)
+    skipped = max(_SKIPPED, len(loads) // 2)
+    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, skipped)
+    max_age = policy.max_age or default_max_age(layers * num_experts, apart, limits, gradients=False)
     risks = {
-        name: replay_loads(loads, choose, apart, _SKIPPED)
-        for name, choose in selection_rules(limits, policy.max_expert_age).items()
+        name: replay_loads(loads, choose, apart, skipped) for name, choose in selection_rules(limits, max_age).items()
     }
     return ReplayedLoads(
         shape=(len(loads), layers, num_experts),
+        skipped=skipped,
         experts=total / layers,
         scaled=scaled,
         rules=risks,
-        steady_risk=steady_risk_per_layer(loads[_SKIPPED:], total, apart),
+        steady_risk=steady_risk_per_layer(loads[skipped:], total, apart),
         gradients=chained,
     )
 
@@ -450,7 +454,10 @@ def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
         yield f"{'with gradients':<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
         share = f"{100 * chained.gradients:.0f} % by their gradients"
         yield f"With gradients, S is {chained.experts:.3g} experts in the same bytes, {share}."
-    yield f"In iterations, right after a snapshot, the mean over all but the first {_SKIPPED} iterations."
+    yield (
+        f"In iterations, right after a snapshot. The first {routing.skipped} iterations warm up the replay, as in the "
+        "middle of a run, and do not count."
+    )
 
 
 def _of(experts: float, choice: SelectiveChoice) -> str:
