@@ -9,10 +9,11 @@ the processor, and all copies to host memory really take their time):
 * ``full`` in every iteration, in memory (Gemini);
 * ``full`` at the interval that ``auto`` measures, on disk (CheckFreq).
 
-``selective`` runs alone, and the others at the same time.  No bandwidth is sufficient for a full snapshot in every
+``selective`` runs at the same time as a job that does not save, because the machine's speed varies, and the others
+together afterwards.  No bandwidth is sufficient for a full snapshot in every
 iteration.  Reported, in medians of the last iterations by the training thread's clock:
 
-* the iteration, relative to those of ``selective`` before its first snapshot;
+* the iteration, relative to the same iterations of the job that does not save;
 * stalls, as a share of the iteration;
 * checkpoints in 100 iterations, their bytes, and the share of them with gradients;
 * tokens at risk right after a snapshot, in iterations;
@@ -50,8 +51,14 @@ MODEL = (
 )
 RATES = (5.0, 7.5, 10.0, 15.0, 20.0)
 """Bandwidths in MB/s; a full snapshot of 30 MB takes 1.5 to 6 times as long as forward and backward."""
-SELECTIVE, GEMINI, CHECKFREQ = "selective", "full, every iteration (Gemini)", "full, auto (CheckFreq)"
+NONE, SELECTIVE, GEMINI, CHECKFREQ = (
+    "no saving",
+    "selective",
+    "full, every iteration (Gemini)",
+    "full, auto (CheckFreq)",
+)
 WAYS = {
+    NONE: "",
     SELECTIVE: "--ckpt-policy selective --ckpt-tier memory --persist-interval 100000",
     GEMINI: "--ckpt-policy full --snapshot-interval 1 --ckpt-tier memory --persist-interval 100000",
     CHECKFREQ: "--ckpt-policy full --snapshot-interval auto --ckpt-tier disk",
@@ -67,10 +74,9 @@ LENGTHS = {SELECTIVE: 40, GEMINI: 8, CHECKFREQ: 20}
 LONGER, STALL, GRADIENTS, BLOCKED = 0.03, 0.01, 0.9, 0.3  # goals
 
 
-def undisturbed_s(events: Sequence[Mapping]) -> float:
-    """Returns the median seconds of an iteration before a job's first snapshot, without the first ones."""
-    begun = min(event["iteration"] for event in events if event["type"] == "snapshot")
-    return median(took for iteration, took in seconds_of(events).items() if WARM_UP < iteration < begun)
+def undisturbed_s(events: Sequence[Mapping], first: int) -> float:
+    """Returns the median seconds of a job's iterations from ``first`` on."""
+    return median(took for iteration, took in seconds_of(events).items() if iteration >= first)
 
 
 def figures(events: Sequence[Mapping], first: int, before_s: float) -> dict[str, float]:
@@ -126,23 +132,32 @@ def lose_worker(job: Job) -> tuple[float, float]:
     return loaded["seconds"], lost[-1]["raised_by"] * loaded["iteration"] if lost else 0.0
 
 
+TOGETHER = ((NONE, SELECTIVE), (GEMINI, CHECKFREQ))
+"""Jobs that run at the same time, and wait for one another."""
+
+
 def compared(rate: float, device_s: float) -> dict[str, dict[str, float]]:
-    """Runs a job of each way behind a link of ``rate`` MB/s; returns their figures."""
+    """Runs a job of each way behind a link of ``rate`` MB/s; returns the figures of those that save."""
     environment = {"DEVICE_TIME_S": str(device_s), "LINK_RATE": str(1e6 * rate)}
     found: dict[str, dict[str, float]] = {}
-    for ways in ((SELECTIVE,), (GEMINI, CHECKFREQ)):
+    before_s = 0.0
+    for ways in TOGETHER:
         with ExitStack() as stack:
-            jobs = {}
+            jobs: dict[str, Job] = {}
             for way in ways:
                 files = stack.enter_context(TemporaryDirectory(prefix="overhead-"))
                 command = [*launcher(1), ROOT / "benchmarks/live/slow_link.py", *MODEL, *WAYS[way].split()]
-                jobs[way] = stack.enter_context(Job(command, files, saves=True, environment=environment))
+                jobs[way] = stack.enter_context(Job(command, files, bool(WAYS[way]), environment=environment))
             for way, job in jobs.items():
+                if way == NONE:
+                    last = FIRST[SELECTIVE] + LENGTHS[SELECTIVE]
+                    job.reach(last)
+                    before_s = undisturbed_s(job.events.all(), FIRST[SELECTIVE])
+                    continue
                 last = FIRST[way] + LENGTHS[way]
                 job.reach(last)
                 events = [event for event in job.events.all() if (event.get("iteration") or 0) <= last]
-                before = found[SELECTIVE]["before_s"] if found else undisturbed_s(events)
-                found[way] = figures(events, FIRST[way], before)
+                found[way] = figures(events, FIRST[way], before_s)
                 retrieval_s, lost = lose_worker(job)
                 found[way] |= {"retrieval_s": retrieval_s, "lost": lost, "wasted_s": wasted_s(found[way], retrieval_s)}
     return found
