@@ -50,7 +50,7 @@ MODEL = (
     --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 100000""".split()
 )
 RATES = (5.0, 7.5, 10.0, 15.0, 20.0)
-"""Bandwidths in MB/s; a full snapshot of 30 MB takes 1.5 to 6 times as long as forward and backward."""
+"""Bandwidths in MB/s; a full snapshot has 30 MB, which takes 1.5 to 6 times the seconds of forward and backward."""
 NONE, SELECTIVE, GEMINI, CHECKFREQ = (
     "no saving",
     "selective",
@@ -70,7 +70,7 @@ FIRST = {
 }
 """Iterations until each way reaches its steady state."""
 LENGTHS = {SELECTIVE: 40, GEMINI: 8, CHECKFREQ: 20}
-"""Iterations that count; those of Gemini are up to 6 times as long."""
+"""Iterations that count; a slow link makes Gemini's iterations up to 6 times longer."""
 LONGER, STALL, GRADIENTS, BLOCKED = 0.03, 0.01, 0.9, 0.3  # goals
 
 
@@ -96,6 +96,7 @@ def figures(events: Sequence[Mapping], first: int, before_s: float) -> dict[str,
     counted = [iteration for iteration in seconds if iteration >= first]
     saved = [event for event in snapshots if event["iteration"] >= first]
     held = {event["iteration"]: event for event in events if event["type"] == "iteration"}
+    apart = [event["snapshot_interval"] for event in events if event["type"] == "choice"]
     chained = [
         held[event["iteration"]].get("selective_gradients", 0.0) > 0 for event in saved if event["iteration"] in held
     ]
@@ -109,8 +110,9 @@ def figures(events: Sequence[Mapping], first: int, before_s: float) -> dict[str,
         "mean_stall": sum(stalls[iteration] for iteration in counted)
         / sum(seconds[iteration] for iteration in counted),
         "snapshots": len(saved) / len(counted),
-        "bytes": median(event["bytes"] for event in saved) if saved else 0.0,
-        "copy_s": median(event["copy_s"] + event["hash_s"] for event in saved) if saved else 0.0,
+        "between": apart[-1] if apart else len(counted) / max(1, len(saved)),
+        "bytes": median(event["bytes"] for event in saved or snapshots),
+        "copy_s": median(event["copy_s"] + event["hash_s"] for event in saved or snapshots),
         "gradients": fmean(chained) if chained else 0.0,
         "experts": median(held[iteration].get("selective_experts", 0.0) for iteration in counted),
         "mlt": fmean(held[iteration].get("mlt", 0.0) for iteration in counted),
@@ -119,8 +121,7 @@ def figures(events: Sequence[Mapping], first: int, before_s: float) -> dict[str,
 
 def wasted_s(found: Mapping[str, float], retrieval_s: float) -> float:
     """Returns the time that a failure wastes (section 7.2): save, retrieval, and half the time between checkpoints."""
-    between = 1 / found["snapshots"] if found["snapshots"] else 0.0
-    return found["copy_s"] + retrieval_s + between / 2 * found["iteration_s"]
+    return found["copy_s"] + retrieval_s + found["between"] / 2 * found["iteration_s"]
 
 
 def lose_worker(job: Job) -> tuple[float, float]:
@@ -137,7 +138,7 @@ TOGETHER = ((NONE, SELECTIVE), (GEMINI, CHECKFREQ))
 
 
 def compared(rate: float, device_s: float) -> dict[str, dict[str, float]]:
-    """Runs a job of each way behind a link of ``rate`` MB/s; returns the figures of those that save."""
+    """Runs a job of each way behind a link of ``rate`` MB/s; returns the figures of each way that saves."""
     environment = {"DEVICE_TIME_S": str(device_s), "LINK_RATE": str(1e6 * rate)}
     found: dict[str, dict[str, float]] = {}
     before_s = 0.0
@@ -183,7 +184,7 @@ def row(rate: float, way: str, found: Mapping[str, float]) -> list[str]:
         f"{found['iteration_s']:.2f}",
         f"{found['longer']:+.1%} ({found['mean_longer']:+.1%})",
         f"{found['stall']:.1%} ({found['mean_stall']:.1%})",
-        f"{100 * found['snapshots']:.0f}",
+        f"{100 / found['between']:.0f}",
         f"{found['bytes'] / 1e6:.1f}",
         f"{found['gradients']:.0%}",
         f"{found['mlt']:.2f}",

@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of an expert of each layer, of all ranks; those of everything if a layer has one expert."""
+        """Bytes of an expert of each layer, of all ranks; all bytes if a layer has one expert."""
         total, number = self.full_snapshot.total, self.num_experts
         return (total - self.with_experts(1).total) / (number - 1) if number > 1 else total
 

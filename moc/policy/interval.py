@@ -58,8 +58,8 @@ class ObservedIteration:
         busy: on some rank, a snapshot is not persisted yet.
         forward_backward_s: seconds before the update, which a snapshot can overlap.
         bubble_s: seconds that a worker waited for other pipeline stages; 0 if not timed.
-        gradients_s: seconds by which the gradients of a snapshot, newly known to be copied, delayed training; 0 if it
-            has none.
+        gradients_s: delay of training, in seconds, by the gradients of a snapshot that all ranks have copied now; 0
+            without gradients.
         copied: snapshots newly known to be copied by all ranks.
         written: snapshots newly known to be written to storage.
         replicated: snapshots newly known to be replicated to other nodes; means over nodes.
@@ -417,7 +417,7 @@ class Measurements:
 
     @property
     def gradients_s(self) -> float:
-        """Median seconds by which the gradients of a snapshot delay training; 0 until measured."""
+        """Median delay of training by the gradients of a snapshot, in seconds; 0 until measured."""
         return median(self._gradients_s) if len(self._gradients_s) == BLOCK else 0.0
 
     @property

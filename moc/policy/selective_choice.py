@@ -450,7 +450,7 @@ _STALL = 0.03
 """Maximum share of training time for stalls if even the smallest snapshot does not hide."""
 
 _GRADIENTS_STALL = 0.02
-"""Share of an iteration by which gradients may delay training; otherwise states are saved."""
+"""Maximum delay of training by gradients, as a share of an iteration; otherwise states are saved."""
 
 _CHANGED = 0.1
 """Relative change of a measurement that updates the budgets; smaller changes do not."""
@@ -506,7 +506,7 @@ class SelectiveTuner(Interval):
 
     @property
     def gradients_s(self) -> float:
-        """Median seconds by which the gradients of a snapshot delay training; 0 until measured.
+        """Median delay of training by the gradients of a snapshot, in seconds; 0 until measured.
 
         Gradients are copied twice: to a second buffer on the device, and from there to host memory. Only the first
         copy delays training, unless the device lacks memory for the buffer.
@@ -515,7 +515,7 @@ class SelectiveTuner(Interval):
 
     @property
     def are_gradients_hidden(self) -> bool:
-        """Whether gradients delay training by at most 2 % of an iteration, as far as measured.
+        """Whether gradients delay training by at most 2 % of an iteration; True until measured.
 
         Without gradients, there are no new measurements, so this does not change back until the job starts again.
         """

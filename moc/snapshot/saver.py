@@ -53,9 +53,9 @@ class Snapshot:
         buffer: host memory.
         operators: manifest entries of its operators.
         capture: the copies into the buffer.
-        state: those of state that the next update changes.
-        gradients: those of gradients that the next iteration clears; None without gradients, or if all are in the
-            second buffer on the device.
+        state: the copies of state, which the next update changes.
+        gradients: the copies of gradients, which the next iteration clears; None without gradients, or if the second
+            buffer on the device has them.
         in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
         after: must be done before the snapshot counts as finalized.
         stored: as in :class:`~moc.snapshot.contents.Share`.
@@ -64,7 +64,7 @@ class Snapshot:
             outlives this process.
         hashes: hashes of the entries, once it is finalized.
         persisted: done when storage has it; None until :meth:`Saver.persist` is called.
-        delay: returns the seconds by which the copies to the second buffer delay training; valid after ``capture``.
+        delay: returns the delay of training by the second buffer, in seconds; valid after ``capture``.
         gradients_s: seconds that training waited for ``gradients``.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.

@@ -44,8 +44,8 @@ class GradientStaging:
             copies: copies of gradients to host memory.
 
         Returns:
-            The copies from the second buffer instead, and a function that returns the seconds by which training is
-            delayed, valid once these copies are done.  None if the device lacks memory; the gradients must then be
+            The copies from the second buffer instead, and a function that returns the delay of training in
+            seconds, valid once these copies are done.  None if the device lacks memory; the gradients must then be
             copied before they are cleared, now and in all later snapshots.
         """
         if not self._has_room:

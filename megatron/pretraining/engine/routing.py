@@ -63,7 +63,7 @@ class RouterBoost:
     Activation recomputation repeats the decision; evaluation is not boosted.
 
     Args:
-        owed: token debt of each expert, as far as one call of this router may make it up.
+        owed: part of the token debt of each expert that one call of this router may make up.
         fraction: part of its capacity by which an expert may exceed it.
     """
 

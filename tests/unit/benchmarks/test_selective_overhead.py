@@ -28,7 +28,7 @@ def test_figures_of_a_job():
     found = overhead.figures(told, 21, 1.0)
     assert (found["longer"], found["mean_longer"]) == pytest.approx((0.02, 0.02))
     assert (found["stall"], found["mean_stall"]) == pytest.approx((0.01, 0.01))
-    assert (found["snapshots"], found["bytes"], found["gradients"]) == (0.5, 100, 1.0)
+    assert (found["snapshots"], found["between"], found["bytes"], found["gradients"]) == (0.5, 2.0, 100, 1.0)
     assert overhead.wasted_s(found, 2.0) == pytest.approx(0.5 + 2.0 + 2 / 2 * 1.02)
 
 
