@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -491,6 +492,16 @@ def test_gradients_may_be_cleared_at_once_and_are_copied_last(memory, monkeypatc
         )
     finally:
         saver.close()
+
+
+def test_on_a_device_the_delay_by_the_second_buffer_is_that_of_its_stream(monkeypatch):
+    """5 ms on the stream, and what the host took to enqueue the copy; also if it is read twice."""
+    mark = SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 5.0)
+    monkeypatch.setattr(staging, "marker_of", lambda device: lambda: mark)
+    source, target = torch.ones(4), torch.zeros(4)
+    copies, delay = staging.GradientStaging(CPU).stage([device_copy.Copy(source, target)])
+    assert copies[0].source.data_ptr() != source.data_ptr() and torch.equal(copies[0].source, source)
+    assert 0.005 < delay() == delay()
 
 
 def test_gradients_without_a_second_buffer_are_copied_first(memory, monkeypatch):
