@@ -60,7 +60,7 @@ STEPS = {
     SELECTIVE: _STATES,
     BUBBLES: f"{_STATES} {_HIDDEN}",
     PLACEMENT: f"{_STATES} {_HIDDEN}",
-    GRADIENTS: f"--ckpt-policy selective --selective-experts 2 {_HIDDEN}",
+    GRADIENTS: f"--ckpt-policy selective --selective-bytes {2 * 4 * 12 * 3 * 64 * 128} {_HIDDEN}",  # of 2 states
 }
 WARM_UP = 45  # iterations until chains reach their full length, 4 times 16 / 2
 FEWER, MEMORY = 2.0, 1.05  # minimum reduction, and maximum ratio to predicted memory
@@ -107,8 +107,8 @@ def predicted_memory(flags: Sequence[str]) -> float:
     saved = saved_by_rules(operators_of(MODEL), ParallelLayout(NODES, pp=2, ep=2), state, gradients=True)
     copy_rate = write_rate = replicate_rate = 1e12  # irrelevant for memory
     run = Running("peers", NODES, 1, saved, 1.0, 0.9, copy_rate, write_rate, replicate_rate)
-    known = {"--selective-experts": "selective_experts", "--selective-gradients": "selective_gradients"}
-    asked = {known[flag]: value for flag, value in words.items() if flag in known}
+    known = ("--selective-experts", "--selective-bytes", "--selective-gradients")
+    asked = {flag[2:].replace("-", "_"): words[flag] for flag in known if flag in words}
     found = priced(run, words["--ckpt-policy"], options_of(asked | {"snapshot_interval": "1", "replicas": 1}, 3600.0))
     return found.host_bytes
 

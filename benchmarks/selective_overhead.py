@@ -1,218 +1,217 @@
-"""Measures the training overhead of selective checkpoints, and compares their bytes with MoEtion's equation 5.
+"""Measures what checkpoints cost training behind slow links: MoEtion's Figures 5, 6 and 7.
 
     python benchmarks/selective_overhead.py --output docs/results/selective_overhead_cpu.json
 
-The training program trains the model of ``sparse_overhead.py`` (16 experts in each of 4 layers, bf16 with fp32
-masters).  An iteration has eight micro batches of one sequence, as each replica in MoEtion's section 7.1.  One worker
-runs one thread, so that one of two cores is free for copies and hashes.  Sequences have 512 tokens; with the paper's
-2,048, an iteration would take 15 s here.  Part of a snapshot's cost does not depend on its size, and matters less with
-longer iterations: ``--seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 16`` shows
-this.
+At each of five bandwidths, jobs train the same model (``benchmarks/live/slow_link.py``: the device computes without
+the processor, and all copies to host memory really take their time):
 
-Each variant is a separate job, which saves in every second block of iterations.  Each block is compared with its two
-neighbours (``benchmarks/live/blocks.py``).  The variants are: a quarter of the experts as state, the same bytes with
-gradients instead, and as many experts as measured budgets allow.  Each iteration saves to memory.  Measured:
+* ``selective`` with its defaults, which measures its budgets;
+* ``full`` in every iteration, in memory (Gemini);
+* ``full`` at the interval that ``auto`` measures, on disk (CheckFreq).
 
-* the overhead in blocks, all time for planning, copies, hashes and gradients.  Each iteration is measured in units of
-  its own second half, after copies and hashes, because the machine's speed varies by a tenth between iterations.  The
-  overhead in seconds, which this variation hides, is reported for comparison;
-* the training thread's loss by its own clocks, which the machine's speed does not change: its processor time in the
-  code of snapshots, and the time when it does not compute, compared with iterations that do not save.  Also, the
-  slowdown of a processor by copies and hashes on another one;
-* stalls: how long training waits, as a share of the iterations that save;
-* bytes: each snapshot compared with equation 5 with 12 bytes, and gradients compared with a third of a state;
-* how long a rank takes to choose the experts of a snapshot, of 64 in each of 24 layers.
+``selective`` runs at the same time as a job that does not save, because the machine's speed varies, and the others
+together afterwards.  No bandwidth is sufficient for a full snapshot in every
+iteration.  Reported, in medians of the last iterations by the training thread's clock:
 
-``--precision fp32`` is for processors without instructions for bf16, where an iteration takes six times as long.
+* the iteration, relative to the same iterations of the job that does not save;
+* stalls, as a share of the iteration;
+* checkpoints in 100 iterations, their bytes, and the share of them with gradients;
+* tokens at risk right after a snapshot, in iterations;
+* wasted time per failure: copy and hash of a checkpoint, its retrieval after a kill, and half the iterations between
+  checkpoints (section 7.2).
 
-Other flags are passed to the program.
+Goals: an iteration of ``selective`` is at most 3 % longer, with gradients in at least 90 % of its snapshots; where
+``full`` waits for more than 30 %, ``selective`` waits for at most 1 %.
 """
 
 from __future__ import annotations
 
 import os
-import random
+import signal
 import sys
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, show, table, write_json
-from benchmarks.live.blocks import Blocks, between
-from benchmarks.live.itself import beside_itself, seconds_of
-from benchmarks.live.job import launcher
-from benchmarks.live.sharing import slowed
-from benchmarks.overhead.methods import operators_of, parameters
-from benchmarks.papers.equations import pec_size
-from benchmarks.sparse_overhead import MODEL as SMALL_BATCH
-from benchmarks.sparse_overhead import PRECISIONS
-from benchmarks.sparse_overhead import model as model_of
-from moc.policy import full_plan
-from moc.policy.interval import Every
-from moc.policy.selective import Selective
-from moc.sharding.save_items import StateBytes
+from benchmarks.live.itself import seconds_of
+from benchmarks.live.job import KIND, ROOT, Job, launcher
+from moc.policy.interval import BLOCK, PROFILE_BLOCKS, SNAPSHOTS, WARM_UP
 
-MORE = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 8".split()
-MODEL = [*SMALL_BATCH, *MORE]
-SELECTIVE = ["--ckpt-policy", "selective", "--ckpt-tier", "memory", "--snapshot-interval", "1"]
-STATES, GRADIENTS, MEASURED = "4 of 16 experts, states", "the same bytes, gradients", "budgets measured, gradients"
+MODEL = (
+    [*KIND, "--num-layers", "2", "--moe-router-load-balancing-type", "none"]
+    + """--hidden-size 64
+    --ffn-hidden-size 384 --num-experts 16 --seq-length 32 --max-position-embeddings 32 --vocab-size 255
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 100000""".split()
+)
+RATES = (5.0, 7.5, 10.0, 15.0, 20.0)
+"""Bandwidths in MB/s; a full snapshot has 30 MB, which takes 1.5 to 6 times the seconds of forward and backward."""
+NONE, SELECTIVE, GEMINI, CHECKFREQ = (
+    "no saving",
+    "selective",
+    "full, every iteration (Gemini)",
+    "full, auto (CheckFreq)",
+)
 WAYS = {
-    STATES: ["--selective-experts", "4", "--selective-gradients", "off"],
-    GRADIENTS: ["--selective-experts", "4"],
-    MEASURED: [],
+    NONE: "",
+    SELECTIVE: "--ckpt-policy selective --ckpt-tier memory --persist-interval 100000",
+    GEMINI: "--ckpt-policy full --snapshot-interval 1 --ckpt-tier memory --persist-interval 100000",
+    CHECKFREQ: "--ckpt-policy full --snapshot-interval auto --ckpt-tier disk",
 }
-EXPERTS = {STATES: 4}
-"""Experts of each layer in each snapshot, where this number is fixed."""
-WARM_UP = 30  # iterations until budgets are measured, and the first snapshot's cost is known
-LENGTH = 9  # iterations of a block
-SNAPSHOT = 40_000_000  # approximate bytes
-OVERHEAD, STALLS, BYTES, THIRD = 0.02, 0.01, 0.01, 0.02  # goals
+FIRST = {
+    SELECTIVE: WARM_UP + BLOCK + 8,
+    GEMINI: WARM_UP,
+    CHECKFREQ: WARM_UP + (PROFILE_BLOCKS + SNAPSHOTS) * BLOCK,
+}
+"""Iterations until each way reaches its steady state."""
+LENGTHS = {SELECTIVE: 40, GEMINI: 8, CHECKFREQ: 20}
+"""Iterations that count; a slow link makes Gemini's iterations up to 6 times longer."""
+LONGER, STALL, GRADIENTS, BLOCKED = 0.03, 0.01, 0.9, 0.3  # goals
 
 
-def figures(events: Sequence[Mapping], blocks: Blocks) -> dict:
-    """Returns the figures of a job that saves in blocks.
+def undisturbed_s(events: Sequence[Mapping], first: int) -> float:
+    """Returns the median seconds of a job's iterations from ``first`` on."""
+    return median(took for iteration, took in seconds_of(events).items() if iteration >= first)
 
-    Returns:
-        ``overheads`` of each block in seconds; ``paced``, in units of iterations' own second halves; ``beside_s``, the
-        time of other threads during these halves, in iterations that save and in others; ``lost``, the share lost by
-        the training thread, by block; ``stalls``, the share of time that training waits in saving iterations; for each
-        snapshot in blocks its ``bytes``, the ``experts`` of each layer in it, and how many of them are ``chained``, as
-        gradients; ``iteration_s``, the median of iterations that do not save.
+
+def figures(events: Sequence[Mapping], first: int, before_s: float) -> dict[str, float]:
+    """Returns the figures of a job from its events.
+
+    Args:
+        events: of one run of the job.
+        first: first iteration that counts.
+        before_s: seconds of an iteration without saving.
     """
     seconds = seconds_of(events)
-    saving = {iteration for iteration in seconds if blocks.number(iteration) >= 0 and blocks.saves(iteration)}
-    waited = sum(e["seconds"] for e in events if e["type"] == "stall" and e["iteration"] in saving)
-    held = {e["iteration"]: e for e in events if e["type"] == "iteration" and "selective_experts" in e}
-    snapshots = [e for e in events if e["type"] == "snapshot" and e["iteration"] in saving & held.keys()]
-    clocks = {e["iteration"]: e for e in events if e["type"] == "clocks"}
-    lost = blocks.compared({iteration: e["code_s"] + e["away_s"] for iteration, e in clocks.items()})
-    paced = blocks.overheads({iteration: e["wall_s"] / e["half_s"] for iteration, e in clocks.items()})
-    others = blocks.compared({iteration: e["beside_s"] for iteration, e in clocks.items()})
-    beside = [without for _, without in blocks.compared({i: e["wall_s"] for i, e in clocks.items()})]
+    snapshots = [event for event in events if event["type"] == "snapshot"]
+    stalls: Counter[int] = Counter()
+    for event in events:
+        if event["type"] == "stall":
+            stalls[event["iteration"]] += event["seconds"]
+    counted = [iteration for iteration in seconds if iteration >= first]
+    saved = [event for event in snapshots if event["iteration"] >= first]
+    held = {event["iteration"]: event for event in events if event["type"] == "iteration"}
+    apart = [event["snapshot_interval"] for event in events if event["type"] == "choice"]
+    chained = [
+        held[event["iteration"]].get("selective_gradients", 0.0) > 0 for event in saved if event["iteration"] in held
+    ]
+    took, total_s = median(seconds[i] for i in counted), sum(seconds[i] for i in counted)
     return {
-        "overheads": blocks.overheads(seconds),
-        "paced": paced,
-        "beside_s": [fmean(both) for both in zip(*others, strict=True)],
-        "lost": [(saving - without) / wall for (saving, without), wall in zip(lost, beside, strict=True)],
-        "stalls": waited / sum(seconds[iteration] for iteration in saving),
-        "bytes": [e["bytes"] for e in snapshots],
-        "experts": [held[e["iteration"]]["selective_experts"] for e in snapshots],
-        "chained": [held[e["iteration"]].get("selective_gradients", 0.0) for e in snapshots],
-        "iteration_s": median(took for iteration, took in seconds.items() if not blocks.saves(iteration)),
+        "before_s": before_s,
+        "iteration_s": took,
+        "longer": took / before_s - 1,
+        "mean_longer": total_s / len(counted) / before_s - 1,
+        "stall": median(stalls[iteration] for iteration in counted) / took,
+        "mean_stall": sum(stalls[iteration] for iteration in counted)
+        / sum(seconds[iteration] for iteration in counted),
+        "snapshots": len(saved) / len(counted),
+        "between": apart[-1] if apart else len(counted) / max(1, len(saved)),
+        "bytes": median(event["bytes"] for event in saved or snapshots),
+        "copy_s": median(event["copy_s"] + event["hash_s"] for event in saved or snapshots),
+        "gradients": fmean(chained) if chained else 0.0,
+        "experts": median(held[iteration].get("selective_experts", 0.0) for iteration in counted),
+        "mlt": fmean(held[iteration].get("mlt", 0.0) for iteration in counted),
     }
 
 
-def by_equation(experts: float, chained: float, counts: Mapping[str, int]) -> tuple[float, float]:
-    """Returns the bytes of a snapshot's states by equation 5 with 12 bytes, and of its chained experts as states.
-
-    Args:
-        experts: mean number of experts of each layer in it.
-        chained: number of these stored as gradients.
-        counts: result of :func:`benchmarks.overhead.methods.parameters`.
-    """
-    state, number = StateBytes(weights=0), counts["num_experts"]  # Format v1 has masters and moments
-    size = partial(pec_size, experts=counts["experts"], num_experts=number, state=state)
-    return size(others=counts["others"], k=experts - chained), size(others=0, k=chained)
+def wasted_s(found: Mapping[str, float], retrieval_s: float) -> float:
+    """Returns the time that a failure wastes (section 7.2): save, retrieval, and half the time between checkpoints."""
+    return found["copy_s"] + retrieval_s + found["between"] / 2 * found["iteration_s"]
 
 
-def judged(told: Mapping, experts: int | None, counts: Mapping[str, int]) -> dict:
-    """Returns the deviation of bytes from equation 5.
-
-    Returns:
-        ``bytes_error``, the largest relative error of snapshots that have only states; ``gradient``, the bytes of
-        gradients divided by the bytes of the states they replace, over all snapshots.  Headers, as measured on
-        snapshots of states, are subtracted.  A value is None if there are no such snapshots.
-    """
-    beyond, errors, gradients, in_place = [], [], [], 0.0
-    for amount, number, chained in zip(told["bytes"], told["experts"], told["chained"], strict=True):
-        states, chains = by_equation(number if experts is None else experts, chained, counts)
-        if chained:
-            gradients.append(amount - states)
-            in_place += chains
-        else:
-            beyond.append(amount - states)
-            errors.append(abs(amount / states - 1))
-    headers = median(beyond) if beyond else 0.0
-    part = (sum(gradients) - headers * len(gradients)) / in_place if gradients else None
-    return {"bytes_error": max(errors, default=None), "gradient": part}
+def lose_worker(job: Job) -> tuple[float, float]:
+    """Kills the worker; returns the seconds to load its state, and the lost tokens in iterations."""
+    os.kill(job.workers()[0], signal.SIGKILL)
+    loaded = job.wait_for(lambda: job.events.of("resume"), "a recovery")[-1]
+    job.reach(job.iteration + 1)
+    lost = job.events.of("lost")
+    return loaded["seconds"], lost[-1]["raised_by"] * loaded["iteration"] if lost else 0.0
 
 
-def planning_s(layers: int = 24, experts: int = 64, snapshots: int = 20) -> float:
-    """Returns the median time to choose a quarter of the experts for a snapshot, from drifting loads."""
-    model = [*MODEL, "--num-layers", str(layers), "--num-experts", str(experts)]
-    policy, chance, took = Selective(operators_of(model), Every(1), experts=experts // 4), random.Random(0), []
-    load = {layer: [0] * experts for layer in range(layers)}
-    policy.on_snapshot(full_plan(policy, 1), load)
-    for iteration in range(2, snapshots + 2):
-        load = {layer: [tokens + int(100 * chance.paretovariate(1)) for tokens in row] for layer, row in load.items()}
-        begun = time.perf_counter()
-        plan = policy.plan(iteration, load)
-        took.append(time.perf_counter() - begun)
-        if plan is not None:
-            policy.on_snapshot(plan, load)
-    return median(took)
+TOGETHER = ((NONE, SELECTIVE), (GEMINI, CHECKFREQ))
+"""Jobs that run at the same time, and wait for one another."""
 
 
-def verdicts(name: str, found: Mapping, core_left: bool) -> dict[str, bool]:
-    """Returns each goal of a variant with whether it is met; times only if a core is free."""
-    held = {}
-    if core_left:
-        longer, (_, most), lost = median(found["paced"]), between(found["paced"]), fmean(found["lost"])
-        held[f"{name}: {longer:+.1%} in blocks, at most {most:+.1%} (<= {OVERHEAD:.0%})"] = most <= OVERHEAD
-        held[f"{name}: {lost:.2%} lost by the thread's clocks (<= {OVERHEAD:.0%})"] = lost <= OVERHEAD
-        held[f"{name}: stalls {found['stalls']:.2%} (<= {STALLS:.0%})"] = found["stalls"] <= STALLS
-    if (error := found["bytes_error"]) is not None:
-        held[f"{name}: bytes within {error:.2%} of equation 5 (<= {BYTES:.0%})"] = error <= BYTES
-    if (part := found["gradient"]) is not None:
-        held[f"{name}: gradients {3 * part:.3f} of a third of a state (within {THIRD:.0%})"] = (
-            abs(3 * part - 1) <= THIRD
-        )
+def compared(rate: float, device_s: float) -> dict[str, dict[str, float]]:
+    """Runs a job of each way behind a link of ``rate`` MB/s; returns the figures of each way that saves."""
+    environment = {"DEVICE_TIME_S": str(device_s), "LINK_RATE": str(1e6 * rate)}
+    found: dict[str, dict[str, float]] = {}
+    before_s = 0.0
+    for ways in TOGETHER:
+        with ExitStack() as stack:
+            jobs: dict[str, Job] = {}
+            for way in ways:
+                files = stack.enter_context(TemporaryDirectory(prefix="overhead-"))
+                command = [*launcher(1), ROOT / "benchmarks/live/slow_link.py", *MODEL, *WAYS[way].split()]
+                jobs[way] = stack.enter_context(Job(command, files, bool(WAYS[way]), environment=environment))
+            for way, job in jobs.items():
+                if way == NONE:
+                    last = FIRST[SELECTIVE] + LENGTHS[SELECTIVE]
+                    job.reach(last)
+                    before_s = undisturbed_s(job.events.all(), FIRST[SELECTIVE])
+                    continue
+                last = FIRST[way] + LENGTHS[way]
+                job.reach(last)
+                events = [event for event in job.events.all() if (event.get("iteration") or 0) <= last]
+                found[way] = figures(events, FIRST[way], before_s)
+                retrieval_s, lost = lose_worker(job)
+                found[way] |= {"retrieval_s": retrieval_s, "lost": lost, "wasted_s": wasted_s(found[way], retrieval_s)}
+    return found
+
+
+def verdicts(rate: float, found: Mapping[str, Mapping[str, float]]) -> dict[str, bool]:
+    """Returns each goal at a bandwidth with whether it is met."""
+    own, blocked = found[SELECTIVE], found[GEMINI]["mean_stall"] > BLOCKED
+    held = {
+        f"{rate:g} MB/s: an iteration is {own['longer']:+.1%} longer (<= {LONGER:.0%})": own["longer"] <= LONGER,
+        f"{rate:g} MB/s: {own['gradients']:.0%} of snapshots have gradients (>= {GRADIENTS:.0%})": own["gradients"]
+        >= GRADIENTS,
+    }
+    if blocked:
+        held[f"{rate:g} MB/s: stalls {own['stall']:.2%} (<= {STALL:.0%})"] = own["stall"] <= STALL
     return held
 
 
-def row(name: str, found: Mapping) -> list[str]:
+def row(rate: float, way: str, found: Mapping[str, float]) -> list[str]:
     """Returns a line of the table."""
-    paced, seconds = (
-        f"{median(shares):+.1%} ({low:+.1%} to {high:+.1%})"
-        for shares in (found["paced"], found["overheads"])
-        for low, high in [between(shares)]
-    )
-    experts, chained = (median(found[what]) for what in ("experts", "chained"))
-    size = f"{median(found['bytes']) / 1e6:.1f}"
-    iteration = f"{1e3 * found['iteration_s']:.0f}"
-    lost = f"{fmean(found['lost']):.2%}"
-    return [name, iteration, paced, seconds, lost, f"{found['stalls']:.2%}", f"{experts:g}", f"{chained:g}", size]
+    return [
+        f"{rate:g} MB/s, {way}",
+        f"{found['iteration_s']:.2f}",
+        f"{found['longer']:+.1%} ({found['mean_longer']:+.1%})",
+        f"{found['stall']:.1%} ({found['mean_stall']:.1%})",
+        f"{100 / found['between']:.0f}",
+        f"{found['bytes'] / 1e6:.1f}",
+        f"{found['gradients']:.0%}",
+        f"{found['mlt']:.2f}",
+        f"{found.get('wasted_s', 0.0):.1f}",
+    ]
+
+
+COLUMNS = (
+    *("", "iteration, s", "longer (mean)", "stall (mean)", "per 100 iterations", "MB", "with gradients"),
+    *("tokens at risk", "wasted, s"),
+)
 
 
 def main() -> int:
     """Runs all jobs, prints and writes the results; returns 1 if a goal is missed."""
     parser = command_line(__doc__)
-    parser.add_argument("--blocks", type=int, default=24, help="that save, in each job (default: 24)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="default: bf16")
-    own, flags = parser.parse_known_args()
-    model = [*model_of(own.precision), *MORE]
-    here, counts, ways, held = machine(load=True), parameters([*model, *flags]), {}, True
-    blocks = Blocks(WARM_UP + 2 * LENGTH, LENGTH)
-    for name in own.ways:
-        saving = [*SELECTIVE, *WAYS[name]]
-        events = beside_itself(lambda p, s=saving: [*launcher(1), p, *model, *flags, *s], blocks, own.blocks, name)
-        ways[name] = (told := figures(events, blocks)) | judged(told, EXPERTS.get(name), counts)
-        held &= say(verdicts(name, ways[name], core_left=(os.cpu_count() or 1) > 1))
-    columns = ("", "iteration, ms", "in blocks", "in seconds", "by clocks", "stalls", "experts", "as gradients", "MB")
-    show(140, [(table("Selective checkpoints", columns, (row(*one) for one in ways.items())), ())])
-    described = {"machine": here, "flags": [*model, *flags], "parameters": counts, "blocks": vars(blocks)}
-    described |= {"planning_s": planning_s(), "slowed": slowed(SNAPSHOT)}
-    print(
-        "slowdown of a matrix product by "
-        + ", ".join(f"{what}: {share:+.1%}" for what, share in described["slowed"].items())
-    )
-    print(f"choosing the experts of a snapshot: {1e3 * described['planning_s']:.1f} ms")
-    write_json(own.output, described | {"saving": {name: WAYS[name] for name in ways}, "ways": ways})
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="MB/S", help="bandwidths")
+    parser.add_argument("--device-s", type=float, default=0.25, help="seconds of a micro batch (default: 0.25)")
+    own = parser.parse_args()
+    here, rates, held, rows = machine(load=True), {}, True, []
+    for rate in own.rates:
+        rates[str(rate)] = compared(rate, own.device_s)
+        rows += [row(rate, way, found) for way, found in rates[str(rate)].items()]
+        held &= say(verdicts(rate, rates[str(rate)]))
+        print(f"load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    show(160, [(table("Checkpoints behind slow links", COLUMNS, rows), ())])
+    write_json(own.output, {"machine": here, "flags": MODEL, "ways": WAYS, "rates": rates})
     return int(not held)
 
 

@@ -21,7 +21,7 @@ AFTER = {
     "saving": "a dense checkpoint is about to be saved",
 }
 SNAPSHOT = {
-    "gradient_staged": "the gradients of a snapshot are copied, and perhaps nothing else of it",
+    "gradient_staged": "the gradients of a snapshot may be cleared, and perhaps nothing of it is in host memory",
     "snapshot_copying": "a snapshot is being copied, in a background thread",
     "snapshot_sealed": "this worker's part of a snapshot is finalized, and the others do not know it yet",
     "snapshot_published": "all know that a snapshot is finalized, and one worker of each node commits it in memory",

@@ -60,6 +60,12 @@ class Machine:
         """Experts of a layer; 0 without experts."""
         return max(self.expert_counts, default=0)
 
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of an expert of each layer, of all ranks; all bytes if a layer has one expert."""
+        total, number = self.full_snapshot.total, self.num_experts
+        return (total - self.with_experts(1).total) / (number - 1) if number > 1 else total
+
 
 @dataclass(frozen=True)
 class Price:
@@ -74,7 +80,6 @@ class Price:
         tokens_at_risk: tokens at risk right after it, in iterations, with one per iteration; None as if experts were
             saved in turn.
         interval: iterations between snapshots that this price is for; None for any.
-        blocking_bytes: bytes of the busiest rank that are copied while training waits, and do not hide.
         repeated_updates: updates of all experts that a recovery repeats with saved gradients.
         chained_bytes: maximum bytes of gradients in memory in addition to the newest states, of all ranks.
     """
@@ -86,7 +91,6 @@ class Price:
     snapshots_in_memory: int | None = None
     tokens_at_risk: float | None = None
     interval: int | None = None
-    blocking_bytes: float = 0.0
     repeated_updates: float = 0.0
     chained_bytes: float = 0.0
 
@@ -144,15 +148,15 @@ def selective_candidates(machine: Machine) -> Iterator[PolicySettings]:
     for k in hidden_expert_counts(machine):
         yield {"experts": k, "gradients": GRADIENTS_OFF}
         if machine.gradient_ratio is not None:
-            yield {"experts": k}
+            yield {"bytes": round(k * machine.expert_bytes)}
 
 
 def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
     """Returns the price of a snapshot with the bytes of K experts of each layer, in the steady state.
 
-    With gradients, every iteration takes a snapshot. Training waits for the copies of gradients, which the next
-    iteration clears. Memory keeps as many chains as fit, at most at their maximum length. A recovery repeats half of
-    that on average.
+    With gradients, every iteration takes a snapshot. They hide as states do, because training continues once they are
+    in a second buffer on the device. Memory keeps as many chains as fit, at most at their maximum length. A recovery
+    repeats half of that on average.
 
     Args:
         machine: has experts.
@@ -170,20 +174,13 @@ def selective_price(machine: Machine, k: int, gradients: bool) -> Price:
     else:
         risk = machine.tokens_at_risk(k / number, cost)
     share = min(1.0, k / (cost * number))
-    size, one = machine.with_experts(min(k, math.ceil(cost * number))), machine.with_experts(1)
-    every = machine.full_snapshot
-    busiest, total = (
-        share * machine.gradient_ratio * (whole - least) * number / max(1, number - 1)
-        for whole, least in ((every.busiest, one.busiest), (every.total, one.total))
-    )
-    waits = busiest * max_age / (max_age + 1)  # otherwise the state is saved again
-    chained = max_age * total
+    size = machine.with_experts(min(k, math.ceil(cost * number)))
+    chained = max_age * share * machine.gradient_ratio * number * machine.expert_bytes
     return Price(
         size,
         k=k,
         tokens_at_risk=risk,
         interval=1,
-        blocking_bytes=waits,
         repeated_updates=share * max_age / 2,
         chained_bytes=chained,
     )

@@ -105,8 +105,7 @@ class GradientCosts(PolicyCosts):
     def price(self, machine: Machine, settings: PolicySettings) -> Price:
         """Returns the price of a window; by default of the chosen one, or of 1 if no gradients are saved.
 
-        Training waits for the copies of gradients, which the next iteration clears. A recovery repeats half a window of
-        updates on average.
+        A recovery repeats half a window of updates on average.
         """
         if machine.gradient_ratio is None:
             return Price(machine.full_snapshot)
@@ -116,7 +115,6 @@ class GradientCosts(PolicyCosts):
             settings.get("window") or _overlapping_window(machine),
         )
         share = 1 / window + part * (1 - 1 / window)
-        waits = part * (1 - 1 / window) * full.busiest
         size = SnapshotSizes(share * full.busiest, share * full.total)
         snapshots = (size.busiest,) * window
         return Price(
@@ -125,7 +123,6 @@ class GradientCosts(PolicyCosts):
             window_length=window,
             snapshots_in_memory=window,
             interval=1,
-            blocking_bytes=waits,
             repeated_updates=(window - 1) / 2,
         )
 

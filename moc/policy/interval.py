@@ -58,6 +58,8 @@ class ObservedIteration:
         busy: on some rank, a snapshot is not persisted yet.
         forward_backward_s: seconds before the update, which a snapshot can overlap.
         bubble_s: seconds that a worker waited for other pipeline stages; 0 if not timed.
+        gradients_s: delay of training, in seconds, by the gradients of a snapshot that all ranks have copied now; 0
+            without gradients.
         copied: snapshots newly known to be copied by all ranks.
         written: snapshots newly known to be written to storage.
         replicated: snapshots newly known to be replicated to other nodes; means over nodes.
@@ -72,6 +74,7 @@ class ObservedIteration:
     written: Transfer = Transfer()
     replicated: Transfer = Transfer()
     bubble_s: float = 0.0
+    gradients_s: float = 0.0
 
 
 class Interval(ABC):
@@ -372,6 +375,7 @@ class Measurements:
         self._iteration_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
         self._forward_backward_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
         self._bubble_s: deque[float] = deque(maxlen=BLOCK * BLOCKS)
+        self._gradients_s: deque[float] = deque(maxlen=BLOCK)
         self._transfers: dict[str, deque[Transfer]] = {name: deque(maxlen=BLOCK) for name in _TRANSFERS}
 
     def observe(self, observed: ObservedIteration) -> None:
@@ -381,6 +385,8 @@ class Measurements:
             one = getattr(observed, name)
             if one.bytes and one.seconds:
                 transfers.append(one)
+        if observed.gradients_s > 0:
+            self._gradients_s.append(observed.gradients_s)
         self._warm_up_count += 1
         if self._warm_up_count <= WARM_UP:
             return
@@ -410,6 +416,11 @@ class Measurements:
         return medians
 
     @property
+    def gradients_s(self) -> float:
+        """Median delay of training by the gradients of a snapshot, in seconds; 0 until measured."""
+        return median(self._gradients_s) if len(self._gradients_s) == BLOCK else 0.0
+
+    @property
     def mtbf_s(self) -> float:
         """Mean time between failures of the job in seconds, estimated from the faults so far."""
         return (UNDISTURBED_MTBF_S + self.trained_s) / (1 + self.faults)
@@ -421,6 +432,7 @@ class Measurements:
         }
         times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
         times |= {"bubble_s": list(self._bubble_s)} if self._bubble_s else {}
+        times |= {"gradients_s": list(self._gradients_s)} if self._gradients_s else {}
         return {"trained_s": self.trained_s, "faults": self.faults} | times | transfers
 
     @classmethod
@@ -435,6 +447,7 @@ class Measurements:
         measured._iteration_s.extend(stored.iteration_s)
         measured._forward_backward_s.extend(stored.forward_backward_s)
         measured._bubble_s.extend(stored.bubble_s)
+        measured._gradients_s.extend(stored.gradients_s)
         for name, transfers in measured._transfers.items():
             transfers.extend(Transfer(amount, seconds) for amount, seconds in getattr(stored, name))
         return measured
@@ -455,3 +468,4 @@ class _StoredMeasurements:
     written: _Transfers
     replicated: _Transfers
     bubble_s: tuple[decode.Positive, ...] = ()
+    gradients_s: tuple[decode.Positive, ...] = ()

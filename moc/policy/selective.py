@@ -43,15 +43,16 @@ class Selective(PartialPolicy):
     * remote: bytes that nodes send to each other, or ranks write to storage, until the next snapshot.
 
     If nodes send less than ranks copy, the sent experts are chosen separately (Algorithm 1, lines 16 and 17). With
-    ``experts``, the number of experts is fixed instead.
+    ``experts`` or ``bytes``, the number of experts or their bytes are fixed instead.
 
     Attributes:
-        experts: S, experts of each layer, mean over layers; None to choose by budgets.
+        experts: S, experts of each layer, mean over layers, whether by state or by gradients; None to choose by bytes.
+        bytes: bytes of all experts in a snapshot, over all ranks; None to choose by budgets.
         local_gb: GB that the busiest rank copies; None to measure.
         remote_gb: GB that a node receives from others; None to measure.
         rule: ``per-byte`` or ``proportional`` (Algorithm 1).
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
-        max_age: iterations after which an expert is saved first; None for 4 E / S.
+        max_age: iterations after which an expert is saved first; None for 8 E / S, with gradients 4 E / S.
         mlt_limit: proportion of the training's tokens that faults may lose without a warning.
         survivors: after the loss of a worker, ``keep`` live experts, or ``reload`` all.
         hide: copies hide behind ``compute``, or ``bubble`` for the pipeline's bubbles.
@@ -69,6 +70,7 @@ class Selective(PartialPolicy):
     """
 
     experts: int | None = None
+    bytes: int | None = None
     local_gb: float | None = None
     remote_gb: float | None = None
     rule: str = "per-byte"
@@ -108,11 +110,12 @@ class Selective(PartialPolicy):
                 code="experts-per-snapshot-invalid",
             )
         every = self.interval.interval if isinstance(self.interval, Every) else 1
-        if self.experts or not isinstance(self.interval, SelectiveTuner):
+        is_fixed = self.experts is not None or self.bytes is not None
+        if is_fixed or not isinstance(self.interval, SelectiveTuner):
             share = self.bubble_share if self.copies_in_bubbles else 0.0
             remote = self.tier == "memory" or (self.tier == "peers" and self.remote_gb is not None)
             tuner = SelectiveTuner(every, bubble_share=share, has_budgets=self.local_gb is not None and remote)
-            interval: Interval = Every(every) if self.experts else tuner
+            interval: Interval = Every(every) if is_fixed else tuner
             object.__setattr__(self, "interval", interval)
         needed = {
             Capability.GRADIENTS: self.gradients,
@@ -121,6 +124,12 @@ class Selective(PartialPolicy):
             Capability.LIVE_EXPERTS: self.survivors == "keep",
         }
         add_requirements(self, (capability for capability, is_needed in needed.items() if is_needed))
+
+    @property
+    def saves_gradients(self) -> bool:
+        """Gradients replace state where these suffice: ``gradients`` is set, and they do not delay training."""
+        tuner = self.interval
+        return self.gradients and (not isinstance(tuner, SelectiveTuner) or tuner.are_gradients_hidden)
 
     @property
     def _has_background_updates(self) -> bool:
@@ -132,12 +141,12 @@ class Selective(PartialPolicy):
         return self.hide == "bubble" and self.bubble_share > 0
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:
-        """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number and no gradients.
+        """As :meth:`Policy.on_sizes`: each expert's bytes by rank; unused with a fixed number.
 
         Raises:
             ValueError: a budget leaves no room for an expert.
         """
-        if self.experts and not self.gradients:
+        if self.experts is not None:
             return
         dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
         experts = {one.place: one.name for one in self.operators if one.place is not None}
@@ -147,6 +156,12 @@ class Selective(PartialPolicy):
         each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
         gradients = each.get(Detail.GRAD, {})
         self.sizes[:] = [sizes := ExpertSizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
+        if self.bytes is not None and self.bytes < sizes.largest_expert:
+            raise PolicyError(
+                f"{self.bytes} bytes leave no room for an expert. Fix: set --selective-bytes to "
+                f"{sizes.largest_expert} or more, or leave it out",
+                code="snapshot-budget-too-small",
+            )
         for flag, least in (("local_gb", sizes.least_rank_bytes), ("remote_gb", sizes.least_node_bytes)):
             budget = getattr(self, flag)
             if budget is not None and budget * 1e9 < least:
@@ -206,26 +221,27 @@ class Selective(PartialPolicy):
         return self._max_age(list(self.limits().values()))
 
     def limits(self) -> dict[str, Limit]:
-        """Returns the limits of a snapshot: ``experts``, their number; ``local`` and ``remote``, the known budgets.
+        """Returns the limits of a snapshot: ``experts``, their number or bytes; ``local`` and ``remote``, the budgets.
 
         If a budget has no room for an expert, snapshots are further apart.
         """
         tuner = self.interval
-        if self.experts is not None:
-            return {"experts": self._count_limit}
+        if self.bytes is not None and self.sizes:
+            return {"experts": self.sizes[0].total_limit(self.bytes)}
         limits = {"experts": self._count_limit}
         if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
         sizes, apart = self.sizes[0], self.schedule.iterations_apart
-        local = tuner.local_bytes if self.local_gb is None else self.local_gb * 1e9
+        least = sizes.least_rank_bytes
+        local = tuner.affordable_bytes(least, apart) if self.local_gb is None else self.local_gb * 1e9
         if local is not None:
-            limits["local"] = sizes.rank_limit(max(local, sizes.least_rank_bytes))
+            limits["local"] = sizes.rank_limit(max(local, least))
         remote = tuner.remote_bytes(self.tier)
         if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
             received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
             limits["remote"] = sizes.node_limit(received)
         elif remote is not None:
-            limits["remote"] = sizes.rank_limit(max(remote * apart, sizes.least_rank_bytes))
+            limits["remote"] = sizes.rank_limit(max(remote * apart, least))
         return limits
 
     def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[DetailByExpert, DetailByExpert | None]:
@@ -242,7 +258,7 @@ class Selective(PartialPolicy):
                 self.rule,
                 self.score,
                 self._max_age(limits),
-                self.gradients,
+                self.saves_gradients,
                 self.sizes[0] if self.sizes else None,
                 saves_comparison=self._has_background_updates,
                 storage_max_age=self.max_age,
@@ -266,7 +282,8 @@ class Selective(PartialPolicy):
         return frozenset(name for name, place in self.expert_by_name.items() if place in wanted)
 
     def _max_age(self, limits: Sequence[Limit]) -> int:
-        return self.max_age or default_max_age(len(self.expert_places), self.schedule.iterations_apart, limits)
+        apart = self.schedule.iterations_apart
+        return self.max_age or default_max_age(len(self.expert_places), apart, limits, self.saves_gradients)
 
     def _details_with(self, experts: DetailByExpert) -> dict[str, Detail]:
         """Returns all dense operators and these experts."""
@@ -279,17 +296,9 @@ class Selective(PartialPolicy):
         """Layer and number of each expert, in model order."""
         return [place for place in self.expert_by_name.values() if place is not None]
 
-    @property
+    @cached_property
     def _count_limit(self) -> Limit:
         """The limit of ``experts``; of all experts if not fixed."""
-        return (
-            self.sizes[0].count_limit(self._max_experts)
-            if self.gradients and self.sizes
-            else self._unweighted_count_limit
-        )
-
-    @cached_property
-    def _unweighted_count_limit(self) -> Limit:
         return count_limit(self.expert_places, self._max_experts)
 
     @property
@@ -314,7 +323,7 @@ class SelectiveStorage(PartialStorage):
         if policy.rule == "proportional":
             return None
         limits = [limit for name, limit in policy.limits().items() if name != "remote" or policy.tier != "peers"]
-        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.gradients)
+        return STORAGE_CYCLES * expert_cycle(len(policy.expert_places), limits, policy.saves_gradients)
 
 
 @dataclass(frozen=True)
@@ -352,6 +361,11 @@ class SelectiveReport(PolicyReport):
     def remarks(self) -> Iterator[str]:
         """As :meth:`PolicyReport.remarks`."""
         policy = self.policy
+        if policy.experts is not None and policy.gradients:
+            yield (
+                "--selective-experts counts experts, saved by their state or by their gradients; until the previous "
+                "release, it set the bytes of as many states, which --selective-bytes sets now"
+            )
         if policy.no_gradients is not None:
             yield f"experts are saved as their state, not as gradients: {policy.no_gradients}"
         if policy.hide == "bubble" and not policy.copies_in_bubbles:
@@ -386,6 +400,8 @@ class SelectiveReport(PolicyReport):
             found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
             limits.pop("remote")
         number = min(limit.expert_count() for limit in limits.values()) / layers
+        if policy.gradients and not policy.saves_gradients:
+            found["selective_gradients"] = 0.0
         return {"selective_experts": round(number, 2), **found}
 
     def reason(self) -> str | None:
@@ -399,19 +415,27 @@ class SelectiveReport(PolicyReport):
         if remote is not None:
             who = "a node receives" if policy.tier == "peers" else "a rank writes"
             text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
+        if policy.gradients and not policy.saves_gradients:
+            text += f"; states are saved, because gradients delay training by {tuner.gradients_s:.3g} s in each"
         return text
 
     def at_risk(self, plt: float, train_iters: int) -> tuple[str, dict] | None:
-        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``."""
-        policy, mlt = self.policy, self.policy.state.mlt
+        """As :meth:`PolicyReport.at_risk`: momentary and already lost tokens, compared with ``mlt_limit``.
+
+        With peers, the next fault may be the loss of a node, whose experts are loaded from copies.
+        """
+        policy, state = self.policy, self.policy.state
+        mlt = max(state.mlt, state.mlt_peers) if policy.tier == "peers" else state.mlt
         after = plt + mlt / train_iters
         if after <= policy.mlt_limit:
             return None
         budgets = "--selective-local-gb" + (" and --selective-remote-gb" if policy.tier == "peers" else "")
+        fixed = {"--selective-experts": policy.experts, "--selective-bytes": policy.bytes}
+        raised = next((flag for flag, value in fixed.items() if value is not None), budgets)
         text = (
             f"the next fault would bring the tokens that experts have lost to {after:.3%} of this training's, above "
             f"--selective-mlt-limit {policy.mlt_limit:g}: snapshots lack {mlt:.3g} iterations of tokens, and faults "
-            f"have lost {plt:.3%} before; raise {'--selective-experts' if policy.experts else budgets}, or lower "
+            f"have lost {plt:.3%} before; raise {raised}, or lower "
             "--snapshot-interval"
         )
         return text, {"plt": after, "lost": plt, "mlt": mlt, "mlt_sum": mlt * len(policy.num_experts)}

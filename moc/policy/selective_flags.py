@@ -41,7 +41,7 @@ FOLDS = ("peers", "recovery")
 
 
 def _flags_of_budgets(flags: FlagValues) -> list[str]:
-    names = ("local_gb", "remote_gb")
+    names = ("bytes", "local_gb", "remote_gb")
     return [
         f"--selective-{name.replace('_', '-')}" for name in names if getattr(flags, f"selective_{name}") is not None
     ]
@@ -86,7 +86,16 @@ FLAGS = (
         "selective_experts",
         int,
         None,
-        "Experts of each layer in a snapshot, in the mean over layers (S); by default the most that the budgets allow.",
+        "Experts of each layer in a snapshot, by state or by gradients, in the mean over layers (S); by default the "
+        "most that the budgets allow.",
+        at_least=1,
+        chosen_by_auto=True,
+    ),
+    PolicyFlag(
+        "selective_bytes",
+        int,
+        None,
+        "Bytes of all experts in a snapshot, over all ranks; with gradients, more experts fit than by their states.",
         at_least=1,
         chosen_by_auto=True,
     ),
@@ -129,8 +138,8 @@ FLAGS = (
         "selective_max_age",
         int,
         None,
-        "Iterations after which an expert is saved first, whatever its score; by default 4 times the number that "
-        "saving all experts in turn would take.",
+        "Iterations after which an expert is saved first, whatever its score; by default 8 times the number that "
+        "saving all experts in turn would take, or 4 times with gradients, whose chains take memory until then.",
         at_least=1,
     ),
     PolicyFlag(
@@ -209,6 +218,14 @@ class SelectiveFlags(PolicyFlags):
             code="flags-exclude-each-other",
         ),
         FlagConflict(
+            lambda flags: flags.selective_bytes is not None and len(_flags_of_budgets(flags)) > 1,
+            lambda flags: (
+                f"--selective-bytes fixes the bytes that {' and '.join(_flags_of_budgets(flags)[1:])} would limit. "
+                "Fix: drop one of them"
+            ),
+            code="flags-exclude-each-other",
+        ),
+        FlagConflict(
             lambda flags: flags.selective_remote_gb is not None and flags.ckpt_tier != "peers",
             "--selective-remote-gb is a budget of copies to other nodes. Fix: add --ckpt-tier peers, or drop "
             "--selective-remote-gb",
@@ -278,7 +295,8 @@ class SelectiveFlags(PolicyFlags):
         gradients, reason = gradients_of(flags, job)
         settings = {"tier": flags.ckpt_tier, "gradients": gradients, "no_gradients": reason}
         settings["bubble_share"] = job.bubble_share
-        settings["score"] = flags.selective_score or ("tokens" if gradients else "tokens-age")
+        by_bytes = gradients and flags.selective_experts is None
+        settings["score"] = flags.selective_score or ("tokens" if by_bytes else "tokens-age")
         if flags.selective_boost is None:
             settings["boost"] = BOOST if job.drops_tokens else 0.0
         return settings
@@ -307,10 +325,17 @@ class SelectiveCosts(PolicyCosts):
         """As :meth:`PolicyCosts.price`; by default with the most experts of :meth:`candidates`."""
         if not machine.num_experts:
             return Price(machine.full_snapshot)
-        k = settings.get("experts") or max(hidden_expert_counts(machine))
-        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF)
+        by_bytes = settings.get("bytes")
+        if by_bytes is not None:
+            k = max(1, min(machine.num_experts, round(by_bytes / machine.expert_bytes)))
+        else:
+            k = settings.get("experts") or max(hidden_expert_counts(machine))
+        counts = "experts" in settings  # each expert costs at most its state
+        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF and not counts)
 
     def describe(self, settings: PolicySettings) -> str:
         """As :meth:`PolicyCosts.describe`."""
         suffix = ", states only" if settings.get("gradients") == GRADIENTS_OFF else ""
+        if "bytes" in settings:
+            return f"{settings['bytes'] / 1e9:.3g} GB of experts{suffix}"
         return f"{settings['experts']} experts{suffix}" if "experts" in settings else ""

@@ -251,8 +251,8 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCo
     nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
     fewer = k is not None and k < most
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
-    waits_s, update_s = price.blocking_bytes / run.copy_rate, run.iteration_s - run.forward_backward_s
-    stall_s = max(0.0, copy_s - waits_s - run.forward_backward_s) + waits_s
+    update_s = run.iteration_s - run.forward_backward_s
+    stall_s = max(0.0, copy_s - run.forward_backward_s)
     saving = SimulatedCosts(
         name=name,
         interval=1,

@@ -151,7 +151,7 @@ class Setup:
         """Operator sizes of the busiest rank."""
         return busiest_operator_bytes(self.operators, self.layout, self.state)
 
-    def stall_s(self, nbytes: float, waits: float = 0.0) -> float:
+    def stall_s(self, nbytes: float) -> float:
         """Returns the seconds that a snapshot adds to an iteration.
 
         They are the part of the copy that forward and backward do not hide (MoC, eq. 10), and at least ``overhead``:
@@ -159,11 +159,9 @@ class Setup:
 
         Args:
             nbytes: bytes of a rank's copy.
-            waits: part of these bytes that is copied while training waits.
         """
-        rate = self.cluster.host_bandwidth
-        exposed_s = (nbytes - waits) / rate - self.timing.forward_backward_s
-        return max(self.overhead * self.timing.iteration_s, exposed_s) + waits / rate
+        exposed_s = nbytes / self.cluster.host_bandwidth - self.timing.forward_backward_s
+        return max(self.overhead * self.timing.iteration_s, exposed_s)
 
     @property
     def network_rate(self) -> float:
@@ -409,7 +407,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Simul
     held = _VERSIONS * setup.full.total + price.chained_bytes
     if price.snapshots_in_memory is not None:  # and one in progress
         held = (price.snapshots_in_memory + 1) * sizes.total
-    stall_s = setup.stall_s(sizes.busiest, price.blocking_bytes)
+    stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(

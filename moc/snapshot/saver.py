@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -23,6 +23,7 @@ from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Share
 from moc.snapshot.device_copy import Capture, Captures, Copy, Gate, capturer, coalesced
+from moc.snapshot.staging import GradientStaging
 from moc.state.operators import Detail, operator_of
 from moc.store.buffers import HostBuffer
 from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, InsufficientMemoryError
@@ -52,8 +53,9 @@ class Snapshot:
         buffer: host memory.
         operators: manifest entries of its operators.
         capture: the copies into the buffer.
-        gradients: the first of them, which must be done before the next iteration clears the gradients; None without
-            gradients.
+        state: the copies of state, which the next update changes.
+        gradients: the copies of gradients, which the next iteration clears; None without gradients, or if the second
+            buffer on the device has them.
         in_memory: it goes to the memory tier, if there is one; otherwise only to storage.
         after: must be done before the snapshot counts as finalized.
         stored: as in :class:`~moc.snapshot.contents.Share`.
@@ -62,6 +64,8 @@ class Snapshot:
             outlives this process.
         hashes: hashes of the entries, once it is finalized.
         persisted: done when storage has it; None until :meth:`Saver.persist` is called.
+        delay: returns the delay of training by the second buffer, in seconds; valid after ``capture``.
+        gradients_s: seconds that training waited for ``gradients``.
         seal_s: seconds that hashing took.
         persist_s: seconds that writing took.
         persisted_bytes: bytes written to storage.
@@ -73,11 +77,14 @@ class Snapshot:
     buffer: HostBuffer
     operators: Mapping[str, OperatorEntry]
     capture: Capture
+    state: Capture
     gradients: Capture | None = None
     in_memory: bool = True
     after: Future | None = None
     stored: Collection[TensorBox] | None = None
     digests: Callable[[], StateDigests | None] = lambda: None
+    delay: Callable[[], float] = float
+    gradients_s: float = 0.0
     sealed: Future = field(init=False)
     hashes: tuple[str, ...] = ()
     persisted: Future | None = None
@@ -116,7 +123,7 @@ class Saver:
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
         self._kept.drop_others(_slot_of(rank))  # before the rank's new worker creates files of these names
-        self._capturer = capturer(device, gate, check)
+        self._capturer, self._staging = capturer(device, gate, check), GradientStaging(device)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
         self._buffers: dict[int, HostBuffer] = {}
@@ -183,8 +190,9 @@ class Saver:
     ) -> Snapshot:
         """Starts to copy a share into a slot's buffer and to finalize it, without waiting.
 
-        The live memory must not change before ``capture.wait()`` has returned. Gradients are copied first and must not
-        change before ``gradients.wait()`` has returned.
+        State must not change before ``state.wait()`` has returned, and gradients, if ``gradients`` is set, before
+        ``gradients.wait()`` has returned. Otherwise gradients may change at once: they are in a second buffer, which is
+        copied last. If its earlier content is not copied yet, this call waits.
 
         Args:
             slot: number of the slot.
@@ -209,21 +217,50 @@ class Saver:
         try:
             self._reserve_or_make_room(slot, others, least, size, most)
         except InsufficientMemoryError as error:
+            nothing = Captures([])
             snapshot = Snapshot(
-                iteration, share.layout, HostBuffer(0), operators, Captures([]), None, in_memory, after, share.stored
+                iteration,
+                share.layout,
+                HostBuffer(0),
+                operators,
+                nothing,
+                nothing,
+                in_memory=in_memory,
+                after=after,
+                stored=share.stored,
             )
             snapshot.sealed = self._sealing.submit(_fail, after, error)
             return snapshot
         buffer = self._buffers[slot]
         buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
-        captures = [self._capturer.start(copies) for copies in self._copies_into(buffer, share) if copies]
-        gradients = captures[0] if any(entry.slot == _GRAD for entry in share.layout.entries) else None
-        capture, stored = Captures(captures), share.stored
         snapshot = Snapshot(
-            iteration, share.layout, buffer, operators, capture, gradients, in_memory, after, stored, digests
+            iteration,
+            share.layout,
+            buffer,
+            operators,
+            **self._start(*self._copies_into(buffer, share))._asdict(),
+            in_memory=in_memory,
+            after=after,
+            stored=share.stored,
+            digests=digests,
         )
         snapshot.sealed = self._sealing.submit(self._seal, snapshot)
         return snapshot
+
+    def _start(self, gradients: list[Copy], state: list[Copy]) -> _Started:
+        """Starts all copies of a snapshot: those that training waits for first."""
+        start = self._capturer.start
+        staged = self._staging.stage(gradients) if gradients else None
+        if staged is not None:
+            reach("gradient_staged")
+            copies, delay = staged
+            of_state = start(state) if state else Captures([])
+            later = start(copies)
+            self._staging.is_read_by(later)
+            return _Started(Captures([of_state, later]), of_state, None, delay)
+        first = start(gradients) if gradients else None
+        of_state = start(state) if state else Captures([])
+        return _Started(of_state if first is None else Captures([first, of_state]), of_state, first, float)
 
     def _reserve_or_make_room(self, slot: int, others: Iterable[int], least: int, size: int, most: float) -> None:
         buffer = self._buffers.get(slot)
@@ -440,6 +477,15 @@ class Saver:
         if not isinstance(place, LocalStorage):
             raise TypeError(f"{place.name} is not memory of this machine")
         return place
+
+
+class _Started(NamedTuple):
+    """Copies of a snapshot, as in :class:`Snapshot`."""
+
+    capture: Capture
+    state: Capture
+    gradients: Capture | None
+    delay: Callable[[], float]
 
 
 def _fail(after: Future | None, error: InsufficientMemoryError) -> NoReturn:

@@ -167,4 +167,14 @@ class MegatronEngine:
         """Returns a counter of the tokens that routers send to experts."""
         moe, chunks = self._config.moe, self._stepper.chunks
         padded = moe.moe_pad_expert_input_to_capacity
-        return RouterCounts(chunks, list(layers), moe.num_experts or 0, padded, self.world.device, with_probabilities)
+        topology, world = self._stepper.topology, self.world
+        shards = world.size // (world.pipeline_size * world.data_size)  # of a sequence, each with its own router call
+        return RouterCounts(
+            chunks,
+            list(layers),
+            moe.num_experts or 0,
+            padded,
+            world.device,
+            with_probabilities,
+            calls=shards * topology.global_batch_size // topology.micro_batch_size,
+        )

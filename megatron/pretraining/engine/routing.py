@@ -63,7 +63,7 @@ class RouterBoost:
     Activation recomputation repeats the decision; evaluation is not boosted.
 
     Args:
-        owed: token debt of each expert, over all ranks.
+        owed: part of the token debt of each expert that one call of this router may make up.
         fraction: part of its capacity by which an expert may exceed it.
     """
 
@@ -102,7 +102,7 @@ class RouterBoost:
             dropped.sum(dim=0),
             self._owed,
             capacity,
-            math.ceil(capacity * self._fraction),
+            int(capacity * self._fraction),
             config.expert_model_parallel_size,
         )
         taken = within | first_of(dropped, probabilities if policy == "probs" else None, number)
@@ -115,6 +115,16 @@ class RouterCounts:
     A token that an expert's capacity drops counts only as sent.  Tokens beyond the capacity, with :meth:`boost`, count
     for the expert, and also separately.  Activation recomputation does not count twice.  ``padded`` experts are filled
     up to their capacity with tokens that were not routed to them; these do not count.
+
+    Args:
+        chunks: model chunks of this worker.
+        layers: numbers of the layers on all workers.
+        num_experts: experts of a layer.
+        padded: as above.
+        device: device of the counts.
+        probabilities: as above.
+        calls: calls of a layer's routers in an iteration, over all workers. A boost divides token debts among them, so
+            that an iteration never exceeds a debt; up to ``calls`` - 1 tokens of it are not made up.
     """
 
     def __init__(
@@ -125,13 +135,14 @@ class RouterCounts:
         padded: bool,
         device: torch.device,
         probabilities: bool = False,
+        calls: int = 1,
     ):
         self._place = {layer: place for place, layer in enumerate(layers)}
         self._padded = padded
         self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._probabilities = torch.zeros(self._counts.shape, dtype=torch.float64, device=device)
-        self._adds_up = probabilities
+        self._adds_up, self._calls = probabilities, calls
         self._beyond = torch.zeros_like(self._counts)
         self._boosted, self._boosts = False, {}
         self._routers = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter)]
@@ -148,10 +159,11 @@ class RouterCounts:
         for boost in self._boosts.values():
             boost.close()
         self._boosted = bool(owed)
+        shares = {layer: [tokens // self._calls for tokens in row] for layer, row in owed.items()}
         self._boosts = {
-            layer: RouterBoost(router, owed[layer], fraction)
+            layer: RouterBoost(router, shares[layer], fraction)
             for router in self._routers
-            if any(owed.get(layer := _layer_of(router), ()))
+            if any(shares.get(layer := _layer_of(router), ()))
         }
 
     def take(self) -> dict[str, torch.Tensor]:

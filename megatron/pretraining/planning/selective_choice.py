@@ -19,7 +19,7 @@ from moc.policy import POLICIES
 from moc.policy.expert_selection import CountsByLayer, count_limit
 from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
-from moc.policy.selective_choice import SelectiveTuner, count_fitting
+from moc.policy.selective_choice import SelectiveTuner, count_fitting, default_max_age
 from moc.policy.tokens_at_risk import (
     ChainedRisk,
     TokensAtRisk,
@@ -34,7 +34,7 @@ from moc.simulate.sizes import SizesByRules, StateBytes
 from moc.state.operators import Operator
 
 _SKIPPED = 10
-"""Skipped first iterations of a recording: few tokens are at risk right after the full snapshot."""
+"""Minimum number of first iterations of a recording that do not count: few tokens are at risk after a full snapshot."""
 
 _BYTES_OF_NUMBER, _SMALL = 8, 1 << 16
 _UNREADABLE = (
@@ -64,6 +64,7 @@ class ReplayedLoads:
 
     Attributes:
         shape: iterations, layers and experts of the recording.
+        skipped: first iterations, which warm up the replay and do not count.
         experts: experts of each layer in a snapshot by their states, as the mean over layers.
         scaled: the model has another shape, and the same share of experts is saved.
         rules: tokens at risk by rule.
@@ -72,6 +73,7 @@ class ReplayedLoads:
     """
 
     shape: tuple[int, int, int]
+    skipped: int
     experts: float
     scaled: bool
     rules: dict[str, TokensAtRisk]
@@ -115,6 +117,8 @@ class SelectiveChoice:
         full_bytes: bytes of a full snapshot.
         max_age: iterations after which an expert has priority.
         equally_busy: tokens at risk if experts were equally busy, in iterations, as the mean over layers.
+        copy_s: seconds of copying a snapshot to host memory, on the busiest rank.
+        hidden_s: seconds of forward and backward, which hide this copy.
         gradient: bytes of an expert's gradients relative to its state; None if gradients are not saved.
         no_gradients: reason if gradients are requested and not saved.
         bubbles: None without a pipeline.
@@ -136,6 +140,8 @@ class SelectiveChoice:
     full_bytes: int
     max_age: int
     equally_busy: float
+    copy_s: float
+    hidden_s: float
     gradient: float | None
     no_gradients: str | None
     bubbles: BubbleEstimate | None
@@ -271,7 +277,9 @@ def _choice(
     gradient = None if apart > 1 or not policy.gradients else 1 / sizes.gradient_ratio(min(sizes.gradients))
     every = "--selective-gradients on needs a snapshot in each iteration" if apart > 1 and policy.gradients else None
     bubble_s = share * found["forward_backward_s"]
-    copied = max(sizes.least_rank_bytes, min(tuner.local_bytes, max(sizes.full_bytes_by_rank.values())))
+    least = sizes.least_rank_bytes
+    copied = min(tuner.affordable_bytes(least, apart) or least, max(sizes.full_bytes_by_rank.values()))
+    hidden = found["copy_rate"] * found["forward_backward_s"]
     of_copy = min(1.0, bubble_s * found["copy_rate"] / copied)
     return SelectiveChoice(
         tier=policy.tier,
@@ -284,11 +292,13 @@ def _choice(
         layers=layers,
         experts=number,
         interval=apart,
-        stall_s=max(0.0, sizes.least_rank_bytes - tuner.local_bytes) / found["copy_rate"],
+        stall_s=max(0.0, copied - hidden) / found["copy_rate"],
         snapshot_bytes=dense + number / num_experts * all_experts,
         full_bytes=dense + all_experts,
         max_age=policy.max_expert_age,
         equally_busy=steady_risk_per_layer([equal], number * layers, apart),
+        copy_s=copied / found["copy_rate"],
+        hidden_s=found["forward_backward_s"],
         gradient=gradient,
         no_gradients=policy.no_gradients or every,
         bubbles=BubbleEstimate(share, bubble_s, of_copy) if share else None,
@@ -305,23 +315,25 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         total = max(1, round(share * len(places)))
         limits = [count_limit(places, total)]
         sizes = equal_sizes(loads[0], gradient or 1.0)
-        cheaper = [sizes.count_limit(total)]
+        cheaper = [sizes.total_limit(total * sizes.largest_expert)]
     else:
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
         sizes, cheaper = policy.sizes[0], limits
     apart = policy.schedule.iterations_apart
-    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, _SKIPPED)
+    skipped = max(_SKIPPED, len(loads) // 2)
+    chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, skipped)
+    max_age = policy.max_age or default_max_age(layers * num_experts, apart, limits, gradients=False)
     risks = {
-        name: replay_loads(loads, choose, apart, _SKIPPED)
-        for name, choose in selection_rules(limits, policy.max_expert_age).items()
+        name: replay_loads(loads, choose, apart, skipped) for name, choose in selection_rules(limits, max_age).items()
     }
     return ReplayedLoads(
         shape=(len(loads), layers, num_experts),
+        skipped=skipped,
         experts=total / layers,
         scaled=scaled,
         rules=risks,
-        steady_risk=steady_risk_per_layer(loads[_SKIPPED:], total, apart),
+        steady_risk=steady_risk_per_layer(loads[skipped:], total, apart),
         gradients=chained,
     )
 
@@ -401,9 +413,10 @@ def explained(choice: SelectiveChoice) -> list[str]:
         f"and {choice.expert_bytes / 1e6:,.1f} MB for an expert."
     )
     if choice.interval > 1:
-        waits = f"; training waits {choice.stall_s:.3g} s for it" if choice.stall_s else ""
-        lines.append(f"Not even one expert hides in an iteration: a snapshot {every}{waits}.")
+        lines.append(f"Not even one expert hides in an iteration: a snapshot {every}.")
     lines += [
+        f"The busiest rank copies for {choice.copy_s:.3g} s, during {choice.hidden_s:.3g} s of forward and backward; "
+        f"training waits {choice.stall_s:.3g} s.",
         f"A snapshot has {_gb(choice.snapshot_bytes)}, {100 * share:.1f} % of the {_gb(choice.full_bytes)} of a full "
         "one (eq. 5).",
         f"An expert has priority after {choice.max_age} iterations without a snapshot of it.",
@@ -412,8 +425,8 @@ def explained(choice: SelectiveChoice) -> list[str]:
     ]
     if choice.gradient is not None:
         lines.append(
-            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. Training waits for "
-            "their copy."
+            f"In chains, gradients replace states: {100 * choice.gradient:.0f} % of the bytes. A second buffer on the "
+            "device has them until they are copied."
         )
     elif choice.no_gradients:
         lines.append(f"States only: {choice.no_gradients}.")
@@ -441,7 +454,10 @@ def _routing_lines(routing: ReplayedLoads) -> Iterator[str]:
         yield f"{'with gradients':<{width}}  {risk.mlt_per_layer:17.3f}  {risk.mlt:11.2f}  {risk.oldest:6d}"
         share = f"{100 * chained.gradients:.0f} % by their gradients"
         yield f"With gradients, S is {chained.experts:.3g} experts in the same bytes, {share}."
-    yield f"In iterations, right after a snapshot, the mean over all but the first {_SKIPPED} iterations."
+    yield (
+        f"In iterations, right after a snapshot. The first {routing.skipped} iterations warm up the replay, as in the "
+        "middle of a run, and do not count."
+    )
 
 
 def _of(experts: float, choice: SelectiveChoice) -> str:

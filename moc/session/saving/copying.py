@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import override
@@ -83,16 +84,18 @@ class Copying(Stage):
             self._writing.begin(snapshot)
 
     def wait_for_gradients(self) -> None:
-        """Waits for the copies of gradients, which the next iteration clears."""
-        for snapshot in self.queue:
-            if snapshot.snapshot.gradients is not None:
-                snapshot.snapshot.gradients.wait()
+        """Waits for the copies of gradients that the next iteration clears; none if all are in the second buffer."""
+        for part in (snapshot.snapshot for snapshot in self.queue):
+            if part.gradients is not None:
+                begun = time.perf_counter()
+                part.gradients.wait()
+                part.gradients_s += time.perf_counter() - begun
                 reach("gradient_staged")
 
     def wait_for_copies(self) -> None:
         """Waits for the copies of state that the update changes."""
         for snapshot in self.queue:
-            snapshot.snapshot.capture.wait()
+            snapshot.snapshot.state.wait()
 
     @override
     def work(self, snapshot: SnapshotInProgress) -> Future:
@@ -112,6 +115,7 @@ class Copying(Stage):
             "snapshot_bytes": float(mine.layout.nbytes if mine else 0),
             "snapshot_copy_s": 0.0 if capture is None else capture.seconds,
             "snapshot_bubble_bytes": float(0 if capture is None else capture.bubble_bytes),
+            "snapshot_gradients_s": 0.0 if mine is None or capture is None else mine.gradients_s + mine.delay(),
             "snapshot_seal_s": mine.seal_s if mine else 0.0,
         }
 

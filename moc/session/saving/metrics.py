@@ -88,7 +88,9 @@ class Meter:
     def copied(self, totals: Mapping[str, float]) -> None:
         """Records that all workers have copied a snapshot."""
         self._received = dataclasses.replace(
-            self._received, copied=self._mean(totals, "snapshot_bytes", "snapshot_copy_s")
+            self._received,
+            copied=self._mean(totals, "snapshot_bytes", "snapshot_copy_s"),
+            gradients_s=totals["snapshot_gradients_s"] / self._size,
         )
 
     def replicated(self, amount: int, seconds: float, nodes: int) -> None:

@@ -3,7 +3,7 @@
 A pipeline of stages saves a snapshot.  Each worker has all stages, with the same snapshots in the same order.
 
     copying         if the policy plans a snapshot: wait for a free buffer, and start to copy into it
-                    gradients: wait until they are copied, since the next iteration clears them
+                    gradients: copy them to a second buffer first, since the next iteration clears them
     replicating     copied by all: commit it in memory, where it is durable (with peers: once all nodes have copies);
                     superseded snapshots are released one all-reduce later
     writing         for storage: write it once it is finalized

@@ -4,68 +4,51 @@ import pytest
 
 from benchmarks import selective_ablation as ablation
 from benchmarks import selective_overhead as overhead
-from benchmarks.live.blocks import Blocks
 from benchmarks.live.nodes import bytes_in
 from benchmarks.overhead.methods import parameters
 from megatron.pretraining.entry.offline import config_of_words
 
-BLOCKS = Blocks(first=4, length=4)
-COUNTS = {"experts": 800, "others": 100, "num_experts": 8}
 
-
-def events(bytes_of):
-    """Blocks from 4, 8, ... on, of which those from 4 and 12 save; in each snapshot are 4 experts, 3 as gradients."""
-    for iteration in range(4, 24):
-        saves = BLOCKS.saves(iteration)
-        gauges = {"selective_experts": 4.0, "selective_gradients": 3.0} if saves else {}
-        yield {"type": "iteration", "iteration": iteration, "elapsed_s": 1.02 if saves else 1.0, **gauges}
-        away, code = (0.012, 0.004) if saves else (0.001, 0.001)
-        clocks = {"wall_s": 1.4, "away_s": away, "code_s": code, "half_s": 0.6999 if saves else 0.7, "beside_s": code}
-        yield {"type": "clocks", "iteration": iteration, **clocks}
+def events():
+    """Snapshots in every second iteration from the 20th on; iterations of 1 s, or 1.02 s, of which 0.01 s stalls."""
+    for iteration in range(1, 41):
+        saves = iteration >= 20 and iteration % 2 == 0
+        gauges = {"selective_experts": 4.0, "selective_gradients": 3.0 * (iteration > 20), "mlt": 0.5}
+        took = 1.02 if iteration > 20 else 1.0
+        yield {"type": "iteration", "iteration": iteration, "elapsed_s": took, **(gauges if saves else {})}
+        if iteration > 20:
+            yield {"type": "stall", "iteration": iteration, "seconds": 0.0102}
         if saves:
-            yield {"type": "snapshot", "iteration": iteration, "bytes": bytes_of(iteration)}
-            yield {"type": "stall", "iteration": iteration, "seconds": 0.0051}
+            yield {"type": "snapshot", "iteration": iteration, "bytes": 100, "copy_s": 0.4, "hash_s": 0.1}
 
 
-def test_what_a_job_tells_of_its_blocks():
-    told = overhead.figures(list(events(lambda iteration: 10 * iteration)), BLOCKS)
-    assert told["lost"] == pytest.approx([0.01]) and told["beside_s"] == pytest.approx([0.004, 0.001])
-    assert told["paced"] == pytest.approx([0.7 / 0.6999 - 1])
-    assert told["overheads"] == pytest.approx([0.02]) and told["stalls"] == pytest.approx(0.005)
-    assert told["bytes"] == [10 * i for i in (*range(4, 8), *range(12, 16), *range(20, 24))]
-    assert set(told["experts"]) == {4.0} and set(told["chained"]) == {3.0} and told["iteration_s"] == 1.0
-
-
-def test_bytes_by_equation_5():
-    """12 bytes of 100 dense parameters and of half of 800 in experts; gradients stand for 3 of 4 experts."""
-    assert overhead.by_equation(4, 0, COUNTS) == (12 * 500, 0)
-    assert overhead.by_equation(4, 3, COUNTS) == (12 * 200, 12 * 300)
-    told = {"bytes": [6000, 6060], "experts": [4, 4], "chained": [0, 0]}
-    assert overhead.judged(told, 4, COUNTS) == {"bytes_error": pytest.approx(0.01), "gradient": None}
-    told = {"bytes": [2400 + 1200 + 6, 6006], "experts": [4, 4], "chained": [3, 0]}  # with headers
-    assert overhead.judged(told, None, COUNTS) == {
-        "bytes_error": pytest.approx(0.001),
-        "gradient": pytest.approx(1 / 3),
-    }
+def test_figures_of_a_job():
+    told = list(events())
+    assert overhead.undisturbed_s(told, 15) == 1.02
+    found = overhead.figures(told, 21, 1.0)
+    assert (found["longer"], found["mean_longer"]) == pytest.approx((0.02, 0.02))
+    assert (found["stall"], found["mean_stall"]) == pytest.approx((0.01, 0.01))
+    assert (found["snapshots"], found["between"], found["bytes"], found["gradients"]) == (0.5, 2.0, 100, 1.0)
+    assert overhead.wasted_s(found, 2.0) == pytest.approx(0.5 + 2.0 + 2 / 2 * 1.02)
 
 
 @pytest.mark.parametrize(
-    ("found", "held"),
+    ("own", "gemini", "held"),
     [
-        (dict(paced=[0.02], lost=[0.02], stalls=0.01, bytes_error=0.01, gradient=0.339), [True] * 5),
-        (dict(paced=[0.021], lost=[0.021], stalls=0.011, bytes_error=0.011, gradient=0.35), [False] * 5),
-        (dict(paced=[0.01] * 9 + [0.5], lost=[0.03, 0.0], stalls=0.0, bytes_error=None, gradient=None), [True] * 3),
-        (dict(paced=[0.01, 0.5, 0.0], lost=[0.0], stalls=0.0, bytes_error=None, gradient=None), [False, True, True]),
+        (dict(longer=0.03, gradients=0.9, stall=0.01), 0.31, [True] * 3),
+        (dict(longer=0.031, gradients=0.89, stall=0.011), 0.31, [False] * 3),
+        (dict(longer=0.0, gradients=1.0, stall=0.5), 0.3, [True] * 2),
     ],
 )
-def test_what_is_asked_for(found, held):
-    assert list(overhead.verdicts("", found, core_left=True).values()) == held
-    assert list(overhead.verdicts("", found, core_left=False).values()) == held[3:]
+def test_goals_of_a_bandwidth(own, gemini, held):
+    found = {overhead.SELECTIVE: own, overhead.GEMINI: {"mean_stall": gemini}}
+    assert list(overhead.verdicts(5.0, found).values()) == held
 
 
 @pytest.mark.parametrize("way", overhead.WAYS)
 def test_the_program_understands_the_flags_of_a_way(way):
-    config_of_words([*overhead.MODEL, *overhead.SELECTIVE, *overhead.WAYS[way], "--ckpt-dir", "d"], None)
+    flags = overhead.WAYS[way].split()
+    config_of_words([*overhead.MODEL, *flags, *(["--ckpt-dir", "d"] if flags else [])], None)
 
 
 def step(network, copies=5.0, memory=1.0):

@@ -17,6 +17,7 @@ from moc.policy.expert_selection import (
     scores,
     steady_risk,
 )
+from moc.policy.selective_choice import default_max_age
 
 MANY = 10**9
 
@@ -228,13 +229,26 @@ def test_of_the_last_fifth_of_recorded_loads_as_many_fewer(trace, experts):
     assert steady(trace, experts, skip) == pytest.approx(by_age, rel=0.15)
 
 
-def by_both(trace, experts, skip=10):
+@pytest.mark.parametrize("experts", [2, 4, 8])
+@pytest.mark.parametrize(("start", "most"), [("cold", 0.75), ("warm", 0.6)])
+def test_with_the_default_age_limit_fewer_tokens_are_at_risk_too(trace, experts, start, most):
+    """Both rules save the same number of states; a warm start has replayed the first half of the recording."""
+    rows, skip = (trace[:100], 10) if start == "cold" else (trace, len(trace) // 2)
+    limits = [count_limit(places(dict(enumerate(trace[0]))), experts * len(trace[0]))]
+    limit = default_max_age(len(trace[0]) * len(trace[0][0]), 1, limits, gradients=False)
+    by_rule, by_age = by_both(rows, experts, skip)
+    _, limited = by_both(rows, experts, skip, limit)
+    assert limited < most * by_rule
+    assert limited < 1.06 * by_age
+
+
+def by_both(trace, experts, skip=10, max_age=MANY):
     """Tokens at risk by Algorithm 1, and by tokens times age."""
     by_rule = at_risk(trace, experts, lambda unsaved, ages, limits: proportional(unsaved, limits), skip)
     by_age = at_risk(
         trace,
         experts,
-        lambda unsaved, ages, limits: per_byte(scores(unsaved, ages, "tokens-age"), ages, MANY, limits),
+        lambda unsaved, ages, limits: per_byte(scores(unsaved, ages, "tokens-age"), ages, max_age, limits),
         skip,
     )
     return by_rule, by_age

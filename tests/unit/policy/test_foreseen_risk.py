@@ -7,7 +7,7 @@ from moc.policy.selective import Selective
 from moc.simulate.live_costs import Running, SavedBytes, flags_of_candidate, priced
 from moc.simulate.policies import Options
 from tests.unit.policy.test_pec import operators, persist, take
-from tests.unit.policy.test_selective_choice import Told
+from tests.unit.policy.test_selective_choice import FULL_BYTES, Told
 
 LAYERS, EXPERTS = 24, 32
 SKIPPED = 10
@@ -24,19 +24,21 @@ def run(trace):
 
 def foreseen(run, experts, gradients):
     """The candidate with so many experts."""
-    own = {"experts": experts} | ({} if gradients else {"gradients": "off"})
-    return priced(run, "selective", Options(interval=1, replicas=1, own=own))
+    machine = run.machine_with(Options(interval=1, replicas=1))
+    fixed = {"bytes": round(experts * machine.expert_bytes)} if gradients else {"experts": experts, "gradients": "off"}
+    return priced(run, "selective", Options(interval=1, replicas=1, own=fixed))
 
 
-def happened(found, trace):
+def happened(found, trace, experts):
     """The mean over snapshots of the tokens that a fault would lose: of what memory lacks."""
     flags = flags_of_candidate(found)
     gradients = flags.get("selective_gradients") != "off"
     settings = dict(gradients=gradients, score="tokens" if gradients else "tokens-age", tier="peers")
-    every, experts = flags["persist_interval"], flags["selective_experts"]
+    every = flags["persist_interval"]
     assert flags["snapshot_interval"] == "1"
     model = operators((1,) * LAYERS, experts=EXPERTS)
-    policy = Selective(model, Every(1), experts=experts, **settings)
+    number = {"bytes": experts * LAYERS * FULL_BYTES} if gradients else {"experts": experts}
+    policy = Selective(model, Every(1), **number, **settings)
     policy.on_sizes(Told())
     load = {layer: [0] * EXPERTS for layer in range(LAYERS)}
     persist(policy, 1, load)
@@ -53,7 +55,7 @@ def happened(found, trace):
 )
 def test_lost_tokens_are_foreseen(run, trace, experts, gradients, within):
     found = foreseen(run, experts, gradients)
-    told = happened(found, trace)
+    told = happened(found, trace, experts)
     assert found.saving.at_risk == pytest.approx(told, rel=within)
     assert found.plt == pytest.approx(found.saving.at_risk / 3600)
 
@@ -61,4 +63,4 @@ def test_lost_tokens_are_foreseen(run, trace, experts, gradients, within):
 def test_where_gradients_cover_nearly_all_experts_little_is_foreseen_and_lost(run, trace):
     found = foreseen(run, 8, gradients=True)
     states = foreseen(run, 8, gradients=False)
-    assert max(found.saving.at_risk, happened(found, trace)) < 0.05 < 0.2 < states.saving.at_risk
+    assert max(found.saving.at_risk, happened(found, trace, 8)) < 0.05 < 0.2 < states.saving.at_risk

@@ -50,7 +50,7 @@ def test_k_is_unchanged_until_faults_raise_it():
 def test_as_many_equally_popular_experts_fit_as_every_rank_has_room_for():
     sizes = ExpertSizes({}, {(1, number): {number % 2: 4} for number in range(6)})
     assert count_fitting({1: 6}, [sizes.rank_limit(8.0)]) == 4
-    assert count_fitting({1: 6}, [sizes.rank_limit(8.0), sizes.count_limit(3)]) == 3
+    assert count_fitting({1: 6}, [sizes.rank_limit(8.0), sizes.total_limit(12)]) == 3
 
 
 def observe(tuner, number=1, seconds=1.0, **seen):
@@ -93,8 +93,25 @@ def test_budgets_are_what_moves_unnoticed():
         None,
     )  # an iteration
     assert (
-        tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
-    )  # 0.24 s, of at most 3 % of 4 s
+        tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 4
+    )  # twice 0.24 s, of at most 3 % of 4 s
+    assert tuner.affordable_bytes(80.0, 1) == 80.0  # 40 bytes per second, for 2 s, and 3 % of 16 s
+    assert tuner.affordable_bytes(89.6, 4) == pytest.approx(80 + 40 * 0.48)
+
+
+def test_gradients_that_delay_training_are_replaced_by_states():
+    """The policy plans states from then on, also after a restart; a single late snapshot changes nothing."""
+    tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, seconds=1.0)  # iterations of 2 s
+    policy = based(Selective(OPERATORS, tuner, tier="memory", gradients=True))
+    observe(tuner, BLOCK // 2, gradients_s=0.5)
+    observe(tuner, BLOCK - 1, gradients_s=0.03)
+    assert tuner.are_gradients_hidden and policy.saves_gradients and "selective_gradients" not in policy.report.chosen()
+    observe(tuner, BLOCK, gradients_s=0.05)
+    assert tuner.gradients_s == 0.05 and not policy.saves_gradients
+    assert policy.report.chosen()["selective_gradients"] == 0
+    again = SelectiveTuner()
+    again.load_state_dict(json.loads(json.dumps(tuner.state_dict())))
+    assert not observe(again).are_gradients_hidden
 
 
 def test_in_bubbles_as_much_as_they_have_time_for():
@@ -102,7 +119,7 @@ def test_in_bubbles_as_much_as_they_have_time_for():
     tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
     observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
     assert tuner.local_bytes == 20.0
-    assert tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 2
+    assert tuner.affordable_interval(80.0) == 1 and tuner.affordable_interval(89.6) == 4
     observe(tuner, BLOCK, seconds=2.0, bubble_s=0.75)
     assert tuner.local_bytes == 30.0
     compute = SelectiveTuner()
@@ -156,6 +173,10 @@ class Told:
         return {name: {0: sum(each[detail] for detail in plan.values())} for name, plan in plans.items()}
 
 
+STATES = 2 * FULL_BYTES
+"""Bytes of the state of an expert of each layer."""
+
+
 def policy(**settings):
     found = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **settings)
     found.on_sizes(Told())
@@ -184,15 +205,33 @@ def loads(*experts, before=ZEROS):
 
 def test_gradients_count_a_third_of_a_state():
     """The budget of one expert of each layer, 24 bytes, has room for the gradients of six of the eight."""
-    one = policy(experts=1)
+    one = policy(bytes=1 * STATES)
     plan = take(one, 2, loads(9, 5, 3, 1))
     assert one.report.gauges() | {"mlt": 0} == {"selective_experts": 3, "selective_gradients": 3, "mlt": 0}
     assert details(plan) == {FULL: set(), GRAD: {(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)}}
     assert nbytes(plan) == 2 * FULL_BYTES and not plan.complete
 
 
+def test_a_number_of_experts_counts_gradients_as_states_do():
+    """Two of each layer, whether by gradients or by states."""
+    one, load = policy(experts=2), ZEROS
+    for iteration in range(2, 9):
+        load = loads(9, 5, 3, 1, before=load)
+        found = details(take(one, iteration, load))
+        assert len(found[FULL]) + len(found[GRAD]) == 4
+        assert one.report.gauges()["selective_experts"] == 2
+    assert found[GRAD] and list(one.report.remarks())
+    assert not list(policy(bytes=2 * STATES).report.remarks())
+
+
+def test_bytes_without_room_for_an_expert_are_refused():
+    assert policy(bytes=FULL_BYTES).limits()
+    with raises("snapshot-budget-too-small", "--selective-bytes"):
+        policy(bytes=FULL_BYTES - 1)
+
+
 def test_what_missed_a_snapshot_needs_its_state_again():
-    one = policy(experts=1)
+    one = policy(bytes=1 * STATES)
     take(one, 2, first := loads(9, 5, 3, 1))
     plan = take(one, 3, loads(9, 5, 0, 200, before=first))  # two that were left out have the most to lose
     assert details(plan)[FULL] == {(0, 3), (1, 3)} and not details(plan)[GRAD]
@@ -201,7 +240,7 @@ def test_what_missed_a_snapshot_needs_its_state_again():
 
 
 def test_half_of_the_budget_renews_the_bases_that_are_too_old():
-    one, load = policy(experts=2, max_age=3), ZEROS
+    one, load = policy(bytes=2 * STATES, max_age=3), ZEROS
     for iteration in (2, 3, 4):
         load = loads(1, 1, 1, 1, before=load)
         assert len(details(take(one, iteration, load))[GRAD]) == 8
@@ -218,14 +257,14 @@ def test_half_of_the_budget_renews_the_bases_that_are_too_old():
 
 
 def test_every_rule_saves_gradients_within_its_budget():
-    one = policy(experts=1, rule="proportional")
+    one = policy(bytes=1 * STATES, rule="proportional")
     plan = take(one, 2, loads(9, 5, 3, 1))
     assert len(details(plan)[GRAD]) > 2 and nbytes(plan) <= 2 * FULL_BYTES
 
 
 def test_what_an_expert_has_to_lose_counts_by_the_byte():
     """Gradients with 4 tokens to lose, at a third of the bytes, come before a state with 10."""
-    one = policy(experts=1)
+    one = policy(bytes=1 * STATES)
     take(one, 2, first := {0: [9, 9, 9, 0], 1: [9, 9, 9, 0]})  # the last one of each layer is left out
     load = {0: [9 + 4, 9 + 4, 9 + 4, 10], 1: [9 + 4, 9 + 4, 9 + 4, 10]}
     assert details(one.plan(3, load)) == {FULL: set(), GRAD: {(layer, e) for layer in first for e in (0, 1, 2)}}
@@ -249,15 +288,15 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
 
 
 def test_a_state_saved_before_there_were_gradients_is_known():
-    state = policy(experts=1).state_dict()
+    state = policy(bytes=1 * STATES).state_dict()
     del state["bases"]
-    one = policy(experts=1)
+    one = policy(bytes=1 * STATES)
     one.loading(state)()
     assert details(one.plan(2, loads(9, 5, 3, 1)))[FULL]
 
 
 def test_storage_gets_states_alone_and_chains_go_on():
-    one = policy(experts=2)
+    one = policy(bytes=2 * STATES)
     one.storage.on_write_begun(full_plan(one, 1))
     one.storage.on_write_ended(full_plan(one, 1), committed=True)
     load = ZEROS
@@ -271,7 +310,7 @@ def test_storage_gets_states_alone_and_chains_go_on():
 
 
 def test_no_chain_goes_on_over_a_recovery_or_a_gap():
-    one = policy(experts=2)
+    one = policy(bytes=2 * STATES)
     take(one, 2, loads(1, 1, 1, 1))
     assert not details(one.plan(4, loads(3, 3, 3, 3)))[GRAD]
     one.recovery.on_resume(in_memory=True, in_storage=True)
@@ -286,7 +325,7 @@ def test_the_experts_that_continue_are_those_of_the_snapshot_before():
 
 
 def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_folded():
-    one, load = policy(experts=3, max_age=3, fold="peers"), ZEROS
+    one, load = policy(bytes=3 * STATES, max_age=3, fold="peers"), ZEROS
     for iteration in range(2, 8):
         load = loads(9, 5, 3, 1, before=load)
         plan = take(one, iteration, load)
@@ -294,7 +333,7 @@ def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_
             assert (
                 plan.compared == set(plan.operators_at(FULL)) - {o.name for o in OPERATORS if o.place is None} != set()
             )
-            assert not policy(experts=3, max_age=3).plan(5, load).compared
+            assert not policy(bytes=3 * STATES, max_age=3).plan(5, load).compared
         assert iteration >= 5 or not plan.compared
 
 
@@ -305,10 +344,12 @@ def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_
 )
 def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts, fold):
     """Recounted from the plans alone; and what the policy was told survives JSON."""
-    one, load, plans = policy(experts=experts, max_age=4, fold=fold), ZEROS, {1: full_plan(policy(), 1)}
+    one, load, plans = policy(bytes=experts * STATES, max_age=4, fold=fold), ZEROS, {1: full_plan(policy(), 1)}
     for iteration, row in enumerate(rows, start=2):
         load = loads(*row, before=load)
-        other = Selective(OPERATORS, Every(1), gradients=True, score="tokens", experts=experts, max_age=4, fold=fold)
+        other = Selective(
+            OPERATORS, Every(1), gradients=True, score="tokens", bytes=experts * STATES, max_age=4, fold=fold
+        )
         other.on_sizes(Told())
         other.loading(json.loads(json.dumps(one.state_dict())))()
         plans[iteration] = take(one, iteration, load)
@@ -388,7 +429,7 @@ def test_by_default_they_are_on_where_they_can_be():
 def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, experts, risk):
     layers, width = len(trace[0]), len(trace[0][0])
     model = operators((1,) * layers, experts=width)
-    one = Selective(model, Every(1), gradients=True, score="tokens", experts=experts)
+    one = Selective(model, Every(1), gradients=True, score="tokens", bytes=experts * layers * FULL_BYTES)
     one.on_sizes(Told())
     load, found, shares = {layer: [0] * width for layer in range(layers)}, [], []
     based(one, load=load)
@@ -400,7 +441,11 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
     assert sum(found[10:]) / len(found[10:]) == pytest.approx(risk, rel=0.1)
     sizes = one.sizes[0]
     foretold = replay_chains(
-        [dict(enumerate(row)) for row in trace], [sizes.count_limit(experts * layers)], sizes, one.max_expert_age, 10
+        [dict(enumerate(row)) for row in trace],
+        [sizes.total_limit(experts * layers * sizes.largest_expert)],
+        sizes,
+        one.max_expert_age,
+        10,
     )
     assert foretold.risk.mlt_per_layer == pytest.approx(sum(found[10:]) / len(found[10:]), rel=0.02)
     saved, gradients = (sum(one[f"selective_{name}"] for one in shares[10:]) for name in ("experts", "gradients"))
@@ -412,7 +457,7 @@ def test_of_the_last_fifth_of_recorded_loads_too(trace):
     """Less than 0.3 of what Algorithm 1 leaves at the same bytes, in a run under way."""
     skip, experts = len(trace) - len(trace) // 5, 4
     sizes = equal_sizes(dict(enumerate(trace[0])), 1 / 3)
-    limits = [sizes.count_limit(experts * len(trace[0]))]
+    limits = [sizes.total_limit(experts * len(trace[0]) * sizes.largest_expert)]
     found = replay_chains([dict(enumerate(row)) for row in trace], limits, sizes, 4 * (32 // experts), skip)
     by_rule = at_risk(trace, experts, lambda unsaved, _, most: proportional(unsaved, most), skip)
     assert found.risk.mlt_per_layer < 0.3 * by_rule

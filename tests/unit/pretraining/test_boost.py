@@ -31,7 +31,7 @@ def without_cuda(monkeypatch):
 class Layer(torch.nn.Module):
     """A router of uneven experts, its input, and what counts and boosts its tokens."""
 
-    def __init__(self, policy="probs", dtype=torch.float32, tokens=TOKENS, **flags):
+    def __init__(self, policy="probs", dtype=torch.float32, tokens=TOKENS, calls=1, **flags):
         super().__init__()
         config = TransformerConfig(
             num_layers=1,
@@ -53,7 +53,7 @@ class Layer(torch.nn.Module):
         if self.router.expert_bias is not None:
             self.router.expert_bias[1] = 0.5
         self.hidden = torch.randn(tokens, 1, 16).to(dtype).requires_grad_()
-        self.counts = RouterCounts([self], [0], EXPERTS, False, torch.device("cpu"))
+        self.counts = RouterCounts([self], [0], EXPERTS, False, torch.device("cpu"), calls=calls)
 
     def forward(self):
         """Probabilities, and which token goes to which expert."""
@@ -114,6 +114,25 @@ def test_no_rank_processes_more_than_its_slots(policy):
     assert (tokens > CAPACITY).any()
     assert (tokens.view(RANKS, -1).sum(dim=1) <= CAPACITY * EXPERTS // RANKS).all()
     assert (tokens <= CAPACITY * (1 + FRACTION)).all()
+
+
+def test_all_calls_of_an_iteration_together_make_up_at_most_the_debt():
+    """Even if each could make up all of it; a part that does not divide by the calls stays."""
+    layer = Layer(calls=3).boost([8] * EXPERTS)
+    for _ in range(3):
+        layer()
+    _, beyond = layer.taken()
+    assert max(beyond) == 6
+    layer.boost([2] * EXPERTS)()
+    assert sum(layer.taken()[1]) == 0
+
+
+def test_a_capacity_is_exceeded_by_a_fraction_that_is_rounded_down():
+    layer = Layer(tokens=TOKENS - EXPERTS // TOPK)
+    capacity = (TOKENS * TOPK - EXPERTS) // EXPERTS
+    assert int(capacity * FRACTION) != capacity * FRACTION
+    _, more = layer.boost([9999] * EXPERTS)()
+    assert int(more.sum(dim=0).max()) == capacity + int(capacity * FRACTION)
 
 
 numbers = st.lists(st.integers(0, 30), min_size=6, max_size=6)

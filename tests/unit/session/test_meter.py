@@ -7,7 +7,7 @@ import pytest
 from moc.policy import Transfer
 from moc.session.saving.metrics import Meter
 
-COPIED = dict(snapshot_bytes=400.0, snapshot_copy_s=2.0)
+COPIED = dict(snapshot_bytes=400.0, snapshot_copy_s=2.0, snapshot_gradients_s=0.2)
 WRITTEN = dict(snapshot_written_bytes=200.0, snapshot_write_s=8.0)
 
 

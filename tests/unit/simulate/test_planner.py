@@ -101,7 +101,8 @@ def test_the_reason_names_what_decided():
 def test_gradients_count_only_with_a_snapshot_in_every_iteration():
     setup = small_setup()
     setup = dataclasses.replace(setup, timing=dataclasses.replace(setup.timing, update_s=0.5))
-    asked = Options(interval=1, replicas=1, own={"experts": 4})
+    four = round(4 * setup.machine(1).expert_bytes)
+    asked = Options(interval=1, replicas=1, own={"bytes": four})
     each, apart = (
         POLICIES["selective"](setup, dataclasses.replace(asked, interval=interval)).saving for interval in (1, 2)
     )

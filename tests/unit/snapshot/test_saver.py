@@ -5,13 +5,13 @@ import os
 import threading
 import time
 from concurrent.futures import Future, wait
-from unittest import mock
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from moc.snapshot import device_copy
+from moc.snapshot import device_copy, staging
 from moc.snapshot.background import GivenUpError
 from moc.snapshot.contents import share
 from moc.snapshot.device_copy import Gate
@@ -452,27 +452,79 @@ def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memor
         saver.close()
 
 
-def test_gradients_are_copied_first_and_may_be_cleared_then(memory):
-    """While the gate holds up the rest: the file has what they were."""
-    gate, state = Gate(), state_of(6, 8)
+def recorded_copies(monkeypatch):
+    """Returns the list that receives the addresses of the sources of each call that copies to host memory."""
+    copy, copied = device_copy._copy_all, []
+
+    def copy_all(copies, **how):
+        copied.append({one.source.data_ptr() for one in copies})
+        copy(copies, **how)
+
+    monkeypatch.setattr(device_copy, "_copy_all", copy_all)
+    return copied
+
+
+def test_gradients_may_be_cleared_at_once_and_are_copied_last(memory, monkeypatch):
+    """Also those of the next snapshot, which waits until the second buffer is free; the gate holds up all copies."""
+    gate, state, copied = Gate(), state_of(6, 8), recorded_copies(monkeypatch)
     gradient = torch.randn(8)
     fragments = [*state, fragment("output_layer.0", "grad", gradient, 4)]
-    expected = values(fragments)
     saver = Saver(0, CPU, memory, None, gate)
     try:
-        copy, copied = device_copy._copy_all, []
-        with mock.patch.object(
-            device_copy, "_copy_all", lambda copies, **how: copied.append(copies) or copy(copies, **how)
-        ):
+        for slot, iteration in enumerate((3, 4)):
+            gradient.copy_(torch.randn(8))
+            expected = values(fragments)
             gate.close()
-            snapshot = saver.take(0, 3, share(fragments), OPERATORS)
-            assert snapshot.gradients is not None
-            snapshot.gradients.wait()  # opens the gate
+            snapshot = saver.take(slot, iteration, share(fragments), OPERATORS)
+            assert snapshot.gradients is None and not snapshot.sealed.done()
             gradient.zero_()
-            snapshot.capture.wait()
-        assert [{one.source.data_ptr() for one in copies} for copies in copied][0] == {gradient.data_ptr()}
+            snapshot.state.wait()  # opens the gate
+            part = snapshot.sealed.result()
+            assert_holds(memory.storage.root / f"iter_{iteration:07d}" / part.name, part, fragments, expected)
+            assert snapshot.delay() > 0 and gradient.data_ptr() not in set.union(*copied)
+        assert state[1].view.data_ptr() in copied[0] | copied[1] and len(copied[-1]) == 1
+        snapshot = saver.take(0, 5, share(fragments), OPERATORS)
+        gradient.fill_(7)
+        saver.take(1, 6, share(fragments), OPERATORS)
         part = snapshot.sealed.result()
-        assert_holds(memory.storage.root / "iter_0000003" / part.name, part, fragments, expected)
-        assert saver.take(1, 4, share(state), OPERATORS).gradients is None
+        assert_holds(
+            memory.storage.root / "iter_0000005" / part.name, part, fragments, values(state) + [torch.zeros(8)]
+        )
+    finally:
+        saver.close()
+
+
+def test_on_a_device_the_delay_by_the_second_buffer_is_that_of_its_stream(monkeypatch):
+    """5 ms on the stream, and what the host took to enqueue the copy; also if it is read twice."""
+    mark = SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 5.0)
+    monkeypatch.setattr(staging, "marker_of", lambda device: lambda: mark)
+    source, target = torch.ones(4), torch.zeros(4)
+    copies, delay = staging.GradientStaging(CPU).stage([device_copy.Copy(source, target)])
+    assert copies[0].source.data_ptr() != source.data_ptr() and torch.equal(copies[0].source, source)
+    assert 0.005 < delay() == delay()
+
+
+def test_gradients_without_a_second_buffer_are_copied_first(memory, monkeypatch):
+    """The device lacks memory, once; they may be cleared after a wait."""
+    attempts = []
+
+    def allocate(nbytes, device):
+        attempts.append(nbytes)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(staging, "_allocate", allocate)
+    state, gradient, copied = state_of(6, 8), torch.randn(8), recorded_copies(monkeypatch)
+    fragments = [*state, fragment("output_layer.0", "grad", gradient, 4)]
+    saver = Saver(0, CPU, memory, None)
+    try:
+        for slot, iteration in enumerate((3, 4)):
+            expected = values(fragments)
+            snapshot = saver.take(slot, iteration, share(fragments), OPERATORS)
+            snapshot.gradients.wait()
+            gradient.zero_()
+            part = snapshot.sealed.result()
+            assert_holds(memory.storage.root / f"iter_{iteration:07d}" / part.name, part, fragments, expected)
+        assert copied[0] == {gradient.data_ptr()} and len(attempts) == 1
+        assert saver.take(2, 5, share(state), OPERATORS).gradients is None
     finally:
         saver.close()

@@ -72,12 +72,13 @@ def test_snapshots_are_further_apart_where_not_even_one_expert_hides(capsys, nby
     dense, expert = nbytes
     slow = [*MODEL, "--tier", "memory", "--snapshot-gbs", (dense + expert) / 2e9]
     found = plan(capsys, *slow)["explain_selective"]
-    assert found["stall_s"] == pytest.approx(1.0) and found["interval"] == 17  # 1 s, of at most 3 % of 17 times 2 s
-    assert (found["experts"], found["equally_busy"]) == (0.5, pytest.approx(17 * (8 - 1) / 2))
+    assert found["interval"] == 2 * 17  # one expert: 1 s, of at most 3 % of 17 times 2 s
+    assert 1.0 < found["stall_s"] < 0.031 * 2 * 34 and found["experts"] > 0.5
     assert sizes.main(list(map(str, slow))) == 0
     text = capsys.readouterr().out
-    assert "S 0.5 of 4 experts of each layer, every 17 iterations" in text
-    assert "Not even one expert hides in an iteration: a snapshot every 17 iterations; training waits 1 s" in text
+    assert "of 4 experts of each layer, every 34 iterations" in text
+    assert "Not even one expert hides in an iteration: a snapshot every 34 iterations" in text
+    assert f"training waits {found['stall_s']:.3g} s" in text
 
 
 def test_recorded_loads_are_replayed(capsys, tmp_path, budget):
@@ -112,11 +113,11 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(capsys, 
     found = plan(capsys, *eight, *budget("--snapshot-gbs", 2))["explain_selective"]["routing"]  # 1 of 8
     assert (found["shape"], found["experts"]) == ([334, 24, 32], 4.0)
     risks = {name: risk["mlt_per_layer"] for name, risk in found["rules"].items()}
-    assert risks["proportional (Algorithm 1)"] == pytest.approx(1.94, abs=0.02)
-    assert risks["per-byte, tokens-age, any age"] == pytest.approx(1.03, rel=0.01)
-    assert risks["per-byte, tokens-age"] == pytest.approx(1.12, rel=0.01)  # none waits for more than 32 iterations
-    assert found["rules"]["per-byte, tokens-age"]["oldest"] == 33
-    assert risks["in turn"] == pytest.approx(3.5, rel=0.01)
+    assert found["skipped"] == 167
+    best = risks["per-byte, tokens-age, any age"]
+    assert best == pytest.approx(0.971, rel=0.01) and best < risks["per-byte, tokens-age"] < 1.05 * best
+    assert risks["per-byte, tokens-age"] < 0.6 * risks["proportional (Algorithm 1)"] < risks["in turn"]
+    assert found["rules"]["per-byte, tokens-age"]["oldest"] == 65  # 8 times 8 snapshots
     assert found["rules"]["in turn"]["mlt"] == pytest.approx(24 * risks["in turn"])
 
 
@@ -158,7 +159,7 @@ def test_recorded_loads_are_replayed_with_gradients(capsys, tmp_path, budget):
     argv = [*MODEL, "--tier", "memory", *budget("--snapshot-gbs", 2), "--routing", file]
     found = plan(capsys, *argv)["explain_selective"]["routing"]
     chained = found["gradients"]
-    assert found["experts"] == 1.0 < 2.0 < chained["experts"] <= 3.0 and 0.8 < chained["gradients"] < 1
+    assert found["experts"] == 1.0 < 2.0 <= chained["experts"] <= 3.0 and 0.8 <= chained["gradients"] < 1
     assert chained["risk"]["mlt_per_layer"] < 0.5 * found["rules"]["per-byte, tokens-age"]["mlt_per_layer"]
     assert sizes.main(list(map(str, argv))) == 0
     text = capsys.readouterr().out
@@ -174,8 +175,8 @@ def test_of_recorded_loads_gradients_leave_what_the_policy_leaves(capsys, budget
         pytest.skip("the recorded loads are not at hand")
     argv = [*MODEL, "--num-experts", 8, "--tier", "memory", "--routing", RECORDED, *budget("--snapshot-gbs", 2)]
     found = plan(capsys, *argv)["explain_selective"]["routing"]["gradients"]  # 4 of 32, of the recording
-    assert found["risk"]["mlt_per_layer"] == pytest.approx(0.51, rel=0.02)
-    assert (found["experts"], found["gradients"]) == (pytest.approx(8.5, abs=0.1), pytest.approx(0.79, abs=0.01))
+    assert found["risk"]["mlt_per_layer"] == pytest.approx(0.493, rel=0.02)
+    assert (found["experts"], found["gradients"]) == (pytest.approx(8.5, abs=0.2), pytest.approx(0.79, abs=0.02))
 
 
 OFF = "--ckpt-policy selective --ckpt-dir . --selective-gradients off".split()
