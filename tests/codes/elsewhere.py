@@ -6,6 +6,7 @@ TESTS = {
     "data-changed": "reports/test_data_identity.py",
     "data-differs-between-nodes": "reports/test_data_identity.py",
     "data-of-other-tokenizer": "reports/test_data_identity.py",
+    "departure-incomplete": "integration/test_departures.py",
     "device-broken": "unit/runtime/test_membership.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",

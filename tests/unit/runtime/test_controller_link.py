@@ -75,7 +75,7 @@ class Agent:
     def hello(self):
         workers = [dict(name=name, node=self.node, rank=rank, together=True, built=True, here=self.generation,
                         met=self.generation) for name, rank in self.workers.items()]  # fmt: skip
-        return dict(node=self.node, generation=self.generation, workers=workers, asked=None), []
+        return dict(node=self.node, generation=self.generation, workers=workers, asked=None, departs=False), []
 
     def obey(self, order):
         self.orders.append(order)
