@@ -13,7 +13,7 @@ from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.data.identity import DataError, DataIdentity, difference
 from megatron.pretraining.duties import Done, Duties, missed
-from megatron.pretraining.elastic.membership import Guests, hand_over, is_settled, migrate, settle
+from megatron.pretraining.elastic.membership import Guests, describe_replicas, hand_over, is_settled, migrate, settle
 from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
@@ -116,6 +116,8 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
             parts.rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
+        if parts.replicas.plans:
+            log.message(describe_replicas(parts.replicas.plans, config.elastic.elastic_min_replicas))
     guests = None
     if parts.replicas is not None and min_nodes() is not None and goes_on_in_process(config):
         guests = Guests(world, partial(hand_over, config, parts.replicas, parts.shards, engine, session, log))

@@ -50,6 +50,7 @@ def test_a_node_with_the_controller_and_only_replicas_leaves(data, tmp_path, hel
     assert not begun_twice(job) and job.pids == before
     assert [event["cause"] for event in job.events("generation")] == ["node-departed"]
     assert not job.events("fallback") and {event["tier"] for event in job.events("resume")} == {"live"}
+    assert job.console.count("every expert has at least") == 2  # at the start and after the change
     first, second = job.events("migration")
     assert first["experts"] > 0 == second["experts"] and first["iteration"] == second["iteration"] == 5
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -37,6 +38,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
+from moc.cli_output import counted
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import ShardAssignment, count_new_replicas
 from moc.fault_points import reach
@@ -286,6 +288,24 @@ def migrate(
     )
     log.message(
         f"{count} nodes continue from iteration {iteration}: {copied} copies of experts moved in {seconds:.2f} s"
+    )
+
+
+def describe_replicas(plans: Plans, min_replicas: int) -> str:
+    """Returns a sentence about the replicas of all experts, with a warning if some have fewer than f; pure.
+
+    Args:
+        plans: plans in force.
+        min_replicas: f.
+    """
+    counts = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
+    least, fewer = int(counts.min()), int((counts < min_replicas).sum())
+    sentence = f"every expert has at least {least} replica{'' if least == 1 else 's'}"
+    if not fewer:
+        return sentence
+    return (
+        f"WARNING: {sentence}, and {fewer} of {counts.size} have fewer than {min_replicas} (--elastic-min-replicas): "
+        f"the loss of {counted(least, 'node')} can lose experts. Fix: raise --elastic-slots, or add nodes"
     )
 
 
