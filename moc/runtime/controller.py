@@ -171,7 +171,7 @@ Afterwards the order is repeated."""
 DEPARTURE_WINDOW_S = 2.0
 """Seconds from a node's request to leave until departures begin: all requests meanwhile are one change of members."""
 
-TAKEOVER_WAIT_S = 2.0
+TAKEOVER_WAIT_S = 0.8
 """Seconds that a new leader waits for its predecessor's agents."""
 
 STEPPED_DOWN = 77
