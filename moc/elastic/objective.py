@@ -35,7 +35,7 @@ def fatal_share(representatives: Sequence[int], nodes: int, losses: LossModel) -
     """Returns the share of losses that leave an expert without a replica, by a union bound.
 
     Args:
-        representatives: replicas of the first expert of each group, with which the group survives (appendix A.1).
+        representatives: replicas of the first expert of each group: the group survives with it (appendix A.1).
         nodes: nodes that hold replicas.
         losses: how nodes are lost.
     """

@@ -195,7 +195,7 @@ class Agent:
         self._link.send("departs")
 
     def _end_departing(self, reason: str) -> None:
-        """Ends this node: as departed if the others have its state, and so its workers are gone, else as lost."""
+        """Ends this node: as departed if the others have its state (no worker is left), otherwise as lost."""
         if self._end.done():
             return
         if not self._workers:

@@ -84,7 +84,7 @@ class ControllerLink:
         self._instance, self._process_name = secrets.token_hex(8), f"process {os.getpid()} of {socket.gethostname()}"
         self._next_index = 0
         self._has_promised = self._is_led = False
-        self._free_in = 0.0  # as told to the candidate
+        self._free_in = 0.0  # value in the last hello
         self._clock, self._led_at = (
             RunningClock(max_step_s=2 * self._request_timeout_s),
             0.0,
@@ -283,7 +283,7 @@ class ControllerLink:
         """Searches the other candidates for a leader; without one, prefers the lowest reachable index.
 
         A candidate that has died may still have been reachable when this agent connected, through its launcher.  Once
-        its port refuses connections, this agent reconnects, to say that it is free.
+        its port refuses connections, this agent reconnects and reports that it is free.
         """
         led_at, patience_s = time.monotonic(), self._times.lease_s * (1 + random.random())
         pause_s = _FIRST_SEARCH_S
