@@ -37,7 +37,7 @@ from moc.runtime.flags import LauncherFlags, parse_node_range
 from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, check_arguments, find_program
 from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
-from moc.runtime.termination import LOST
+from moc.runtime.termination import DEPARTED, LOST
 from moc.store.errors import TakenError
 
 _log = logging.getLogger("moc")
@@ -89,6 +89,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
     add("max-wait", 1800.0, "seconds to wait for a lost node or a spare before the job ends with code 75", type=float)
     add("grow-wait", 120.0, "with MIN: seconds to wait for more nodes at the start, and when a node joins", type=float)
+    text = "with MIN: seconds for a node to move its state to the others after SIGTERM; 0 to stop the job instead"
+    add("drain-seconds", 25.0, text, type=float)
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
@@ -136,6 +138,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         hang_caps=progress.parse_hang_caps(own.hang_timeout),
         max_wait_s=own.max_wait,
         grow_wait_s=own.grow_wait,
+        drain_s=own.drain_seconds,
         patience_s=own.patience,
         network_interface=own.network_interface,
         launcher_arguments=[flag for flag in ours if flag not in _NOT_OF_SPARES]
@@ -164,7 +167,8 @@ def _mistakes(
             f"{own.script} does not exist. Fix: name the program of the workers behind the flags of mocrun",
             code="program-missing",
         )
-    for name, least in (("silence_timeout", 1), ("patience", 1), ("max_wait", 0), ("grow_wait", 0)):
+    seconds = dict(silence_timeout=1, patience=1, max_wait=0, grow_wait=0, drain_seconds=0)
+    for name, least in seconds.items():
         if getattr(own, name) < least:
             yield _out_of_range(name, getattr(own, name), f"at least {least}, in seconds")
     if (most > 1 or own.node_rank > 0) and address is None:
@@ -290,7 +294,7 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
         spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
         try:
             code, led = await _run_agent(flags, endpoints, token, signals, reports, again=flags.spares)
-            if led == flags.node_rank:
+            if led == flags.node_rank and code != DEPARTED:
                 await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have received the end
             if spares and keeping.done():
                 await asyncio.wait(spares, timeout=flags.patience_s)

@@ -11,7 +11,7 @@ import torch
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, due, duties_after
-from megatron.pretraining.elastic.membership import GuestsWait
+from megatron.pretraining.elastic.membership import MembersChange
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults
@@ -67,8 +67,8 @@ def pretrain(config: Config, program: Program) -> int:
                 job.start_over()
             except PolicySwitched:
                 loss = None
-            except GuestsWait:
-                loss = job.admit_joining_workers()
+            except MembersChange as change:
+                loss = job.change_members(change.has_handed_over)
             except Exception as error:
                 loss = job.rejoin_after(error)  # re-raises, unless a worker was lost and replaced
             assert parts is not None  # a loss before the worker is built is fatal
@@ -162,10 +162,10 @@ def plan_anew(run: TrainingRun) -> None:
 
 
 def meet_guests(run: TrainingRun) -> None:
-    """With ``--elastic``, ends this generation if nodes have joined; training continues with them in the next one.
+    """With ``--elastic``, ends this generation if nodes have joined or depart; training continues in the next one.
 
     Raises:
-        GuestsWait: on all workers, after the same iteration.
+        MembersChange: on all workers, after the same iteration.
     """
     if run.guests is not None:
         run.guests.meet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.data.identity import DataError, DataIdentity, difference
 from megatron.pretraining.duties import Done, Duties, missed
-from megatron.pretraining.elastic.membership import Guests, is_settled, migrate, settle
+from megatron.pretraining.elastic.membership import Guests, describe_replicas, hand_over, is_settled, migrate, settle
 from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
@@ -115,7 +116,11 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
             migrate(parts.replicas, parts.shards, engine, session, log)
         elif not under_way:
             parts.rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
-    guests = Guests(world) if min_nodes() is not None and goes_on_in_process(config) else None
+        if parts.replicas.plans:
+            log.message(describe_replicas(parts.replicas.plans, config.elastic.elastic_min_replicas))
+    guests = None
+    if parts.replicas is not None and min_nodes() is not None and goes_on_in_process(config):
+        guests = Guests(world, partial(hand_over, config, parts.replicas, parts.shards, engine, session, log))
     stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer, guests))))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model

@@ -66,7 +66,8 @@ class PlanSettings:
 def feasible_replicas(min_replicas: int, experts: int, nodes: int, slots: int) -> int:
     """Returns f, or the largest smaller value that fits the slots; fewer simultaneous node losses lose no expert.
 
-    Lazarus reduces f if it does not fit (section 6.2).
+    Lazarus reduces f of all experts if it does not fit (section 6.2).  Here, this is the minimum: as many experts as
+    possible have one more (:func:`allocate_distinct`).
 
     Args:
         min_replicas: f.
@@ -92,6 +93,8 @@ def max_experts_everywhere(min_replicas: int, experts: int, nodes: int, slots: i
     Arguments and errors as in :func:`feasible_replicas`.
     """
     feasible = feasible_replicas(min_replicas, experts, nodes, slots)
+    if feasible < min(min_replicas, nodes):
+        return 0  # an expert on all nodes would take replicas that others lack
 
     def is_feasible(hot: int) -> bool:
         other_experts, free_slots = experts - hot, slots - hot
@@ -143,6 +146,9 @@ def allocate_distinct(
     A second replica of an expert on a node would duplicate its weights. Instead, the dispatcher gives more tokens to
     the first replica, and another expert gets the slot.
 
+    If the slots hold less than ``min_replicas`` of each expert, they are spread evenly: only the coldest experts have
+    one replica less than the others.
+
     Args:
         loads: tokens of each expert.
         nodes: nodes that hold replicas.
@@ -159,13 +165,21 @@ def allocate_distinct(
     order = experts_by_load(loads)
     while everywhere < len(loads):
         others = order[: len(loads) - everywhere]
-        counts = allocate_replicas([loads[expert] for expert in others], nodes * (slots - everywhere), min_replicas)
+        counts = _allocate([loads[expert] for expert in others], nodes * (slots - everywhere), min_replicas)
         excess = sum(count > nodes for count in counts)
         if not excess:
             replicas = dict(zip(others, counts, strict=True))
             return [replicas.get(expert, nodes) for expert in range(len(loads))]
         everywhere += excess
     return [nodes] * len(loads)
+
+
+def _allocate(loads: Sequence[int], slots: int, min_replicas: int) -> list[int]:
+    """Returns replicas in proportion to ascending loads, or evenly if ``min_replicas`` of each expert do not fit."""
+    if not len(loads) <= slots < len(loads) * min_replicas:
+        return allocate_replicas(loads, slots, min_replicas)
+    least, larger = divmod(slots, len(loads))
+    return [least] * (len(loads) - larger) + [least + 1] * larger
 
 
 def experts_by_load(loads: Sequence[int]) -> list[int]:

@@ -12,13 +12,16 @@ two replicas follow while they increase survival.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy
 
 from moc.elastic import ElasticError
-from moc.elastic.allocation import allocate_distinct, experts_by_load, feasible_replicas
+from moc.elastic.allocation import allocate_distinct, experts_by_load, feasible_replicas, max_experts_everywhere
+from moc.elastic.dispatch import tokens_per_rank
+from moc.elastic.objective import TOLERATED_IMBALANCE, LossModel, predicted_time
 from moc.elastic.survival import bit_masks, subset_sizes, survival_score
 
 EMPTY = -1
@@ -30,13 +33,15 @@ def place_by_load(
 ) -> numpy.ndarray:
     """Places the replicas of each expert according to its load.
 
-    Experts with equally many replicas are ordered by number, so that small load changes keep the order.
+    Experts with equally many replicas are ordered by number, so that small load changes keep the order.  If the busiest
+    node then has more than 1.05 times the mean work, they form groups of level load (:func:`level_groups`), which
+    survive equally.
 
     Args:
         loads: tokens of each expert.
         nodes: nodes that hold replicas.
         slots: slots of each node.
-        min_replicas: replicas of each expert, if they fit (:func:`feasible_replicas`).
+        min_replicas: replicas of each expert, or of as many as possible (:func:`allocate_distinct`).
         everywhere: number of hottest experts on every node.
         same_groups: form the same groups for any number of nodes. Experts with equally many replicas are then ordered
             by load, since their replicas may differ for another number of nodes.
@@ -47,14 +52,119 @@ def place_by_load(
     Raises:
         ValueError: the slots do not suffice.
     """
+    return _place_by_load(tuple(loads), nodes, slots, min_replicas, everywhere, same_groups)[0].copy()
+
+
+@functools.lru_cache(maxsize=256)  # the search for h places each layer, and the last placement is used
+def _place_by_load(
+    loads: tuple[int, ...], nodes: int, slots: int, min_replicas: int, everywhere: int, same_groups: bool
+) -> tuple[numpy.ndarray, float]:
+    """Returns the placement of :func:`place_by_load`, and its imbalance."""
     coldest_first = experts_by_load(loads)
-    min_replicas = feasible_replicas(min_replicas, len(loads) - everywhere, nodes, slots - everywhere)
-    replicas = allocate_distinct(loads, nodes, slots, min_replicas, everywhere)
-    order = coldest_first if same_groups else range(len(loads))
-    numbers = numpy.array([*order, EMPTY])  # EMPTY (-1) is the last index
-    hottest = [order.index(expert) for expert in coldest_first[len(loads) - everywhere :]]
-    table = place_replicas([replicas[expert] for expert in order], nodes, slots, hottest)
-    return without_repetition(numbers[table], coldest_first[::-1])
+    feasible_replicas(1, len(loads) - everywhere, nodes, slots - everywhere)  # raises
+    replicas = allocate_distinct(loads, nodes, slots, min(min_replicas, nodes), everywhere)
+    hottest = coldest_first[len(loads) - everywhere :]
+
+    def placed(order: Sequence[int]) -> numpy.ndarray:
+        numbers = numpy.array([*order, EMPTY])  # EMPTY (-1) is the last index
+        position = {expert: index for index, expert in enumerate(order)}
+        table = place_replicas(
+            [replicas[expert] for expert in order], nodes, slots, [position[expert] for expert in hottest]
+        )
+        return without_repetition(numbers[table], coldest_first[::-1])
+
+    table = placed(coldest_first if same_groups else range(len(loads)))
+    imbalance = placement_imbalance(loads, table)
+    if same_groups or imbalance <= TOLERATED_IMBALANCE:
+        return table, imbalance
+    leveled = placed(level_groups(loads, replicas, slots - everywhere, hottest))
+    return min((table, imbalance), (leveled, placement_imbalance(loads, leveled)), key=lambda found: found[1])
+
+
+def level_groups(
+    loads: Sequence[int], replicas: Sequence[int], slots: int, everywhere: Sequence[int] = ()
+) -> list[int]:
+    """Returns the experts in an order that levels the load of groups; experts with equally many replicas are exchanged.
+
+    MRO groups the experts by ascending replicas, and leaves open which of those with equally many share a group.  The
+    hottest one goes to the group with the least load that has room (longest processing time first).  The time grows as
+    E log E for E experts.
+
+    Args:
+        loads: tokens of each expert.
+        replicas: replicas of each expert.
+        slots: experts of a group.
+        everywhere: experts that belong to no group.
+    """
+    apart = set(everywhere)
+    grouped = sorted((expert for expert in range(len(loads)) if expert not in apart), key=replicas.__getitem__)
+    result, load_of_group = [], [0.0] * (-(-len(grouped) // max(slots, 1)) + 1)
+    for count, run in itertools.groupby(grouped, key=replicas.__getitem__):
+        members, start = list(run), len(result)
+        stop = start + len(members)
+        groups = range(start // slots, (stop - 1) // slots + 1)
+        room = {group: min(stop, (group + 1) * slots) - max(start, group * slots) for group in groups}
+        least = [(load_of_group[group], group) for group in groups]
+        heapq.heapify(least)
+        chosen: dict[int, list[int]] = {group: [] for group in groups}
+        for expert in sorted(members, key=lambda expert: -loads[expert]):
+            load, group = heapq.heappop(least)
+            chosen[group].append(expert)
+            load_of_group[group] = load + loads[expert] / max(count, 1)
+            if len(chosen[group]) < room[group]:
+                heapq.heappush(least, (load_of_group[group], group))
+        result += [expert for group in groups for expert in sorted(chosen[group])]
+    return result + list(everywhere)
+
+
+def choose_everywhere(
+    loads: Sequence[Sequence[int]],
+    nodes: int,
+    slots: int,
+    min_replicas: int,
+    same_groups: bool = False,
+    losses: LossModel = LossModel(),  # noqa: B008  # frozen
+) -> int:
+    """Returns the number of hottest experts on every node with the least predicted time to train.
+
+    Maximum rank overlap puts cold experts on the same few nodes, which have little work. Each slot for a hot expert
+    there creates more groups of cold experts, and so lowers survival.
+
+    Args:
+        loads: tokens of each expert, by layer.
+        nodes: nodes that hold replicas.
+        slots: slots of each node.
+        min_replicas: replicas of each expert; fewer experts with them are not accepted for a larger number.
+        same_groups: as in :func:`place_by_load`.
+        losses: how nodes are lost.
+
+    Returns:
+        The number.  If the busiest node has at most 1.05 times the mean work, it is the smallest such number, since
+        survival only falls.
+
+    Raises:
+        ValueError: the slots do not suffice for all experts.
+    """
+    experts, times = len(loads[0]), []
+    for count in range(min(max_experts_everywhere(min_replicas, experts, nodes, slots), experts - 1) + 1):
+        placements = [_place_by_load(tuple(row), nodes, slots, min_replicas, count, same_groups) for row in loads]
+        imbalance = float(numpy.mean([imbalance for _, imbalance in placements]))
+        if imbalance <= TOLERATED_IMBALANCE:
+            return count
+        representatives = [
+            sorted(allocate_distinct(row, nodes, slots, min(min_replicas, nodes), count))[: experts - count]
+            for row in loads
+        ]
+        firsts = numpy.min(representatives, axis=0)[:: slots - count].tolist() if slots > count else []
+        times.append(predicted_time(imbalance, firsts, nodes, losses))
+    return int(numpy.argmin(times))
+
+
+def placement_imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
+    """Returns the work of the busiest node divided by the mean, as balanced by the dispatcher."""
+    tokens = numpy.asarray(loads, numpy.int64)
+    work = tokens_per_rank(tokens, replicas_by_node(table, len(tokens)))
+    return float(work.max() / work.mean()) if tokens.any() else 1.0
 
 
 def place_replicas(replicas: Sequence[int], nodes: int, slots: int, everywhere: Sequence[int] = ()) -> numpy.ndarray:

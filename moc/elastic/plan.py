@@ -21,11 +21,10 @@ from moc.elastic.allocation import (
     PlanSettings,
     domain_slices,
     feasible_replicas,
-    max_experts_everywhere,
     min_replicas_per_domain,
 )
-from moc.elastic.dispatch import tokens_per_rank, tokens_per_rank_in_domains
-from moc.elastic.placement import EMPTY, place_by_load, replicas_by_node
+from moc.elastic.dispatch import tokens_per_rank_in_domains
+from moc.elastic.placement import EMPTY, choose_everywhere, place_by_load, replicas_by_node
 from moc.files import decode
 from moc.files.decode import MAX_COUNT, Count
 from moc.files.text import short_repr
@@ -108,6 +107,10 @@ class Plan:
         starts = numpy.repeat([domain.start for domain in domain_slices(self.domains)], self.domains)
         offsets = numpy.array(self.columns) - starts
         return by_member[:, numpy.argsort(offsets, kind="stable")]
+
+    def replica_counts(self) -> numpy.ndarray:
+        """Returns the number of nodes with a replica of each expert, int64[layers, experts]."""
+        return numpy.stack([(self.replicas_by_node(layer) > 0).sum(axis=1) for layer in sorted(self.tables)])
 
     def lost_experts(self, members: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Returns the (layer, expert) pairs without a replica on these nodes."""
@@ -285,7 +288,9 @@ def _place_in_domains(
         nodes: feasible_replicas(settings.min_replicas, len(rows[0]) - everywhere, nodes, slots - everywhere)
         for nodes in sizes
     }
-    min_replicas = min_replicas_per_domain(settings.min_replicas, [feasible[nodes] for nodes in domains])
+    min_replicas = settings.min_replicas
+    if len(domains) > 1:
+        min_replicas = min_replicas_per_domain(min_replicas, [feasible[nodes] for nodes in domains])
     if settings.everywhere is None:
         everywhere = min(choose_everywhere(rows, nodes, slots, min_replicas, same_groups) for nodes in sizes)
     tables_of_size = {
@@ -310,50 +315,6 @@ def previous_experts(previous: Plan, members: Sequence[int], layer: int) -> nump
         if member in rows:
             experts[number] = by_node[rows[member]]
     return experts
-
-
-TOLERATED_IMBALANCE = 1.05
-"""Work of the busiest node relative to the mean; below this, further experts on every node gain little."""
-
-
-def choose_everywhere(
-    loads: Sequence[Sequence[int]], nodes: int, slots: int, min_replicas: int, same_groups: bool = False
-) -> int:
-    """Returns the minimum number of hottest experts on every node that balances the work.
-
-    Maximum rank overlap puts cold experts on the same few nodes, which have little work. Each slot for a hot expert
-    there creates more groups of cold experts, and so lowers survival.
-
-    Args:
-        loads: tokens of each expert, by layer.
-        nodes: nodes that hold replicas.
-        slots: slots of each node.
-        min_replicas: replicas of each expert, reduced if they do not fit.
-        same_groups: as in :func:`moc.elastic.placement.place_by_load`.
-
-    Returns:
-        The smallest number for which the busiest node has at most 1.05 times the mean work, averaged over layers. If
-        there is none, the number with the least work on the busiest node.
-
-    Raises:
-        ValueError: the slots do not suffice for all experts.
-    """
-    experts, imbalances = len(loads[0]), []
-    for count in range(min(max_experts_everywhere(min_replicas, experts, nodes, slots), experts - 1) + 1):
-        tables = [place_by_load(row, nodes, slots, min_replicas, count, same_groups) for row in loads]
-        imbalances.append(
-            float(numpy.mean([placement_imbalance(row, table) for row, table in zip(loads, tables, strict=True)]))
-        )
-        if imbalances[-1] <= TOLERATED_IMBALANCE:
-            return count
-    return int(numpy.argmin(imbalances))
-
-
-def placement_imbalance(loads: Sequence[int], table: numpy.ndarray) -> float:
-    """Returns the work of the busiest node divided by the mean, as balanced by the dispatcher."""
-    tokens = numpy.asarray(loads, numpy.int64)
-    work = tokens_per_rank(tokens, replicas_by_node(table, len(tokens)))
-    return float(work.max() / work.mean()) if tokens.any() else 1.0
 
 
 _BLOCK = 128

@@ -19,6 +19,7 @@ from moc.runtime import async_connections, child_processes, environment
 from moc.runtime.addresses import interface_name
 from moc.runtime.clocks import Lease, RunningClock
 from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
+from moc.runtime.departure import Departure, DepartureError
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.orders import WorkerRecord
@@ -26,7 +27,7 @@ from moc.runtime.progress import HangLimits
 from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import run_replica_server
 from moc.runtime.socket_directory import memory_directory_of, socket_directory
-from moc.runtime.termination import RESUME_REMEDY, SAVED
+from moc.runtime.termination import DEPARTED, RESUME_REMEDY, SAVED
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import give_back
 
@@ -94,6 +95,8 @@ class Agent:
         self._end: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address = self._replica_server = ""  # set by run()
         self._lease = Lease.create()
+        drain_s = flags.drain_s if flags.min_nodes < flags.nnodes else 0.0
+        self._departure = Departure(drain_s, self._request_departure, self._end_departing)
         self._forkserver_answered_at: float | None = None  # None until the forkserver is warm
         times = SilenceLimits(flags.silence_timeout_s), flags.patience_s, max(flags.max_wait_s, MIN_JOIN_TIMEOUT_S)
         lease = self._lease if flags.has_other_nodes else None
@@ -109,6 +112,7 @@ class Agent:
             NoControllerError: no controller has led for longer than the patience.
             DependencyLostError: the forkserver has died or hangs, or the controller refused this node.
             NodeRemovedError: one of this node's devices does not work.
+            DepartureError: the node departed before its state was moved to the others.
             ProgramRefusedError: the forkserver refuses the program.
             StoppedError: the node was asked to stop before it had joined a controller.
             OSError: no directory can be created for this node's sockets.
@@ -138,6 +142,7 @@ class Agent:
                 job_continues = self._flags.has_other_nodes
                 raise
             finally:
+                self._departure.close()
                 with contextlib.suppress(ProcessLookupError):
                     self._forkserver.kill()  # remaining workers die with the forkserver
                 with contextlib.suppress(TimeoutError):
@@ -179,7 +184,33 @@ class Agent:
         return SAVED
 
     def signal(self, signal_number: int) -> None:
-        """Forwards the launcher's signal to the workers, which save and exit once all of them are running."""
+        """Handles the launcher's signal: SIGTERM asks to leave a job of MIN to MAX nodes, others stop the job."""
+        if signal_number == signal.SIGTERM and self._link.is_admitted and self._link.stop_signal is None:
+            if self._departure.handle_signal():
+                return
+        self._stop(signal_number)
+
+    def _request_departure(self) -> None:
+        _log.warning("SIGTERM: this node leaves the job when the others have its state; another SIGTERM ends it")
+        self._link.send("departs")
+
+    def _end_departing(self, reason: str) -> None:
+        """Ends this node: as departed if the others have its state (no worker is left), otherwise as lost."""
+        if self._end.done():
+            return
+        if not self._workers:
+            self._execute({"kind": "depart"})
+            return
+        self._end.set_exception(
+            DepartureError(
+                f"this node {reason}, and the others lack its state: it counts as lost. Fix: raise --drain-seconds, "
+                "or send one SIGTERM",
+                code="departure-incomplete",
+            )
+        )
+
+    def _stop(self, signal_number: int) -> None:
+        """Forwards a signal to the workers, which save and exit once all of them are running."""
         self._link.stop_signal = signal_number
         self._link.send("stopping", signal=signal_number)
         for worker in self._workers.values():
@@ -252,6 +283,7 @@ class Agent:
         hello = dict(
             node=self._flags.node_rank, workers=workers, generation=self._generation, asked=self._link.stop_signal
         )
+        hello["departs"] = self._departure.is_requested
         return hello, [_exit_message(worker, code) for worker, code in exited]
 
     def _execute(self, order: dict) -> None:
@@ -280,6 +312,11 @@ class Agent:
                 if kind == "abort" or not worker.is_joining:
                     assignment = {"rank": worker.rank, "size": worker.size, "helpers": worker.partial_model_parts}
                     self._forward(worker, order | {"store": self._controllers[self._link.leader]} | assignment)
+        elif kind == "stop":
+            self._departure.refuse()
+            self._stop(signal.SIGTERM)
+        elif kind == "depart" and not self._end.done():
+            self._end.set_result({"code": DEPARTED, "leaving": False, "gives_back": None, "asked": signal.SIGTERM})
         elif kind == "give_up" and not self._end.done():
             self._end.set_exception(NodeRemovedError(order["why"]))
         elif kind == "end":
@@ -352,7 +389,7 @@ class Agent:
             elif message["kind"] == "met":
                 worker.connected_generation = message["generation"]
             elif message["kind"] == "parted":
-                worker.drained_generation = message["generation"]
+                worker.drained_generation, worker.has_handed_over = message["generation"], message["handed_over"]
             elif message["kind"] == "alive":
                 worker.section, worker.section_s, worker.is_waiting = (
                     message["section"],

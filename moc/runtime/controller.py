@@ -31,14 +31,16 @@ from moc.runtime.membership import Membership, nodes_are
 from moc.runtime.orders import (
     Abort,
     AssignRank,
+    ChangeNotice,
     Connect,
     End,
     Kill,
     Order,
+    ReleaseNode,
     RemoveNode,
     SaveAndExit,
-    ScaleUpNotice,
     StartWorker,
+    StopNode,
     WorkerRecord,
 )
 from moc.runtime.protocol import Message, WireError, token_from_environment
@@ -112,7 +114,7 @@ class AgentPeer:
     @classmethod
     def from_hello(cls, hello: dict, connection: async_connections.AsyncConnection, now: float) -> AgentPeer:
         """Parses an agent's hello; raises WireError if it is malformed."""
-        for name in ("generation", "asked", "instance", "called", "door", "free_in", "silent", "at"):
+        for name in ("generation", "asked", "departs", "instance", "called", "door", "free_in", "silent", "at"):
             hello[name]
         try:
             workers = [WorkerRecord.from_message(worker) for worker in hello["workers"]]
@@ -166,7 +168,10 @@ SCALE_UP_RETRY_S = 60.0
 
 Afterwards the order is repeated."""
 
-TAKEOVER_WAIT_S = 2.0
+DEPARTURE_WINDOW_S = 2.0
+"""Seconds from a node's request to leave until departures begin: all requests meanwhile are one change of members."""
+
+TAKEOVER_WAIT_S = 0.8
 """Seconds that a new leader waits for its predecessor's agents."""
 
 STEPPED_DOWN = 77
@@ -199,6 +204,8 @@ class Controller:
         self._remind_at = 0.0  # time of the next console message about them
         self._state: ControlState | None = None  # None until this controller has taken over
         self._leader_since = math.inf
+        self._own_node: int | None = None  # node whose launcher runs this controller; None if none does
+        self._departures_at = math.inf  # time to announce the departing nodes
         self._store = RendezvousStore()
         self._end_is_logged = False  # the end was logged
         self._broadcast_due = False  # agents joined since the last broadcast
@@ -214,6 +221,7 @@ class Controller:
         Returns:
             The exit code: 0, or :data:`STEPPED_DOWN`.
         """
+        self._own_node = None if listener is None else self._election.index
         listening = async_connections.serve(
             address, token, self._serve_agent, beyond_loopback=beyond_loopback, listener=listener
         )
@@ -269,6 +277,8 @@ class Controller:
             self._execute(membership.node_lost(node))
         if membership.running and now - self._disturbed_at > FAILURE_MEMORY_S:
             membership.forget_failures()
+        if membership.has_departures_to_announce and now >= self._departures_at:
+            self._execute(membership.announce_departures())
         self._scale_up(now)
         missing = membership.missing_nodes()
         if not missing:
@@ -296,6 +306,8 @@ class Controller:
         membership = self._membership
         if not membership.can_grow:
             self._scale_up_at = math.inf
+        elif membership.departing:
+            pass  # one change of members after the other
         elif (
             now >= self._scale_up_at
             or (membership.scale_up.joining_workers_are_ready and not membership.has_scale_up_notice)
@@ -467,6 +479,8 @@ class Controller:
         self._answer_heartbeat(peer, hello["at"])  # so that the lease is valid before its workers start
         self._broadcast_due = True
         self._execute(self._membership.node_joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
+        if hello["departs"]:
+            self._request_departure(peer.node)
         if self._membership.blocks.block_of(peer.node) is None and not self._end_is_logged:
             _log.warning("node %d is there, and waits as a spare", peer.node)
 
@@ -486,7 +500,8 @@ class Controller:
         elif message.kind == "met":
             self._execute(membership.worker_connected(header["worker"], header["generation"]))
         elif message.kind == "parted":
-            self._execute(membership.worker_drained(header["worker"], header["generation"]))
+            reported = header["generation"], header["handed_over"]
+            self._execute(membership.worker_drained(header["worker"], *reported))
         elif message.kind == "suspects":
             asyncio.get_running_loop().call_later(
                 FAILURE_GRACE_S, self._confirm_failure, header["worker"], header["generation"]
@@ -495,6 +510,26 @@ class Controller:
             self._execute(membership.worker_blocked(header["worker"], header["generation"], header["how"]))
         elif message.kind == "stopping":
             self._execute(membership.stop_requested(header["signal"]))
+        elif message.kind == "departs":
+            self._request_departure(peer.node)
+
+    def _request_departure(self, node: int) -> None:
+        """Passes on a node's request to leave; requests within :data:`DEPARTURE_WINDOW_S` are one."""
+        if not self._membership.departing:
+            self._departures_at = self._clock.now + DEPARTURE_WINDOW_S
+        _log.warning("node %d asks to leave the job", node)
+        membership = self._membership
+        orders = membership.departure_requested(node)
+        self._execute(orders if self._can_lead_without(membership.departing) else membership.stop_departing())
+
+    def _can_lead_without(self, nodes: set[int]) -> bool:
+        """Returns whether a controller can lead the job when these nodes are gone."""
+        election = self._election
+        if election.candidates == 1:
+            return self._own_node not in nodes
+        live = self._agents.keys() - nodes
+        has_candidate = self._own_node is None or any(node in live for node in range(election.candidates))
+        return not nodes or has_candidate and len(live) >= election.required_promises
 
     def _confirm_failure(self, worker: str, generation: int) -> None:
         if self._may_order:
@@ -513,8 +548,15 @@ class Controller:
             elif isinstance(order, SaveAndExit):
                 _log.warning("nodes have joined: all workers save and exit, and more workers start")
                 self._send_all("leave")
-            elif isinstance(order, ScaleUpNotice):
-                self._send_all("welcome", generation=order.generation)
+            elif isinstance(order, ChangeNotice):
+                if order.departing:
+                    _log.warning("all workers leave this generation after an iteration, since nodes depart")
+                self._send_all("welcome", generation=order.generation, departing=order.departing)
+            elif isinstance(order, ReleaseNode):
+                self._send(order.node, "depart")
+            elif isinstance(order, StopNode):
+                _log.warning("the others cannot continue without node %d: the job stops instead", order.node)
+                self._send(order.node, "stop")
             elif isinstance(order, RemoveNode):
                 _log.error("%s", order.reason)
                 self._send(order.node, "give_up", why=order.reason)

@@ -21,7 +21,7 @@ from moc.runtime.election import Follower, SilenceLimits, lease_end
 from moc.runtime.protocol import Message, PeerGoneError, WireError
 
 _RETRY_S = 0.1
-_SEARCH_INTERVAL_S = 2.0
+_FIRST_SEARCH_S, _SEARCH_INTERVAL_S = 0.2, 2.0
 
 
 class DependencyLostError(UserError, RuntimeError):
@@ -84,6 +84,7 @@ class ControllerLink:
         self._instance, self._process_name = secrets.token_hex(8), f"process {os.getpid()} of {socket.gethostname()}"
         self._next_index = 0
         self._has_promised = self._is_led = False
+        self._free_in = 0.0  # value in the last hello
         self._clock, self._led_at = (
             RunningClock(max_step_s=2 * self._request_timeout_s),
             0.0,
@@ -197,6 +198,7 @@ class ControllerLink:
             "state": self._state,
         }
         free_in, silent = self._follower.free_in(index, begun), begun - self._follower.last_contact
+        self._free_in = free_in
         election_state = {"epoch": self._follower.epoch, "free_in": free_in, "silent": silent, "at": begun}
         background = []
         try:
@@ -278,10 +280,16 @@ class ControllerLink:
             await asyncio.sleep(self._times.heartbeat_interval_s)
 
     async def _search_leader(self, index: int, connection: async_connections.AsyncConnection) -> None:
-        """Searches the other candidates for a leader; without one, prefers the lowest reachable index."""
+        """Searches the other candidates for a leader; without one, prefers the lowest reachable index.
+
+        A candidate that has died may still have been reachable when this agent connected, through its launcher.  Once
+        its port refuses connections, this agent reconnects and reports that it is free.
+        """
         led_at, patience_s = time.monotonic(), self._times.lease_s * (1 + random.random())
+        pause_s = _FIRST_SEARCH_S
         while True:
-            await asyncio.sleep(min(_SEARCH_INTERVAL_S, self._times.promise_s / 4))
+            await asyncio.sleep(min(pause_s, self._times.promise_s / 4))
+            pause_s = min(2 * pause_s, _SEARCH_INTERVAL_S)
             if self._is_led:
                 led_at = time.monotonic()
                 continue
@@ -290,6 +298,8 @@ class ControllerLink:
             preferred += [other for other, leads in others.items() if leads is not None and other < index]
             if not preferred and time.monotonic() - led_at > patience_s:  # other nodes may reach different candidates
                 preferred = [(index + 1) % len(self._candidates)]
+            if not preferred and self._free_in > 0 and self._follower.free_in(index, time.monotonic()) == 0:
+                preferred = [index]
             if preferred:
                 self._next_index = preferred[0]
                 connection.abort()

@@ -26,6 +26,7 @@ class LauncherFlags:
     hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.progress
     max_wait_s: float  # seconds to wait for missing nodes
     grow_wait_s: float  # seconds to wait for more nodes, once enough or new nodes have joined
+    drain_s: float  # seconds for a node to move its state to the others after SIGTERM; 0 to stop the job instead
     patience_s: float  # seconds for a lost controller to return, and for workers to exit
     network_interface: str | None  # for traffic between workers; None for the interface to the controller
     launcher_arguments: list[str]  # the flags as given, for spares

@@ -116,16 +116,22 @@ class Job:
         raise error
 
     @property
-    def has_scale_up_notice(self) -> bool:
-        """Whether this worker has received a notice that joining workers are ready."""
+    def has_change_notice(self) -> bool:
+        """Whether this worker has received a notice that joining workers are ready, or that nodes depart."""
         return False
 
-    def admit_joining_workers(self) -> Interruption:
+    @property
+    def departing(self) -> tuple[int, ...]:
+        """Rank blocks of the departing nodes in that notice."""
+        return ()
+
+    def change_members(self, has_handed_over: bool = False) -> Interruption:
         """Leaves this generation between two iterations, and waits until all old and joining workers are connected.
 
-        All workers call it after the same iteration, on which they agree in a commit all-reduce.
+        All workers call it after the same iteration, on which they agree in a commit all-reduce.  It does not return if
+        this worker's node departs and its state has been moved to the others.
         """
-        raise RuntimeError("only a job that continues in the same processes has joining workers")
+        raise RuntimeError("only a job that continues in the same processes changes its members")
 
     def start_over(self) -> NoReturn:
         """Ends this process to be replaced; raises RuntimeError if the launcher replaces no workers."""

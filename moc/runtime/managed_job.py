@@ -86,7 +86,7 @@ class ManagedJob(Job):
         )
         self._rank_assignment = self.rank, self.size, self.partial_model_parts  # in the generation of the store
         self._generation = -1  # generation of the groups; -1 before the first
-        self._scale_up_generation = -1  # newest generation with a scale-up notice
+        self._change_notice: tuple[int, tuple[int, ...]] = (-1, ())  # newest generation with one, and departing blocks
         self._epoch = 0
         self._lease = Lease.from_environment()
         PROGRESS.discard("setup")
@@ -167,17 +167,22 @@ class ManagedJob(Job):
         return Interruption(self._generation, self._cause, self._reason, begun - notice_at, time.monotonic() - begun)
 
     @property
-    def has_scale_up_notice(self) -> bool:
-        """As :attr:`Job.has_scale_up_notice`."""
-        return 0 <= self._generation == self._scale_up_generation
+    def has_change_notice(self) -> bool:
+        """As :attr:`Job.has_change_notice`."""
+        return 0 <= self._generation == self._change_notice[0]
 
-    def admit_joining_workers(self) -> Interruption:
-        """As :meth:`Job.admit_joining_workers`.  A loss meanwhile begins a generation, too."""
+    @property
+    def departing(self) -> tuple[int, ...]:
+        """As :attr:`Job.departing`."""
+        return self._change_notice[1] if self.has_change_notice else ()
+
+    def change_members(self, has_handed_over: bool = False) -> Interruption:
+        """As :meth:`Job.change_members`.  A loss meanwhile begins a generation, too."""
         PROGRESS.discard()
         begun = time.monotonic()
-        self._send("parted", generation=self._generation)
+        self._send("parted", generation=self._generation, handed_over=has_handed_over)
         while not self._wait_for_notice():
-            self._send("parted", generation=self._generation)
+            self._send("parted", generation=self._generation, handed_over=has_handed_over)
         self._finish_abort()
         self._reconnect()
         return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
@@ -329,7 +334,7 @@ class ManagedJob(Job):
                     self._epoch, self.id = message["epoch"], message["job"]
                     self._rank_assignment = message["rank"], message["size"], tuple(message["helpers"])
                 elif message["kind"] == "welcome":
-                    self._scale_up_generation = message["generation"]
+                    self._change_notice = message["generation"], tuple(message["departing"])
                 elif (
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation

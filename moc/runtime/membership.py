@@ -11,8 +11,10 @@ Workers belong to rank blocks (*places*), and the node of a block may change: se
 A job on MIN to MAX nodes continues on the remaining nodes if no spare replaces a lost one.  The program decides how:
 
 * A program whose workers *stay* continues in the same processes, with other ranks.  Workers of new nodes initialize
-  meanwhile, as *guests*.  When they are ready, the others get a scale-up notice (*welcome*) and drain (*part*) after
-  the same iteration.  Then the guests get ranks.
+  meanwhile, as *guests*.  When they are ready, the others get a notice (*welcome*) and drain (*part*) after the same
+  iteration.  Then the guests get ranks.
+* A node that is to leave is announced by the same notice.  Its workers move their state to the others before they
+  drain.  Then it has no rank, and is released when the others have connected.
 * If a copy of the model takes several nodes, each node has a part of it.  Complete copies train, and other nodes with a
   part are *helpers* (:mod:`moc.runtime.seating`).  A worker keeps its part while it lives.
 * All workers of any other program are restarted, since their number changes.  Before new nodes are added, they are
@@ -32,15 +34,17 @@ from moc.runtime.orders import (
     Abort,
     AssignRank,
     Cause,
+    ChangeNotice,
     Connect,
     End,
     GenerationReason,
     Kill,
     Order,
+    ReleaseNode,
     RemoveNode,
     SaveAndExit,
-    ScaleUpNotice,
     StartWorker,
+    StopNode,
     WorkerRecord,
 )
 from moc.runtime.seating import LiveWorkers, RankBlocks, ScaleUp, Seating
@@ -105,6 +109,8 @@ class Membership:
         blocks: assignment of nodes to rank blocks.
         seating: nodes that train or help, and their parts of the model.
         scale_up: progress of adding nodes.
+        departing: members that asked to leave, and are to move their state to the others first.
+        departed: nodes whose state the others have, to be released when these have connected.
     """
 
     max_workers: int
@@ -119,11 +125,14 @@ class Membership:
     end: End | None = None
     stop_signal: int | None = None
     live: LiveWorkers = field(default_factory=LiveWorkers)
+    departing: set[int] = field(default_factory=set)
+    departed: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
     _released_memory: str | None = None
     _known_generation: dict[int, int] = field(default_factory=dict)  # newest generation known to each present node
     _resize_generation: int = 0  # generation in which the members last changed
     _continued: set[str] = field(default_factory=set)  # workers that kept running at the last change of members
+    _announced: tuple[int, tuple[int, ...]] = (-1, ())  # generation and rank blocks of the last notice of departures
 
     def __post_init__(self):
         self.blocks = RankBlocks(self.max_workers // self.workers_per_node, self.min_nodes)
@@ -242,8 +251,9 @@ class Membership:
     def node_lost(self, node: int, is_removed: bool = False) -> list[Order]:
         """Handles a node that is lost with all its workers; it may return."""
         block, spare = self.blocks.remove_node(node)
-        self._known_generation.pop(node, None)
-        self.live.remove_node(node)
+        self._forget_node(node)
+        has_failed_to_depart = node in self.departing
+        self.departing.discard(node)
         self.scale_up.in_progress = self.scale_up.in_progress and (bool(self.joining) or not self.live.survive_resize)
         if block not in self.blocks.members or self.end:
             return []
@@ -254,6 +264,7 @@ class Membership:
             return []
         replacement = "" if spare is None else f", and node {spare} takes its place"
         cause, event = (Cause.NODE_GAVE_UP, "has given up its place") if is_removed else (Cause.NODE_LOST, "is lost")
+        event += " before it has moved its state, as it was to do" if has_failed_to_depart else ""
         reason = GenerationReason(cause, f"node {node} {event}{replacement}")
         if self._can_resize and (self.scale_up.in_progress or spare is None):
             return self._resize(reason)
@@ -288,7 +299,7 @@ class Membership:
         repeated, self.scale_up.in_progress = self.scale_up.in_progress, True
         if self.scale_up.joining_workers_are_ready or (self.live.survive_resize and self.scale_up.move_reason):
             self.scale_up.announced_generation = self.generation
-            return [ScaleUpNotice(self.generation)]
+            return [ChangeNotice(self.generation)]
         if self.live.survive_resize:
             return self.scale_up.start_joining_workers(self.generation)
         return (
@@ -296,6 +307,53 @@ class Membership:
             if repeated
             else [SaveAndExit()]
         )
+
+    def departure_requested(self, node: int) -> list[Order]:
+        """Handles a node that is to leave while the others continue.
+
+        A node without a rank has no state, and is released.  Members depart after :meth:`announce_departures`.  If the
+        others cannot continue without all departing nodes, these stop the job instead.
+        """
+        if self.end:
+            return []
+        if self.has_begun and self.blocks.block_of(node) not in self.blocks.members:
+            self.blocks.remove_node(node)
+            self._forget_node(node)
+            return [ReleaseNode(node)]
+        self.departing.add(node)
+        return [] if self._can_continue_without(self.departing) else self.stop_departing()
+
+    @property
+    def has_departures_to_announce(self) -> bool:
+        """Whether departing nodes have not been announced to the workers of this generation."""
+        notice = self.generation, self._departing_blocks
+        return bool(self.running and self.departing) and not self.end and self._announced != notice
+
+    def announce_departures(self) -> list[Order]:
+        """Announces the departing nodes to all workers, or stops the job if the others cannot continue any more."""
+        if not self._can_continue_without(self.departing):
+            return self.stop_departing()
+        self._announced = self.generation, self._departing_blocks
+        return [ChangeNotice(*self._announced)]
+
+    @property
+    def _departing_blocks(self) -> tuple[int, ...]:
+        blocks = (self.blocks.block_of(node) for node in self.departing)
+        return tuple(sorted(block for block in blocks if block is not None))
+
+    def _can_continue_without(self, nodes: set[int]) -> bool:
+        """Returns whether enough members remain without initialization, and the job is not about to end."""
+        left = [block for block in self.seating.ready_blocks if self.blocks.node_in(block) not in nodes]
+        is_ending = self.stop_signal is not None or bool(self._finished)
+        if is_ending or not (self.blocks.is_elastic and self.live.survive_resize and self.blocks.is_known):
+            return False
+        return len(left) >= self.blocks.min_members and bool(self.seating.ready_seats(left))
+
+    def stop_departing(self) -> list[Order]:
+        """Has the departing nodes stop the job instead, as any other stop signal does."""
+        orders: list[Order] = [StopNode(node) for node in sorted(self.departing)]
+        self.departing.clear()
+        return orders
 
     def worker_exited(
         self,
@@ -450,20 +508,31 @@ class Membership:
         """Records that a worker has connected with all others."""
         if name in self.workers:
             self.workers[name].connected_generation = generation
-        return []
+        if not self.departed or any(one.connected_generation < self.generation for one in self.workers.values()):
+            return []
+        orders: list[Order] = [ReleaseNode(node) for node in sorted(self.departed)]
+        self.departed.clear()
+        return orders
 
-    def worker_drained(self, name: str, generation: int) -> list[Order]:
+    def worker_drained(self, name: str, generation: int, has_handed_over: bool = False) -> list[Order]:
         """Handles a worker that has drained after an iteration; the last one starts the next generation.
 
         No iteration is in progress then.  If joining workers were lost meanwhile, the others reconnect without them.
+
+        Args:
+            name: name of the worker.
+            generation: generation that it has left.
+            has_handed_over: its node departs, and the others have its state.
         """
         if name not in self.workers or self.end:
             return []
-        self.workers[name].drained_generation = generation
+        self.workers[name].drained_generation, self.workers[name].has_handed_over = generation, has_handed_over
         if len(self.workers) < self.size or any(
             one.drained_generation < self.generation for one in self.workers.values()
         ):
             return []
+        if departed := {one.node for one in self.workers.values() if one.has_handed_over}:
+            return self._remove_departed(departed)
         if self.can_grow and (reason := self.scale_up.arrival_reason or self.scale_up.move_reason):
             return self._resize(reason)
         self.scale_up.in_progress = bool(self.joining)  # lost nodes may return immediately
@@ -472,6 +541,24 @@ class Membership:
                 GenerationReason(Cause.JOINING_NODES_LOST, "nodes that were ready are gone again")
             )
         return self._next_generation(GenerationReason(Cause.JOB_STOPS, "the job is to stop, and meets no more"))
+
+    def _remove_departed(self, nodes: set[int]) -> list[Order]:
+        """Continues without nodes whose state the others have."""
+        kills: list[Order] = [Kill(one.node, name) for name, one in self.workers.items() if one.node in nodes]
+        for node in nodes:
+            self.blocks.remove_node(node, replace=False)
+            self._forget_node(node)
+        self.departing -= nodes
+        self.departed |= nodes
+        names = sorted(nodes)
+        event = f"node {names[0]} has" if len(names) == 1 else f"nodes {', '.join(map(str, names))} have"
+        orders = kills + self._resize(GenerationReason(Cause.NODE_DEPARTED, f"{event} left as requested"))
+        self.blocks.fill_vacant_blocks()
+        return orders
+
+    def _forget_node(self, node: int) -> None:
+        self._known_generation.pop(node, None)
+        self.live.remove_node(node)
 
     def worker_blocked(self, name: str, generation: int, hang: str | None = None) -> list[Order]:
         """Handles a worker that cannot continue although no loss is known: its connections failed, or it hangs."""

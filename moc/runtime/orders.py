@@ -17,6 +17,7 @@ class Cause(StrEnum):
     CONNECTIONS_LOST = "connections-lost"
     NODE_LOST = "node-lost"
     NODE_GAVE_UP = "node-gave-up"
+    NODE_DEPARTED = "node-departed"
     NODE_JOINED = "node-joined"
     NODES_ARRIVED = "nodes-came"
     NODES_WAITED = "nodes-waited"
@@ -69,10 +70,25 @@ class SaveAndExit:
 
 
 @dataclass(frozen=True)
-class ScaleUpNotice:
-    """Order to all workers to leave this generation after an iteration, since joining workers are ready."""
+class ChangeNotice:
+    """Order to all workers to leave this generation after an iteration: workers have joined, or nodes depart."""
 
     generation: int
+    departing: tuple[int, ...] = ()  # rank blocks whose workers first move their state to the others
+
+
+@dataclass(frozen=True)
+class ReleaseNode:
+    """Order to a departing node to end: the others have its state."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class StopNode:
+    """Order to a departing node to stop the job instead, since the others cannot continue without it."""
+
+    node: int
 
 
 @dataclass(frozen=True)
@@ -133,7 +149,19 @@ class End:
         return cls(*(values[key] for key in ("code", "reason", "leaving", "gives_back", "asked")))
 
 
-Order = StartWorker | AssignRank | SaveAndExit | ScaleUpNotice | Kill | RemoveNode | Abort | Connect | End
+Order = (
+    StartWorker
+    | AssignRank
+    | SaveAndExit
+    | ChangeNotice
+    | ReleaseNode
+    | StopNode
+    | Kill
+    | RemoveNode
+    | Abort
+    | Connect
+    | End
+)
 
 
 @dataclass
@@ -147,7 +175,8 @@ class WorkerRecord:
     is_ready: bool = False  # ready to train, and so able to survive the loss of others
     reported_generation: int = -1  # generation in which it last reported
     connected_generation: int = -1  # generation in which it last connected with the others
-    drained_generation: int = -1  # generation that it last left after an iteration, for joining workers
+    drained_generation: int = -1  # generation that it last left after an iteration, for a change of members
+    has_handed_over: bool = False  # the others had its state when it left that generation
     rank_generation: int = 0  # generation in which it got its rank
     survives_resize: bool = False  # the program continues in the same processes when their number changes
     is_joining: bool = False  # initializes on a new node, and belongs to no generation yet
@@ -171,6 +200,7 @@ _WIRE_NAMES = {
     "reported_generation": "here",
     "connected_generation": "met",
     "drained_generation": "parted",
+    "has_handed_over": "handed_over",
     "rank_generation": "born",
     "survives_resize": "stays",
     "is_joining": "guest",

@@ -113,8 +113,12 @@ class RankBlocks:
             self._fill(block, node)
         return block
 
-    def remove_node(self, node: int) -> tuple[int | None, int | None]:
+    def remove_node(self, node: int, replace: bool = True) -> tuple[int | None, int | None]:
         """Marks a node as lost.
+
+        Args:
+            node: its number.
+            replace: a spare fills its rank block now; otherwise :meth:`fill_vacant_blocks` does so later.
 
         Returns:
             The rank block that it filled, and the spare that fills it now; each None if there is none or the node was
@@ -125,10 +129,20 @@ class RankBlocks:
         if block is None or block in self.vacant:
             return None, None
         self.vacant.add(block)
-        spare = min((other for other in self.connected if self.block_of(other) is None), default=None)
+        spare = self._spare if replace else None
         if spare is not None:
             self._fill(block, spare)
         return block, spare
+
+    def fill_vacant_blocks(self) -> None:
+        """Assigns vacant rank blocks to spares."""
+        for block in sorted(self.vacant):
+            if (spare := self._spare) is not None:
+                self._fill(block, spare)
+
+    @property
+    def _spare(self) -> int | None:
+        return min((node for node in self.connected if self.block_of(node) is None), default=None)
 
     def node_in(self, block: int) -> int | None:
         """Returns the connected node that fills a rank block, or None."""

@@ -22,6 +22,9 @@ LOST = 70
 SAVED = 75
 """Exit code of a worker that was asked to stop and has saved all state at risk; for a job: restart it to resume."""
 
+DEPARTED = 79
+"""Exit code of a launcher whose node has left a job of MIN to MAX nodes; the other nodes continue."""
+
 START_OVER = 76
 """Exit code of a worker that requests its replacement without an error."""
 
@@ -54,6 +57,8 @@ def stop_message(number: int, code: int, iteration: int | None) -> str:
         iteration: last completed iteration, whose state is saved if the code is 75; None if there is none.
     """
     position = f"after iteration {iteration}" if iteration else "before the first iteration"
+    if code == DEPARTED:
+        return f"this node has left the job {position} (exit code {code}): the other nodes continue"
     event = f"stopped by {signal.Signals(number).name} {position} (exit code {code})"
     if code == SAVED and iteration:
         return f"{event}: the state of this iteration is saved, and the same command continues from it"

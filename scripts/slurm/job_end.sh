@@ -76,12 +76,12 @@ all_have_ended() { # whether each node has ended, or is lost
 }
 
 code_of_job() { # what the launchers' codes come to; "lost" if there is none
-    # Whoever lost sight of the others (75, 70) or was killed (137) says nothing of those that went on.
+    # Whoever lost sight of the others (75, 70), was killed (137) or has left (79) says nothing of those that went on.
     local code codes=() last
     mapfile -t codes < <(cat "$PRIVATE"/code.* 2>/dev/null)
     for code in "${codes[@]}"; do [[ $code == 0 ]] && echo 0 && return; done
-    for code in "${codes[@]}"; do [[ $code != 75 && $code != 137 && $code != 70 ]] && echo "$code" && return; done
-    for last in 75 137 70; do
+    for code in "${codes[@]}"; do [[ $code != 75 && $code != 137 && $code != 70 && $code != 79 ]] && echo "$code" && return; done
+    for last in 75 137 70 79; do
         for code in "${codes[@]}"; do [[ $code == "$last" ]] && echo "$code" && return; done
     done
     echo lost

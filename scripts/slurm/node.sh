@@ -56,13 +56,13 @@ clean() { # what this node's part of the job leaves; memory is kept for a job th
 trap clean EXIT
 
 # shellcheck disable=SC2329
-pass_on() { # the launcher is asked to stop, also if it is not there yet
-    asked=yes
-    [[ -z $launcher ]] || kill -TERM "$launcher" 2>/dev/null
+pass_on() { # SIGNAL: TERM asks this node to leave, USR1 all to stop; also if the launcher is not there yet
+    asked=$1
+    [[ -z $launcher ]] || kill -"$asked" "$launcher" 2>/dev/null
 }
 asked=no launcher='' beats=''
-trap pass_on TERM
-trap 'touch "$PRIVATE/interrupted"; pass_on' USR1 # the time is nearly over
+trap 'pass_on TERM' TERM
+trap 'touch "$PRIVATE/interrupted"; pass_on USR1' USR1 # the time is nearly over
 
 beat "$me" # from now on its loss is noticed
 (contained "$@") &
@@ -72,7 +72,7 @@ launcher=$!
     while kill -0 $$ 2>/dev/null; do beat "$me" && sleep "$BEAT_S"; done
 ) &
 beats=$!
-[[ $asked == no ]] || pass_on
+[[ $asked == no ]] || pass_on "$asked"
 
 while true; do # a trapped signal ends `wait`, not the launcher
     status=0

@@ -7,6 +7,7 @@ TESTS = {
     "data-differs-between-nodes": "reports/test_data_identity.py",
     "data-of-other-tokenizer": "reports/test_data_identity.py",
     "data-without-position": "unit/test_own_loop.py",
+    "departure-incomplete": "integration/test_departures.py",
     "device-broken": "unit/runtime/test_membership.py",
     "disk-full": "integration/test_atomic_save.py",
     "dispatcher-not-deterministic": "unit/pretraining/test_deterministic.py",

@@ -13,7 +13,7 @@ INDEX = ROOT / "docs" / "README.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?:```.*?^```|    .*?)$", re.MULTILINE | re.DOTALL)
 FOLDERS = ("benchmarks", "docs", "examples", "megatron", "moc", "scripts", "tests", "tools")
-FOREIGN = {"--busier-experts", "--no-kill", "--partition", "--account"}  # of programs that are not ours
+FOREIGN = {"--busier-experts", "--no-kill", "--partition", "--account", "--jobid"}  # of programs that are not ours
 COMPOSED = {"--host-gbs", "--network-gbs", "--storage-gbs"}  # by simulate.py
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -6,20 +6,25 @@ After another loss, each layer has its old or its new placement, and the remaini
 
 Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
 iteration is discarded.
+
+Departing nodes leave between two iterations, too. Before, their state moves to the plans of the other nodes, as in a
+rebalancing after which they hold nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.elastic.placement import (
+    Nodes,
     NodesOfStages,
     Plans,
     PlansDiffer,
@@ -33,8 +38,9 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
+from moc.cli_output import counted
 from moc.elastic.plan import Loads, Plan
-from moc.elastic.transfers import count_new_replicas
+from moc.elastic.transfers import ShardAssignment, count_new_replicas
 from moc.fault_points import reach
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
@@ -179,8 +185,88 @@ def is_settled(replicas: Replicas, shards: Shards | None) -> bool:
     return replicas.wanted is None and (shards is None or shards.wanted is None)
 
 
-def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, session: Session, log: Listener) -> None:
-    """Moves state to the plans and assignment of the current members, between two iterations; a collective call."""
+class HandOver(NamedTuple):
+    """State of departing nodes, and its targets.
+
+    Attributes:
+        plans: plans of the other nodes, for the ranks of all nodes.
+        shards: assignment of the other nodes, for the ranks of all nodes; None if the dense state is not sharded.
+        nodes: number of the other nodes.
+    """
+
+    plans: Plans
+    shards: ShardAssignment | None
+    nodes: int
+
+
+def hand_over_of(config: Config, replicas: Replicas, shards: Shards | None, departing: Collection[int]) -> HandOver:
+    """Plans the move of all state from departing nodes to the others; pure, so all workers agree.
+
+    Args:
+        config: the flags.
+        replicas: replicas of experts.
+        shards: shards of the dense optimizer state; None if it is not sharded.
+        departing: numbers of the nodes, as in :attr:`Plan.members`; each stage has others.
+    """
+    nodes = {
+        stage: Nodes(tuple(member for member in of.members if member not in departing), of.ranks)
+        for stage, of in replicas.nodes.items()
+    }
+    plans = plans_for(config, nodes, replicas.loads or no_loads(config), replicas.plans)
+    now = replicas.nodes[parallel_state.get_pipeline_model_parallel_rank()]
+    cut = None
+    if shards is not None:
+        left, (members, ranks) = nodes[parallel_state.get_pipeline_model_parallel_rank()], shards.spread(now)
+        cut = shards.cut_of(left).restricted_to(members, [True] * len(members) * ranks)
+    return HandOver(
+        {
+            stage: plan.restricted_to(of.members, [True] * len(of.members) * of.ranks)
+            for stage, plan in plans.items()
+            for of in [replicas.nodes[stage]]
+        },
+        cut,
+        len({member for of in nodes.values() for member in of.members}),
+    )
+
+
+def hand_over(
+    config: Config,
+    replicas: Replicas,
+    shards: Shards | None,
+    engine: MegatronEngine,
+    session: Session,
+    log: Listener,
+    departing: Collection[int],
+) -> None:
+    """Moves all state from departing nodes to the others, between two iterations; a collective call.
+
+    Arguments as in :func:`hand_over_of` and :func:`migrate`.
+    """
+    target = hand_over_of(config, replicas, shards, departing)
+    replicas.wanted = target.plans
+    if shards is not None:
+        shards.wanted = target.shards
+    migrate(replicas, shards, engine, session, log, target.nodes)
+
+
+def migrate(
+    replicas: Replicas,
+    shards: Shards | None,
+    engine: MegatronEngine,
+    session: Session,
+    log: Listener,
+    nodes: int | None = None,
+) -> None:
+    """Moves state to the wanted plans and assignment, between two iterations; a collective call.
+
+    Args:
+        replicas: replicas of experts.
+        shards: shards of the dense optimizer state; None if it is not sharded.
+        engine: the engine.
+        session: the session.
+        log: receives a message and an event.
+        nodes: number of nodes that continue; by default, all current ones.
+    """
     before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
     wanted = before if replicas.wanted is None else replicas.wanted
     with session.moving():
@@ -190,7 +276,7 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
             taken += replicas.move_to(wanted)
         engine.state.describe()
     copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
-    count = len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
+    count = nodes or len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
     seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
     log.events.write(
         "migration",
@@ -202,6 +288,24 @@ def migrate(replicas: Replicas, shards: Shards | None, engine: MegatronEngine, s
     )
     log.message(
         f"{count} nodes continue from iteration {iteration}: {copied} copies of experts moved in {seconds:.2f} s"
+    )
+
+
+def describe_replicas(plans: Plans, min_replicas: int) -> str:
+    """Returns a sentence about the replicas of all experts, with a warning if some have fewer than f; pure.
+
+    Args:
+        plans: plans in force.
+        min_replicas: f.
+    """
+    counts = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
+    least, fewer = int(counts.min()), int((counts < min_replicas).sum())
+    sentence = f"every expert has at least {least} replica{'' if least == 1 else 's'}"
+    if not fewer:
+        return sentence
+    return (
+        f"WARNING: {sentence}, and {fewer} of {counts.size} have fewer than {min_replicas} (--elastic-min-replicas): "
+        f"the loss of {counted(least, 'node')} can lose experts. Fix: raise --elastic-slots, or add nodes"
     )
 
 
@@ -242,19 +346,32 @@ def _shared(told: Sequence[ReportedState], mine: Sequence[Plan], loads: Loads) -
     return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
 
 
-class GuestsWait(Exception):
-    """Exit from the generation, on all workers after the same iteration, to admit joining nodes."""
+class MembersChange(Exception):
+    """Exit from the generation, on all workers after the same iteration, since nodes join or depart.
+
+    Attributes:
+        has_handed_over: the others have the state of this worker, whose node departs.
+    """
+
+    def __init__(self, has_handed_over: bool):
+        super().__init__()
+        self.has_handed_over = has_handed_over
 
 
 class Guests(VoteParticipant):
-    """Agreement on the iteration after which all workers leave, for one generation."""
+    """Agreement on the iteration after which all workers leave, for one generation.
 
-    def __init__(self, world: World):
-        self._world, self._wait = world, False
+    Args:
+        world: this worker's coordinates.
+        hand_over: moves all state from departing nodes, given by rank block, to the others; a collective call.
+    """
+
+    def __init__(self, world: World, hand_over: Callable[[Collection[int]], None]):
+        self._world, self._hand_over, self._wait = world, hand_over, False
 
     def ballot(self) -> dict[str, float]:
-        """Returns whether this worker was notified that joining nodes are ready; others may not be yet."""
-        return {"guests": float(self._world.job.has_scale_up_notice)}
+        """Returns whether this worker was notified that nodes join or depart; others may not be yet."""
+        return {"guests": float(self._world.job.has_change_notice)}
 
     def on_vote(self, tally: Mapping[str, float]) -> None:
         """Makes all workers leave after this iteration if any was notified."""
@@ -264,10 +381,13 @@ class Guests(VoteParticipant):
         """Leaves the generation between two iterations, if the commit all-reduce decided so.
 
         Raises:
-            GuestsWait: on all workers; the device has completed its enqueued work.
+            MembersChange: on all workers; the device has completed its enqueued work.
             Aborted: another worker was lost meanwhile.
         """
         if self._wait:
             synchronize_and_check(self._world.device)
+            departing = {block for told in gather(self._world.job.departing) for block in told}
+            if departing:
+                self._hand_over(departing)
             reach("parting")
-            raise GuestsWait
+            raise MembersChange(place() in departing)

@@ -6,10 +6,14 @@ from math import comb
 
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moc.elastic.allocation import allocate_distinct, experts_by_load, feasible_replicas
+from moc.elastic.allocation import PlanSettings, allocate_distinct, experts_by_load, feasible_replicas
+from moc.elastic.objective import LossModel, fatal_share, predicted_time
 from moc.elastic.placement import (
     EMPTY,
+    level_groups,
     place_compact,
     place_overlapping,
     place_replicas,
@@ -18,7 +22,9 @@ from moc.elastic.placement import (
     representative_counts,
     without_repetition,
 )
-from moc.elastic.survival import count_survived, survival_score
+from moc.elastic.plan import make_plan
+from moc.elastic.survival import count_survived, survival_probability, survival_score
+from tests.unit.policy.routing import RECORDED
 
 
 @functools.cache
@@ -138,3 +144,60 @@ def test_only_as_many_groups_are_spread_as_must_be_on_more_nodes_than_can_be_lis
     mro = survival_score(replicas_by_node(place_overlapping(replicas, 24, 3), 8))
     assert placed[0] == all_spread[0] == 9 > mro[0]  # of the smallest set of holders
     assert placed > all_spread
+
+
+STEPS = 5, 20, 60, 120, 200, 300  # of the recording
+
+
+def routed(step, experts, layers):
+    """Loads of the hottest experts of some layers of a recorded run."""
+    tokens = numpy.load(RECORDED)["tokens"][step, :layers]
+    return [[int(row[expert]) for expert in sorted(numpy.argsort(row, kind="stable")[-experts:])] for row in tokens]
+
+
+def placed(nodes, slots, experts, layers=12, steps=STEPS):
+    """Mean work of the busiest node relative to the mean, and the probabilities to survive one and two losses."""
+    found = []
+    for step in steps:
+        loads = routed(step, experts, layers)
+        plan = make_plan(range(nodes), dict(enumerate(loads)), PlanSettings(slots, min_replicas=2))
+        held = numpy.concatenate([plan.replicas_by_node(layer) for layer in plan.tables])
+        busiest = numpy.mean([plan.imbalance(layer, row) for layer, row in enumerate(loads)])
+        found.append((busiest, survival_probability(held, 1), survival_probability(held, 2)))
+    return numpy.mean(found, axis=0)
+
+
+needs_recording = pytest.mark.skipif(not RECORDED.exists(), reason="the recorded loads are not on this machine")
+
+
+@needs_recording
+def test_groups_of_equally_many_replicas_have_level_load():
+    """By number, the busiest node of these experts has 2.1 times the mean work."""
+    busiest, one, two = placed(8, 4, 16)
+    assert busiest <= 1.6 and one == 1.0 and two == pytest.approx(6 / 7)
+
+
+@needs_recording
+def test_no_slot_more_makes_a_job_slower():
+    busiest = [placed(8, slots, 32, layers=4, steps=STEPS[:3])[0] for slots in range(4, 12)]
+    assert all(more <= less + 0.01 for less, more in itertools.pairwise(busiest))
+
+
+@needs_recording
+def test_a_slot_too_few_leaves_one_expert_with_one_replica():
+    busiest, one, _ = placed(9, 7, 32)
+    assert one >= 0.85 and busiest <= 2.29
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=24), st.integers(1, 6), st.randoms())
+def test_level_groups_only_exchange_experts_with_equally_many_replicas(loads, slots, rng):
+    replicas = [rng.randint(1, 3) for _ in loads]
+    order = level_groups(loads, replicas, slots)
+    assert sorted(order) == [*range(len(loads))] and [replicas[expert] for expert in order] == sorted(replicas)
+
+
+def test_fewer_fatal_losses_and_level_work_shorten_the_predicted_time():
+    losses = LossModel(mtbf_s=3600.0, restore_s=600.0, also_lost=0.1)
+    assert fatal_share([2, 2, 2, 2], 8, losses) == pytest.approx(0.09 * 4 / 28 + 0.009 * 4 * 6 / 56, rel=0.1)
+    assert predicted_time(1.2, [2, 2], 8, losses) < predicted_time(1.2, [1, 2], 8, losses)
+    assert predicted_time(1.2, [1, 2], 8, losses) < predicted_time(2.1, [2, 2], 8, losses)

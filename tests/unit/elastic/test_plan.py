@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.elastic.placement import place_by_load, replicas_by_node
+from moc.elastic.placement import choose_everywhere, place_by_load, placement_imbalance, replicas_by_node
 from moc.elastic.plan import (
     Plan,
     PlanSettings,
     assign_greedily,
-    choose_everywhere,
     make_plan,
-    placement_imbalance,
     previous_experts,
 )
 from moc.elastic.survival import survival_probability

@@ -1,7 +1,7 @@
 """Jobs of MIN to MAX nodes for tests, and their orders."""
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import ScaleUpNotice, StartWorker, WorkerRecord
+from moc.runtime.orders import ChangeNotice, StartWorker, WorkerRecord
 
 PLACES, LEAST, PER_NODE = 4, 2, 2
 
@@ -50,7 +50,7 @@ def staying(nodes=PLACES):
 def meet_guests(membership):
     """All workers leave at the end of an iteration; the orders that follow when the last one has."""
     generation = membership.generation
-    assert membership.grow() == [ScaleUpNotice(generation)] and membership.has_scale_up_notice
+    assert membership.grow() == [ChangeNotice(generation)] and membership.has_scale_up_notice
     *others, last = membership.workers
     assert [order for name in others for order in membership.worker_drained(name, generation)] == []
     assert membership.generation == generation and membership.running

@@ -51,6 +51,7 @@ class Job:
                 await asyncio.sleep(0.01)
         agent = FakeAgent(connection, thinks_s)
         hello = dict(node=node, generation=generation, workers=list(workers), asked=asked, state=state, epoch=-1)
+        hello["departs"] = False
         who = dict(instance=instance or f"the one of node {node}", called="process 1", door=door)
         await agent.send(Message(dict(kind="hello", free_in=0.0, silent=0.0, at=0.0) | hello | who))
         return agent

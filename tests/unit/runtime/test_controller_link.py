@@ -31,11 +31,16 @@ class Job:
                 probe.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
         self.controllers, self.agents, self.times = {}, {}, SilenceLimits(silence_s)
+        self.listeners = {}  # of the first node's launcher, which keeps the port of its controller
 
     def start_controller(self, index):
+        host, port = self.addresses[index].split(":")
+        listener = socket.create_server((host, int(port))) if index == 0 and 0 not in self.listeners else None
+        if listener is not None:
+            self.listeners[0] = listener.dup()
         election = Election(index, len(self.addresses), NODES + SPARES, self.times)
         controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
-        serving = controller.run(self.addresses[index], TOKEN, beyond_loopback=False)
+        serving = controller.run(self.addresses[index], TOKEN, False, listener)
         self.controllers[index] = controller, asyncio.create_task(serving)
 
     def start_agent(self, node, patience_s=60.0, begin_s=600.0):
@@ -51,6 +56,11 @@ class Job:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.launcher_ends(node)
+
+    def launcher_ends(self, node):
+        if node in self.listeners:
+            self.listeners[node].close()
 
     def leaders(self):
         return [index for index, (controller, _) in self.controllers.items() if controller._election.is_leader]
@@ -75,7 +85,7 @@ class Agent:
     def hello(self):
         workers = [dict(name=name, node=self.node, rank=rank, together=True, built=True, here=self.generation,
                         met=self.generation) for name, rank in self.workers.items()]  # fmt: skip
-        return dict(node=self.node, generation=self.generation, workers=workers, asked=None), []
+        return dict(node=self.node, generation=self.generation, workers=workers, asked=None, departs=False), []
 
     def obey(self, order):
         self.orders.append(order)
@@ -126,6 +136,23 @@ def test_the_first_candidate_leads_and_the_next_one_takes_over_before_any_lease_
             await becomes(lambda: job.leaders() and job.agents[2].link.leader in job.leaders())
             assert job.agents[2].lease.end > end and time.monotonic() < end
             await becomes(lambda: job.agents[0].workers)
+
+    asyncio.run(main())
+
+
+def test_agents_that_met_a_dead_controllers_launcher_are_free_when_its_port_refuses():
+    """They have connected to the next candidate meanwhile; the silence limits are far longer than this test."""
+
+    async def main():
+        async with begun(silence_s=600.0) as job:
+            for agent in job.agents.values():
+                agent.link._follower.started_at -= 600.0  # the job has run for long
+            listener, job.listeners = job.listeners, {}
+            await job.lose(0)
+            await becomes(lambda: len(job.controllers[1][0]._agents) == 2)
+            assert job.leaders() == []
+            listener[0].close()
+            await becomes(lambda: job.leaders() == [1])
 
     asyncio.run(main())
 

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import Abort, AssignRank, Connect, Kill, SaveAndExit, ScaleUpNotice, StartWorker, WorkerRecord
+from moc.runtime.orders import (
+    Abort,
+    AssignRank,
+    ChangeNotice,
+    Connect,
+    Kill,
+    ReleaseNode,
+    SaveAndExit,
+    StartWorker,
+    WorkerRecord,
+)
 from moc.runtime.termination import SAVED, START_OVER
 
 SIZE, PER_NODE = 4, 2
@@ -26,6 +36,8 @@ class Job(RuleBasedStateMachine):
         connected: nodes that the controller hears.
         asked_to_leave: names of workers.
         welcomed: by node, the newest generation whose workers have heard of guests.
+        departing: newest generation with a notice, and the rank blocks that depart by its vote.
+        leaving: nodes that were asked to leave.
     """
 
     places, least, stays, parts = SIZE // PER_NODE, 0, False, 1
@@ -34,6 +46,7 @@ class Job(RuleBasedStateMachine):
         super().__init__()
         self.membership, self.names, self.asked_to_leave = self.new(), set(), set()
         self.agents, self.generations, self.unnoted, self.connected, self.welcomed = {}, {}, {}, set(), {}
+        self.departing, self.leaving = (-1, ()), set()
         for node in range(self.places):
             self.node_comes(node)
         if self.least:
@@ -88,8 +101,12 @@ class Job(RuleBasedStateMachine):
                 self.agents[order.node].pop(order.worker, None)
             elif isinstance(order, SaveAndExit):
                 self.asked_to_leave = {name for node in self.connected for name in self.agents[node]}
-            elif isinstance(order, ScaleUpNotice):
+            elif isinstance(order, ChangeNotice):
                 self.welcomed = dict.fromkeys(self.connected, order.generation)
+                if all(worker.drained_generation < order.generation for worker in self.seated.values()):
+                    self.departing = order.generation, order.departing
+            elif isinstance(order, ReleaseNode):
+                self.node_is_lost(order.node)
             elif isinstance(order, Connect):
                 self.go(order.generation)
             elif isinstance(order, Abort):
@@ -121,6 +138,8 @@ class Job(RuleBasedStateMachine):
         for name, (_, code) in dead.items():
             self.obey(self.membership.worker_exited(name, code))
         self.unnoted[node] = {}
+        if node in self.leaving:
+            self.obey(self.membership.departure_requested(node))
 
     def some(self, data):
         return data.draw(st.sampled_from(sorted(self.workers)))
@@ -163,6 +182,7 @@ class Job(RuleBasedStateMachine):
         if node in self.agents:
             for of in (self.agents, self.generations, self.unnoted):
                 of.pop(node, None)
+            self.leaving.discard(node)
             if self.membership is not None and node in self.connected:
                 self.connected.discard(node)
                 self.obey(self.membership.node_lost(node))
@@ -217,7 +237,8 @@ class Job(RuleBasedStateMachine):
         if self.membership is not None:
             assert set(self.membership.workers) == set(self.seated)
             assert set(self.membership.joining) == set(self.workers) - set(self.seated)
-            assert bool(self.membership.missing_nodes()) == (len(self.agents) < (self.least or self.places))
+            there = set(self.agents) - self.membership.departed
+            assert bool(self.membership.missing_nodes()) == (len(there) < (self.least or self.places))
             if not self.membership.missing_nodes():
                 ranks = sorted(worker.rank for worker in self.seated.values())
                 assert ranks == list(range(self.membership.size)) or (self.membership.scale_up.in_progress and ranks)
@@ -303,8 +324,24 @@ class StayingJob(VaryingJob):
             worker.reported_generation == self.generations[worker.node]
             and worker.reported_generation in self.welcomed.values()
         ):
+            generation, departing = self.departing
             worker.drained_generation = worker.reported_generation
-            self.tell(worker.node, "worker_drained", worker.name, worker.drained_generation)
+            block = self.membership and self.membership.blocks.block_of(worker.node)
+            worker.has_handed_over = generation == worker.drained_generation and block in departing
+            told = worker.drained_generation, worker.has_handed_over
+            self.tell(worker.node, "worker_drained", worker.name, *told)
+
+    @rule(node=st.sampled_from(NODES))
+    @precondition(lambda self: self.membership is not None and self.seated)
+    def node_is_asked_to_leave(self, node):
+        if node in self.connected:
+            self.leaving.add(node)
+            self.obey(self.membership.departure_requested(node))
+
+    @rule()
+    @precondition(lambda self: self.membership is not None and self.membership.has_departures_to_announce)
+    def departures_are_announced(self):
+        self.obey(self.membership.announce_departures())
 
     @rule(node=st.sampled_from(NODES))
     @precondition(lambda self: self.membership is not None)

@@ -5,7 +5,17 @@ import json
 import pytest
 
 from moc.runtime.membership import Membership
-from moc.runtime.orders import Abort, AssignRank, Cause, Connect, Kill, ScaleUpNotice, WorkerRecord
+from moc.runtime.orders import (
+    Abort,
+    AssignRank,
+    Cause,
+    ChangeNotice,
+    Connect,
+    Kill,
+    ReleaseNode,
+    StopNode,
+    WorkerRecord,
+)
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, meet_guests, names, staying
 
 
@@ -53,7 +63,7 @@ def with_guests():
 
 def test_until_all_workers_have_parted_the_generation_goes_on_and_another_controller_knows_who_has():
     membership, workers, _ = with_guests()
-    assert membership.grow() == [ScaleUpNotice(0)] == membership.grow()  # again, for those that have not heard it
+    assert membership.grow() == [ChangeNotice(0)] == membership.grow()  # again, for those that have not heard it
     for name in workers[:-1]:
         assert membership.worker_drained(name, 0) == [] == membership.worker_drained(name, 0)
     again = Membership(PLACES * PER_NODE, PER_NODE, 1000, LEAST)
@@ -147,3 +157,44 @@ def test_a_loss_while_guests_build_does_not_wait_for_them():
     *seats, abort = membership.node_lost(1)
     assert {seat.worker for seat in seats} == {*workers[:2], *workers[4:6]} and set(membership.joining) == set(guests)
     assert abort.cause is Cause.NODE_LOST and "2 of 4" in abort.reason
+
+
+def departing(*nodes, spares=()):
+    """A job of four nodes whose workers stay, some of whose nodes have asked to leave; its workers, and the orders."""
+    membership, workers = staying()
+    for name in workers:
+        membership.worker_connected(name, 0)
+    for node in spares:
+        membership.node_joined(node)
+    return membership, workers, [order for node in nodes for order in membership.departure_requested(node)]
+
+
+def test_departing_nodes_are_released_when_the_others_have_connected():
+    membership, workers, orders = departing(1, 3, 1, spares=[4])
+    assert orders == [] and membership.announce_departures() == [ChangeNotice(0, (1, 3))]
+    assert not membership.has_departures_to_announce
+    for name in workers:
+        orders = membership.worker_drained(name, 0, membership.workers[name].node in (1, 3))
+    assert {order.worker for order in orders if isinstance(order, Kill)} == {*workers[2:4], *workers[6:]}
+    assert orders[-1] == Abort(1, Cause.NODE_DEPARTED) and "2 of 4" in orders[-1].reason
+    left = [*workers[:2], *workers[4:6]]
+    assert [order for name in left for order in membership.worker_reported(name, 1)] == [Connect(1)]
+    connected = [order for name in left for order in membership.worker_connected(name, 1)]
+    assert connected == [ReleaseNode(1), ReleaseNode(3)] and membership.node_lost(3) == []
+    assert membership.can_grow and {order.node for order in membership.grow()} == {4}  # the spare
+
+
+def test_nodes_without_which_too_few_remain_stop_the_job_and_a_node_without_a_rank_leaves_at_once():
+    membership, _, orders = departing(0, 1, 2)
+    assert orders == [StopNode(0), StopNode(1), StopNode(2)] and not membership.has_departures_to_announce
+    membership, _, orders = departing(4, spares=[4])
+    assert orders == [ReleaseNode(4)] and membership.node_lost(4) == [] and membership.running
+
+
+def test_a_departing_node_that_is_lost_is_named_as_such():
+    membership, workers, _ = departing(1)
+    membership.announce_departures()
+    for name in workers[:3]:
+        membership.worker_drained(name, 0, membership.workers[name].node == 1)
+    assert "before it has moved its state" in membership.node_lost(1)[-1].reason
+    assert not membership.departing

@@ -208,11 +208,11 @@ def with_mocrun(directory: Path, training: str) -> Slurm:
 @pytest.mark.parametrize(
     "codes, requeued",
     [((0, 0), False), ((75, 0), False), ((0, 75), False), ((1, 1), False), ((75, 1), False), ((75, 75), True),
-     ((137, 75), True), ((75, 70), True), ((70, 70), False)],
+     ((137, 75), True), ((75, 70), True), ((70, 70), False), ((0, 79), False), ((79, 1), False), ((79, 75), True)],
 )  # fmt: skip
 def test_with_mocrun_those_that_lost_sight_of_the_others_do_not_decide(tmp_path, codes, requeued):
     slurm = with_mocrun(tmp_path, f"codes=({codes[0]} {codes[1]}); exit ${{codes[NODE_RANK]}}")
-    decisive = [code for code in codes if code not in (70, 75, 137)] or [70]
+    decisive = [code for code in codes if code not in (70, 75, 79, 137)] or [70]
     assert slurm.submit().wait(120) == (0 if requeued else decisive[0])
     assert slurm.requeued == requeued
     assert "--no-kill --kill-on-bad-exit=0 --wait=0" in (tmp_path / "flags").read_text()
@@ -298,7 +298,7 @@ def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
 def test_with_mocrun_the_warning_reaches_the_launchers(tmp_path, code, requeued):
-    slurm = with_mocrun(tmp_path, f"trap 'exit {code}' TERM\ntouch $NODE_RANK\nwhile true; do sleep 0.02; done")
+    slurm = with_mocrun(tmp_path, f"trap 'exit {code}' USR1\ntouch $NODE_RANK\nwhile true; do sleep 0.02; done")
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "0", tmp_path / "1")
     for pid in (tmp_path / "pids").read_text().split():  # --signal=USR1 goes to the tasks

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
+from moc.elastic.allocation import PlanSettings
+from moc.elastic.plan import make_plan
 from moc.session.resume.point import NoRecoveryPoint
 from tests.unit.pretraining.flags import parse
 
@@ -124,3 +126,11 @@ def test_whoever_has_not_trained_and_has_built_for_others_starts_over(membership
     for mine, places in ((fresh, (0, 2)), (taken_over, (0, 2, 5))):
         with pytest.raises(NoRecoveryPoint):
             settled(membership, monkeypatch, mine, [None] * (len(places) - 1), places=places, trained=False)
+
+
+def test_fewer_replicas_than_wanted_are_reported(membership):
+    loads = {0: [4, 3, 2, 1], 1: [1, 1, 1, 1]}
+    tight, wide = (make_plan(range(3), loads, PlanSettings(slots, min_replicas=2)) for slots in (2, 3))
+    assert membership.describe_replicas({0: wide}, 2) == "every expert has at least 2 replicas"
+    told = membership.describe_replicas({0: tight}, 2)
+    assert told.startswith("WARNING: every expert has at least 1 replica, and 4 of 8 have fewer than 2")
