@@ -168,7 +168,7 @@ def test_the_loss_is_that_of_transformers(tmp_path):
 
 def test_a_script_is_warned_and_not_changed(tmp_path):
     padding = "--make-vocab-size-divisible-by 48"
-    flags = f"{EP2} --moe-router-load-balancing-type global_aux_loss --bf16 --train-iters 2 {padding}"
+    flags = f"{EP2} --moe-router-load-balancing-type global_aux_loss --bf16 --train-iters 2 {padding} --eval-interval 2"
     ended = {name: run(tmp_path / name, USER_SCRIPT, 2, f"{flags} --correct {name}") for name in ("none", "all")}
     default = run(tmp_path / "default", USER_SCRIPT, 2, flags)
     assert default.losses == ended["none"].losses != ended["all"].losses
@@ -176,6 +176,10 @@ def test_a_script_is_warned_and_not_changed(tmp_path):
     for name in ("expert-counters", "global-aux-loss", "vocabulary-padding"):
         assert f"--correct {name}," in default.output
     assert "[result-depends-on-layout]" not in ended["all"].output
+    splits = {name: [event["split"] for event in one.of("evaluation")] for name, one in ended.items()}
+    assert splits == {"none": ["valid", "valid", "test"], "all": ["valid", "test"]}
+    assert default.output.count("[loss-reported-twice]") == 1
+    assert not any("[loss-reported-twice]" in one.output for one in ended.values())
 
 
 def test_unknown_corrections_are_refused(tmp_path):
