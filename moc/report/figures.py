@@ -403,7 +403,7 @@ def list_standstills(events: Sequence[Event]) -> tuple[Standstill, ...]:
     losses = [(event["lost_after"], event["lost_devices"]) for event in events if "lost_after" in event]
     newest = [
         (iteration, devices)
-        for (iteration, devices), (after, following) in pairwise([*losses, (None, ())])
+        for (iteration, devices), (after, following) in pairwise([*losses, (-1, ())])
         if after != iteration or len(following) <= len(devices)
     ]
     return tuple(

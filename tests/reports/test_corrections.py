@@ -39,7 +39,7 @@ POLICIES = {
     "pec": dict(ckpt_policy="pec", pec_k=1),
     "selective": dict(ckpt_policy="selective"),
     "sparse": dict(ckpt_policy="sparse", sparse_window=2),
-    "gradient": dict(ckpt_policy="gradient", gradient_window=2),
+    "gradient": dict(ckpt_policy="gradient", gradient_window=2, ckpt_tier="memory"),
 }
 SAMPLES = 4
 BASE = dict(mock_data=True, train_iters=ITERATIONS, global_batch_size=SAMPLES)
@@ -88,8 +88,9 @@ def test_results_are_those_of_one_worker(loss, mean, precision, layout, policy, 
     copies = workers // parallel.get("tensor_model_parallel_size", parallel.get("pipeline_model_parallel_size", 1))
     one = Trained(once(["corrections", flags], lambda: trained("1", flags).workers))
     with node_memory() as memory:
-        places = dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path))
-        several = trained(layout, flags | POLICIES[policy] | (places if policy != "none" else {}), copies)
+        places = dict(ckpt_dir=str(tmp_path)) if policy != "none" else {}
+        places |= dict(ckpt_memory_dir=memory) if policy == "gradient" else {}
+        several = trained(layout, flags | POLICIES[policy] | places, copies)
     assert len(several.losses) == ITERATIONS
     assert several.losses == pytest.approx(one.losses, abs=close)
     assert several.norms == pytest.approx(one.norms, rel=close)

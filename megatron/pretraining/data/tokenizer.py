@@ -93,7 +93,7 @@ def separate_template(tokenizer: Any, splits_special_tokens: bool = False) -> Te
     Raises:
         TokenizerError: the template is not a prefix and a suffix.
     """
-    library = getattr(tokenizer, "_tokenizer", None)
+    library: Any = getattr(tokenizer, "_tokenizer", None)
     if not hasattr(library, "include_special_tokens"):
         return Template()
     inner: Any = library.tokenizer

@@ -112,7 +112,7 @@ def first_state(
 def recorded_generation(state: Mapping[str, Any]) -> Generation | None:
     """Returns the generation settings in the state of an imported model; None after training, which drops them."""
     try:
-        return decode.convert(state.get("generation"), Generation | None)
+        return decode.convert(state["generation"], Generation) if state.get("generation") else None
     except ValueError as error:
         raise CheckpointError(
             f"the generation settings of the checkpoint cannot be read ({error}). Fix: import the model again",
