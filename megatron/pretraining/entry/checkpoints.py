@@ -248,7 +248,7 @@ class StockCheckpoints(Saves):
             parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described, parts.data
         )
         if get_args().no_save_optim:
-            state["optimizer"] = None
+            state |= {"optimizer": None, "optimizer_package": None}
         if digests is not None:
             state[DIGESTS] = digests
         write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))

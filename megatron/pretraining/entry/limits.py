@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import Problems, dashed, refuse
 
 _AT_LEAST = {
     1: (
@@ -42,7 +42,7 @@ def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def check_limits(arguments: Any) -> None:
-    """Raises ``ConfigError`` with all numbers that are too small.
+    """Raises ``ConfigError`` with all numbers that are too small, and for mock data next to others.
 
     Megatron-LM divides by some of them, in its checks or later in a worker.
     """
@@ -55,6 +55,13 @@ def check_limits(arguments: Any) -> None:
                 f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {least}",
                 code="value-out-of-range",
             )
+    named = [name for name in _DATA if getattr(arguments, name, None)]
+    problems.refuse(
+        len(named) > 1 and "mock_data" in named,
+        f"--mock-data excludes {' and '.join(dashed(name) for name in named if name != 'mock_data')}. Fix: drop "
+        "--mock-data to train on the data, or drop the others",
+        code="flags-exclude-each-other",
+    )
     problems.raise_found()
 
 
