@@ -57,9 +57,9 @@ class ChunkDigest:
         return cls.of_values(fragment.name, fragment.global_shape, fragment.region, fragment.view)
 
     @classmethod
-    def of_values(cls, name: str, whole: tuple[int, ...], region: Region, values: torch.Tensor) -> ChunkDigest:
-        """Returns the digest function of a chunk of the tensor ``name`` with the shape ``whole``."""
-        shape, offset = region.shape, region.offset
+    def of_values(cls, name: str, global_shape: tuple[int, ...], region: Region, values: torch.Tensor) -> ChunkDigest:
+        """Returns the digest function of a chunk of the tensor ``name`` with the shape ``global_shape``."""
+        shape, whole, offset = region.shape, global_shape, region.offset
         axis = len(shape)  # the axes from here on are complete
         while axis and shape[axis - 1] == whole[axis - 1]:
             axis -= 1

@@ -20,7 +20,7 @@ DIGESTS = "digests"
 
 
 def dense_fragments(parts: WorkerParts) -> Iterator[Fragment]:
-    """Yields this rank's chunks of what a dense checkpoint holds: optimizer state, weights and router biases."""
+    """Yields this rank's tensor chunks in a dense checkpoint: optimizer state, weights and router biases."""
     core = parts.optimizer.core
     yield from optimizer_fragments(parts.chunks, core)
     state = MegatronState(parts.chunks, core, parts.modules)

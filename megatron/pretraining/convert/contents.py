@@ -77,7 +77,7 @@ class ConvertedState(ABC):
         return Weights(self, dtype)
 
     def stored(self) -> Iterable[TensorBox]:
-        """Yields all tensors that are stored, also those that are not converted since they follow from others."""
+        """Yields all stored tensors, including weights that follow from their masters."""
         return self.tensors
 
     def slots(self) -> dict[str, dict[str, TensorBox]]:

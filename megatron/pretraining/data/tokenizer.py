@@ -84,7 +84,8 @@ class Template:
 def separate_template(tokenizer: Any, splits_special_tokens: bool = False) -> Template:
     """Makes a tokenizer of :func:`build_tokenizer` encode texts without its template, which it returns.
 
-    Other types than HuggingFaceTokenizer have no template: documents are encoded in parts, each of which would get it.
+    Documents are encoded in parts, and each part would get the template.  Other types than HuggingFaceTokenizer have
+    no template.
 
     Args:
         tokenizer: megatron-core's tokenizer; it changes.

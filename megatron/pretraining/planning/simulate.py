@@ -318,7 +318,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _micro_batch(config: Any, model_flags: Sequence[str], layout: ParallelLayout) -> int:
-    """Returns the sequences of a micro batch on all expert-parallel ranks: ``--micro-batch-size`` is that of one."""
+    """Returns the sequences of a micro batch on all expert-parallel ranks; each has ``--micro-batch-size``."""
     size = config.training.micro_batch_size
     is_given = size > 1 or any(word.partition("=")[0] == "--micro-batch-size" for word in model_flags)
     return size * layout.ep if is_given else _MICRO_BATCH

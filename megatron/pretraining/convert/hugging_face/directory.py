@@ -1,4 +1,4 @@
-"""Writes a directory of transformers atomically: weights, configuration, and what generation needs."""
+"""Writes a directory of transformers atomically: weights, configuration, tokenizer and generation settings."""
 
 from __future__ import annotations
 
