@@ -27,11 +27,17 @@ first.  A campaign can be run in pieces, which all add their runs to the same fi
 With ``--program tests/integration/lying_pretrain_gpt_moe.py`` all faults occur on a simulated unreliable device
 (``tests/lying``).
 
-At the end the run must equal the run of its layout without faults in losses, gradient norms and the hash of every
-tensor of the last snapshot.  A run with partial snapshots that continued with stale experts must instead have reported
-all iterations, counted lost tokens at each recovery, and saved the last iteration.  The last snapshot must be valid.
-A run also fails if it does not end, or if processes, memory or temporary files remain.  All files of a failed run are
-kept.
+With ``--drawn N`` the flags of N runs are drawn by ``--seed``: losses, router, precision, schedule, optimizer, layout
+(two workers, also DP 1 and DeepSpeed) and policy; see ``benchmarks/faults/drawn.py``.  Each value occurs in at least
+three runs if N is 20 or more.  In each run, a worker is also killed inside a micro batch, and before an evaluation.
+
+    python benchmarks/random_faults.py --drawn 24 --iterations 14 --output there.json
+
+At the end the run must equal the run of its layout without faults in losses, gradient norms, evaluations and the hash
+of every tensor of the last snapshot.  A run with partial snapshots that continued with stale experts must instead have
+reported all iterations, counted lost tokens at each recovery, and saved the last iteration.  The last snapshot must be
+valid.  A run also fails if it does not end, or if processes, memory or temporary files remain.  All files of a failed
+run are kept.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -51,6 +58,7 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, write_json
+from benchmarks.faults.drawn import SMALL_LAYOUTS, DrawnRun, draw_runs
 from benchmarks.faults.recovery import Recoveries, troubles
 from benchmarks.faults.run import (  # noqa: E402
     LAYOUTS,
@@ -88,6 +96,7 @@ class Row:
     candidates: int = 1  # nodes that may run the controller
     stale: list[int] = field(default_factory=list)  # stale experts, by recovery
     plt: float = 0.0  # largest share of lost tokens
+    values: dict[str, str] = field(default_factory=dict)  # drawn values by factor
 
 
 class Campaign:
@@ -95,10 +104,14 @@ class Campaign:
 
     def __init__(self, own: argparse.Namespace, directory: Path):
         self._own, self._directory = own, directory
-        self._undisturbed: dict[str, End] = {}
+        self._undisturbed: dict[tuple[str, ...], End] = {}
 
     def rows(self):
         """Yields the outcome of each run."""
+        if self._own.drawn:
+            for number, run in enumerate(draw_runs(self._own.seed, self._own.drawn)):
+                yield self._drawn_row(run, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
+            return
         fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
         first = self._own.seed % len(cases) if self._own.append else 0
         for number, (layout, tier) in enumerate(itertools.cycle([*cases[first:], *cases[:first]])):
@@ -107,6 +120,32 @@ class Campaign:
             row = self._row(layout, tier, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
             fired += len(row.fired)
             yield row
+
+    def _drawn_row(self, drawn: DrawnRun, seed: int, directory: Path) -> Row:
+        """Runs drawn flags with random faults, and kills inside a micro batch and before an evaluation."""
+        layout, tier, iterations = drawn.values["layout"], drawn.values["tier"], self._own.iterations
+        expected, chance = self._without_faults(layout, drawn.flags), random.Random(seed)
+        size = SMALL_LAYOUTS[layout][0]
+        kills = [
+            Fault("kill", at, (chance.randrange(size),), point=point)
+            for at, point in ((chance.randint(2, iterations - 2), "forward_backward"), (6, "completed"))
+        ]
+        faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed, "--inject", *kills]
+        run = Run(self._own, layout, tier, directory, faults, flags=drawn.flags)
+        outside = from_outside(chance, layout, tier, iterations)
+        survivable = [one for one in outside if one.action != "node" or nodes_of(layout, tier) > 1]
+        seconds = run.to_its_end((chance.choice(survivable),))
+        ended = run.end()
+        fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
+        fired += map(str, run.done)
+        wrong = run.wrong + judge(tier, ended, expected, run.events) + damages(directory / "snapshots")
+        if not wrong and not run.left:
+            shutil.rmtree(directory)
+        again, generations = computed_again(run.events.all()), len(run.events.of("generation"))
+        became = (run.stand, run.left)
+        return Row(
+            layout, tier, seed, fired, generations, wrong, round(seconds, 1), *again, *became, values=dict(drawn.values)
+        )
 
     def _row(self, layout: str, tier: str, seed: int, directory: Path) -> Row:
         expected = self._without_faults(layout)
@@ -136,17 +175,18 @@ class Campaign:
         became = (run.stand, run.left, recoveries.seconds, candidates, stale, max(lost, default=0.0))
         return Row(layout, tier, seed, fired, generations, wrong, round(seconds, 1), *again, *became)
 
-    def _without_faults(self, layout: str) -> End:
-        if layout not in self._undisturbed:
+    def _without_faults(self, layout: str, flags: Sequence[str] = ()) -> End:
+        key = (layout, *flags)
+        if key not in self._undisturbed:
             directory = self._directory / f"undisturbed_{len(self._undisturbed)}"
-            run = Run(self._own, layout, "disk", directory, [])
+            run = Run(self._own, layout, "disk", directory, [], flags=flags)
             run.to_its_end()
             ended = run.end()
             if run.wrong or run.left or len(ended.losses) < self._own.iterations or not ended.hashes:
-                raise RuntimeError(f"the run of {layout} without faults failed: see {directory}/console")
-            self._undisturbed[layout] = ended
+                raise RuntimeError(f"the run of {' '.join(key)} without faults failed: see {directory}/console")
+            self._undisturbed[key] = ended
             shutil.rmtree(directory)
-        return self._undisturbed[layout]
+        return self._undisturbed[key]
 
 
 def computed_again(events: list[dict]) -> tuple[list[int], list[int]]:
@@ -235,6 +275,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     several = "for the controller, of runs on several nodes, in recoveries"
     parser.add_argument("--candidates", type=int, choices=[1, 3], default=1, help=several)
     parser.add_argument("--program", default="pretrain_gpt_moe.py", help="of the workers (default: %(default)s)")
+    drawn = "draw flags of models and optimizers for so many runs with two workers, instead of --layouts and --tiers"
+    parser.add_argument("--drawn", type=int, default=0, help=drawn)
     parser.add_argument("--append", type=Path, help="JSON file that the runs of this campaign are added to")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts

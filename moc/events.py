@@ -508,6 +508,10 @@ EVENTS = {
             "met_s": "from then until all workers were present and connected",
             **_WRITER,
         },
+        {
+            "lost_after": "newest iteration that was completed before the loss, if it is known",
+            "lost_devices": "node and device of the workers lost after it, the newest last: one for each generation",
+        },
     ),
     "inject": EventType(
         "--inject is about to act on a worker.",

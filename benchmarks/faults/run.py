@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from benchmarks.faults.drawn import ONE_NODE, SMALL_LAYOUTS
 from benchmarks.faults.recovery import LONG, SHORT, During, Recoveries
 from benchmarks.live.job import KIND, ROOT, SHARED, WORKER, Events, free_ports, reader_of, running
 from moc.inspect.verify import check_coverage, check_hashes, open_verdicts
@@ -88,25 +89,33 @@ def fits(layout: str, tier: str) -> bool:
 
 def nodes_of(layout: str, tier: str) -> int:
     """Returns the number of nodes: two, unless both would hold the same state, which the memory tiers refuse."""
-    return 1 if layout == "DP4, replicated" and tier != "disk" else 2
+    return 1 if layout == ONE_NODE or (layout == "DP4, replicated" and tier != "disk") else 2
 
 
 @dataclass(frozen=True)
 class End:
-    """Final state of a run: losses and norms by iteration, and hashes in the last snapshot by tensor and region."""
+    """Final state of a run.
+
+    Attributes:
+        losses: losses and norms by iteration.
+        hashes: hashes in the last snapshot by tensor and region.
+        evaluations: iteration, split and loss of each evaluation.
+    """
 
     losses: dict
     hashes: dict
+    evaluations: frozenset = frozenset()
 
 
 def end_of(snapshots: Path, iterations: int, events: Events) -> End:
     """Returns the final state of a run of ``iterations`` iterations, from its events and its last snapshot."""
     lines = {event["iteration"]: (event["loss"], event["grad_norm"]) for event in events.of("iteration")}
     store = Store(LocalStorage(snapshots))
+    evaluations = frozenset((event["iteration"], event["split"], event["loss"]) for event in events.of("evaluation"))
     if store.iterations()[-1:] != [iterations]:
-        return End(lines, {})
+        return End(lines, {}, evaluations)
     sources = reader_of(store, iterations).sources()
-    return End(lines, {(one.box.name, one.box.slot, one.box.region): one.digest for one in sources})
+    return End(lines, {(one.box.name, one.box.slot, one.box.region): one.digest for one in sources}, evaluations)
 
 
 def differences(ended: End, expected: End) -> list[str]:
@@ -115,6 +124,9 @@ def differences(ended: End, expected: End) -> list[str]:
     if ended.losses != expected.losses:
         differ = sorted(i for i, values in expected.losses.items() if ended.losses.get(i) != values)
         wrong.append(f"losses differ in iterations {differ[:5]}")
+    if ended.evaluations != expected.evaluations:
+        differ = sorted({at for at, _, _ in ended.evaluations ^ expected.evaluations})
+        wrong.append(f"evaluations differ after iterations {differ[:5]}")
     if ended.hashes != expected.hashes:
         boxes = ended.hashes.keys() | expected.hashes.keys()
         differ = sum(ended.hashes.get(box) != expected.hashes.get(box) for box in boxes)
@@ -204,6 +216,7 @@ class Run:
         directory: directory for the job's files, which is created.
         faults: flags that inject faults.
         candidates: number of nodes that may run the controller; if it exceeds the job's nodes, spares are candidates.
+        flags: further flags of the program.
 
     Attributes:
         wrong: errors of the job.
@@ -213,7 +226,14 @@ class Run:
     """
 
     def __init__(
-        self, own: argparse.Namespace, layout: str, tier: str, directory: Path, faults: list, candidates: int = 1
+        self,
+        own: argparse.Namespace,
+        layout: str,
+        tier: str,
+        directory: Path,
+        faults: list,
+        candidates: int = 1,
+        flags: Sequence[str] = (),
     ):
         self.directory, self._own, self.wrong, self.done = directory, own, [], []
         self.left: list[str] = []
@@ -221,7 +241,7 @@ class Run:
         self._memory = Path(tempfile.mkdtemp(prefix="random-faults-", dir=SHARED))
         directory.mkdir(parents=True)
         self.events, self._seen, self._iteration = Events(directory / "events.jsonl"), 0, 0
-        size, parallel = LAYOUTS[layout]
+        size, parallel = (LAYOUTS | SMALL_LAYOUTS)[layout]
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory, "--log-dir", directory]
         self._nodes, self._has_copies = nodes_of(layout, tier), "peers" in TIERS[tier]
         launcher = ["-m", "moc.launch", "--nproc-per-node", size // self._nodes, "--silence-timeout", own.silence]
@@ -233,7 +253,7 @@ class Run:
             launcher += ["--nnodes", self._nodes, "--spares", self._spares, "--rdzv-endpoint", addresses]
         program = [ROOT / own.program, *MODEL, "--train-iters", own.iterations]
         self._launcher = [sys.executable, "-W", "ignore", *map(str, launcher)]
-        self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *places, *faults]))
+        self._program = list(map(str, [*program, *parallel.split(), *TIERS[tier].split(), *flags, *places, *faults]))
         self._token = secrets.token_hex(32)
         self._launchers: list[subprocess.Popen] = []
         self._stopped: list[tuple[float, psutil.Process]] = []

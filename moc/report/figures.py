@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 
 from moc.errors import UserError
@@ -196,6 +197,21 @@ class Recoveries:
 
 
 @dataclass(frozen=True)
+class Standstill:
+    """Generations in a row that lost a worker without progress.
+
+    Attributes:
+        iteration: newest iteration that was completed before them.
+        generations: their number; the loss that ended the iteration's own generation does not count.
+        devices: node and device of the lost workers, each once.
+    """
+
+    iteration: int
+    generations: int
+    devices: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class TunerChoice:
     """Tuner's choice after an iteration, with the cause of the review (None if it always reviews) and the reason."""
 
@@ -229,6 +245,7 @@ class Report:
         violation_by_layer: newest maximum violation of the experts in each layer.
         made_up: tokens compensated by more capacity, and tokens to compensate since the newest recovery; None without.
         choices: choices of tuners.
+        standstills: generations without progress, in order.
         not_written: number of failed or late writes, by kind.
         periods: periods of training, with the number of workers in each.
         moves: moves of experts after membership changes; None without.
@@ -259,6 +276,7 @@ class Report:
     violation_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
     choices: tuple[TunerChoice, ...]
+    standstills: tuple[Standstill, ...]
     not_written: Mapping[str, int]
     periods: tuple[Period, ...] = ()
     moves: Moves | None = None
@@ -314,6 +332,7 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
         violation_by_layer=next((e[_LOADS] for e in reversed(in_order) if _LOADS in e), {}),
         made_up=_compensated_tokens(events, in_order[-1]),
         choices=tuple(_choices(events)),
+        standstills=list_standstills(events),
         not_written=_count_unwritten(events),
         periods=list_periods(events, run_start(events)),
         moves=summarize_moves(events),
@@ -377,6 +396,21 @@ def _compensated_tokens(events: Sequence[Event], last: Event) -> tuple[int, int]
         return None
     owed_tokens = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
     return boost["tokens"] - owed_tokens, boost["tokens"]
+
+
+def list_standstills(events: Sequence[Event]) -> tuple[Standstill, ...]:
+    """Returns the generations without progress from ``generation`` events; each lists the losses before it."""
+    losses = [(event["lost_after"], event["lost_devices"]) for event in events if "lost_after" in event]
+    newest = [
+        (iteration, devices)
+        for (iteration, devices), (after, following) in pairwise([*losses, (-1, ())])
+        if after != iteration or len(following) <= len(devices)
+    ]
+    return tuple(
+        Standstill(iteration, len(devices) - 1, tuple(dict.fromkeys((node, device) for node, device in devices)))
+        for iteration, devices in newest
+        if len(devices) > 1
+    )
 
 
 def _count_unwritten(events: Sequence[Event]) -> dict[str, int]:

@@ -177,6 +177,15 @@ def _exact(run: Report) -> str | None:
     return ", ".join([*parts, f"{other} not compared"] if other and parts else parts) or None
 
 
+def _standstills(run: Report) -> str | None:
+    lines = (
+        f"{one.generations} after iteration {one.iteration:,}: "
+        + ", ".join(f"device {device} of node {node}" for node, device in one.devices)
+        for one in run.standstills
+    )
+    return "\n".join(lines) or None
+
+
 def _localized_recoveries(run: Report) -> str | None:
     recoveries = run.recoveries
     return recoveries.stages and f"{_mean_and_most(recoveries.stages)}; in {recoveries.alone} of {recoveries.count}"
@@ -248,6 +257,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "stages replayed without others: mean, most": _localized_recoveries,
         "iterations computed again: mean, most": lambda run: _mean_and_most(run.recoveries.again),
         "losses computed again": _exact,
+        "generations without progress": _standstills,
     },
     "snapshots": {
         "tier": _saved(lambda saving: saving.tier),

@@ -35,6 +35,7 @@ class Interruption:
         reason: a sentence about the loss.
         detection_s: seconds from the abort message until this worker had unwound.
         reconnection_s: seconds from then until all workers were reconnected.
+        losses: fields of the event about losses after one iteration; None if it is no loss, or no iteration is known.
     """
 
     generation: int
@@ -42,6 +43,7 @@ class Interruption:
     reason: str
     detection_s: float
     reconnection_s: float
+    losses: dict | None = None
 
 
 class Job:

@@ -79,6 +79,7 @@ class ManagedJob(Job):
         self._is_ready = False
         self._notice = threading.Condition()
         self._newest_generation, self._cause, self._reason = self._first_generation, "", ""
+        self._losses: dict | None = None
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -144,7 +145,7 @@ class ManagedJob(Job):
         dist.__dict__.update(self._replaced_collectives)  # a replacement, initialized separately
         begun = time.monotonic()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
+        return self._interruption(0.0, begun)
 
     def rejoin_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.rejoin_after`.  A worker with a broken device ends here, and counts as lost."""
@@ -164,7 +165,11 @@ class ManagedJob(Job):
         error.__traceback__ = None  # the traceback keeps the interrupted iteration's activations alive
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, begun - notice_at, time.monotonic() - begun)
+        return self._interruption(begun - notice_at, begun)
+
+    def _interruption(self, detection_s: float, begun: float) -> Interruption:
+        reconnection_s = time.monotonic() - begun
+        return Interruption(self._generation, self._cause, self._reason, detection_s, reconnection_s, self._losses)
 
     @property
     def has_change_notice(self) -> bool:
@@ -185,7 +190,7 @@ class ManagedJob(Job):
             self._send("parted", generation=self._generation, handed_over=has_handed_over)
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
+        return self._interruption(0.0, begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
@@ -338,11 +343,8 @@ class ManagedJob(Job):
                 elif (
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
-                    self._newest_generation, self._cause, self._reason = (
-                        message["generation"],
-                        message["cause"],
-                        message["reason"],
-                    )
+                    self._newest_generation, self._losses = message["generation"], message["losses"]
+                    self._cause, self._reason = message["cause"], message["reason"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:

@@ -428,7 +428,7 @@ class Membership:
                 "--max-standstill",
                 code="progress-missing",
             )
-        return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event))
+        return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event, self._standstill))
 
     def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
         """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
@@ -678,7 +678,7 @@ class Membership:
         self._finished.clear()
         self._released_memory = None  # survivors resume, and need it
         self._known_generation = dict.fromkeys(self._known_generation, self.generation)
-        return [Abort(self.generation, reason.cause, reason.reason), *self._start_missing_workers()]
+        return [Abort(self.generation, reason.cause, reason.reason, reason.standstill), *self._start_missing_workers()]
 
     def _start_missing_workers(self) -> list[Order]:
         """Starts missing workers, and kills those that can no longer initialize in step with the others."""

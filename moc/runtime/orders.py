@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from moc.runtime.standstill import Standstill
+
 
 class Cause(StrEnum):
     """Cause of a new generation."""
@@ -35,6 +37,7 @@ class GenerationReason:
 
     cause: str
     reason: str
+    standstill: Standstill | None = None  # the losses after one iteration, if a worker was lost
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Abort:
     generation: int
     cause: str
     reason: str = field(default="", compare=False)  # one sentence
+    standstill: Standstill | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ class Standstill:
             return self
         return Standstill(iteration, self.devices[-1:])
 
+    def to_message(self) -> dict | None:
+        """Returns its fields in messages and in events; None if no iteration is known."""
+        return {"lost_after": self.iteration, "lost_devices": list(self.devices)} if self.iteration >= 0 else None
+
     @property
     def where(self) -> str:
         """Describes the node or device of all losses; empty if they differ."""

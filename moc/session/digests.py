@@ -38,6 +38,8 @@ from moc.state.digests import (
     to_text,
     total_of,
 )
+from moc.state.fragments import Fragment
+from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
 
@@ -170,7 +172,7 @@ class Digests(VoteParticipant):
 
     def __init__(self, engine: Engine, interval: int, known: KnownDigests):
         self._engine, self._interval, self._known = engine, interval, known
-        self._keys = keys_of(engine.state, engine.operators, gather) if interval else ()
+        self._keys = keys_of(self._fragments(), engine.operators, gather) if interval else ()
         self._sums: tuple[int, Future[Tensor]] | None = None  # of the last completed iteration
         self._thread = background("snapshot-digest") if engine.world.device.type == "cpu" else None
         self._is_pending = False  # no all-reduce has added these sums yet
@@ -179,7 +181,7 @@ class Digests(VoteParticipant):
 
     def renew(self) -> None:
         """Discards views of the previous state, after state has moved."""
-        self._digest = StateDigest(self._engine.state, self._keys) if self._interval else None
+        self._digest = StateDigest(self._fragments(), self._keys) if self._interval else None
 
     def completed(self, iteration: int) -> None:
         """Begins to sum this worker's part of the state after an update; communicates with no other worker.
@@ -315,6 +317,9 @@ class Digests(VoteParticipant):
                 code="state-digest-differs",
             )
         self._set(iteration, sums)
+
+    def _fragments(self) -> Iterator[Fragment]:
+        return self._engine.state.fragments(self._engine.state.operators(), Detail.FULL)
 
     def _set(self, iteration: int, sums: Tensor) -> None:
         if iteration % self._interval == 0:

@@ -23,8 +23,8 @@ import torch
 import xxhash
 
 from moc.state.fragments import Fragment
-from moc.state.interface import TrainingState
-from moc.state.operators import Detail, Operator
+from moc.state.operators import Operator
+from moc.state.region import Region
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
@@ -53,8 +53,13 @@ class ChunkDigest:
 
     @classmethod
     def of(cls, fragment: Fragment) -> ChunkDigest:
-        """Returns the digest function of a tensor chunk."""
-        shape, whole, offset = fragment.region.shape, fragment.global_shape, fragment.region.offset
+        """Returns the digest function of a tensor chunk of this rank."""
+        return cls.of_values(fragment.name, fragment.global_shape, fragment.region, fragment.view)
+
+    @classmethod
+    def of_values(cls, name: str, global_shape: tuple[int, ...], region: Region, values: torch.Tensor) -> ChunkDigest:
+        """Returns the digest function of a chunk of the tensor ``name`` with the shape ``global_shape``."""
+        shape, whole, offset = region.shape, global_shape, region.offset
         axis = len(shape)  # the axes from here on are complete
         while axis and shape[axis - 1] == whole[axis - 1]:
             axis -= 1
@@ -63,8 +68,8 @@ class ChunkDigest:
         starts = torch.tensor([sum(o * s for o, s in zip(offset, strides, strict=True))])
         for count, stride in zip(shape[:axis], strides[:axis], strict=True):
             starts = (starts[:, None] + torch.arange(count) * stride).reshape(-1)
-        factor = _signed(xxhash.xxh3_64_intdigest(fragment.name.encode()) | 1)
-        return cls(fragment.view.detach().view(-1), math.prod(shape[axis:]), starts, factor)
+        factor = _signed(xxhash.xxh3_64_intdigest(name.encode()) | 1)
+        return cls(values.detach().view(-1), math.prod(shape[axis:]), starts, factor)
 
     @cached_property
     def _is_aligned(self) -> bool:
@@ -135,15 +140,15 @@ class StateDigest:
     The views of the state must stay valid; make another object when state has moved.
 
     Args:
-        state: training state.
+        fragments: all tensor chunks of the state on this rank.
         keys: all keys of the model, identical on all ranks: see :func:`keys_of`.
     """
 
-    def __init__(self, state: TrainingState, keys: Sequence[Key]):
+    def __init__(self, fragments: Iterable[Fragment], keys: Sequence[Key]):
         self.keys = tuple(keys)
         index = {key: number for number, key in enumerate(self.keys)}
         self._chunks, self._targets = [], []
-        for fragment in state.fragments(state.operators(), Detail.FULL):
+        for fragment in fragments:
             self._chunks.append(ChunkDigest.of(fragment))
             self._targets.append(index[key_of(fragment)] + (0 if fragment.first_copy else len(self.keys)))
 
@@ -167,17 +172,17 @@ def key_of(fragment: Fragment) -> Key:
 
 
 def keys_of(
-    state: TrainingState, operators: Sequence[Operator], gather: Callable[[object], Iterable]
+    fragments: Iterable[Fragment], operators: Sequence[Operator], gather: Callable[[object], Iterable]
 ) -> tuple[Key, ...]:
     """Returns all keys of the model, in an order that is identical on all ranks; a collective call.
 
     Args:
-        state: training state of this rank.
+        fragments: all tensor chunks of the state on this rank.
         operators: all operators of the model.
         gather: gathers a value of each rank.
     """
     kinds = {one.name: one.kind for one in operators}
-    held = list(state.fragments(state.operators(), Detail.FULL))
+    held = list(fragments)
     usual = {(kinds[one.operator], one.slot) for one in held if not one.padded}
     padded = {key_of(one) for one in held if one.padded}
     of_ranks = [*gather((sorted(usual), sorted(padded)))]

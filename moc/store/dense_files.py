@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,16 @@ def remove_checkpoint(root: str | Path, iteration: int) -> None:
     hidden = staging_path(root, iteration)
     os.rename(checkpoint_path(root, iteration), hidden)
     SafeDirectory(root).remove(hidden.name)
+
+
+def state_error(directory: Path, operators: Sequence[str]) -> CheckpointError:
+    """Returns the error for a checkpoint whose state differs from the digests that were stored with it."""
+    more = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
+    return CheckpointError(
+        f"{directory} has other digests than the state that was saved: {', '.join(operators[:3])}{more}. Fix: use an "
+        "older checkpoint",
+        code="state-digest-differs",
+    )
 
 
 def find_damage(directory: Path, files: Mapping[str, Any]) -> str | None:

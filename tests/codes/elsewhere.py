@@ -41,6 +41,7 @@ TESTS = {
     "replay-failed": "unit/pretraining/convert/test_window.py",
     "replay-not-identical": "integration/test_repeats.py",
     "replicas-differ": "integration/test_alike.py",
+    "loss-reported-twice": "reports/test_corrections.py",
     "result-depends-on-layout": "reports/test_corrections.py",
     "samples-too-few": "integration/test_data_order.py",
     "save-of-another-run": "reports/test_runs.py",

@@ -262,7 +262,7 @@ def without_names(root: Path) -> None:
 
 def being_written(root: Path) -> None:
     (root / "in.txt").write_text("1 2\n")
-    HELD.enter_context(PairWriter(f"{root}/out_text_document", numpy.uint16, None, False))
+    HELD.enter_context(PairWriter(f"{root}/out_text_document", numpy.uint16))
 
 
 def in_use(root: Path) -> None:

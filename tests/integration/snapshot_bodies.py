@@ -12,6 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 from moc.files import safe_directory
 from moc.session.saving import pipeline
@@ -20,6 +23,10 @@ from moc.store import storage
 from moc.store.shard_file import FileLayout
 from moc.store.store import Store
 from tests.integration import bodies
+
+# after the bodies, which prepare megatron-core
+from megatron.pretraining.checkpoint.digests import dense_fragments  # isort: skip
+from megatron.pretraining.entry import checkpoints  # isort: skip
 
 
 def train_slowly(flags: dict, write_s: float) -> dict:
@@ -207,3 +214,28 @@ def train_in_bucket(flags: dict, bucket: str, environment: dict) -> dict:
     with contextlib.suppress(FileExistsError):
         s3fs.S3FileSystem().mkdir(bucket)
     return bodies.train(flags)
+
+
+def train_and_flip(flags: dict, slot: str) -> str:
+    """Trains; rank 0 changes one bit of the state between its digest and its dense checkpoint.
+
+    Args:
+        flags: of the run.
+        slot: optimizer-state key of the changed tensor.
+
+    Returns:
+        The operator that has changed; empty on other ranks.
+    """
+    real, changed = checkpoints.digest_state, []
+
+    def digest_and_flip(parts, model):
+        digests = real(parts, model)
+        if parts.world.rank == 0:
+            chunk = next(one for one in dense_fragments(parts) if one.slot == slot and ".expert." in one.operator)
+            chunk.view.view(-1).view(torch.uint8)[-1] ^= 4
+            changed.append(chunk.operator)
+        return digests
+
+    with mock.patch.object(checkpoints, "digest_state", digest_and_flip):
+        bodies.train(flags)
+    return "".join(changed)

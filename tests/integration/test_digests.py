@@ -4,12 +4,17 @@ import shutil
 
 import pytest
 
+from megatron.pretraining.checkpoint.state import read_state
+from megatron.pretraining.convert import program
+from megatron.pretraining.convert.snapshot import SnapshotContents
+from moc.errors import codes_in
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.integration.launched import Launched
-from tests.integration.snapshot_files import contents, events, node_memory, train
+from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_precision import BF16
-from tests.integration.tiny import DEEP, EXPERT_BIAS, FOUR
+from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, FOUR, LAYOUTS
+from tests.worlds import WorldFailed, run_world
 
 PROGRAM = "tests/integration/flipping_pretrain_gpt_moe.py"
 LAST, SAVED = 14, 7
@@ -78,3 +83,48 @@ def test_without_digests_nothing_is_verified(data, tmp_path):
     (resumed,) = events(places, "resume")
     assert (resumed["verified"], resumed["unverified"]) == (0, [])
     assert not Store(LocalStorage(tmp_path / "c")).read_manifest(3).digests
+
+
+DENSE = dict(train_iters=LAST, exit_interval=3)
+
+
+@pytest.mark.parametrize("slot", ["param", "exp_avg"])
+def test_a_changed_bit_of_a_dense_checkpoint_is_named(slot, data, tmp_path, capsys):
+    flags, saved = data | BF16 | EXPERT_BIAS | DENSE, tmp_path / "saved"
+    told = start("PP2xEP2", flags | dict(save=str(saved)), "snapshot_bodies:train_and_flip", slot=slot).wait()
+    changed = told[0].value
+    assert changed, told[0].output[-4000:]
+    with pytest.raises(WorldFailed, match="state-digest-differs") as failed:
+        run_world(2, "tests.integration.bodies:train", flags=FLAGS | LAYOUTS["EP2"][1] | flags | dict(load=str(saved)))
+    assert changed in str(failed.value)
+    for output, target in (("snapshots", "snapshot"), ("hf", "hf")):
+        assert program.main([str(saved), str(tmp_path / output), "--to", target]) == 1
+        errors = capsys.readouterr().err
+        assert codes_in(errors) == ["state-digest-differs"] and changed in errors
+        assert not (tmp_path / output).exists()
+
+
+def test_digests_of_dense_checkpoints_do_not_depend_on_the_layout(data, tmp_path):
+    flags, saved = data | BF16 | EXPERT_BIAS | FOUR | DENSE, tmp_path / "saved"
+    train("PP2xEP2", flags | dict(save=str(saved)))
+    assert read_state(saved / "iter_0000003")["digests"]
+    for layout in ("TP2xEP2", "DP2"):
+        assert train(layout, flags | dict(load=str(saved), exit_interval=4)).start == 3
+    assert program.main([str(saved), str(tmp_path / "snapshots")]) == 0
+    assert program.main([str(tmp_path / "snapshots"), str(tmp_path / "dense")]) == 0
+    assert train("1", flags | dict(load=str(tmp_path / "dense"), exit_interval=4)).start == 3
+
+
+def test_a_changed_snapshot_is_not_converted(data, tmp_path, monkeypatch, capsys):
+    train("1", data | EACH | dict(ckpt_dir=str(tmp_path / "c"), exit_interval=3))
+    assert program.main([str(tmp_path / "c"), str(tmp_path / "dense")]) == 0
+    read = SnapshotContents.read
+
+    def change(self, name, slot, region):
+        values = read(self, name, slot, region)
+        return -values if (name, slot) == ("decoder.final_layernorm.weight", "exp_avg") else values
+
+    monkeypatch.setattr(SnapshotContents, "read", change)
+    assert program.main([str(tmp_path / "c"), str(tmp_path / "other")]) == 1
+    errors = capsys.readouterr().err
+    assert codes_in(errors) == ["state-digest-differs"] and "output" in errors

@@ -1,6 +1,8 @@
 """A trained model goes to transformers, computes the same there, and comes back to be trained on."""
 
 import json
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -80,3 +82,27 @@ def test_transformers_computes_the_same(name, trained, tmp_path, capsys):
     settings = json.loads((tmp_path / "hf/config.json").read_text())
     kind = {"qwen": ("qwen2_moe", "bfloat16"), "olmoe": ("olmoe", "float32")}[name]
     assert (settings["model_type"], settings["dtype"]) == kind
+
+
+def transformers_program(command, directory):
+    """Runs the program that makes a model, or generates with it; returns what it prints."""
+    words = [sys.executable, "tests/integration/generation_of_transformers.py", command, str(directory)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_transformers
+def test_a_converted_model_generates_as_its_source(tmp_path):
+    transformers_program("make", tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "dense")
+    convert(tmp_path / "dense", tmp_path / "back", "--to", "hf", "--verify")
+    wanted = json.loads(transformers_program("generate", tmp_path / "source"))
+    assert 0 < len(wanted["new"]) <= 10 and wanted["new"][-1] in wanted["ends"]
+    assert json.loads(transformers_program("generate", tmp_path / "back")) == wanted
+    training = "--micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data --num-workers 0"
+    flags = f"{training} --eval-iters 0 --finetune --seq-length 32 --save {tmp_path / 'saved'}"
+    train(tmp_path, f"--config dense/model.yaml --load dense {flags}", size=1, base="")
+    convert(tmp_path / "saved", tmp_path / "trained", "--to", "hf")
+    there = json.loads(transformers_program("generate", tmp_path / "trained"))
+    assert {**there, "new": wanted["new"]} == wanted

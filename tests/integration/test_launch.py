@@ -80,6 +80,7 @@ def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturb
         assert_nobody_can_tell(job, flags, undisturbed("PP2xEP2"))
     for event in job.events("generation"):
         assert event["cause"] == "worker-lost" and "was killed by signal 9" in event["reason"] and event["met_s"] > 0
+        assert event["lost_after"] >= 2 and event["lost_devices"] in ([[0, 1]], [[0, 0]], [[0, 2]], [[0, 3]])
     for event in job.events("resume"):
         assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
 

@@ -34,7 +34,7 @@ def test_every_event_is_there(logged):
     assert kinds[0] == "start" and kinds.count("iteration") == 4
     assert kinds.count("save") == 2 and kinds.count("exit") == 1
     evaluated = [(e["iteration"], e["split"]) for e in events if e["type"] == "evaluation"]
-    assert evaluated == [(2, "valid"), (4, "valid"), (4, "valid"), (4, "test")]
+    assert evaluated == [(2, "valid"), (4, "valid"), (4, "test")]
     assert [e["iteration"] for e in events if e["type"] == "iteration"] == [1, 2, 3, 4]
     assert [e["consumed_samples"] for e in events if e["type"] == "iteration"] == [4, 8, 12, 16]
     wanted = {"type", "time", "iteration", "loss", "learning_rate", "grad_norm", "loss_scale", "skipped", "tokens",

@@ -14,6 +14,7 @@ CASES = {
     ),
     "copies on MIN nodes": ("DP2", dict(ckpt_tier="peers", replicas=1), 2, 1),
     "a layout on MIN nodes": ("PP2", {}, 2, 1),
+    "a kernel of GPUs": ("DP2", dict(transformer_impl="transformer_engine"), 1, 0),
     "names of nodes": ("DP2", dict(ckpt_tier="memory", node_of_rank="0,1"), 2, 1),
 }  # fmt: skip
 NAMED = {
@@ -21,6 +22,7 @@ NAMED = {
     "slots for everywhere on MIN nodes": "--nnodes 2:",
     "copies on MIN nodes": "--nnodes 1:",
     "a layout on MIN nodes": "--nnodes 1:",
+    "a kernel of GPUs": "error: --transformer-impl transformer_engine",
     "names of nodes": "--node-of-rank",
 }
 

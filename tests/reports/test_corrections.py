@@ -10,8 +10,9 @@ import pytest
 
 from megatron.pretraining.convert import program
 from tests.integration.entry_jobs import EP2, MOE, OWN_PROGRAM, USER_SCRIPT, run
+from tests.integration.snapshot_files import node_memory
 from tests.integration.test_hugging_face import needs_transformers
-from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, Trained, train
+from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, Trained
 from tests.shared import ALL, once
 from tests.worlds import WorldFailed, run_world
 
@@ -27,14 +28,32 @@ LOSSES = {
     "bias": EXPERT_BIAS | dict(moe_aux_loss_coeff=0.0),
 }
 MEANS = {"micro batch": {}, "token": dict(calculate_per_token_loss=True)}
-PRECISIONS = {"fp32": ({}, CLOSE), "bf16": (dict(bf16=True), 0.01)}
+PRECISIONS = {
+    "fp32": ({}, CLOSE),
+    "bf16": (dict(bf16=True), 0.01),
+    "fp16": (dict(fp16=True, initial_loss_scale=1024), 0.002),
+}
+POLICIES = {
+    "none": {},
+    "full": dict(ckpt_policy="full", snapshot_interval=2),
+    "pec": dict(ckpt_policy="pec", pec_k=1),
+    "selective": dict(ckpt_policy="selective"),
+    "sparse": dict(ckpt_policy="sparse", sparse_window=2),
+    "gradient": dict(ckpt_policy="gradient", gradient_window=2, ckpt_tier="memory"),
+}
 SAMPLES = 4
 BASE = dict(mock_data=True, train_iters=ITERATIONS, global_batch_size=SAMPLES)
 
 
-def pairwise(*factors) -> list[tuple]:
-    """Cases in which each pair of values of two factors occurs, by the greedy method."""
-    cases, chosen = list(itertools.product(*factors)), []
+def is_valid(case: tuple) -> bool:
+    """Whether no combination is refused: ``--elastic`` needs losses that do not depend on the number of workers."""
+    loss, mean, _, layout, policy = case
+    return layout != "elastic" or (loss != "global" and mean == "token" and policy != "gradient")
+
+
+def pairwise(cases: list[tuple]) -> list[tuple]:
+    """Cases in which each pair of values of two factors occurs that occurs at all, by the greedy method."""
+    cases, chosen = [*cases], []
     random.Random(0).shuffle(cases)
 
     def pairs(case):
@@ -47,24 +66,31 @@ def pairwise(*factors) -> list[tuple]:
     return chosen
 
 
-GRID = LOSSES, MEANS, PRECISIONS, ("DP4", "TP2", "EP2", "PP2", "TP2xEP2")
-CASES = list(itertools.product(*GRID)) if ALL else pairwise(*GRID)
+ELASTIC = dict(elastic=True, elastic_slots=3, use_distributed_optimizer=False)
+GRID = {layout: LAYOUTS[layout] for layout in ("1", "DP4", "TP2", "EP2", "PP2", "TP2xEP2")} | {"elastic": (2, ELASTIC)}
+VALID = [*filter(is_valid, itertools.product(LOSSES, MEANS, PRECISIONS, GRID, POLICIES))]
+CASES = VALID if ALL else pairwise(VALID)
 
 
 def trained(layout: str, flags: dict, copies: int = 1) -> Trained:
     """Trains with micro batches that make one round over all copies of the model."""
     if flags.get("moe_router_load_balancing_type") == "global_aux_loss":  # its mean grows with each micro batch
         flags = flags | dict(micro_batch_size=SAMPLES // copies, eval_micro_batch_size=1)
-    return Trained(once(["corrections", layout, flags], lambda: train(layout, flags).workers))
+    size, parallel = GRID[layout]
+    return Trained(run_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags))
 
 
-@pytest.mark.parametrize(("loss", "mean", "precision", "layout"), CASES)
-def test_results_are_those_of_one_worker(loss, mean, precision, layout):
+@pytest.mark.parametrize(("loss", "mean", "precision", "layout", "policy"), CASES)
+def test_results_are_those_of_one_worker(loss, mean, precision, layout, policy, tmp_path):
     bits, close = PRECISIONS[precision]
     flags = BASE | LOSSES[loss] | MEANS[mean] | bits
-    workers, parallel = LAYOUTS[layout]
+    workers, parallel = GRID[layout]
     copies = workers // parallel.get("tensor_model_parallel_size", parallel.get("pipeline_model_parallel_size", 1))
-    one, several = trained("1", flags), trained(layout, flags, copies)
+    one = Trained(once(["corrections", flags], lambda: trained("1", flags).workers))
+    with node_memory() as memory:
+        places = dict(ckpt_dir=str(tmp_path)) if policy != "none" else {}
+        places |= dict(ckpt_memory_dir=memory) if policy == "gradient" else {}
+        several = trained(layout, flags | POLICIES[policy] | places, copies)
     assert len(several.losses) == ITERATIONS
     assert several.losses == pytest.approx(one.losses, abs=close)
     assert several.norms == pytest.approx(one.norms, rel=close)
@@ -168,7 +194,7 @@ def test_the_loss_is_that_of_transformers(tmp_path):
 
 def test_a_script_is_warned_and_not_changed(tmp_path):
     padding = "--make-vocab-size-divisible-by 48"
-    flags = f"{EP2} --moe-router-load-balancing-type global_aux_loss --bf16 --train-iters 2 {padding}"
+    flags = f"{EP2} --moe-router-load-balancing-type global_aux_loss --bf16 --train-iters 2 {padding} --eval-interval 2"
     ended = {name: run(tmp_path / name, USER_SCRIPT, 2, f"{flags} --correct {name}") for name in ("none", "all")}
     default = run(tmp_path / "default", USER_SCRIPT, 2, flags)
     assert default.losses == ended["none"].losses != ended["all"].losses
@@ -176,6 +202,10 @@ def test_a_script_is_warned_and_not_changed(tmp_path):
     for name in ("expert-counters", "global-aux-loss", "vocabulary-padding"):
         assert f"--correct {name}," in default.output
     assert "[result-depends-on-layout]" not in ended["all"].output
+    splits = {name: [event["split"] for event in one.of("evaluation")] for name, one in ended.items()}
+    assert splits == {"none": ["valid", "valid", "test"], "all": ["valid", "test"]}
+    assert default.output.count("[loss-reported-twice]") == 1
+    assert not any("[loss-reported-twice]" in one.output for one in ended.values())
 
 
 def test_unknown_corrections_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.pretraining.config.flag import FlagGroup, flag
 from megatron.pretraining.config.layer_pattern import expand
 
-CORRECTIONS = ("expert-counters", "global-aux-loss", "vocabulary-padding")
+CORRECTIONS = ("expert-counters", "final-evaluation", "global-aux-loss", "vocabulary-padding")
 """Names of corrections of megatron-core: see :mod:`megatron.pretraining.model.corrections`."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.pretraining.config.composed import Config
-from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, refuse
+from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, dashed, refuse
 from moc.cli_output import counted
 from moc.elastic.allocation import PlanSettings
 from moc.recovery.copy_placement import copies_wanted
@@ -300,14 +300,20 @@ def _inner_size(config: Config) -> int:
 
 
 def _check_model_grid(config: Config, world_size: int, problems: Problems) -> None:
-    parallel, size = config.parallel, _model_size(config)
+    size = _model_size(config)
     problems.refuse(
         world_size % size,
         f"{counted(world_size, 'worker')} cannot be divided into copies of the model: a copy takes "
-        f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
-        f"{parallel.pipeline_model_parallel_size}. Fix: start a multiple of {size}, or lower one of them",
+        f"{_product(config, 'tensor_model', 'pipeline_model', 'context')}. Fix: start a multiple of {size}, or lower "
+        "it",
         code="workers-not-divisible",
     )
+
+
+def _product(config: Config, *kinds: str) -> str:
+    """Returns the flags of parallelism that are greater than 1, as a product."""
+    sizes = {f"{kind}_parallel_size": getattr(config.parallel, f"{kind}_parallel_size") for kind in kinds}
+    return " times ".join(f"{dashed(name)} {size}" for name, size in sizes.items() if size > 1)
 
 
 def _check_expert_grid(config: Config, world_size: int, problems: Problems) -> None:
@@ -319,10 +325,9 @@ def _check_expert_grid(config: Config, world_size: int, problems: Problems) -> N
     )
     problems.refuse(
         size != _model_size(config) and world_size % size,
-        f"{counted(world_size, 'worker')} cannot be divided among experts: a copy takes --expert-model-parallel-size "
-        f"{parallel.expert_model_parallel_size} times --expert-tensor-parallel-size "
-        f"{parallel.expert_tensor_parallel_size} times --pipeline-model-parallel-size "
-        f"{parallel.pipeline_model_parallel_size}. Fix: start a multiple of {size}, or lower one of them",
+        f"{counted(world_size, 'worker')} cannot be divided among experts: a copy takes "
+        f"{_product(config, 'expert_model', 'expert_tensor', 'pipeline_model')}. Fix: start a multiple of {size}, or "
+        "lower it",
         code="workers-not-divisible",
     )
 

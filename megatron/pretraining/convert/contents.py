@@ -20,9 +20,11 @@ import torch
 from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
-from moc.state.operators import MODULE_STATE, is_module_state
+from moc.state.digests import MASK, ChunkDigest, Key, differing_operators
+from moc.state.operators import MODULE_STATE, Detail, is_module_state
 from moc.state.region import Region, boxes_of_range
 from moc.store import store
+from moc.store.dense_files import state_error
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry
 from moc.store.shard_file import FileLayout, MissingTensorError, ShardReader, TensorBox, write_values
@@ -58,11 +60,13 @@ class ConvertedState(ABC):
     Attributes:
         tensors: every optimizer-state key of every tensor, unsharded.
         operators: state subset (``full``, ``compute``) and number of updates of each operator.
+        digests: digests of the state that was saved (:mod:`moc.state.digests`), of operators that are here completely.
     """
 
     facts: Facts
     tensors: list[TensorBox]
     operators: dict[str, tuple[str, int | None]]
+    digests: Mapping[Key, int] = {}
 
     @abstractmethod
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
@@ -71,6 +75,10 @@ class ConvertedState(ABC):
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
         """Returns only the compute weights; masters are rounded to ``dtype``."""
         return Weights(self, dtype)
+
+    def stored(self) -> Iterable[TensorBox]:
+        """Yields all stored tensors, including weights that follow from their masters."""
+        return self.tensors
 
     def slots(self) -> dict[str, dict[str, TensorBox]]:
         """Returns the tensors by name and optimizer-state key."""
@@ -168,6 +176,26 @@ def check_whole(contents: ConvertedState) -> None:
                 f"there is no {' and no '.join(lacking)} of {name}. Fix: {remedy}",
                 code="optimizer-state-missing",
             )
+
+
+def check_digests(contents: ConvertedState, where: Path) -> None:
+    """Compares the contents of a checkpoint with the digests that it stores, tensor by tensor.
+
+    Raises:
+        CheckpointError: the state of an operator differs.
+    """
+    saved, found = {operator for operator, _ in contents.digests}, Counter[Key]()
+    for box in contents.stored():
+        operator = operator_or_other(box.name)
+        if operator not in saved or box.slot == Detail.GRAD.value:
+            continue
+        sized = operator, f"{box.slot}:{math.prod(box.global_shape)}"
+        values = contents.read(box.name, box.slot, box.region)
+        digest = ChunkDigest.of_values(box.name, box.global_shape, box.region, values)
+        found[sized if sized in contents.digests else (operator, box.slot)] += int(digest())
+    now = {key: value & MASK for key, value in found.items()}
+    if wrong := differing_operators(now, contents.digests):
+        raise state_error(where, wrong)
 
 
 def _missing(names: Iterable[str], shape: Any) -> list[str]:

@@ -63,6 +63,7 @@ from moc.files.safe_directory import write_durably  # noqa: E402
 from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
 from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402
+from moc.state.digests import total_of  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store import dense_files  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -206,6 +207,7 @@ class DenseContents(ConvertedState):
         ]
         owned = whole_tensors(self._regions) + in_model_order(of_megatron)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
+        self.digests = total_of([self.facts.state.get("digests") or {}])
         step = self.facts.state.get("optimizer_step")
         self.operators = _operators(self.tensors, step if self.facts.state.get("optimizer") in _COUNTING else None)
 
@@ -213,6 +215,12 @@ class DenseContents(ConvertedState):
     def compute_dtype(self) -> torch.dtype:
         """Dtype of most weights; only router biases are always fp32."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
+
+    def stored(self) -> Iterable[TensorBox]:
+        """Yields all tensors, including weights that have masters."""
+        here = {(tensor.name, tensor.slot) for tensor in self.tensors}
+        every = list(self._without_owner(set()))
+        return [*self.tensors, *(tensor for tensor in every if (tensor.name, tensor.slot) not in here)]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads a chunk of any optimizer-state key."""
@@ -357,7 +365,7 @@ def write_dense(
 
 def _training_state(contents: ConvertedState) -> dict:
     """Returns the contents of ``training_state.json``."""
-    state = dict(contents.facts.state)
+    state = {name: value for name, value in contents.facts.state.items() if name != "digests"}
     steps: dict[int, str] = {}
     for name, (detail, step) in contents.operators.items():
         if detail == FULL and step is not None:

@@ -14,6 +14,7 @@ from megatron.pretraining.convert.contents import (
     ConvertedState,
     Facts,
     Weights,
+    check_digests,
     count_elements,
     cut_tensors,
     in_model_order,
@@ -35,6 +36,7 @@ from moc.inspect.older_versions import (
 )
 from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
+from moc.state.digests import total_of
 from moc.state.operators import Detail, operator_of
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
@@ -99,6 +101,9 @@ class SnapshotContents(ConvertedState):
         self.facts = Facts(manifest.iteration, manifest.policy, manifest.layout, manifest.state, len(manifest.files))
         self.operators = {name: (entry.detail, entry.step) for name, entry in manifest.operators.items()}
         self.tensors = whole_tensors(self._reader)
+        complete = len(manifest.digests) == manifest.writers  # otherwise a writer had none
+        saved = total_of(manifest.digests.values()) if complete else {}
+        self.digests = {key: saved[key] for key in saved if self.operators.get(key[0], ("", None))[0] == FULL}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads and verifies a chunk."""
@@ -119,6 +124,7 @@ class MergedContents(ConvertedState):
         root = directory.resolve().parent
         self._of = {one.iteration: SnapshotContents(root / checkpoint_name(one.iteration)) for one in way.used()}
         self._way, base = way, self._of[way.iteration]
+        self.digests = base.digests
         every = (tensor for contents in self._of.values() for tensor in contents.tensors)
         there = {(tensor.name, tensor.slot): tensor for tensor in every if tensor.slot != Detail.GRAD.value}
         self.tensors = in_model_order(there.values())
@@ -181,9 +187,8 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
         for name, (detail, step) in contents.operators.items()
         if name in counts
     }
-    store.publish(
-        Manifest(facts.iteration, facts.policy, writers, written, operators, dict(facts.layout), dict(facts.state))
-    )
+    state = {name: value for name, value in facts.state.items() if name != "digests"}
+    store.publish(Manifest(facts.iteration, facts.policy, writers, written, operators, dict(facts.layout), state))
     return directory
 
 
@@ -203,10 +208,13 @@ def contents_of(
         CheckpointError: it is damaged, not trusted, or partial.
     """
     if format_of(directory) != SNAPSHOT:
-        return DenseContents(directory, trust, advance)
-    if whole and not allow_stale:
-        refuse_stale(directory)
-    return snapshot_contents(directory, allow_stale)
+        contents = DenseContents(directory, trust, advance)
+    else:
+        if whole and not allow_stale:
+            refuse_stale(directory)
+        contents = snapshot_contents(directory, allow_stale)
+    check_digests(contents, directory)
+    return contents
 
 
 def weights_of(contents: ConvertedState, dtype: torch.dtype | None) -> ConvertedState:

@@ -19,7 +19,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -375,20 +375,22 @@ def _again(descriptor: int) -> str:
 class PairWriter:
     """Writes one .bin/.idx pair under temporary names, which are removed at the end unless published.
 
-    ``eod`` ends documents, if given; an existing pair is replaced only with ``overwrite``.  The file of its fingerprint
-    records the ``vocabulary`` of the tokenizer.
+    Each document starts with the token ids ``begin`` and stops with ``end``; an existing pair is replaced only with
+    ``overwrite``.  The file of its fingerprint records the ``vocabulary`` of the tokenizer.
     """
 
     def __init__(
         self,
         prefix: str,
         dtype,
-        eod: int | None,
-        overwrite: bool,
+        overwrite: bool = False,
         vocabulary: identity.VocabularyIdentity | None = None,
+        begin: Sequence[int] = (),
+        end: Sequence[int] = (),
     ):
         self.prefix, self.dtype, self.tokens = prefix, dtype, 0
-        self._eod, self._overwrite, self._vocabulary, self._parts = eod, overwrite, vocabulary, []
+        self._begin, self._end = begin, end
+        self._overwrite, self._vocabulary, self._parts = overwrite, vocabulary, []
         self._bin, self._idx = f"{prefix}.bin.partial", f"{prefix}.idx.partial"
 
     def __enter__(self) -> PairWriter:
@@ -430,9 +432,10 @@ class PairWriter:
         parts, self._parts = self._parts, []
         if not any(len(part) for part in parts):
             return False
-        if self._eod is not None:
-            parts.append(numpy.array([self._eod], dtype=self.dtype))
-        document: Any = numpy.concatenate(parts)  # megatron-core annotates a tensor, and accepts an array
+        begin, end = (numpy.array(ids, dtype=self.dtype) for ids in (self._begin, self._end))
+        document: Any = numpy.concatenate(
+            [begin, *parts, end]
+        )  # megatron-core annotates a tensor, and accepts an array
         self._builder.add_document(document, [len(document)])
         self.tokens += len(document)
         return True

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -78,6 +78,16 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--tokenizer-revision", metavar="COMMIT", help="of a tokenizer on the hub: 40 hexadecimal digits"
     )
+    group.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="omit the tokens that the template of a HuggingFaceTokenizer adds to each document, such as BOS",
+    )
+    group.add_argument(
+        "--split-special-tokens",
+        action="store_true",
+        help="encode special tokens of a HuggingFaceTokenizer inside a text, such as <|endoftext|>, as other text",
+    )
     group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
     group = parser.add_argument_group("output")
@@ -136,12 +146,14 @@ def preprocess(args: argparse.Namespace) -> str:
     split = on_blank_lines if args.split_on_blank_lines else None
     split = on_regex(args.split_on_regex) if args.split_on_regex else split
     reader = Reader(_files(args), split)
-    tokenizer, dtype = _load_tokenizer(args)
+    tokenizer, template, dtype = _load_tokenizer(args)
     numbers = args.tokenizer_type == "NullTokenizer"
-    encode = Encoder(tokenizer, dtype, tuple(args.json_keys), numbers)
+    encode = Encoder(tokenizer, dtype, tuple(args.json_keys), numbers, template.special)
+    begin, end = ((), ()) if args.tokenizer_hf_no_include_special_tokens else (template.prefix, template.suffix)
+    end += (tokenizer.eod,) * (args.append_eod and end[-1:] != (tokenizer.eod,))
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        how = dtype, tokenizer.eod if args.append_eod else None, args.overwrite, vocabulary_of(tokenizer)
+        how = dtype, args.overwrite, vocabulary_of(tokenizer), begin, end
         pairs = {
             key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", *how)) for key in args.json_keys
         }
@@ -156,7 +168,18 @@ def preprocess(args: argparse.Namespace) -> str:
             pair.complete()
         for pair in pairs.values():
             pair.publish()
-    return _summary(pairs, counts, time.monotonic() - start, args.append_eod)
+    added = {"begin": begin, "end": end} if template.special else {}
+    notes = [] if end else ["documents run into each other: no end-of-document token was asked for (--append-eod)"]
+    notes += [f"documents {place} with {_names(tokenizer, ids)}" for place, ids in added.items() if ids]
+    if counts["special"]:
+        notes.append(
+            f"{counts['special']:,} special tokens were in texts, and remain (--split-special-tokens: as text)"
+        )
+    return _summary(pairs, counts, time.monotonic() - start, notes)
+
+
+def _names(tokenizer, ids: Sequence[int]) -> str:
+    return " ".join(tokenizer._tokenizer.ids_to_tokens(list(ids)))
 
 
 def _files(args: argparse.Namespace) -> list[str]:
@@ -182,28 +205,38 @@ def _load_tokenizer(args: argparse.Namespace):
         made = tokenizer.build_tokenizer(
             args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.tokenizer_revision
         )
+        template = tokenizer.separate_template(made, args.split_special_tokens)
     except tokenizer.TokenizerError as error:
         raise ToolError(str(error), code=error.code) from None
     from megatron.core.datasets.indexed_dataset import DType
 
-    return made, DType.optimal_dtype(made.vocab_size)
+    return made, template, DType.optimal_dtype(made.vocab_size)
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of one piece by key, or the error in it."""
+    """Token ids of one piece by key, or the error in it; ``special`` counts special tokens among them."""
 
     tokens: dict
     size: int
     ends_document: bool
     error: str | None = None
+    special: int = 0
 
 
 class Encoder:
     """Tokenizes pieces; ``numbers`` is for a NullTokenizer, which requires numbers separated by single spaces."""
 
-    def __init__(self, tokenizer, dtype, keys: tuple[str, ...], numbers: bool = False):
+    def __init__(
+        self,
+        tokenizer,
+        dtype,
+        keys: tuple[str, ...],
+        numbers: bool = False,
+        special: frozenset[int] = frozenset(),
+    ):
         self._tokenizer, self._dtype, self._keys, self._numbers = tokenizer, dtype, keys, numbers
+        self._special = sorted(special)
 
     def __call__(self, piece: DocumentPiece) -> Encoded:
         """Tokenizes one piece; returns an error in it instead of raising."""
@@ -211,7 +244,13 @@ class Encoder:
             tokens = {key: self._encode(piece, text) for key, text in piece.texts(self._keys).items()}
         except BadText as error:
             return Encoded({}, len(piece.data), piece.ends_document, str(error))
-        return Encoded(tokens, len(piece.data), piece.ends_document)
+        special = sum(self._count_special(ids) for ids in tokens.values())
+        return Encoded(tokens, len(piece.data), piece.ends_document, special=special)
+
+    def _count_special(self, ids) -> int:
+        import numpy
+
+        return int(numpy.isin(ids, self._special).sum()) if self._special else 0
 
     def _parts(self, piece: DocumentPiece, text: str) -> Iterable[str]:
         if self._numbers:
@@ -324,6 +363,7 @@ def _write(results: Iterator[Encoded], pairs: dict[str, PairWriter], skip_bad: b
     counts, bad = Counter(), None
     for result in results:
         counts["bytes"] += result.size
+        counts["special"] += result.special
         for key, tokens in result.tokens.items():
             pairs[key].add(tokens)
         bad = bad or result.error
@@ -375,7 +415,7 @@ def _progress(reader: Reader, interval: int):
     yield line
 
 
-def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, append_eod: bool) -> str:
+def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, notes: list[str]) -> str:
     tokens = sum(pair.tokens for pair in pairs.values())
     size = counts["bytes"]
     documents = counted(counts["documents"], "document")
@@ -385,8 +425,7 @@ def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, appe
     ]
     if counts["bad"] or counts["empty"]:
         lines.append(f"left out: {counts['bad']:,} bad, {counts['empty']:,} without text")
-    if not append_eod:
-        lines.append("documents run into each other: no end-of-document token was asked for (--append-eod)")
+    lines += notes
     lines += [
         f"wrote {prefix}.bin and .idx ({pair.tokens:,} tokens as {pair.dtype.__name__})"
         for prefix, pair in ((p.prefix, p) for p in pairs.values())

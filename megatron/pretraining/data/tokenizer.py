@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.pretraining.process import cpu
@@ -63,6 +64,52 @@ def build_tokenizer(
         f"there is no tokenizer type {tokenizer_type!r}. Fix: choose one of {', '.join(TOKENIZER_TYPES)}",
         code="value-not-a-choice",
     )
+
+
+@dataclass(frozen=True)
+class Template:
+    """Tokens around each document.
+
+    Attributes:
+        prefix: ids before the text, such as BOS.
+        suffix: ids behind the text.
+        special: ids of special tokens other than the unknown one.
+    """
+
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    special: frozenset[int] = frozenset()
+
+
+def separate_template(tokenizer: Any, splits_special_tokens: bool = False) -> Template:
+    """Makes a tokenizer of :func:`build_tokenizer` encode texts without its template, which it returns.
+
+    Documents are encoded in parts, and each part would get the template.  Other types than HuggingFaceTokenizer have
+    no template.
+
+    Args:
+        tokenizer: megatron-core's tokenizer; it changes.
+        splits_special_tokens: encode special tokens in a text as other text.
+
+    Raises:
+        TokenizerError: the template is not a prefix and a suffix.
+    """
+    library: Any = getattr(tokenizer, "_tokenizer", None)
+    if not hasattr(library, "include_special_tokens"):
+        return Template()
+    inner: Any = library.tokenizer
+    library.include_special_tokens, inner.split_special_tokens = False, splits_special_tokens
+    probe = "a"
+    framed, bare = inner(probe).input_ids, inner(probe, add_special_tokens=False).input_ids
+    start = next((n for n in range(len(framed)) if framed[n : n + len(bare)] == bare), None)
+    if start is None:
+        raise TokenizerError(
+            "the template of the tokenizer changes the tokens of a text. Fix: pass "
+            "--tokenizer-hf-no-include-special-tokens, which omits it"
+        )
+    special = {number for number, token in inner.added_tokens_decoder.items() if token.special}
+    special |= {*inner.all_special_ids}
+    return Template((*framed[:start],), (*framed[start + len(bare) :],), frozenset(special - {inner.unk_token_id}))
 
 
 def _existing(tokenizer_type: str, path: str | None) -> str:

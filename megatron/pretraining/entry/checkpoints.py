@@ -18,6 +18,7 @@ from megatron.training import checkpointing, training
 
 from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.checkpoint.digests import DIGESTS, check_state, digest_state
 from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
@@ -158,6 +159,7 @@ class StockCheckpoints(Saves):
                 fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
                 assert state is not None  # or nothing was loaded
                 contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
+                check_state(parts, self._model, state, directory)
         if args.iteration == 0:
             return None
         if state is not None:
@@ -179,6 +181,8 @@ class StockCheckpoints(Saves):
         if not args.finetune:
             contents.check_data(parts.config, parts.data, state, directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
+        if resumes:
+            check_state(parts, self._model, state, directory)
         if args.finetune or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
@@ -205,6 +209,8 @@ class StockCheckpoints(Saves):
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         writer.use_mortal_result_queue()
+        wants_digests = self._saves_fragments and parts.config.snapshot.digest_interval and not args.no_save_optim
+        digests = digest_state(parts, self._model) if wants_digests else None
         in_background = args.ckpt_format == "torch_dist"  # Megatron-LM writes other formats synchronously
         settings: dict[str, Any] = dict(async_save=in_background, async_strategy="mcore")
 
@@ -227,7 +233,7 @@ class StockCheckpoints(Saves):
             data = json.dumps(parts.data.plain(), indent=1)
             run_on_rank0(lambda: write_durably(staging / dense_files.DATA_FILE, data), "cannot write a checkpoint")
         if self._saves_fragments:
-            state = functools.partial(self._write_state, staging, position)
+            state = functools.partial(self._write_state, staging, position, digests)
             run_on_rank0(state, "cannot write a checkpoint")
         if self._saves_fragments and not args.no_save_optim:
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
@@ -236,13 +242,15 @@ class StockCheckpoints(Saves):
         end = functools.partial(self._end, staging, position.iteration, stock.finalize_fns)
         return stock._replace(async_fn=write, finalize_fns=[end])
 
-    def _write_state(self, staging: Path, position: Position) -> None:
+    def _write_state(self, staging: Path, position: Position, digests: Mapping | None) -> None:
         parts, world = self._parts, self._world
         state = contents.training_state(
             parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described, parts.data
         )
         if get_args().no_save_optim:
-            state["optimizer"] = None
+            state |= {"optimizer": None, "optimizer_package": None}
+        if digests is not None:
+            state[DIGESTS] = digests
         write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:

@@ -29,7 +29,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.config.world import check_fewest, check_start, check_world
+from megatron.pretraining.config.world import check_backend, check_fewest, check_start, check_world
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import MegatronConfig, check_parsed, config_of
 from megatron.pretraining.entry.limits import check_limits, check_run, set_defaults
@@ -92,6 +92,7 @@ def validate_args(real: Callable[..., Any]) -> Callable[..., Any]:
         if (defaults or {}).get(OWN_PROGRAM) and not (read.prints or read.problems):
             problems.check(check_run, args)
         if only_checks_flags() and not problems.found:
+            problems.check(_check_device, config_of(args, read.own))
             problems.check(lambda: _check_paths(config_of(args, read.own), bool((defaults or {}).get(OWN_PROGRAM))))
         with reported(Path(sys.argv[0]).name):
             problems.raise_found()
@@ -163,6 +164,12 @@ def _check_model(args: argparse.Namespace) -> None:
         core_transformer_config_from_args(args)
     except Exception as error:
         raise refusal_of(error) from error
+
+
+def _check_device(config: MegatronConfig) -> None:
+    """Raises ``ConfigError`` for flags that this machine's devices do not support."""
+    has_cuda = torch.cuda.is_available()
+    check_backend(config, config.arguments.distributed_backend if has_cuda else "gloo", has_cuda)
 
 
 def _check_paths(config: MegatronConfig, reads_tokens: bool) -> None:

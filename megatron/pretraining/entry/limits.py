@@ -46,7 +46,7 @@ def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
 
 
 def check_limits(arguments: Any) -> None:
-    """Raises ``ConfigError`` with all numbers that are too small.
+    """Raises ``ConfigError`` with all numbers that are too small, and for mock data next to others.
 
     Megatron-LM divides by some of them, in its checks or later in a worker.
     """
@@ -59,6 +59,13 @@ def check_limits(arguments: Any) -> None:
                 f"--{name.replace('_', '-')} is {value}. Fix: give a number that is at least {least}",
                 code="value-out-of-range",
             )
+    named = [name for name in _DATA if getattr(arguments, name, None)]
+    problems.refuse(
+        len(named) > 1 and "mock_data" in named,
+        f"--mock-data excludes {' and '.join(dashed(name) for name in named if name != 'mock_data')}. Fix: drop "
+        "--mock-data to train on the data, or drop the others",
+        code="flags-exclude-each-other",
+    )
     problems.raise_found()
 
 
@@ -137,8 +144,7 @@ def check_contradictions(arguments: Any) -> None:
     for one, other in (
         ("bf16", "fp16"), ("train_iters", "train_samples"), ("train_iters", "lr_decay_samples"),
         ("train_samples", "lr_decay_iters"), ("train_iters", "lr_warmup_samples"),
-        ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("mock_data", "data_path"),
-        ("mock_data", "train_data_path"), ("data_path", "train_data_path"),
+        ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("data_path", "train_data_path"),
     ):  # fmt: skip
         problems.refuse(
             getattr(arguments, one) and getattr(arguments, other),

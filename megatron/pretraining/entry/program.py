@@ -51,7 +51,7 @@ from megatron.pretraining.session import auto_policy
 from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
 from moc.errors import warning
 from moc.fault_points import reach
-from moc.runtime.collectives import sum_over_workers
+from moc.runtime.collectives import run_on_rank0, sum_over_workers
 from moc.runtime.job import Job, World
 from moc.runtime.progress import progress
 
@@ -177,6 +177,8 @@ class StockProgram:
         """Evaluates and reports by Megatron-LM's functions, unless a worker was asked to stop."""
         args, iteration = get_args(), run.position.iteration
         if not args.eval_iters or split not in run.splits or not (final or iteration >= (args.start_eval_at_iter or 0)):
+            return True
+        if final and split == "valid" and not args.skip_train and _is_repeated(run):
             return True
         earlier = evaluations_before(args, iteration, final) if split == "valid" else 0
         with _collected_garbage(args.manual_gc and args.manual_gc_eval and not final):
@@ -322,6 +324,24 @@ def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -
                     code="result-depends-on-layout",
                 )
             )
+
+
+def _is_repeated(run: TrainingRun) -> bool:
+    """Returns whether to omit the final validation loss since this iteration has one; a collective call."""
+    iteration = run.position.iteration
+    if not run_on_rank0(lambda: run.log.was_evaluated(iteration), "cannot look for evaluations"):
+        return False
+    if "final-evaluation" in run.config.training.corrections:
+        return True
+    if "correct" not in run.config.given:
+        run.log.message(
+            warning(
+                f"iteration {iteration} gets a second validation loss, of other samples. Fix: pass --correct "
+                "final-evaluation, or --correct all",
+                code="loss-reported-twice",
+            )
+        )
+    return False
 
 
 def padded_rows(args: Any) -> PaddedVocabulary:

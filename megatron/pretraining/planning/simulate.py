@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
@@ -53,6 +54,7 @@ _SIZES = (  # short and long name of a layout's size, and description
     ("vpp", "--num-virtual-stages-per-pipeline-rank", "virtual stages of each pipeline stage"),
 )
 _SHRINKS = "+shrink"
+_MICRO_BATCH = 32  # sequences, without flags
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -110,7 +112,10 @@ def _model_flags(group) -> None:
         help="sequences (default: 512)",
     )
     group.add_argument(
-        "--micro-batch", type=int, default=32, metavar="N", help="sequences that TP x EP ranks share (default: 32)"
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help=f"sequences that TP x EP ranks share (default: --micro-batch-size times EP, or {_MICRO_BATCH})",
     )
     group.add_argument("--iteration-s", type=duration, metavar="TIME", help="as measured, instead of the cost model's")
     group.add_argument("--profile", metavar="EVENTS", help="take times and bandwidths from a run's events.jsonl")
@@ -312,6 +317,13 @@ def _policies(text: str) -> list[str]:
     return names
 
 
+def _micro_batch(config: Any, model_flags: Sequence[str], layout: ParallelLayout) -> int:
+    """Returns the sequences of a micro batch on all expert-parallel ranks; each has ``--micro-batch-size``."""
+    size = config.training.micro_batch_size
+    is_given = size > 1 or any(word.partition("=")[0] == "--micro-batch-size" for word in model_flags)
+    return size * layout.ep if is_given else _MICRO_BATCH
+
+
 def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     whole = ["--expert-tensor-parallel-size", "1"] if (args.ep or 1) > 1 else []
     config = config_of(args.model, [*whole, *model_flags], tp=args.tp, ep=args.ep)
@@ -323,7 +335,7 @@ def _setup(args: argparse.Namespace, model_flags: list[str]) -> Setup:
     before = max(1, cluster_named(args.cluster).gpus // of_pipeline) if args.scale_to else pipelines
     work = Work(
         global_batch=args.global_batch * pipelines // before,  # each pipeline's work does not change
-        micro_batch=args.micro_batch,
+        micro_batch=args.micro_batch or _micro_batch(config, model_flags, layout),
         seq_length=config.data.seq_length,
         hidden_size=config.network.hidden_size,
         topk=config.moe.moe_router_topk if config.moe.num_experts else 1,

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from benchmarks.faults.drawn import FACTORS, LEAST, draw_runs, is_valid
 from benchmarks.faults.recovery import ALONE, ELECTED, LOSSES, SEVERAL, During, Recoveries, Trouble, troubles
 from benchmarks.faults.run import LAYOUTS, TIERS, End, differences, missing, mistakes
 from benchmarks.live.job import Events
@@ -29,6 +30,10 @@ EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
         (End({1: (2.0, 0.5), 2: (1.5, 0.41)}, EXPECTED.hashes), ["losses differ in iterations [2]"]),
         (End({2: (1.5, 0.4)}, EXPECTED.hashes), ["losses differ in iterations [1]"]),
         (End(EXPECTED.losses, {"box": "a", "other": "c"}), ["1 of 2 tensors differ"]),
+        (
+            End(EXPECTED.losses, EXPECTED.hashes, frozenset({(2, "valid", 1.0)})),
+            ["evaluations differ after iterations [2]"],
+        ),
         (End(EXPECTED.losses, {}), ["2 of 2 tensors differ"]),
         (End(EXPECTED.losses, EXPECTED.hashes | {"third": "c"}), ["1 of 3 tensors differ"]),
     ],
@@ -185,3 +190,13 @@ def test_pieces_of_a_campaign_come_together(tmp_path):
     told = json.loads((tmp_path / "all.json").read_text())
     counts = {name: told["summary"][name] for name in ("runs", "faults", "equal", "wrong", "hangs", "leftovers")}
     assert counts == {"runs": 2, "faults": 2, "equal": 1, "wrong": 0, "hangs": 1, "leftovers": 1}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_drawn_runs_are_valid_and_have_each_value_often_enough(seed):
+    runs = draw_runs(seed, 24)
+    assert runs == draw_runs(seed, 24) != draw_runs(seed + 1, 24)
+    assert all(is_valid(run.values) for run in runs)
+    for factor, values in FACTORS.items():
+        counts = [sum(run.values[factor] == value for run in runs) for value in values]
+        assert min(counts) >= LEAST, factor

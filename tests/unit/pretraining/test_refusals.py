@@ -12,6 +12,7 @@ REFUSED = [
     ("--lr-warmup-iters 10", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters --train-iters"),
     ("--lr-warmup-iters 9 --lr-decay-iters 9", "flag-exceeds-another --lr-warmup-iters --lr-decay-iters"),
     ("--lr-warmup-init 1", "flag-exceeds-another --lr-warmup-init --lr"),
+    ("--data-path /nonexistent", "flags-exclude-each-other --mock-data --data-path"),
     ("--moe-layer-freq x", "value-unreadable --moe-layer-freq"),
     ("--ckpt-policy selective --ckpt-dir x --selective-boost 0.1", "flag-needs-another"),
     (

@@ -84,16 +84,18 @@ def test_serves_a_gpt_dataset(kind, train, tmp_path):
     json.dumps(tokenizer.unique_identifiers)
 
 
-def hugging_face_directory(path, eos="<end>") -> str:
+def hugging_face_directory(path, eos="<end>", template=None) -> str:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer, made.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<end>"], initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=300, special_tokens=["<end>", "<bos>"], initial_alphabet=byte_level.alphabet(), show_progress=False
     )
     made.train_from_iterator(TEXT, trainer)
+    if template:
+        made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 1)])
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos).save_pretrained(path)
     return str(path)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moc.report import report as tool
-from moc.report.figures import compute_report
+from moc.report.figures import Standstill, compute_report
 from moc.report.report import table_sections
 from tests.unit.conftest import REPOSITORY
 
@@ -44,9 +44,9 @@ class Story:
     def resume(self, after, tier="memory", kept=0, **fields):
         return self.tell("resume", after, tier=tier, seconds=after / 2, kept=kept, **fields)
 
-    def generation(self, after, noticed=0.125):
+    def generation(self, after, noticed=0.125, **losses):
         reason = "worker 2 was killed by signal 9"
-        return self.tell("generation", after, reason=reason, noticed_s=noticed, met_s=after - noticed)
+        return self.tell("generation", after, reason=reason, noticed_s=noticed, met_s=after - noticed, **losses)
 
     @property
     def report(self):
@@ -69,6 +69,19 @@ def test_what_could_not_be_written_is_counted():
     told = dict(dict(table_sections([run]))["could not be written"])
     assert told["snapshots"] == ["2"] and told["snapshots, storage being too slow"] == ["1"]
     assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
+
+
+def test_generations_without_progress_are_counted_with_their_devices():
+    story = Story().start().usual(6).generation(1.0)  # of a program that reports no iterations
+    for after, devices in ((6, [[1, 1]]), (6, [[1, 1], [1, 1]]), (6, [[1, 1], [1, 1], [0, 3]]), (7, [[0, 0]])):
+        story.generation(1.0, lost_after=after, lost_devices=devices).start(1.0)
+    story.usual(2).generation(1.0, lost_after=9, lost_devices=[[2, 0]]).start(1.0)
+    run = story.generation(1.0, lost_after=9, lost_devices=[[2, 0], [2, 0]]).start(1.0).usual(1).report
+    assert run.standstills == (Standstill(6, 2, ((1, 1), (0, 3))), Standstill(9, 1, ((2, 0),)))
+    (cell,) = dict(dict(table_sections([run]))["faults and recoveries"])["generations without progress"]
+    assert cell.splitlines() == ["2 after iteration 6: device 1 of node 1, device 3 of node 0"] + [
+        "1 after iteration 9: device 0 of node 2"
+    ]
 
 
 def test_a_run_without_faults():

@@ -22,15 +22,21 @@ from megatron.pretraining.convert.hugging_face import CONFIG
 from megatron.pretraining.convert.hugging_face.directory import (
     Description,
     check_conversion_hashes,
-    has_tokenizer,
     refuse_existing,
     write_directory,
 )
 from megatron.pretraining.convert.hugging_face.families import family_for, family_named, family_of
 from megatron.pretraining.convert.hugging_face.files import Advance, read_directory, read_json
 from megatron.pretraining.convert.hugging_face.logits import Asked, compare_logits
-from megatron.pretraining.convert.hugging_face.model_record import first_state, recipe, recorded, run_configuration
+from megatron.pretraining.convert.hugging_face.model_record import (
+    first_state,
+    recipe,
+    recorded,
+    recorded_generation,
+    run_configuration,
+)
 from megatron.pretraining.convert.hugging_face.tensors import Exported, Imported, name_map
+from megatron.pretraining.convert.hugging_face.tokenizer import has_tokenizer, read_generation
 from megatron.pretraining.convert.snapshot import contents_of, weights_of
 from moc.cli_output import print_lines, progress
 from moc.files import decode, safe_directory
@@ -63,7 +69,7 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     config = family.config_of(model)
     exported = Exported(weights, name_map(model, family), dtype)
     total = sum(tensor.nbytes for tensor in exported.tensors)
-    about = Description(config, tokenizer, _source(directory, contents.facts.iteration))
+    about = Description(config, tokenizer, _source(directory, contents.facts.iteration), recorded_generation(state))
     size = (args.max_file_size or _EXPORT_FILE_MB) * 10**6
     with progress(total * (2 if args.verify else 1), "converting") as advance:
         notes = write_directory(exported, about, args.output, size, args.verify, advance)
@@ -129,7 +135,7 @@ def import_directory(args: argparse.Namespace) -> Path:
         )
     tokenizer = _tokenizer(source, model["vocab_size"])
     run_configuration(model, model["max_position_embeddings"])  # raises if it cannot be trained
-    contents = imported.with_state(first_state(model, dtype, tokenizer, imported.tensors))
+    contents = imported.with_state(first_state(model, dtype, tokenizer, imported.tensors, read_generation(source)))
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
     with progress(nbytes * (2 if args.verify else 1), "converting") as advance:
         written = write_dense(

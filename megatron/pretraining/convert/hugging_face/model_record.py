@@ -15,10 +15,12 @@ from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.contents import shape_by_operator  # noqa: E402
 from megatron.pretraining.convert.hugging_face.family import Described, described_model  # noqa: E402
+from megatron.pretraining.convert.hugging_face.tokenizer import Generation  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
 from moc.errors import code_of  # noqa: E402
+from moc.files import decode  # noqa: E402
 from moc.state.record import Position  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.shard_file import TensorBox  # noqa: E402
@@ -85,7 +87,11 @@ def recipe(model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any]) -
 
 
 def first_state(
-    model: Mapping[str, Any], dtype: str, tokenizer: Mapping[str, Any], tensors: Iterable[TensorBox]
+    model: Mapping[str, Any],
+    dtype: str,
+    tokenizer: Mapping[str, Any],
+    tensors: Iterable[TensorBox],
+    generation: Generation | None = None,
 ) -> dict[str, Any]:
     """Returns ``training_state.json`` of a checkpoint that no run has written."""
     return {
@@ -99,7 +105,19 @@ def first_state(
         "sample_order": {},
         "model": dict(model),
         "tokenizer": {name: tokenizer.get(f"tokenizer_{name}") for name in ("type", "model")},
+        "generation": generation and dataclasses.asdict(generation),
     }
+
+
+def recorded_generation(state: Mapping[str, Any]) -> Generation | None:
+    """Returns the generation settings in the state of an imported model; None after training, which drops them."""
+    try:
+        return decode.convert(state["generation"], Generation) if state.get("generation") else None
+    except ValueError as error:
+        raise CheckpointError(
+            f"the generation settings of the checkpoint cannot be read ({error}). Fix: import the model again",
+            code="checkpoint-unreadable",
+        ) from None
 
 
 def _with_vocabulary(model: Mapping[str, Any]) -> Mapping[str, Any]:

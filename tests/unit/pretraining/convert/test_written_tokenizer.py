@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import pytest
 import sentencepiece
 
-from megatron.pretraining.convert.hugging_face.directory import write_tokenizer
+from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
+from tests.errors import raises
 
 TEXT = ["one two three four five six <unk> seven", "def f(x):\n    return x\n", "  two  spaces"] * 20
 SAME = dict(normalization_rule_name="identity", remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
@@ -36,8 +37,13 @@ def write(tmp_path):
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_prefix=prefix, **settings)
         (tmp_path / "hf").mkdir()
         recorded = dict(type="SentencePieceTokenizer", model=f"{prefix}.model", revision=None)
-        ids, notes = write_tokenizer(recorded, tmp_path / "hf")
-        return tmp_path / "hf", ids, notes, sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+        generation, notes = write_tokenizer(recorded, tmp_path / "hf")
+        return (
+            tmp_path / "hf",
+            generation.special,
+            notes,
+            sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model"),
+        )
 
     return run
 
@@ -48,7 +54,7 @@ def test_settings_and_ids(write, kind):
     assert not notes and (path / "tokenizer.model").is_file()
     settings = json.loads((path / "tokenizer_config.json").read_text())
     assert settings["eos_token"] == ("<eod>" if "documents" in kind else "</s>")
-    assert ids == dict(bos_token_id=1, eos_token_id=model.piece_to_id(settings["eos_token"]))
+    assert ids == dict(bos_token_id=1, eos_token_id=model.piece_to_id(settings["eos_token"]), pad_token_id=None)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -74,17 +80,56 @@ def test_transformers_makes_the_same_tokens(write, kind):
 )
 def test_what_transformers_would_encode_otherwise_is_not_written(write, options, why):
     path, ids, (note,), _ = write(**options)
-    assert why in note and not ids and not list(path.iterdir())
+    assert why in note and not any(ids.values()) and not list(path.iterdir())
 
 
-def test_files_of_a_tokenizer_are_copied_and_nothing_else(tmp_path):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "hf").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "tokenization_mine.py", "model.safetensors"):
-        (tmp_path / "theirs" / name).write_text("{}")
-    recorded = dict(type="HuggingFaceTokenizer", model=str(tmp_path / "theirs"), revision=None)
-    assert write_tokenizer(recorded, tmp_path / "hf") == ({}, [])
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+@pytest.fixture
+def write_theirs(tmp_path):
+    """Writes the tokenizer of a directory with these files; returns generation settings and names of written files."""
+
+    def run(**files):
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "hf").mkdir()
+        for name in ("tokenization_mine.py", "model.safetensors"):
+            (tmp_path / "theirs" / name).write_text("{}")
+        for name, content in files.items():
+            (tmp_path / "theirs" / f"{name}.json").write_text(json.dumps(content))
+        recorded = dict(type="HuggingFaceTokenizer", model=str(tmp_path / "theirs"), revision=None)
+        generation, notes = write_tokenizer(recorded, tmp_path / "hf")
+        assert not notes
+        return generation, {path.stem for path in (tmp_path / "hf").iterdir()}
+
+    return run
+
+
+ADDED = {"added_tokens": [{"id": 7, "content": "<end>", "special": True}, {"id": 8, "content": "<pad>"}]}
+NAMED = {"eos_token": {"content": "<end>"}, "pad_token": "<pad>", "bos_token": None}
+
+
+def test_files_and_special_tokens_of_a_tokenizer_are_copied(write_theirs):
+    generation, files = write_theirs(tokenizer=ADDED, tokenizer_config=NAMED)
+    assert files == {"tokenizer", "tokenizer_config"} and generation.settings is None
+    assert generation.special == dict(bos_token_id=None, eos_token_id=7, pad_token_id=8)
+
+
+def test_ids_of_a_model_precede_those_of_its_tokenizer(write_theirs):
+    config, settings = {"eos_token_id": [1, 7], "pad_token_id": None}, {"eos_token_id": 7, "top_k": 3}
+    generation, files = write_theirs(tokenizer=ADDED, tokenizer_config=NAMED, config=config, generation_config=settings)
+    assert files == {"tokenizer", "tokenizer_config"}
+    assert (generation.special, generation.settings) == (config, settings)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "code"),
+    [
+        ("config", {"eos_token_id": "end"}, "config-value-unsupported"),
+        ("generation_config", [], "checkpoint-damaged"),
+        ("tokenizer", {"added_tokens": [{"id": -1}]}, "tokenizer-unusable"),
+    ],
+)
+def test_invalid_generation_settings_are_refused(write_theirs, file, content, code):
+    with raises(code):
+        write_theirs(tokenizer_config=NAMED, **{file: content})
 
 
 @pytest.mark.parametrize(
@@ -96,5 +141,5 @@ def test_files_of_a_tokenizer_are_copied_and_nothing_else(tmp_path):
     ],
 )
 def test_where_there_is_none_it_is_told(recorded, words, tmp_path):
-    ids, (note,) = write_tokenizer(recorded, tmp_path)
-    assert not ids and words in note and not list(tmp_path.iterdir())
+    generation, (note,) = write_tokenizer(recorded, tmp_path)
+    assert not any(generation.special.values()) and words in note and not list(tmp_path.iterdir())

@@ -28,6 +28,7 @@ from megatron.pretraining.data.documents import PairWriter
 from megatron.pretraining.data.tokenizer import build_tokenizer
 from megatron.pretraining.process import cpu
 from tests.errors import only_code
+from tests.unit.pretraining.test_tokenizer import hugging_face_directory
 
 cpu.install()  # comes before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
@@ -323,7 +324,7 @@ def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path):
 
 
 def test_two_writers_do_not_mix(tmp_path, capsys):
-    with PairWriter(f"{tmp_path}/o_text_document", numpy.uint16, None, False) as other:
+    with PairWriter(f"{tmp_path}/o_text_document", numpy.uint16) as other:
         other.add(numpy.array([9]))
         other.end_document()
         args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o"]
@@ -513,3 +514,27 @@ def test_a_bar_on_a_terminal(tmp_path, corpus, monkeypatch, capsys, model):
     args = ["--input", corpus, "--output-prefix", tmp_path / "o", "--tokenizer-model", model, "--workers", 2]
     assert preprocess(*args) == 0
     assert "tokenizing" in capsys.readouterr().err
+
+
+TEXTS = ["a <end> b\n" * 20_000, "<end>", "", "c"]  # the first is encoded in several parts
+
+
+@pytest.mark.parametrize(
+    ("flags", "begin", "end", "inside"),
+    [
+        (["--append-eod"], [1], [0], [20_000, 1, 0]),
+        (["--append-eod", "--split-special-tokens"], [1], [0], [0, 0, 0]),
+        (["--tokenizer-hf-no-include-special-tokens"], [], [], [20_000, 1, 0]),
+    ],
+)
+def test_templates_and_special_tokens_of_hugging_face(flags, begin, end, inside, tmp_path, capsys):
+    path = hugging_face_directory(tmp_path / "tokenizer", template="<bos> $A")
+    args = ["--output-prefix", tmp_path / "o", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
+    assert preprocess("--input", write_json(tmp_path / "in.jsonl", TEXTS), *args, *flags, "--workers", "2") == 0
+    found = documents(f"{tmp_path}/o_text_document")
+    assert [ids[: len(begin)] for ids in found] == [begin] * 3
+    assert [ids[len(ids) - len(end) :] for ids in found] == [end] * 3
+    texts = [ids[len(begin) : len(ids) - len(end)] for ids in found]
+    assert [ids.count(0) for ids in texts] == inside and not any(1 in ids for ids in texts)
+    told = capsys.readouterr().out
+    assert ("20,001 special tokens" in told) == any(inside) and ("begin with <bos>" in told) == bool(begin)

@@ -47,6 +47,14 @@ def test_the_example_of_the_help(capsys):
         assert parts == pytest.approx(one["wall_s"]) and one["wall_s"] == 12 * 3600
 
 
+def test_the_micro_batch_of_megatron_lm(capsys):
+    of_one, of_all, other = (
+        told(capsys, *SMALL, "--policy", "full", *words)["policies"]
+        for words in (["--micro-batch-size", "2"], ["--micro-batch", "8"], [])
+    )
+    assert of_one == of_all != other  # with four expert-parallel ranks
+
+
 def test_no_snapshot_is_for_nothing(capsys):
     """Also where all of it hides, and for all policies that save beside training: what was measured, or the paper's."""
     calm = [*DEEPSEEK, "--mtbf", "1h", "--policy", "sparse,pec,full", "--interval", "2"]
