@@ -508,6 +508,11 @@ EVENTS = {
             "met_s": "from then until all workers were present and connected",
             **_WRITER,
         },
+        {
+            "rank": "of the lost worker, if one worker caused it",
+            "node": "that was lost, or of the lost worker",
+            "signal": "number of the signal that killed the worker",
+        },
     ),
     "inject": EventType(
         "--inject is about to act on a worker.",

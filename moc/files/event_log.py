@@ -23,7 +23,7 @@ _FIELDS_BY_TYPE = {
     str: "type split tier action cause reason what",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
-    Count: "iteration kept folded",
+    Count: "iteration kept folded rank node signal",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
     Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
     bool: "boosted",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from moc.cli_output import Parser, console, escapes_output, human, print_lines, 
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
-from moc.report.wall_clock import Event
+from moc.report.wall_clock import PHASES, Event, RecoveryTimes
 
 PART_TITLES = {
     "useful_s": "useful work",
@@ -44,6 +45,8 @@ def print_reports(runs: Sequence[Report]) -> None:
     """Prints a table with a column for each run, and the choices of tuners."""
     console(width=_WIDE).print(_table(runs))
     for run in runs:
+        if run.each:
+            console(width=_WIDE).print(_incidents(run))
         print_lines(*_choice_lines(run, len(runs) > 1))
 
 
@@ -69,6 +72,36 @@ def _table(runs: Sequence[Report]):
         for name, cells in lines:
             table.add_row(f"  {name}", *cells)
         table.add_section()
+    return table
+
+
+INCIDENT_TITLES = ("time", "iteration", "worker", "node", "cause", *PHASES, "outside useful work", "repeated")
+"""Titles of the columns of :func:`incident_cells`."""
+
+
+def incident_cells(incident: RecoveryTimes) -> list[str]:
+    """Returns the cells of a recovery in a list of incidents; empty ones are unknown."""
+    killed = "" if incident.signal is None else f", signal {incident.signal}"
+    return [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
+        f"{incident.newest:,}",
+        *("" if number is None else str(number) for number in (incident.rank, incident.node)),
+        f"{incident.cause or 'job restarted'}{killed}",
+        *(seconds(incident.phases.get(phase)) or "" for phase in PHASES),
+        seconds(incident.outside_s) or "",
+        f"{incident.again:,}",
+    ]
+
+
+def _incidents(run: Report):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=f"Incidents of {run.name}", title_justify="left")
+    for title in INCIDENT_TITLES:
+        table.add_column(title, justify="left" if title in ("time", "cause") else "right", overflow="fold")
+    for incident in run.each:
+        table.add_row(*incident_cells(incident))
     return table
 
 

@@ -86,7 +86,8 @@ class Agent:
         self._workers: dict[str, _WorkerProcess] = {}
         self.iteration: int | None = None
         self._clock = RunningClock(max_step_s=3 * WATCH_INTERVAL_S)
-        self._generation, self._cause, self._reason, self._notified_at = 0, "", "", 0.0
+        self._generation, self._notified_at = 0, 0.0
+        self._why: dict = {"cause": "", "reason": "", "lost": {}}  # of the generation
         self._limits = HangLimits(flags.hang_caps)
         self._unacknowledged: dict[
             str, tuple[_WorkerProcess, int]
@@ -272,8 +273,8 @@ class Agent:
         elif kind == "noted":
             self._unacknowledged.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
-            self._generation, self._cause = order["generation"], order.get("cause", self._cause)
-            self._reason = order.get("reason", self._reason)
+            self._generation = order["generation"]
+            self._why = {name: order.get(name, value) for name, value in self._why.items()}
             self._notified_at = self._clock.now
             for worker in self._workers.values():
                 worker.released_memory = None if kind == "abort" else worker.released_memory  # needed to resume
@@ -340,8 +341,7 @@ class Agent:
         if worker.rank_generation > 0 or not worker.starts_together:
             self._forward_stop_signal(worker)
         if self._generation:
-            notice = {"cause": self._cause, "reason": self._reason}
-            self._forward(worker, {"kind": "abort", "generation": self._generation, **notice})
+            self._forward(worker, {"kind": "abort", "generation": self._generation, **self._why})
         while True:
             message = (await connection.recv()).header
             worker.last_message_at = self._clock.now

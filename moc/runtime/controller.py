@@ -523,7 +523,8 @@ class Controller:
             elif isinstance(order, Abort):
                 self._disturbed_at = self._clock.now
                 _log.warning("generation %d: %s", order.generation, order.reason)
-                self._send_all("abort", generation=order.generation, cause=order.cause, reason=order.reason)
+                why = {"cause": order.cause, "reason": order.reason, "lost": dict(order.lost)}
+                self._send_all("abort", generation=order.generation, **why)
             elif isinstance(order, Connect):
                 self._order_connect(order.generation)
             elif isinstance(order, End):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ class Interruption:
         generation: generation that began with it.
         cause: a value of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
         reason: a sentence about the loss.
+        lost: what was lost, if it is known: numbers by ``rank``, ``node`` and ``signal``.
         detection_s: seconds from the abort message until this worker had unwound.
         reconnection_s: seconds from then until all workers were reconnected.
     """
@@ -37,6 +38,7 @@ class Interruption:
     generation: int
     cause: str
     reason: str
+    lost: Mapping[str, int]
     detection_s: float
     reconnection_s: float
 

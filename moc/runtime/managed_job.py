@@ -77,7 +77,7 @@ class ManagedJob(Job):
         self._replaced_collectives: dict[str, Callable] = {}
         self._is_ready = False
         self._notice = threading.Condition()
-        self._newest_generation, self._cause, self._reason = self._first_generation, "", ""
+        self._newest_generation, self._why = self._first_generation, ("", "", {})  # cause, reason, and what was lost
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -143,7 +143,7 @@ class ManagedJob(Job):
         dist.__dict__.update(self._replaced_collectives)  # a replacement, initialized separately
         begun = time.monotonic()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
 
     def rejoin_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.rejoin_after`.  A worker with a broken device ends here, and counts as lost."""
@@ -163,7 +163,7 @@ class ManagedJob(Job):
         error.__traceback__ = None  # the traceback keeps the interrupted iteration's activations alive
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, begun - notice_at, time.monotonic() - begun)
+        return Interruption(self._generation, *self._why, begun - notice_at, time.monotonic() - begun)
 
     @property
     def has_scale_up_notice(self) -> bool:
@@ -179,7 +179,7 @@ class ManagedJob(Job):
             self._send("parted", generation=self._generation)
         self._finish_abort()
         self._reconnect()
-        return Interruption(self._generation, self._cause, self._reason, 0.0, time.monotonic() - begun)
+        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
@@ -332,11 +332,8 @@ class ManagedJob(Job):
                 elif (
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
-                    self._newest_generation, self._cause, self._reason = (
-                        message["generation"],
-                        message["cause"],
-                        message["reason"],
-                    )
+                    self._newest_generation = message["generation"]
+                    self._why = message["cause"], message["reason"], message["lost"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -30,10 +30,15 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class GenerationReason:
-    """Cause of a new generation, as a code (also of an error) and as a sentence."""
+    """Cause of a new generation, as a code (also of an error) and as a sentence.
+
+    Attributes:
+        lost: what was lost, if it is known: numbers by ``rank``, ``node`` and ``signal``.
+    """
 
     cause: str
     reason: str
+    lost: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class Abort:
     generation: int
     cause: str
     reason: str = field(default="", compare=False)  # one sentence
+    lost: Mapping[str, int] = field(default_factory=dict, compare=False)  # as in GenerationReason
 
 
 @dataclass(frozen=True)
