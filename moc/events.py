@@ -20,12 +20,18 @@ from moc.errors import warning
 from moc.files import decode
 from moc.files.event_log import EVENTS_FILE
 from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.runtime import environment
 from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
 _PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
+
+
+def event_directory(log_dir: str | Path | None) -> str | Path | None:
+    """Returns the directory for ``events.jsonl``: by default that of the launch's monitor, or None without one."""
+    return log_dir or os.environ.get(environment.MONITOR)
 
 
 class EventLog:
@@ -141,9 +147,19 @@ class EventLog:
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = open_without_links(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._name_file()
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
+
+    def _name_file(self) -> None:
+        """Makes the link by which the launch's monitor finds the file."""
+        if directory := os.environ.get(environment.MONITOR):
+            link = Path(directory, environment.EVENTS_LINK)
+            new = link.with_name(f"{link.name}.{os.getpid()}.{threading.get_ident()}")
+            with contextlib.suppress(OSError):  # monitoring must not end training
+                os.symlink(self._path.absolute(), new)
+                os.replace(new, link)
 
     def _is_there(self, descriptor: int) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -54,8 +54,21 @@ class Totals:
 NO_EVENTS = Totals()
 """Totals of a type without events."""
 
-_OF_EACH_ITERATION = ("iteration", "snapshot", "stall", "replicate", "persist", "replay", "fold")
+FREQUENT_TYPES = ("iteration", "snapshot", "stall", "replicate", "persist", "replay", "fold")
 """Types of events that may occur in each iteration."""
+
+_REQUIRED = {
+    "iteration": ("iteration", "elapsed_s"),
+    "start": ("iteration",),
+    "stall": ("seconds",),
+    "generation": ("reason", "noticed_s", "met_s"),
+    "resume": ("seconds",),
+    "replay": ("seconds", "frozen"),
+    "evaluation": ("split", "loss"),
+    "inject": ("action",),
+    "lost": ("raised_by",),
+}
+"""By type, the fields that the state needs."""
 
 _DISTINGUISHING = ("action", "what", "tier", "cause", "split")
 _RECENT, _HISTORY = 100, 2000
@@ -149,14 +162,16 @@ class RunFold:
         self._time = 0.0
 
     def add(self, event: Event) -> None:
-        """Adds the next event."""
+        """Adds the next event; raises EventsError, and changes nothing, if the event lacks a necessary field."""
         kind, time = event["type"], event["time"]
+        for name in _REQUIRED.get(kind, ()):
+            event[name]  # raises before anything has changed
         decided, is_recovery = self._clock.add(event)
         self._times.add(decided, is_recovery)
         self._newest[kind], self._time = event, time
         self._totals[kind].add(event)
         self._counts.update((kind, event[name]) for name in _DISTINGUISHING if isinstance(event.get(name), str))
-        if kind not in _OF_EACH_ITERATION:
+        if kind not in FREQUENT_TYPES:
             self._recent.append(event)
         if kind == "start":
             self._periods.append((event.get("world_size", 1), time, []))

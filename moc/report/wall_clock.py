@@ -396,7 +396,7 @@ class WallClock:
         return seconds
 
 
-def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> dict[str, float]:
+def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> Mapping[str, float]:
     """Returns the seconds of each phase of a recovery from its last loss on; those that are known."""
     replayed_s = sum(event["seconds"] for event in replays)
     if parts is not None:

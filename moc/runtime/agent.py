@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -151,6 +152,25 @@ class Agent:
                     await asyncio.wait(tasks, timeout=5.0)
         await self._release_memory()
         return code, self._link.leader
+
+    def describe(self) -> dict:
+        """Returns the state of this node for the monitor; JSON-serializable.
+
+        Returns:
+            ``node``; ``per_node``, workers of a node; ``control``, the state that the controller sent, or None;
+            ``leader``, the number of the leading candidate; ``lease_s``, or None if the lease does not end; and
+            ``workers``, a list with the rank, process, section, seconds in it, and newest iteration of each worker,
+            and whether it waits for others.
+        """
+        left = self._lease.remaining_s
+        workers = [
+            {"rank": one.rank, "pid": one.pid, "section": one.section, "seconds": round(one.section_s, 3)}
+            | {"waits": one.is_waiting, "ready": one.is_ready, "joins": one.is_joining, "iteration": one.iteration}
+            for one in self._workers.values()
+        ]
+        lease_s = None if math.isinf(left) else round(left, 3)
+        node = {"node": self._flags.node_rank, "per_node": self._flags.nproc_per_node, "workers": workers}
+        return node | {"control": self._link.state, "leader": self._link.leader, "lease_s": lease_s}
 
     @property
     def stopped_by(self) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from megatron.pretraining.config import Config
 from moc.backoff import Harmless
 from moc.cli_output import print_lines
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
 from moc.runtime.job import World
 from moc.state.record import StepRecord
 
@@ -37,7 +37,8 @@ class EventRecorder(ABC):
         self._open()
 
     def _open(self) -> None:
-        self.events = EventLog(self._config.logging.log_dir if self._world.rank == 0 else None, self.message)
+        directory = event_directory(self._config.logging.log_dir) if self._world.rank == 0 else None
+        self.events = EventLog(directory, self.message)
         self._reported: int | None = None  # by this worker, since it opened the files
         self._evaluated: int | None = None  # same
 
