@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
     add("metrics-port", None, "port of Prometheus metrics: job and node; 0 for any", type=int)
-    add("dashboard-port", None, "port of a page about the job; 0 for any; needs moc-megatron[dashboard]", type=int)
+    add("dashboard-port", None, "port of a page about the job; 0 for any", type=int)
     add("monitor-address", "127.0.0.1", "address of both; readers need a token unless it is on loopback")
     add("on-event", None, "shell command to run with each event that does not occur in every iteration; it reads the\n"
         "event from its standard input", metavar="CMD")  # fmt: skip

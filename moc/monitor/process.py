@@ -136,8 +136,14 @@ class EventHook:
                 os.killpg(process.pid, 9)
             await process.wait()
         if process.returncode:
-            ended = f"--on-event ended with {process.returncode} for the event {event['type']}"
-            _log.warning("%s", warning(f"{ended}. Fix: correct the command", code="hook-failed"))
+            _log.warning(
+                "%s",
+                warning(
+                    f"--on-event ended with {process.returncode} for the event {event['type']}. "
+                    "Fix: correct the command",
+                    code="hook-failed",
+                ),
+            )
         return "failed" if process.returncode else "done"
 
 

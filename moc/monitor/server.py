@@ -167,12 +167,24 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
             listener = listening_socket(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", True)
             await web.SockSite(runner, listener, shutdown_timeout=1.0).start()
         except ImportError as error:
-            missing = f"{flag} needs the package {error.name}. Fix: pip install 'moc-megatron[dashboard]'"
-            _log.warning("%s", warning(missing, code="package-missing"))
+            _log.warning(
+                "%s",
+                warning(
+                    f"{flag} needs the package {error.name}, which is missing. Fix: pip install aiohttp "
+                    "prometheus-client",
+                    code="package-missing",
+                ),
+            )
             continue
         except (OSError, ValueError) as error:
-            sentence = f"{flag} cannot be served at {host} ({error}). Fix: choose another port or --monitor-address"
-            _log.warning("%s", warning(f"{sentence}; training continues", code="monitor-port-unusable"))
+            _log.warning(
+                "%s",
+                warning(
+                    f"{flag} cannot be served at {host}, and training continues without it ({error}). Fix: choose "
+                    "another port or --monitor-address",
+                    code="monitor-port-unusable",
+                ),
+            )
             continue
         runners.append(runner)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from moc.cli_output import Parser, console, escapes_output, human, print_lines, 
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
+from moc.report.html import Section, write_html
 from moc.report.wall_clock import PHASES, Event, RecoveryTimes
 
 PART_TITLES = {
@@ -47,7 +49,7 @@ def print_reports(runs: Sequence[Report]) -> None:
     for run in runs:
         if run.each:
             console(width=_WIDE).print(_incidents(run))
-        print_lines(*_choice_lines(run, len(runs) > 1))
+        print_lines(*choice_lines(run, f"{run.name}: " if len(runs) > 1 else ""))
 
 
 def table_sections(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
@@ -105,8 +107,8 @@ def _incidents(run: Report):
     return table
 
 
-def _choice_lines(run: Report, named: bool) -> Iterable[str]:
-    prefix = f"{run.name}: " if named else ""
+def choice_lines(run: Report, prefix: str = "") -> Iterable[str]:
+    """Yields the lines about the choices of tuners."""
     for choice in run.choices:
         chosen = ", ".join(f"{name} {value}" for name, value in choice.chosen.items())
         yield f"{prefix}at iteration {choice.iteration}: {chosen}"
@@ -411,6 +413,21 @@ def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Even
     panel.legend()
 
 
+def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        draw_report(f"{directory}/report.png", runs, events)
+        picture = Path(directory, "report.png").read_bytes()
+    names = [run.name for run in runs]
+    sections: list[Section] = [
+        (title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines])
+        for title, lines in table_sections(runs)
+    ]
+    for run in runs:
+        sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, map(incident_cells, run.each)))
+        sections.append((f"Choices of {run.name}", (), ([line] for line in choice_lines(run))))
+    write_html(path, f"Report of {', '.join(names)}", picture, sections)
+
+
 EPILOG = """\
 examples:
   python tools/report.py log/
@@ -429,6 +446,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("events", nargs="+", metavar="EVENTS", help="events.jsonl files, or directories with one")
     parser.add_argument("--json", metavar="FILE", help="write all figures, and every recovery, to FILE")
+    parser.add_argument("--html", metavar="FILE", help="write the report and its picture to one HTML file")
     parser.add_argument("--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness")
     return parser
 
@@ -451,6 +469,9 @@ def main(argv: list[str] | None = None) -> int:
             path = args.json
             with replacing(path) as name:
                 Path(name).write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) + "\n")
+        if args.html:
+            path = args.html
+            _write_html(path, runs, events)
         if args.plot:
             path = args.plot
             draw_report(path, runs, events)

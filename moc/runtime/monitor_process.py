@@ -61,10 +61,14 @@ class MonitorProcess:
             try:
                 self._directory = Path(tempfile.mkdtemp(prefix="moc-monitor-"))
             except OSError as error:
-                sentence = (
-                    f"there is no monitor: no directory can be made in {tempfile.gettempdir()} ({error.strerror})"
+                _log.warning(
+                    "%s",
+                    warning(
+                        f"there is no monitor, since no directory can be made in {tempfile.gettempdir()} "
+                        f"({error.strerror}). Fix: make room there, or set TMPDIR",
+                        code="output-not-writable",
+                    ),
                 )
-                _log.warning("%s", warning(f"{sentence}. Fix: make room, or set TMPDIR", code="output-not-writable"))
                 return self
             os.environ[environment.MONITOR] = str(self._directory)  # for workers, also those of spares
             if not is_loopback(self._flags.address) and TOKEN_VARIABLE not in os.environ:
@@ -110,7 +114,13 @@ class MonitorProcess:
                 code = str(error)
             if code in (0, CANNOT_SERVE):
                 return
-            _log.warning("%s", warning(f"the monitor has ended ({code}): it starts again", code="monitor-lost"))
+            _log.warning(
+                "%s",
+                warning(
+                    f"the monitor has ended ({code}), and starts again. Fix: look at what it wrote above",
+                    code="monitor-lost",
+                ),
+            )
             pause_s = 1.0 if time.monotonic() - begun > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
             since = time.time()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -345,6 +346,17 @@ def test_the_program(log, tmp_path, capsys):
     assert second["each"][0]["lost_tokens"] == 0.25 and second["gauges"]["skewness"]["last"] == 0.5
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png"]
+
+
+def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
+    hostile = "<script src='http://evil.example'></script>"
+    story = saved().tell("choice", iteration=11, ckpt_policy=hostile, reason=hostile).usual(1)
+    output = tmp_path / "report.html"
+    assert tool.main([str(log(story, "run & <b>")), "--html", str(output)]) == 0
+    html = output.read_text()
+    assert "<script" not in html and "&lt;script" in html and "<b>" not in html
+    assert {reference[:11] for reference in re.findall(r'(?:src|href)="([^"]*)"', html)} == {"data:image/"}
+    assert "worker-lost, signal 9" in html and "until started again" not in html
 
 
 @pytest.mark.parametrize(
