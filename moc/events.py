@@ -30,7 +30,7 @@ _PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
 
 
 def event_directory(log_dir: str | Path | None) -> str | Path | None:
-    """Returns the directory for ``events.jsonl``: by default that of the launch's monitor, or None without one."""
+    """Returns the directory for ``events.jsonl``, by default of the launch's monitor; None without one."""
     return log_dir or os.environ.get(environment.MONITOR)
 
 
@@ -46,9 +46,16 @@ class EventLog:
     Args:
         directory: directory of the file; created if missing, also later.
         say: receives a message when writing fails, works again or has lost lines; may be called from a thread.
+        listen: receives type and fields of each event, also without a directory.
     """
 
-    def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        directory: str | Path | None,
+        say: Callable[[str], None] = lambda text: None,
+        listen: Callable[[str, Mapping[str, Any]], None] = lambda event, fields: None,
+    ):
+        self._listen = listen
         self._path = Path(directory or "") / EVENTS_FILE  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
@@ -61,6 +68,7 @@ class EventLog:
 
     def write(self, event: str, **fields) -> None:
         """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields."""
+        self._listen(event, fields)
         if self._thread is not None:
             self._keep(event, fields)
             self._ask(self._drain)
@@ -153,7 +161,7 @@ class EventLog:
             os.write(self._descriptor, b"\n")
 
     def _name_file(self) -> None:
-        """Makes the link by which the launch's monitor finds the file."""
+        """Makes the link that shows the file to the launch's monitor."""
         if directory := os.environ.get(environment.MONITOR):
             link = Path(directory, environment.EVENTS_LINK)
             new = link.with_name(f"{link.name}.{os.getpid()}.{threading.get_ident()}")

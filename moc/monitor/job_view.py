@@ -44,7 +44,7 @@ class JobView:
         node: number of this node.
         workers: this node's workers, by rank.
         workers_per_node: number of workers of each node.
-        lease_s: seconds until this node's workers must have heard of a controller; None if it does not end.
+        lease_s: seconds until this node's workers end without a controller; None if they do not.
         leader: number of the leading controller candidate.
         job: id of the launch; empty until a controller has admitted the node.
         epoch: epoch of the controller.
@@ -90,7 +90,7 @@ class JobView:
 
     @property
     def workers_by_state(self) -> dict[str, int]:
-        """Number of this node's workers by state; ``lost`` are those that are not running."""
+        """Number of this node's workers by state; ``lost`` counts workers that do not run."""
         counts = Counter(worker.state for worker in self.workers)
         trains = (self.states or {}).get(self.node) in ("training", "partial model")
         counts["lost"] = max(0, self.workers_per_node - len(self.workers)) if trains and self.end is None else 0

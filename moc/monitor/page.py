@@ -26,7 +26,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var
 h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin: 1.6rem 0 .4rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .15rem .7rem .15rem 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--pale); font-weight: 500; } .scroll { overflow-x: auto; }
+th { color: var(--pale); font-weight: 500; white-space: nowrap; } .scroll { overflow-x: auto; }
 .figures { display: flex; flex-wrap: wrap; gap: .4rem 2rem; margin: 0; } .figures div { min-width: 7rem; }
 .figures dt { color: var(--pale); font-size: .85rem; } .figures dd { margin: 0; font-size: 1.2rem; }
 .problem { border-left: 5px solid var(--warn); padding: .3rem .7rem; margin: .3rem 0; }
@@ -97,7 +97,7 @@ def _table(table: Table) -> str:
 
 
 def _nodes(job: JobView) -> str:
-    """Returns a grid of nodes; those that train have no title, which keeps the grid small."""
+    """Returns a grid of nodes; training nodes have no title, which keeps the grid small."""
     cells = []
     for node, state in sorted((job.states or {}).items()):
         cells.append("<i></i>" if state == "training" else f'<i class="{state.split()[0]}" title="node {node}"></i>')

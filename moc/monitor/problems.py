@@ -10,7 +10,7 @@ from moc.monitor.job_view import JobView
 from moc.report.run_state import RunState
 
 HOUR_S = 3600.0
-"""Seconds in which events count as recent."""
+"""Age in seconds of the oldest recent event."""
 
 STORAGE_AGE_S = 1800.0
 """Seconds without a new snapshot in storage that are a problem, for a run that writes snapshots there."""

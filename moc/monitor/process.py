@@ -107,7 +107,7 @@ class EventHook:
         self.results: Counter[str] = Counter(done=0, failed=0, dropped=0)
 
     def pass_on(self, events: list[Event]) -> None:
-        """Adds events to those that wait, without those of types that occur in each iteration."""
+        """Queues events, except of types that occur in each iteration."""
         for event in events if self._command else ():
             if event["type"] not in FREQUENT_TYPES and event["time"] >= self._since:
                 if len(self._waiting) < _MOST_WAITING:

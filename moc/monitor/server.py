@@ -54,7 +54,7 @@ def is_known_host(header: str, address: str) -> bool:
 
     Args:
         header: value of the header.
-        address: address at which the monitor listens.
+        address: address of the monitor.
     """
     host = header.rpartition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
     with contextlib.suppress(ValueError):
@@ -152,7 +152,7 @@ def _page_handlers(monitor: Monitor) -> dict:
 
 
 async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) -> list:
-    """Opens the ports; returns the runners of those that could be opened, and reports the others."""
+    """Opens the ports; returns the runners of opened ports, and reports the others."""
     runners = []
     for name, port in (("metrics", arguments.metrics_port), ("dashboard", arguments.dashboard_port)):
         if port is None:

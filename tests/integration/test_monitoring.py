@@ -11,6 +11,7 @@ import urllib.request
 from contextlib import contextmanager
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.integration.launched import PATIENCE_S, Launched
 from tests.integration.snapshot_files import node_memory
@@ -32,6 +33,7 @@ def job(data, tmp_path):
         flags = data | SHALLOW | dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory)
         flags |= dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1)
         flags |= dict(train_iters=(KILLS + 2) * BETWEEN)
+        flags |= dict(tensorboard_dir=str(tmp_path / "board"))
         ports = "--metrics-port", "0", "--dashboard-port", "0", "--on-event", f"cat >> {tmp_path / 'passed'}"
         with Launched("DP2", flags, tmp_path / "job", *ports) as started:
             yield started
@@ -82,7 +84,7 @@ def watching(job):
 
 
 def test_metrics_equal_events_after_kills(job, tmp_path):
-    job.reach(BETWEEN)
+    job.reach(BETWEEN - 2)
     with watching(job) as read:
         for kill in range(KILLS):
             before, rank = job.pids, kill % 2
@@ -90,8 +92,8 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
             job.replaces(before, rank)
             if kill == 1:
                 os.kill(job.children("moc.runtime.controller")[0], 9)
-            job.reach((kill + 2) * BETWEEN)
-        job.reach((KILLS + 2) * BETWEEN)
+            job.reach((kill + 2) * BETWEEN - 2)
+        job.reach((KILLS + 2) * BETWEEN - 2)  # where it waits
     assert read["scrapes"] > KILLS and read["updates"] > KILLS
     lines = [json.loads(line) for line in (job.log / "events.jsonl").read_text().splitlines()]
     count = f'moc_events_total{{type="iteration"}} {sum(event["type"] == "iteration" for event in lines):.1f}'
@@ -107,6 +109,9 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
     until(job, lambda: job.children("moc.monitor.server") not in ([], monitor))
     assert job.wait() == 0, job.console[-4000:]
     assert job.left() == []
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    for tag in ("snapshot/copy_s", "snapshot/bytes", "generation/met_s"):
+        assert board.Scalars(tag), tag
     passed = (tmp_path / "passed").read_text()
     assert passed.count('"type": "generation"') == KILLS and '"type": "iteration"' not in passed
 
@@ -138,7 +143,7 @@ def browser():
     shutil.which("chromedriver") is None, reason="the Debian packages chromium, chromium-driver are missing"
 )
 def test_browser_shows_a_kill_without_a_reload(job):
-    job.reach(BETWEEN)
+    job.reach(BETWEEN - 2)
     with browser() as call:
         call("/url", url=url(job, "dashboard"))
         text = "return document.getElementById('content').innerText"

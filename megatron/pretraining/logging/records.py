@@ -7,6 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 from megatron.pretraining.config import Config
 from moc.backoff import Harmless
@@ -38,7 +39,7 @@ class EventRecorder(ABC):
 
     def _open(self) -> None:
         directory = event_directory(self._config.logging.log_dir) if self._world.rank == 0 else None
-        self.events = EventLog(directory, self.message)
+        self.events = EventLog(directory, self.message, self._plot_event)
         self._reported: int | None = None  # by this worker, since it opened the files
         self._evaluated: int | None = None  # same
 
@@ -55,6 +56,10 @@ class EventRecorder(ABC):
         elapsed, self._last = now - self._last, now
         self._write(record, consumed_samples, elapsed, gauges)
         self._show(record, consumed_samples, elapsed, gauges)
+
+    @abstractmethod
+    def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Plots an event; each worker calls this."""
 
     @abstractmethod
     def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
