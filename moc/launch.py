@@ -288,7 +288,7 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         _make_log_dir(flags.log_dir)
-    async with MonitorProcess(flags.monitor, flags.node_rank) as monitor:
+    async with MonitorProcess(flags.monitor) as monitor:
         return await _run_node(flags, token, signals, reports, monitor)
 
 

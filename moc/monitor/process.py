@@ -7,9 +7,11 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 
 from moc.errors import warning
@@ -17,6 +19,7 @@ from moc.files.decode import parse
 from moc.files.event_log import Event, EventFollower
 from moc.monitor.job_view import JobView
 from moc.report.run_state import FREQUENT_TYPES, RunFold, RunState
+from moc.runtime.termination import STOP_SIGNALS
 
 POLL_S = 0.25
 """Seconds between two reads of the event file."""
@@ -128,6 +131,7 @@ class EventHook:
             stdout=2,
             env=os.environ | {"MOC_EVENT": str(event["type"])},
             start_new_session=True,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),  # blocked by the launcher
         )
         try:
             await asyncio.wait_for(process.communicate(json.dumps(event).encode()), _HOOK_TIMEOUT_S)
@@ -151,7 +155,7 @@ class Monitor:
     """What one node's monitor knows.
 
     Args:
-        link: link to the event file, which rank 0 of the job makes.
+        find_file: returns the path of the event file; raises OSError while there is none.
         hook: hook of events.
 
     Attributes:
@@ -160,35 +164,31 @@ class Monitor:
         has_ended: whether the launcher has closed the pipe.
     """
 
-    def __init__(self, link: Path, hook: EventHook):
+    def __init__(self, find_file: Callable[[], Path], hook: EventHook):
         self.run, self.job, self.hook = FollowedRun(), JobView(), hook
-        self._link, self._path = link, None
-        self.has_ended = False
+        self._find_file, self._path = find_file, None
+        self.has_ended = self._has_read_all = False
 
     async def follow_events(self) -> None:
         """Reads events until the launcher ends."""
-        while True:
-            is_last = self.has_ended
-            while events := self.run.poll(self._find_file()):
+        while not self._has_read_all:
+            self._has_read_all = self.has_ended  # what was written before the end is read now
+            with contextlib.suppress(OSError):
+                self._path = self._find_file()
+            while events := self.run.poll(self._path):
                 self.hook.pass_on(events)
                 await asyncio.sleep(0)
-            if is_last:
-                return
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(0 if self._has_read_all else POLL_S)
 
     async def run_hook(self) -> None:
-        """Runs the hook with new events until it is cancelled."""
-        while True:
+        """Runs the hook with new events until all were read."""
+        while not self._has_read_all:
             await self.hook.run_waiting()
             await asyncio.sleep(POLL_S)
+        await self.hook.run_waiting()
 
     async def read_launcher(self, reader: asyncio.StreamReader) -> None:
         """Takes over the states that the launcher sends, until it closes the pipe."""
         while line := await reader.readline():
             self.job = self.job.updated(parse(line), time.time())
         self.has_ended = True
-
-    def _find_file(self) -> Path | None:
-        with contextlib.suppress(OSError):  # no worker has made it yet
-            self._path = Path(os.readlink(self._link))
-        return self._path

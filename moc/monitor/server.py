@@ -1,4 +1,4 @@
-"""The monitor of a node, which serves metrics and page over HTTP; a child process of the launcher.
+"""Serves metrics and page of a job over HTTP, as a child process of the launcher or from an event file.
 
 It follows the event file and reads the states that the launcher sends, and takes nothing from workers.  It answers only
 GET.  Unless its address is on loopback, readers need a token.
@@ -15,19 +15,21 @@ import ipaddress
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
 from pathlib import Path
 
-from moc.cli_output import Parser, log_to_stderr
-from moc.errors import UserError, warning, with_code
+from moc.cli_output import Parser, ToolError, escapes_output, log_to_stderr, refused
+from moc.errors import warning
+from moc.files.event_log import events_file
 from moc.monitor import page
 from moc.monitor.process import EventHook, Monitor
 from moc.monitor.summary import summarize
-from moc.runtime import environment
 from moc.runtime.addresses import is_loopback, listening_socket
 from moc.runtime.child_processes import attach_to_parent
+from moc.runtime.environment import EVENTS_LINK
 from moc.runtime.monitor_process import CANNOT_SERVE, TOKEN_VARIABLE
 
 _log = logging.getLogger("moc")
@@ -194,52 +196,69 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """Runs the monitor until the launcher closes the pipe on standard input; returns the exit code."""
-    token = "" if is_loopback(arguments.address) else os.environ.pop(TOKEN_VARIABLE)
-    hook = EventHook(arguments.on_event, arguments.since)
-    monitor = Monitor(arguments.directory / environment.EVENTS_LINK, hook)
-    reader = asyncio.StreamReader(_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    """Runs the monitor until the launcher closes the pipe on standard input; returns the exit code.
+
+    Without a launcher, it runs until it is interrupted.
+    """
+    token = "" if is_loopback(arguments.address) else os.environ.pop(TOKEN_VARIABLE, "")
+    if not token and not is_loopback(arguments.address):
+        token, arguments.prints_token = secrets.token_urlsafe(24), True
+    link, source = arguments.directory, arguments.source
+    find_file = (lambda: events_file(source)) if link is None else lambda: Path(os.readlink(link / EVENTS_LINK))
+    monitor = Monitor(find_file, EventHook(arguments.on_event, arguments.since))
     runners = await _serve(arguments, monitor, token)
     if not runners and arguments.on_event is None:
         return CANNOT_SERVE
-    tasks = [asyncio.create_task(task) for task in (monitor.read_launcher(reader), monitor.run_hook())]
-    await monitor.follow_events()
-    tasks[1].cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.result()
-    await hook.run_waiting()
+    tasks = [monitor.follow_events(), monitor.run_hook()]
+    if link is not None:
+        reader = asyncio.StreamReader(_LINE_BYTES)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        tasks.append(monitor.read_launcher(reader))
+    await asyncio.gather(*tasks)
     for runner in runners:
         await runner.cleanup()
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags that the launcher passes."""
-    flags = Parser("python -m moc.monitor.server", description=(__doc__ or "").partition("\n")[0])
-    flags.add_argument("--directory", type=Path, required=True)
-    flags.add_argument("--node", type=int, required=True)
-    flags.add_argument("--address", required=True)
-    flags.add_argument("--metrics-port", type=int)
-    flags.add_argument("--dashboard-port", type=int)
-    flags.add_argument("--on-event")
-    flags.add_argument("--since", type=float, required=True)
-    flags.add_argument("--prints-token", action="store_true")
+EPILOG = """\
+example: python tools/monitor.py log/ --dashboard-port 8265 --metrics-port 9464
+
+mocrun has the same flags, and shows also the members of the job and the workers of its node."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the command line parser; hidden flags are the launcher's."""
+    flags = Parser(
+        description="Serve page and metrics of a job without mocrun, or of one that has ended, from its events.jsonl.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("source", nargs="?", default=".", metavar="EVENTS", help="events.jsonl, or its directory")
+    flags.add_argument("--metrics-port", type=int, help="port of Prometheus metrics; 0 for any")
+    flags.add_argument("--dashboard-port", type=int, help="port of the page; 0 for any")
+    flags.add_argument("--address", default="127.0.0.1", help="address of both (default: 127.0.0.1)")
+    flags.add_argument("--on-event", metavar="CMD", help="shell command to run with each new event")
+    flags.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    flags.add_argument("--since", type=float, default=time.time(), help=argparse.SUPPRESS)
+    flags.add_argument("--prints-token", action="store_true", help=argparse.SUPPRESS)
     return flags
 
 
-def main() -> int:
+@escapes_output
+def main(argv: list[str] | None = None) -> int:
     """Runs the monitor as a separate process; returns the exit code."""
-    attach_to_parent()
+    arguments = build_parser().parse_args(argv)
+    if arguments.directory is not None:
+        attach_to_parent()
     os.nice(10)
     log_to_stderr()
+    if arguments.metrics_port is arguments.dashboard_port is arguments.on_event is None:
+        mistake = "there is nothing to do. Fix: give --dashboard-port, --metrics-port or --on-event"
+        return refused("monitor", ToolError(mistake, code="nothing-to-do"))
     try:
-        return asyncio.run(run(parser().parse_args()))
-    except UserError as error:
-        _log.error("%s", with_code(error))
-        return CANNOT_SERVE
+        return asyncio.run(run(arguments))
+    except KeyboardInterrupt:
+        return 0
 
 
 if __name__ == "__main__":

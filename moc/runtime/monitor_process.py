@@ -42,14 +42,13 @@ class MonitorProcess:
 
     Args:
         flags: what the monitor does.
-        node: number of this node.
 
     Attributes:
         describe: returns the state of the node's agent (:meth:`moc.runtime.agent.Agent.describe`); None without one.
     """
 
-    def __init__(self, flags: MonitorFlags, node: int):
-        self._flags, self._node, self._new_token = flags, node, ""
+    def __init__(self, flags: MonitorFlags):
+        self._flags, self._new_token = flags, ""
         self.describe: Callable[[], dict] | None = None
         self._directory: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -129,7 +128,6 @@ class MonitorProcess:
         flags = self._flags
         values = {
             "--directory": self._directory,
-            "--node": self._node,
             "--address": flags.address,
             "--metrics-port": flags.metrics_port,
             "--dashboard-port": flags.dashboard_port,

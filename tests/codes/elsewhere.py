@@ -26,6 +26,7 @@ TESTS = {
     "monitor-port-unusable": "unit/monitor/test_server.py",
     "monitor-unreachable": "unit/monitor/test_top.py",
     "no-complete-snapshot": "integration/test_snapshot_damage.py",
+    "nothing-to-do": "unit/monitor/test_server.py",
     "nothing-stored-yet": "integration/test_gradient_policy.py",
     "optimizer-format-differs": "integration/test_masters.py",
     "owner-unreadable": "unit/store/test_object_storage.py",

@@ -147,7 +147,7 @@ def test_browser_shows_a_kill_without_a_reload(job):
     with browser() as call:
         call("/url", url=url(job, "dashboard"))
         text = "return document.getElementById('content').innerText"
-        until(job, lambda: "No problem found" in call("/execute/sync", script=text, args=[]))
+        until(job, lambda: "Where the time went" in call("/execute/sync", script=text, args=[]))
         job.kill(1)
         until(job, lambda: "worker-lost, signal 9" in call("/execute/sync", script=text, args=[]))
         assert call("/execute/sync", script="return performance.getEntriesByType('navigation').length", args=[]) == 1

@@ -51,7 +51,7 @@ class Monitored:
             made.mkdir(parents=True)
         os.symlink(self.events, self.directory / EVENTS_LINK)
         ports = [] if "--metrics-port" in flags else ["--metrics-port", "0", "--dashboard-port", "0"]
-        where = ["--directory", str(self.directory), "--node", "0", "--address", address, "--since", "0"]
+        where = ["--directory", str(self.directory), "--address", address, "--since", "0"]
         environment = os.environ | ({} if token is None else {"MOC_MONITOR_TOKEN": token})
         with open(self._console, "w") as console:
             self.process = subprocess.Popen(

@@ -3,17 +3,22 @@
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import time
+import urllib.request
 from html.parser import HTMLParser
 
 import pytest
 
+from moc.errors import codes_in
 from moc.monitor.job_view import JobView
 from moc.monitor.page import render_content
 from moc.monitor.problems import find_problems
 from moc.report.run_state import RunFold, fold_events
 from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control
 from tests.unit.report.test_program import Story, saved
+from tests.worlds import REPOSITORY
 
 pytest.importorskip("aiohttp", reason="the package aiohttp is missing")
 pytest.importorskip("prometheus_client", reason="the package prometheus_client is missing")
@@ -193,7 +198,8 @@ def test_problems_are_found_and_a_healthy_run_has_none():
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
 
-def test_reading_costs_training_nothing_and_the_fold_little():
+def test_cost_of_the_monitor():
+    assert len(json.dumps(agent_state(workers=8)["workers"])) <= 8 * 150  # bytes, once per second
     story = Story().start()
     for _ in range(200):
         story.usual(5).tell("snapshot", iteration=story.iteration, tier="memory", bytes=10, copy_s=0.1, hash_s=0.1)
@@ -202,3 +208,19 @@ def test_reading_costs_training_nothing_and_the_fold_little():
         fold.add(event)
     per_event = (time.process_time() - begun) / len(story.events)
     assert per_event < 0.001  # seconds, in the monitor's process
+
+
+def test_event_file_without_a_launcher_is_served(tmp_path):
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in saved().events))
+    command = [sys.executable, str(REPOSITORY / "tools/monitor.py"), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and codes_in(ended.stderr) == ["nothing-to-do"]
+    process = subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        url = process.stderr.readline().split()[-1]
+        while "moc_iteration 11.0" not in (text := urllib.request.urlopen(url).read().decode()):
+            assert process.poll() is None
+        assert "moc_node_workers" not in text
+    finally:
+        process.kill()
+        process.communicate()
