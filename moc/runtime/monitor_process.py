@@ -33,6 +33,7 @@ CANNOT_SERVE = 3
 _INTERVAL_S = 1.0
 _MAX_UNREAD = 1 << 20  # bytes in the pipe's buffer after which lines are dropped
 _MAX_BACKOFF_S = 60.0
+_END_S = 5.0  # for the last events and their hook
 
 _log = logging.getLogger("moc")
 
@@ -77,11 +78,11 @@ class MonitorProcess:
 
     async def __aexit__(self, *_) -> None:
         if self._task is not None:
-            self._feed()  # the end of the job
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
-            with contextlib.suppress(TimeoutError):  # it reads the last events, and ends with the pipe
-                await asyncio.wait_for(asyncio.shield(self._task), 5.0)
+            if self._process is not None and self._process.returncode is None:
+                self._feed()  # the end of the job
+                assert self._process.stdin is not None  # a pipe
+                self._process.stdin.close()  # the process reads the last events, and ends
+                await asyncio.wait([self._task], timeout=_END_S)
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._process is not None:
