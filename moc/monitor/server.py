@@ -30,7 +30,7 @@ from moc.monitor.summary import summarize
 from moc.runtime.addresses import is_loopback, listening_socket
 from moc.runtime.child_processes import attach_to_parent
 from moc.runtime.environment import EVENTS_LINK
-from moc.runtime.monitor_process import CANNOT_SERVE, TOKEN_VARIABLE
+from moc.runtime.monitor_process import CANNOT_SERVE, PAGE_FILE, TOKEN_VARIABLE
 
 _log = logging.getLogger("moc")
 
@@ -190,6 +190,9 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
             continue
         runners.append(runner)
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        if name == "dashboard" and arguments.directory is not None:
+            with contextlib.suppress(OSError):  # the terminal view does not find the page then
+                (arguments.directory / PAGE_FILE).write_text(url)
         query = f"?token={token}" if arguments.prints_token else ""
         _log.warning("%s: %s", name, f"{url}/metrics" if name == "metrics" else f"{url}/{query}")
     return runners

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -13,34 +15,61 @@ from pathlib import Path
 from moc.cli_output import Parser, ToolError, console, escapes_output, refused
 from moc.files.decode import decode
 from moc.files.event_log import events_file
+from moc.files.safe_directory import SafeDirectory
 from moc.files.text import escape_line
 from moc.monitor.job_view import JobView
 from moc.monitor.process import FollowedRun
 from moc.monitor.summary import Summary, summarize
-from moc.runtime.monitor_process import TOKEN_VARIABLE
-
-DEFAULT_URL = "http://127.0.0.1:8265"
-"""Page of a job with ``--dashboard-port 8265``."""
+from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
 
 _TIMEOUT_S = 10.0
-_MOST_BYTES = 1 << 22  # of an answer
+_MOST_BYTES, _MOST_URL = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
 
 EPILOG = """\
 examples:
-  python tools/top.py                           # the job with --dashboard-port 8265 on this machine
+  python tools/top.py                           # your job on this machine
+  python tools/top.py --job 4f7ddfac20eef8ae    # if there are several
   python tools/top.py http://127.0.0.1:9000
   python tools/top.py log/                      # from events.jsonl, without a monitor
 
 MOC_MONITOR_TOKEN is sent to a page that needs a token."""
 
 
-def source_of(address: str, job: str | None) -> Callable[[], Summary]:
+def find_page(job: str | None) -> str:
+    """Returns the URL of a job's page on this machine, of this user.
+
+    Args:
+        job: id of the launch; None if there is only one.
+
+    Raises:
+        ToolError: there is no such page, or there are several.
+    """
+    pages, jobs = [], []
+    for file in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{PAGE_FILE}"):
+        with contextlib.suppress(OSError, ToolError):
+            if file.parent.lstat().st_uid == os.geteuid():  # others could ask for our token
+                url = SafeDirectory(file.parent).read(file.name, _MOST_URL).decode()
+                jobs.append(_fetched(url, None).job)
+                pages.append(url)
+    matching = [url for url, other in zip(pages, jobs, strict=True) if job in (None, other)]
+    if len(matching) != 1:
+        there = f"jobs with pages on this machine: {', '.join(jobs) or 'none'}"
+        raise ToolError(
+            f"the job is not clear ({there}). Fix: start mocrun with --dashboard-port, and name one by --job, or "
+            "its URL",
+            code="job-not-found",
+        )
+    return matching[0]
+
+
+def source_of(address: str | None, job: str | None) -> Callable[[], Summary]:
     """Returns a function that reads the current summary of a job.
 
     Args:
-        address: URL of its page, or path of its event file or of the directory with it.
+        address: URL of its page, or path of its event file or of the directory with it; None to search the page.
         job: id of the launch that is expected; None for any.
     """
+    address = find_page(job) if address is None else address
     if address.startswith(("http://", "https://")):
         return lambda: _fetched(address, job)
     path, run = events_file(address), FollowedRun()
@@ -104,11 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = "page of the job, its events.jsonl, or the directory with it"
-    parser.add_argument(
-        "source", nargs="?", default=DEFAULT_URL, metavar="URL", help=f"{what} (default: {DEFAULT_URL})"
-    )
-    parser.add_argument("--job", metavar="ID", help="refuse the page of another launch")
+    what = "page of the job, its events.jsonl, or the directory with it (default: the page of your job on this machine)"
+    parser.add_argument("source", nargs="?", metavar="URL", help=what)
+    parser.add_argument("--job", metavar="ID", help="id of the launch, as its page shows it")
     parser.add_argument("--once", action="store_true", help="print the state once, also if the output is no terminal")
     parser.add_argument("--rows", type=int, default=10, help="most rows of each table (default: 10)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two updates (default: 1)")
@@ -133,4 +160,4 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except (ValueError, OSError, ToolError) as error:
-        return refused("top", error, Path(args.source) if "://" not in args.source else args.source)
+        return refused("top", error, args.source or "")

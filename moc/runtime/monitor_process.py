@@ -27,6 +27,9 @@ from moc.runtime.flags import MonitorFlags
 TOKEN_VARIABLE = "MOC_MONITOR_TOKEN"
 """Environment variable: the token that readers of metrics and page need, unless the address is on loopback."""
 
+DIRECTORY_PREFIX, PAGE_FILE = "moc-monitor-", "page"
+"""Prefix of the names of monitors' directories in the directory for temporary files, and the file with a page's URL."""
+
 CANNOT_SERVE = 3
 """Exit code of a monitor that has reported why it cannot work; it is not started again."""
 
@@ -59,7 +62,7 @@ class MonitorProcess:
     async def __aenter__(self) -> MonitorProcess:
         if self._flags.is_wanted:
             try:
-                self._directory = Path(tempfile.mkdtemp(prefix="moc-monitor-"))
+                self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
             except OSError as error:
                 _log.warning(
                     "%s",

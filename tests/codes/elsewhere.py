@@ -18,6 +18,7 @@ TESTS = {
     "hook-failed": "unit/monitor/test_server.py",
     "index-cache-unusable": "unit/pretraining/data/test_index_cache.py",
     "job-differs": "unit/monitor/test_top.py",
+    "job-not-found": "unit/monitor/test_top.py",
     "log-unwritable": "unit/test_events.py",
     "loop-argument-unsupported": "integration/test_entry_flags.py",
     "memory-damaged": "unit/session/test_peers.py",

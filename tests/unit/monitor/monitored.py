@@ -45,7 +45,7 @@ class Monitored:
     """A monitor process with ports that the system chooses; a context, at whose end the pipe is closed."""
 
     def __init__(self, directory, *flags, token=None, address="127.0.0.1"):
-        self.directory, self.events = directory / "monitor", directory / "log" / "events.jsonl"
+        self.directory, self.events = directory / "moc-monitor-x", directory / "log" / "events.jsonl"
         self._console = directory / "console"
         for made in (self.directory, self.events.parent):
             made.mkdir(parents=True)
