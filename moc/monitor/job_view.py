@@ -49,6 +49,7 @@ class JobView:
         job: id of the launch; empty until a controller has admitted the node.
         epoch: epoch of the controller.
         generation: number of the current generation.
+        changed_at: Unix seconds when the generation last changed; 0 if it has not changed since the first message.
         restarts: workers lost by signals that were replaced.
         states: ``training``, ``lost``, ``partial model`` or ``not training``, by node.
         end: why the job has ended, and its exit code; None while it runs.
@@ -63,6 +64,7 @@ class JobView:
     job: str = ""
     epoch: int = 0
     generation: int = 0
+    changed_at: float = 0.0
     restarts: int = 0
     states: Mapping[int, str] | None = None
     end: tuple[str, int] | None = None
@@ -77,12 +79,13 @@ class JobView:
         if control is None or not control["membership"]:
             return view
         membership = control["membership"]
-        end = membership["end"]
+        end, has_changed = membership["end"], self.states is not None and membership["generation"] != self.generation
         return replace(
             view,
             job=control["job"],
             epoch=control["epoch"],
             generation=membership["generation"],
+            changed_at=time if has_changed else self.changed_at,
             restarts=membership["restarts"],
             states=_states_of_nodes(membership),
             end=None if end is None else (end["reason"], end["code"]),

@@ -40,9 +40,10 @@ def find_problems(state: RunState, job: JobView, now: float) -> tuple[Problem, .
 
 
 def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
+    times = [state.newest[kind]["time"] for kind in ("start", "iteration") if kind in state.newest]
     if job.end is not None and job.end[1]:
         yield Problem(True, f"The job has ended with code {job.end[1]}: {job.end[0] or 'no reason given'}")
-    elif state.is_recovering or job.generation > state.newest.get("generation", {}).get("generation", 0):
+    elif state.is_recovering or (state.time and job.changed_at > max(times, default=0.0)):
         reason = state.newest.get("generation", {}).get("reason") if state.is_recovering else None
         yield Problem(True, f"Training is interrupted: {reason or 'a worker was lost, and workers reconnect'}")
     if lost := sorted(node for node, what in (job.states or {}).items() if what == "lost"):

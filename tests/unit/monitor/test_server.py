@@ -194,6 +194,9 @@ def test_problems_are_found_and_a_healthy_run_has_none():
         "% of the wall clock",
     ):
         assert part in texts
+    view = job.updated(agent_state(generation=1), healthy.now + 1.0)
+    assert found(healthy, view=view)[0].startswith("Training is interrupted")
+    assert found(healthy.usual(2), view=view) == []  # a program need not write the event of a generation
     ended = JobView().updated(agent_state() | {"control": control(end={"reason": "lost", "code": 137})}, 1.0)
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
