@@ -53,7 +53,8 @@ from benchmarks.ettr.changes import Pauses, pauses
 from benchmarks.live.job import KIND, ROOT
 from benchmarks.live.members import Nodes
 from megatron.pretraining.planning import simulate
-from moc.report.figures import list_periods, seconds_by_workers
+from moc.report.figures import seconds_by_workers
+from moc.report.run_state import fold_events
 from moc.simulate.failures import Trace, read_trace
 
 NODES, LEAST, BATCH, GPUS = 6, 2, 24, 8  # GPUS: of a simulated node
@@ -202,7 +203,7 @@ class Replay:
         resumed = [event for event in nodes.events.of("resume") if event["time"] > began]
         told.survived = max(0, told.losses - sum(event["tier"] != "live" for event in resumed))
         told.seconds = self._seconds
-        of_workers = seconds_by_workers(list_periods(events, events[0]["time"]))
+        of_workers = seconds_by_workers(fold_events(events).periods)
         told.workers_s = {workers: round(spent, 1) for workers, spent in of_workers.items()}
         told.pauses = pauses(events, self._came, self._own.grow_wait, NODES)
         return told

@@ -33,7 +33,7 @@ from moc import (
     sum_over_workers,
 )
 from moc.cli_output import print_lines, refused
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
 from moc.runtime.progress import progress
 
 VOCABULARY, WIDTH, EXPERTS, SEQUENCE, BATCH = 64, 32, 4, 16, 8
@@ -153,7 +153,7 @@ class Log:
     """Messages and events of rank 0."""
 
     def __init__(self, rank, directory):
-        self._rank, self.events = rank, EventLog(directory if rank == 0 else None)
+        self._rank, self.events = rank, EventLog(event_directory(directory) if rank == 0 else None)
 
     def message(self, text):
         if self._rank == 0:

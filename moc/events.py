@@ -20,12 +20,18 @@ from moc.errors import warning
 from moc.files import decode
 from moc.files.event_log import EVENTS_FILE
 from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.runtime import environment
 from moc.runtime.clocks import Lease
 from moc.snapshot.background import Background
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
 _PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
+
+
+def event_directory(log_dir: str | Path | None) -> str | Path | None:
+    """Returns the directory for ``events.jsonl``, by default of the launch's monitor; None without one."""
+    return log_dir or os.environ.get(environment.MONITOR)
 
 
 class EventLog:
@@ -40,9 +46,16 @@ class EventLog:
     Args:
         directory: directory of the file; created if missing, also later.
         say: receives a message when writing fails, works again or has lost lines; may be called from a thread.
+        listen: receives type and fields of each event, also without a directory.
     """
 
-    def __init__(self, directory: str | Path | None, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        directory: str | Path | None,
+        say: Callable[[str], None] = lambda text: None,
+        listen: Callable[[str, Mapping[str, Any]], None] = lambda event, fields: None,
+    ):
+        self._listen = listen
         self._path = Path(directory or "") / EVENTS_FILE  # not opened without a directory
         self._lines: deque[bytes] = deque()
         self._lock, self._say, self._trouble = threading.Lock(), say, Trouble()
@@ -55,6 +68,7 @@ class EventLog:
 
     def write(self, event: str, **fields) -> None:
         """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields."""
+        self._listen(event, fields)
         if self._thread is not None:
             self._keep(event, fields)
             self._ask(self._drain)
@@ -141,9 +155,19 @@ class EventLog:
         self._forget_file()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = open_without_links(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._name_file()
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # torn
             os.write(self._descriptor, b"\n")
+
+    def _name_file(self) -> None:
+        """Makes the link that shows the file to the launch's monitor."""
+        if directory := os.environ.get(environment.MONITOR):
+            link = Path(directory, environment.EVENTS_LINK)
+            new = link.with_name(f"{link.name}.{os.getpid()}.{threading.get_ident()}")
+            with contextlib.suppress(OSError):  # monitoring must not end training
+                os.symlink(self._path.absolute(), new)
+                os.replace(new, link)
 
     def _is_there(self, descriptor: int) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -511,6 +535,9 @@ EVENTS = {
         {
             "lost_after": "newest iteration that was completed before the loss, if it is known",
             "lost_devices": "node and device of the workers lost after it, the newest last: one for each generation",
+            "rank": "of the lost worker, if one worker caused it",
+            "node": "that was lost, or of the lost worker",
+            "signal": "number of the signal that killed the worker",
         },
     ),
     "inject": EventType(

@@ -19,6 +19,7 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "mocrun":  # befor
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import logging
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
 from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
-from moc.runtime.flags import LauncherFlags, parse_node_range
+from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
+from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, check_arguments, find_program
 from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
@@ -94,6 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("patience", 60.0, "seconds to wait for a lost controller, and for workers to leave at the end", type=float)
     add("network-interface", None, "interface for traffic between workers and for copies of snapshots, such as eth0;\n"
         "by default the one towards the controller, which is lo if the controller is on 127.0.0.1")  # fmt: skip
+    add("metrics-port", None, "port of Prometheus metrics: job and node; 0 for any", type=int)
+    add("dashboard-port", None, "port of a page about the job; 0 for any", type=int)
+    add("monitor-address", "127.0.0.1", "address of both; readers need a token unless it is on loopback")
+    add("on-event", None, "shell command to run with each event that does not occur in every iteration; it reads the\n"
+        "event from its standard input", metavar="CMD")  # fmt: skip
     parser.add_argument(
         "--no-megatron", action="store_true",
         help="run a script of Megatron-LM with its own loop, without snapshots and recovery",
@@ -144,6 +151,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         launcher_arguments=[flag for flag in ours if flag not in _NOT_OF_SPARES]
         + ["-m"] * (MODULE_VARIABLE in os.environ),
         command=command,
+        monitor=MonitorFlags(own.metrics_port, own.dashboard_port, own.monitor_address, own.on_event),
     )
 
 
@@ -156,6 +164,9 @@ def _mistakes(
     for name, least in (("nproc_per_node", 1), ("spares", 0), ("max_standstill", 0)):
         if getattr(own, name) < least:
             yield _out_of_range(name, getattr(own, name), f"at least {least}")
+    for name in ("metrics_port", "dashboard_port"):
+        if not 0 <= (getattr(own, name) or 0) <= 65535:
+            yield _out_of_range(name, getattr(own, name), "a port, from 0 to 65535")
     if own.spares >= 0 and not 0 <= own.node_rank < nodes:
         yield UserError(
             f"--node-rank {own.node_rank} is no node of this job. Fix: give a number from 0 to {nodes - 1}: first "
@@ -281,8 +292,15 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         _make_log_dir(flags.log_dir)
+    async with MonitorProcess(flags.monitor) as monitor:
+        return await _run_node(flags, token, signals, reports, monitor)
+
+
+async def _run_node(
+    flags: LauncherFlags, token: bytes, signals: Signals, reports: bool, monitor: MonitorProcess
+) -> int:
     if not flags.runs_controllers or flags.node_rank >= len(flags.endpoints):
-        return (await _run_agent(flags, list(flags.endpoints), token, signals, reports))[0]
+        return (await _run_agent(flags, list(flags.endpoints), token, signals, reports, monitor))[0]
     async with ControllerProcess(flags, token) as controller:
         try:
             await signals.cancel_on_signal(controller.start())
@@ -293,7 +311,7 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
         here = range(1, flags.spares + 1) if flags.is_single_machine else ()
         spares = [asyncio.create_task(_run_spare(flags, endpoints, node, signals)) for node in here]
         try:
-            code, led = await _run_agent(flags, endpoints, token, signals, reports, again=flags.spares)
+            code, led = await _run_agent(flags, endpoints, token, signals, reports, monitor, again=flags.spares)
             if led == flags.node_rank and code != DEPARTED:
                 await asyncio.wait([keeping], timeout=flags.patience_s)  # until all agents have received the end
             if spares and keeping.done():
@@ -331,11 +349,18 @@ def _unusable(address: str, error: OSError) -> LaunchError:
 
 
 async def _run_agent(
-    flags: LauncherFlags, endpoints: list[str], token: bytes, signals: Signals, reports: bool, again: int = 0
+    flags: LauncherFlags,
+    endpoints: list[str],
+    token: bytes,
+    signals: Signals,
+    reports: bool,
+    monitor: MonitorProcess,
+    again: int = 0,
 ) -> tuple[int, int]:
     """Runs this node's agent, again up to ``again`` times if the node is lost; returns as :meth:`Agent.run`."""
     while True:
         agent = Agent(flags, endpoints, token)
+        monitor.describe = agent.describe
         try:
             with signals.deliver_to(agent.signal):
                 code, led = await agent.run()
@@ -369,7 +394,9 @@ def main() -> int:
     if is_spare:
         child_processes.attach_to_parent()
     flags = parse(sys.argv[1:])
-    if not is_spare:
+    if is_spare:  # the launcher that has started it serves the machine
+        flags = dataclasses.replace(flags, monitor=MonitorFlags())
+    else:
         try:
             check_arguments(flags)
         except TakenError as error:

@@ -146,7 +146,7 @@ class WorkerParts:
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
-            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason, **(loss.losses or {})}
+            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason, **loss.lost}
             seconds = {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s}
             self.log.events.write("generation", **what, **seconds, job=self.world.job.id, term=self.world.job.term)
             self.log.message(

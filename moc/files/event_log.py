@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from moc.files.safe_directory import SafeDirectory
 from moc.files.text import short_repr
 
 EVENTS_FILE = "events.jsonl"
+_CHUNK = 1 << 22  # bytes
 _MAX_INCOMPLETE_LINES = 1000  # lines; each start of a worker leaves at most one
 
 _Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
@@ -23,7 +26,7 @@ _FIELDS_BY_TYPE = {
     str: "type split tier action cause reason what",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
-    Count: "iteration kept folded lost_after",
+    Count: "iteration kept folded lost_after rank node signal generation",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
     Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
     bool: "boosted",
@@ -92,10 +95,62 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             continue
         if isinstance(fields, dict) and "type" in fields:
             try:
-                decode.convert(fields, _KnownFields)
+                events.append(_event_of(fields))
             except ValueError as error:
                 raise EventsError(
                     f"{path}: line {number} is not an event ({error}). Fix: give an {EVENTS_FILE} of this program"
                 ) from None
-            events.append(Event(fields))
     return events
+
+
+def _event_of(fields: dict[str, Any]) -> Event:
+    """Returns a decoded line as an event; raises ValueError if a field has another type."""
+    decode.convert(fields, _KnownFields)
+    return Event(fields)
+
+
+class EventFollower:
+    """Reads the events of a file while another process writes it.  Lines that are not events are skipped.
+
+    Attributes:
+        path: path of the file.
+        skipped: number of lines that were skipped.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.skipped = path, 0
+        self._offset, self._incomplete = 0, b""
+        self._file: tuple[int, int] | None = None  # device and inode
+
+    def read(self) -> list[Event] | None:
+        """Returns the next complete events, of at most 4 MiB; empty if there are none.
+
+        Returns None, and begins again, if another file has taken the place of this one, or if it was shortened.
+
+        Raises:
+            OSError: the file cannot be read, or does not exist.
+        """
+        descriptor = SafeDirectory(self.path.parent).open(self.path.name)
+        try:
+            status = os.fstat(descriptor)
+            identity = status.st_dev, status.st_ino
+            if self._file not in (None, identity) or status.st_size < self._offset:
+                self._file, self._offset, self._incomplete = identity, 0, b""
+                return None
+            self._file = identity
+            data = os.pread(descriptor, _CHUNK, self._offset)
+        finally:
+            os.close(descriptor)
+        self._offset += len(data)
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > safe_directory.MAX_LINE_BYTES:
+            self._incomplete, self.skipped = b"", self.skipped + 1
+        return [event for line in lines if line.strip() and (event := self._decode(line)) is not None]
+
+    def _decode(self, line: bytes) -> Event | None:
+        with contextlib.suppress(ValueError):
+            fields = decode.parse(line)
+            if isinstance(fields, dict) and isinstance(fields.get("time"), int | float) and "type" in fields:
+                return _event_of(fields)
+        self.skipped += 1
+        return None

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
 from moc.errors import UserError
-from moc.report.wall_clock import (
-    Event,
-    RecoveryTimes,
-    Spent,
-    account_wall_clock,
-    counted_iterations,
-    events_of_type,
-    run_start,
-)
-from moc.simulate.profile import profile_of
-
-
-@dataclass(frozen=True)
-class Period:
-    """Iterations that the same number of workers computed, from a ``start`` to the last of them.
-
-    Attributes:
-        workers: number of workers.
-        began_s: seconds from the start of the run until training began or continued.
-        ended_s: seconds from the start of the run until the last iteration was complete.
-        iterations: iterations completed in it, repeated ones included.
-    """
-
-    workers: int
-    began_s: float
-    ended_s: float
-    iterations: int
+from moc.report.run_state import Period, RunState, fold_events
+from moc.report.wall_clock import Event, RecoveryTimes, Spent, events_of_type
 
 
 @dataclass(frozen=True)
@@ -55,28 +30,6 @@ class Moves:
     fallbacks: int
 
 
-def list_periods(events: Sequence[Event], run_start: float) -> tuple[Period, ...]:
-    """Returns the periods of a run in order, without periods that have no iteration.
-
-    Args:
-        events: events of the run, in file order.
-        run_start: start of the run, in Unix seconds.
-    """
-    periods: list[Period] = []
-    workers, start, times = 1, run_start, list[float]()
-    for event in (*events, None):
-        kind = "start" if event is None else event["type"]
-        if kind == "start":
-            if times:
-                periods.append(Period(workers, start - run_start, times[-1] - run_start, len(times)))
-            times = []
-        if event is not None and kind == "start":
-            workers, start = event.get("world_size", 1), event["time"]
-        elif event is not None and kind == "iteration":
-            times.append(event["time"])
-    return tuple(periods)
-
-
 def seconds_by_workers(periods: Sequence[Period]) -> Mapping[int, float]:
     """Returns the seconds of training by number of workers, most workers first."""
     seconds: dict[int, float] = defaultdict(float)
@@ -85,14 +38,12 @@ def seconds_by_workers(periods: Sequence[Period]) -> Mapping[int, float]:
     return dict(sorted(seconds.items(), reverse=True))
 
 
-def summarize_moves(events: Sequence[Event]) -> Moves | None:
+def summarize_moves(state: RunState) -> Moves | None:
     """Returns the moves of experts; None without moves and fallbacks."""
-    migrations, fallbacks = events_of_type("migration", events), events_of_type("fallback", events)
-    if not migrations and not fallbacks:
+    migrations, fallbacks = state.of_type("migration"), state.of_type("fallback").count
+    if not migrations.count and not fallbacks:
         return None
-    seconds = [event["elapsed_s"] for event in migrations]
-    amount = sum(event["bytes"] for event in migrations)
-    return Moves(len(migrations), amount, sum(seconds) / len(seconds) if seconds else 0.0, len(fallbacks))
+    return Moves(migrations.count, int(migrations.sum("bytes")), migrations.mean("elapsed_s") or 0.0, fallbacks)
 
 
 GAUGES = (
@@ -289,70 +240,60 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
     Raises:
         ValueError: there is no iteration event, or all events have the same time.
     """
-    counted, _ = counted_iterations(events)
-    if not counted:
+    state = fold_events(events)
+    if not state.iterations:
         raise ReportError(
             "there is no iteration in it: nothing has been trained. Fix: give events of a run that has trained",
             code="run-too-short",
         )
-    undisturbed_s = _undisturbed_s(events, counted)
-    spent, recoveries = account_wall_clock(events, undisturbed_s)
-    if spent.wall_s <= 0:
+    if state.spent.wall_s <= 0:
         raise ReportError(
             "all of its events are of one moment. Fix: give events of a longer run",
             code="run-too-short",
         )
-    in_order = [counted[number] for number in sorted(counted)]
-    tokens = sum(event["tokens"] for event in in_order)
-    last_starts_and_exits = [event for event in events if event["type"] in ("start", "exit")][-1:]
-    newest_loss = _newest_event(events, "lost")
+    numbers = sorted(state.iterations)
+    in_order = [state.iterations[number].event for number in numbers]
     return Report(
         name=name,
-        workers=_newest_event(events, "start").get("world_size", 1),
-        first=min(counted),
-        last=max(counted),
-        iterations=len(counted),
-        skipped=sum(bool(event.get("skipped")) for event in in_order),
-        computed=sum(event["type"] == "iteration" for event in events),
-        tokens=tokens,
-        iteration_s=undisturbed_s,
-        began=run_start(events),
-        wall_s=spent.wall_s,
-        ettr=spent.useful_s / spent.wall_s,
-        tokens_per_s=tokens / spent.wall_s,
-        spent=spent,
+        workers=state.workers,
+        first=numbers[0],
+        last=numbers[-1],
+        iterations=len(numbers),
+        skipped=state.skipped,
+        computed=state.computed,
+        tokens=state.tokens,
+        iteration_s=state.iteration_s,
+        began=state.began,
+        wall_s=state.spent.wall_s,
+        ettr=state.ettr,
+        tokens_per_s=state.tokens_per_s,
+        spent=state.spent,
         loss=_trend(in_order, "loss"),
-        validation={event["split"]: event["loss"] for event in events if event["type"] == "evaluation"},
-        ended=last_starts_and_exits[0].get("reason") if last_starts_and_exits else None,
-        recoveries=_summarize_recoveries(events, recoveries),
-        each=recoveries,
-        saving=_summarize_saving(events),
+        validation=state.validation,
+        ended=state.ended,
+        recoveries=_summarize_recoveries(state),
+        each=state.recoveries,
+        saving=_summarize_saving(state),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
-        plt_by_layer=newest_loss.get("by_layer", {}),
+        plt_by_layer=state.newest.get("lost", {}).get("by_layer", {}),
         violation_by_layer=next((e[_LOADS] for e in reversed(in_order) if _LOADS in e), {}),
-        made_up=_compensated_tokens(events, in_order[-1]),
+        made_up=_compensated_tokens(state.newest.get("boost"), in_order[-1]),
         choices=tuple(_choices(events)),
         standstills=list_standstills(events),
-        not_written=_count_unwritten(events),
-        periods=list_periods(events, run_start(events)),
-        moves=summarize_moves(events),
-        exact=_newest_event(events, "start").get("exact"),
+        not_written=_count_unwritten(state),
+        periods=state.periods,
+        moves=summarize_moves(state),
+        exact=state.newest.get("start", {}).get("exact"),
     )
 
 
-def _undisturbed_s(events: Sequence[Event], counted: Mapping[int, Event]) -> float:
-    try:
-        return profile_of(events).iteration_s
-    except ValueError:  # the run is too short to leave out its first iterations
-        return median(event["elapsed_s"] for event in counted.values())
-
-
-def _summarize_recoveries(events: Sequence[Event], recoveries: Sequence[RecoveryTimes]) -> Recoveries:
+def _summarize_recoveries(state: RunState) -> Recoveries:
+    recoveries = state.recoveries
     localized = [recovery for recovery in recoveries if recovery.stages]
     failed = [one for one in recoveries if one.exact is False or one.lost_tokens > 0]
     return Recoveries(
         count=len(recoveries),
-        injected=dict(Counter(event["action"] for event in events_of_type("inject", events))),
+        injected={action: count for (kind, action), count in state.counts.items() if kind == "inject"},
         detect_s=_spread(one.detect_s for one in recoveries if one.detect_s is not None),
         outside_s=_spread(one.outside_s for one in recoveries),
         kept=_spread(one.kept for one in recoveries),
@@ -364,34 +305,33 @@ def _summarize_recoveries(events: Sequence[Event], recoveries: Sequence[Recovery
     )
 
 
-def _summarize_saving(events: Sequence[Event]) -> Saving | None:
-    snapshots, replicated, persisted = (events_of_type(kind, events) for kind in ("snapshot", "replicate", "persist"))
-    if not snapshots and not persisted:
+def _summarize_saving(state: RunState) -> Saving | None:
+    snapshots, replicated, persisted = (state.of_type(kind) for kind in ("snapshot", "replicate", "persist"))
+    if not snapshots.count and not persisted.count:
         return None
     return Saving(
-        tier=", ".join(dict.fromkeys(event["tier"] for event in snapshots)),
-        snapshots=len(snapshots),
-        snapshot_bytes=int(_sum(snapshots, "bytes")),
-        bubble_bytes=sum(event.get("bubble_bytes", 0) for event in snapshots),
-        copy_s=_mean(snapshots, "copy_s"),
-        hash_s=_mean(snapshots, "hash_s"),
-        stall_s=_sum(events_of_type("stall", events), "seconds"),
-        replicated=len(replicated),
-        replicated_bytes=int(_sum(replicated, "bytes")),
-        not_sent_bytes=sum(event.get("not_sent_bytes", 0) for event in replicated),
-        replicate_s=_mean(replicated, "replicate_s"),
-        persisted=len(persisted),
-        persisted_bytes=int(_sum(persisted, "bytes")),
-        write_s=_mean(persisted, "write_s"),
-        publish_s=_mean(persisted, "publish_s"),
-        restored=len(events_of_type("restore", events)),
-        folded=int(_sum(events_of_type("fold", events), "folded")),
-        survival=_newest_event(events, "placement").get("survival", {}),
+        tier=", ".join(tier for kind, tier in state.counts if kind == "snapshot"),
+        snapshots=snapshots.count,
+        snapshot_bytes=int(snapshots.sum("bytes")),
+        bubble_bytes=int(snapshots.sum("bubble_bytes")),
+        copy_s=snapshots.mean("copy_s"),
+        hash_s=snapshots.mean("hash_s"),
+        stall_s=state.of_type("stall").sum("seconds"),
+        replicated=replicated.count,
+        replicated_bytes=int(replicated.sum("bytes")),
+        not_sent_bytes=int(replicated.sum("not_sent_bytes")),
+        replicate_s=replicated.mean("replicate_s"),
+        persisted=persisted.count,
+        persisted_bytes=int(persisted.sum("bytes")),
+        write_s=persisted.mean("write_s"),
+        publish_s=persisted.mean("publish_s"),
+        restored=state.of_type("restore").count,
+        folded=int(state.of_type("fold").sum("folded")),
+        survival=state.newest.get("placement", {}).get("survival", {}),
     )
 
 
-def _compensated_tokens(events: Sequence[Event], last: Event) -> tuple[int, int] | None:
-    boost = _newest_event(events, "boost")
+def _compensated_tokens(boost: Event | None, last: Event) -> tuple[int, int] | None:
     if not boost:
         return None
     owed_tokens = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
@@ -413,12 +353,11 @@ def list_standstills(events: Sequence[Event]) -> tuple[Standstill, ...]:
     )
 
 
-def _count_unwritten(events: Sequence[Event]) -> dict[str, int]:
+def _count_unwritten(state: RunState) -> dict[str, int]:
     """Counts failed saves, snapshots skipped because storage was too slow, and logs that could not be written."""
-    kinds = [event["what"] for event in events_of_type("save_failed", events)]
-    kinds += ["skipped"] * len(events_of_type("save_skipped", events))
-    kinds += ["log"] * len(events_of_type("log_failed", events))
-    return dict(Counter(kinds))
+    failed = {what: count for (kind, what), count in state.counts.items() if kind == "save_failed"}
+    late = {"skipped": state.of_type("save_skipped").count, "log": state.of_type("log_failed").count}
+    return failed | {kind: count for kind, count in late.items() if count}
 
 
 def _choices(events: Sequence[Event]) -> Iterable[TunerChoice]:
@@ -435,15 +374,3 @@ def _trend(iterations: Sequence[Event], name: str) -> Trend | None:
 def _spread(values: Iterable[float]) -> Spread | None:
     values = list(values)
     return Spread(median(values), fmean(values), max(values)) if values else None
-
-
-def _newest_event(events: Sequence[Event], kind: str) -> Event:
-    return next((event for event in reversed(events) if event["type"] == kind), {})
-
-
-def _sum(events: Sequence[Event], name: str) -> float:
-    return sum(event[name] for event in events)
-
-
-def _mean(events: Sequence[Event], name: str) -> float | None:
-    return fmean(event[name] for event in events) if events else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from moc.cli_output import Parser, console, escapes_output, human, print_lines, 
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
-from moc.report.wall_clock import Event
+from moc.report.html import Section, write_html
+from moc.report.wall_clock import PHASES, Event, RecoveryTimes
 
 PART_TITLES = {
     "useful_s": "useful work",
@@ -44,7 +47,9 @@ def print_reports(runs: Sequence[Report]) -> None:
     """Prints a table with a column for each run, and the choices of tuners."""
     console(width=_WIDE).print(_table(runs))
     for run in runs:
-        print_lines(*_choice_lines(run, len(runs) > 1))
+        if run.each:
+            console(width=_WIDE).print(_incidents(run))
+        print_lines(*choice_lines(run, f"{run.name}: " if len(runs) > 1 else ""))
 
 
 def table_sections(runs: Sequence[Report]) -> Iterable[tuple[str, list[tuple[str, list[str]]]]]:
@@ -72,8 +77,38 @@ def _table(runs: Sequence[Report]):
     return table
 
 
-def _choice_lines(run: Report, named: bool) -> Iterable[str]:
-    prefix = f"{run.name}: " if named else ""
+INCIDENT_TITLES = ("time", "iteration", "worker", "node", "cause", *PHASES, "outside useful work", "repeated")
+"""Titles of the columns of :func:`incident_cells`."""
+
+
+def incident_cells(incident: RecoveryTimes) -> list[str]:
+    """Returns the cells of a recovery in a list of incidents; empty ones are unknown."""
+    killed = "" if incident.signal is None else f", signal {incident.signal}"
+    return [
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
+        f"{incident.newest:,}",
+        *("" if number is None else str(number) for number in (incident.rank, incident.node)),
+        f"{incident.cause or 'job restarted'}{killed}",
+        *(seconds(incident.phases.get(phase)) or "" for phase in PHASES),
+        seconds(incident.outside_s) or "",
+        f"{incident.again:,}",
+    ]
+
+
+def _incidents(run: Report):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=f"Incidents of {run.name}", title_justify="left")
+    for title in INCIDENT_TITLES:
+        table.add_column(title, justify="left" if title in ("time", "cause") else "right", overflow="fold")
+    for incident in run.each:
+        table.add_row(*incident_cells(incident))
+    return table
+
+
+def choice_lines(run: Report, prefix: str = "") -> Iterable[str]:
+    """Yields the lines about the choices of tuners."""
     for choice in run.choices:
         chosen = ", ".join(f"{name} {value}" for name, value in choice.chosen.items())
         yield f"{prefix}at iteration {choice.iteration}: {chosen}"
@@ -388,6 +423,21 @@ def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Even
     panel.legend()
 
 
+def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        draw_report(f"{directory}/report.png", runs, events)
+        picture = Path(directory, "report.png").read_bytes()
+    names = [run.name for run in runs]
+    sections: list[Section] = [
+        (title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines])
+        for title, lines in table_sections(runs)
+    ]
+    for run in runs:
+        sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, map(incident_cells, run.each)))
+        sections.append((f"Choices of {run.name}", (), ([line] for line in choice_lines(run))))
+    write_html(path, f"Report of {', '.join(names)}", picture, sections)
+
+
 EPILOG = """\
 examples:
   python tools/report.py log/
@@ -406,6 +456,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("events", nargs="+", metavar="EVENTS", help="events.jsonl files, or directories with one")
     parser.add_argument("--json", metavar="FILE", help="write all figures, and every recovery, to FILE")
+    parser.add_argument("--html", metavar="FILE", help="write the report and its picture to one HTML file")
     parser.add_argument("--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness")
     return parser
 
@@ -428,6 +479,9 @@ def main(argv: list[str] | None = None) -> int:
             path = args.json
             with replacing(path) as name:
                 Path(name).write_text(json.dumps([dataclasses.asdict(run) for run in runs], indent=2) + "\n")
+        if args.html:
+            path = args.html
+            _write_html(path, runs, events)
         if args.plot:
             path = args.plot
             draw_report(path, runs, events)

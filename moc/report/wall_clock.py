@@ -1,13 +1,15 @@
-"""Accounts for the wall clock of a run, and describes its recoveries, from its events; pure functions."""
+"""Accounts for the wall clock of a run, and describes its recoveries, from events that arrive one by one."""
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from moc.simulate.profile import ByIteration, is_kill, recovered, stretches
+from moc.simulate.policy_costs import RecoveryCosts
+from moc.simulate.profile import ByIteration, RecoveryFinder, is_kill, recovered
 
 Event = Mapping
 """Event of ``events.jsonl``; sequences of events are in file order, since clocks of nodes differ."""
@@ -58,7 +60,13 @@ class RecoveryTimes:
         reasons: the launcher's descriptions of the losses; empty without a launcher.
         newest: the last iteration completed before the loss was detected.
         iteration: the iteration from which training resumed.
+        cause: type of the first loss, as in the event ``generation``; empty without a launcher.
+        rank: rank of the first lost worker; None if unknown.
+        node: its node; None if unknown.
+        signal: number of the signal that killed it; None without one.
         detect_s: from the loss, or its report, until the survivors had stopped; None if unknown.
+        phases: seconds of each phase, by its name; empty if the time of the loss is unknown.  Detection and
+            reconnection also show where nothing was loaded.
         outside_s: time outside of useful work, including lost and replayed iterations.
         workers: workers of the job.
         kept: workers that kept their state.
@@ -71,9 +79,14 @@ class RecoveryTimes:
 
     time: float
     reasons: tuple[str, ...]
+    cause: str
+    rank: int | None
+    node: int | None
+    signal: int | None
     newest: int
     iteration: int
     detect_s: float | None
+    phases: Mapping[str, float]
     outside_s: float
     workers: int
     kept: int
@@ -89,87 +102,211 @@ class RecoveryTimes:
         return self.undone + self.replayed
 
 
+PHASES = ("detection", "reconnection", "load", "replay", "first iteration")
+"""Phases of a recovery, in order."""
+
+
+@dataclass
+class TrainedIteration:
+    """An iteration event with its accounting.
+
+    Attributes:
+        event: the event; of a long run, only the fields that accounts need.
+        is_counted: whether no later ``start`` has discarded it.
+        stalled_s: seconds of stalls in it.
+        is_booked: whether its time is accounted for.
+        in_recovery: whether it was trained in a finished recovery.
+        ends_recovery: whether it is the last one of a recovery.
+    """
+
+    event: Event
+    is_counted: bool = True
+    stalled_s: float = 0.0
+    is_booked: bool = False
+    in_recovery: bool = False
+    ends_recovery: bool = False
+
+    @property
+    def booked(self) -> tuple[float, int]:
+        """Duration booked in a recovery: seconds, and undisturbed iterations; any excess belongs to the recovery."""
+        is_undisturbed = self.in_recovery and (self.is_counted or self.ends_recovery)
+        return (0.0, 1) if is_undisturbed else (self.event["elapsed_s"], 0)
+
+
 @dataclass(frozen=True)
-class DiscardedIterations:
-    """Last iteration completed before a ``start``, and the events of the iterations that the start discarded."""
+class _Recovery:
+    """A finished recovery; its description depends on later events, which may discard its iterations."""
 
+    events: Sequence[Event]
+    window_s: float
+    kept: Sequence[TrainedIteration]  # trained within the window, and not discarded in it
+    before: Sequence[TrainedIteration]  # discarded, and trained before the window
+    undone: Sequence[TrainedIteration]
     newest: int
-    iterations: tuple[Event, ...]
+    workers: int
 
 
-def counted_iterations(events: Sequence[Event]) -> tuple[dict[int, Event], dict[int, DiscardedIterations]]:
-    """Returns iterations that count, by number, and the iterations that each ``start`` discarded, by its ``id``."""
-    counted, discarded_by_start, newest = ByIteration[Event](), {}, 0
-    for event in events:
+_ACCOUNTED_FIELDS = ("type", "time", "iteration", "elapsed_s", "tokens", "skipped", "loss", "grad_norm")
+
+
+@dataclass
+class WallClock:
+    """Accounts of the wall clock, from events that arrive one by one.
+
+    The duration of an undisturbed iteration is known only at the end.  So each part is a sum of seconds and of
+    undisturbed iterations.
+
+    Attributes:
+        keeps_events: whether iterations keep all fields of their events, for further figures.
+        counted: iterations that count, by number.
+        began: start of rank 0's process in Unix seconds; without a ``start``, the time of the first event.
+        tokens: tokens of the iterations that count.
+        skipped: iterations that count, and skipped their update.
+        computed: all iterations, including discarded ones.
+    """
+
+    keeps_events: bool = True
+    counted: ByIteration[TrainedIteration] = field(default_factory=ByIteration)
+    began: float = 0.0
+    tokens: int = 0
+    skipped: int = 0
+    computed: int = 0
+    _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _undisturbed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _finder: RecoveryFinder = field(default_factory=RecoveryFinder)
+    _trained: dict[int, TrainedIteration] = field(default_factory=dict)  # not booked or in the window, by event id
+    _discarded: dict[int, tuple[int, list[TrainedIteration]]] = field(default_factory=dict)  # by id of the start
+    _recoveries: list[_Recovery] = field(default_factory=list)
+    _window: list[Event] = field(default_factory=list)  # events after the mark, which keep their ids unique
+    _newest: int = 0  # last iteration completed before a start
+    _last: float | None = None  # time of the last event
+    _accounted_until: float = 0.0  # all time before it is accounted for
+    _has_start: bool = False
+    _has_loss: bool = False  # whether an event of the window is a loss
+    _starts_without_recovery: bool = True  # the next start is no recovery
+    _is_down: bool = False  # the job was down before the next start
+    _stalled_s: float = 0.0
+    _workers: int = 1
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the newest recovery is not finished."""
+        return bool(self._finder.under_way)
+
+    def add(self, event: Event) -> tuple[list[Event], bool]:
+        """Adds the next event; returns as :meth:`RecoveryFinder.add`."""
+        if self._last is None:
+            self.began = self._accounted_until = event["time"]
+        self._last = event["time"]
         if event["type"] == "start":
-            discarded = counted.undo(event["iteration"])
-            discarded_by_start[id(event)] = DiscardedIterations(newest, tuple(discarded))
-            newest = max(counted, default=0) if discarded else newest
+            self._set_began(event)
+            self._discard(event)
         elif event["type"] == "iteration":
-            counted[event["iteration"]] = event
-            newest = max(newest, event["iteration"])
-    return counted, discarded_by_start
+            self._count(event)
+        decided, is_recovery = self._finder.add(event)
+        for one in decided:
+            self._enter_window(one)
+            if not is_recovery:
+                self._book_event(one)
+        if is_recovery:
+            self._book_recovery(decided)
+        return decided, is_recovery
 
+    def spent(self, undisturbed_s: float) -> Spent:
+        """Returns the uses of the wall clock until the newest event."""
+        if self._last is None:
+            return Spent()
+        ended = copy.copy(self)  # an unfinished recovery is booked in the copy
+        ended._seconds, ended._undisturbed = self._seconds.copy(), self._undisturbed.copy()
+        ended._window, ended._discarded = list(self._window), self._discarded.copy()
+        ended._trained = {key: replace(trained) for key, trained in self._trained.items()}
+        for event in self._finder.under_way:
+            ended._enter_window(event)
+            ended._book_event(event)
+        ended._book_until("recoveries_s" if ended._has_loss else "other_s", self._last)
+        parts = ended._seconds.keys() | ended._undisturbed.keys()
+        seconds = {part: ended._seconds[part] + ended._undisturbed[part] * undisturbed_s for part in parts}
+        return Spent(**{part: round(value, 9) for part, value in seconds.items()})
 
-def account_wall_clock(events: Sequence[Event], undisturbed_s: float) -> tuple[Spent, tuple[RecoveryTimes, ...]]:
-    """Returns the uses of the wall clock and all recoveries; an undisturbed iteration takes ``undisturbed_s``."""
-    accounting = _Accounting(events, undisturbed_s)
-    recoveries = tuple(accounting.recoveries())
-    return Spent(**accounting.spent), recoveries
+    def recoveries(self, undisturbed_s: float) -> tuple[RecoveryTimes, ...]:
+        """Returns the finished recoveries, where an undisturbed iteration takes ``undisturbed_s`` seconds."""
+        return tuple(self._describe(recovery, undisturbed_s) for recovery in self._recoveries)
 
+    def _set_began(self, start: Event) -> None:
+        if not self._has_start:
+            began = min(self.began, _process_start(start))
+            if self._accounted_until == self.began:
+                self._accounted_until = began
+            else:
+                self._seconds["other_s"] += self.began - began
+            self.began, self._has_start = began, True
 
-def run_start(events: Sequence[Event]) -> float:
-    """Returns the start of rank 0's process in Unix seconds; without a ``start``, the time of the first event."""
-    first = next((event for event in events if event["type"] == "start"), None)
-    return min([events[0]["time"], *([] if first is None else [_process_start(first)])])
+    def _count(self, event: Event) -> None:
+        number = event["iteration"]
+        kept = event if self.keeps_events else {name: event[name] for name in _ACCOUNTED_FIELDS if name in event}
+        if number in self.counted:
+            self._set_counted(self.counted[number], False)
+        self.counted[number] = self._trained[id(event)] = trained = TrainedIteration(kept, is_counted=False)
+        self._set_counted(trained, True)
+        self._newest, self.computed = max(self._newest, number), self.computed + 1
 
+    def _discard(self, start: Event) -> None:
+        discarded = self.counted.undo(start["iteration"])
+        self._discarded[id(start)] = self._newest, discarded
+        for trained in discarded:
+            self._set_counted(trained, False)
+        self._newest = (self.counted.last or 0) if discarded else self._newest
 
-def _process_start(start: Event) -> float:
-    return start["time"] - sum(start.get("startup_s", {}).values())
+    def _set_counted(self, trained: TrainedIteration, is_counted: bool) -> None:
+        if trained.is_booked:
+            self._book_iteration(trained, -1)
+        trained.is_counted, sign = is_counted, 1 if is_counted else -1
+        self.tokens += sign * trained.event.get("tokens", 0)
+        self.skipped += sign * bool(trained.event.get("skipped"))
+        if trained.is_booked:
+            self._book_iteration(trained)
 
+    def _book(self, part: str, seconds: float, undisturbed: int = 0) -> None:
+        self._seconds[part] += seconds
+        self._undisturbed[part] += undisturbed
 
-class _Accounting:
-    """Pass over the events that assigns the time between them to its uses."""
+    def _book_iteration(self, trained: TrainedIteration, sign: int = 1) -> None:
+        elapsed_s, stalled_s = trained.event["elapsed_s"], trained.stalled_s
+        if trained.in_recovery:
+            seconds, undisturbed = trained.booked
+            self._book("useful_s" if trained.is_counted else "again_s", sign * seconds, sign * undisturbed)
+            self._book("recoveries_s", -sign * seconds, -sign * undisturbed)
+        elif trained.is_counted:
+            self._book("useful_s", 0.0, sign)
+            self._book("stalls_s", sign * stalled_s)
+            self._book("slower_s", sign * (elapsed_s - stalled_s), -sign)
+        else:
+            self._book("again_s", sign * elapsed_s)
 
-    def __init__(self, events: Sequence[Event], undisturbed_s: float):
-        self.spent: dict[str, float] = defaultdict(float)
-        self._events, self._undisturbed_s = events, undisturbed_s
-        counted, self._discarded_by_start = counted_iterations(events)
-        self._final, self._counted = counted, {id(event) for event in counted.values()}
-        lost = list(stretches(events))
-        self._stretch_of = {id(event): stretch for stretch in lost for event in stretch}
-        self._accounted_until = run_start(events)  # all time before it is accounted for
-        self._pending_events: list[Event] = []  # events after the mark
-        self._has_loss = False  # whether one of them is a loss
-        self._starts_without_recovery, self._is_down = (
-            True,
-            False,
-        )  # the next start is no recovery; the job was down before it
-        self._stalled_s, self._workers = 0.0, 1
+    def _enter_window(self, event: Event) -> None:
+        self._window.append(event)
+        self._has_loss |= _is_loss(event)
+        self._workers = event.get("world_size", self._workers)
 
-    def recoveries(self) -> Iterator[RecoveryTimes]:
-        """Yields finished recoveries; afterwards all time is accounted for."""
-        for event in self._events:
-            self._pending_events.append(event)
-            self._has_loss |= _is_loss(event)
-            self._workers = event.get("world_size", self._workers)
-            stretch = self._stretch_of.get(id(event))
-            if stretch is None:
-                self._book_event(event)
-            elif event is stretch[-1]:
-                yield self._book_recovery(stretch)
-        self._book_until("recoveries_s" if self._has_loss else "other_s", self._events[-1]["time"])
+    def _close_window(self, until: float) -> None:
+        for event in self._window:
+            self._trained.pop(id(event), None)
+            self._discarded.pop(id(event), None)
+        self._accounted_until, self._window, self._has_loss = until, [], False
 
     def _book_until(self, part: str, until: float) -> None:
-        self.spent[part] += until - self._accounted_until
-        self._accounted_until, self._pending_events, self._has_loss = until, [], False
+        self._book(part, until - self._accounted_until)
+        self._close_window(until)
 
     def _book_event(self, event: Event) -> None:
         """Handles an event outside of any finished recovery."""
         kind, time = event["type"], event["time"]
         if kind == "iteration":
+            trained = self._trained[id(event)]
             self._book_until("other_s", time - event["elapsed_s"])
-            self._book_iteration(event)
+            trained.stalled_s, trained.is_booked = self._stalled_s, True
+            self._stalled_s, self._starts_without_recovery = 0.0, False
+            self._book_iteration(trained)
             self._accounted_until = time
         elif kind == "start":
             if self._is_down:  # the downtime after an orderly exit does not count
@@ -186,73 +323,69 @@ class _Accounting:
         elif kind == "resume" and event.get("tier") == "live" and not self._has_loss:
             self._starts_without_recovery = True  # a change of policy
 
-    def _book_iteration(self, event: Event) -> None:
-        stalled_s, self._stalled_s, self._starts_without_recovery = self._stalled_s, 0.0, False
-        if id(event) in self._counted:
-            self.spent["useful_s"] += self._undisturbed_s
-            self.spent["stalls_s"] += stalled_s
-            self.spent["slower_s"] += event["elapsed_s"] - stalled_s - self._undisturbed_s
-        else:
-            self.spent["again_s"] += event["elapsed_s"]
+    def _book_recovery(self, events: Sequence[Event]) -> None:
+        window_s, starts = events[-1]["time"] - self._accounted_until, events_of_type("start", events)
+        undone = [one for start in starts for one in self._discarded[id(start)][1]]
+        trained = [self._trained[id(event)] for event in events_of_type("iteration", self._window)]
+        replayed_s = sum(event["seconds"] for event in events_of_type("replay", events))
+        stopped_s = self._stopped_s()
+        for one in trained:
+            one.is_booked, one.in_recovery, one.ends_recovery = True, True, one is trained[-1]
+            self._book_iteration(one)
+        self._book("again_s", replayed_s)
+        self._book("stopped_s", stopped_s)
+        self._book("recoveries_s", window_s - replayed_s - stopped_s)
+        undone_ids, trained_ids = set(map(id, undone)), set(map(id, trained))
+        kept = [one for one in trained if id(one) not in undone_ids]
+        before = [one for one in {id(one): one for one in undone}.values() if id(one) not in trained_ids]
+        newest = self._discarded[id(starts[0])][0]
+        self._recoveries.append(_Recovery(events, window_s, kept, before, undone, newest, self._workers))
+        self._stalled_s = 0.0
+        self._close_window(events[-1]["time"])
+        self._starts_without_recovery = self._is_down = False
 
-    def _book_recovery(self, stretch: Sequence[Event]) -> RecoveryTimes:
-        window_s, window = stretch[-1]["time"] - self._accounted_until, self._pending_events
-        discarded = [self._discarded_by_start[id(event)] for event in events_of_type("start", stretch)]
-        undone = {id(event): event for discard in discarded for event in discard.iterations}
-        trained = events_of_type("iteration", window)
-        for event in trained:
-            self.spent["useful_s" if id(event) in self._counted else "again_s"] += self._booked_s(event)
-        again_s, stopped_s = (
-            sum(event["seconds"] for event in events_of_type("replay", stretch)),
-            self._stopped_s(window),
-        )
-        trained_s = sum(map(self._booked_s, trained))
-        self.spent["again_s"] += again_s
-        self.spent["stopped_s"] += stopped_s
-        self.spent["recoveries_s"] += window_s - trained_s - again_s - stopped_s
-        kept_s = sum(self._booked_s(event) for event in trained if id(event) not in undone)
-        trained_ids = set(map(id, trained))
-        before_s = sum(self._booked_s(event) for event in undone.values() if id(event) not in trained_ids)
-        self._accounted_until, self._pending_events, self._stalled_s = stretch[-1]["time"], [], 0.0
-        self._starts_without_recovery = self._is_down = self._has_loss = False
-        return self._describe_recovery(stretch, window_s - kept_s + before_s, discarded)
+    def _describe(self, recovery: _Recovery, undisturbed_s: float) -> RecoveryTimes:
+        def seconds(trained: Sequence[TrainedIteration]) -> float:
+            return sum(booked_s + count * undisturbed_s for booked_s, count in (one.booked for one in trained))
 
-    def _describe_recovery(
-        self, stretch: Sequence[Event], outside_s: float, discarded: Sequence[DiscardedIterations]
-    ) -> RecoveryTimes:
-        resume, replays = (events_of_type("resume", stretch) or [{}])[-1], events_of_type("replay", stretch)
-        undone = [event for discard in discarded for event in discard.iterations]
-        parts = recovered(stretch, self._undisturbed_s)
+        events = recovery.events
+        resume, replays = (events_of_type("resume", events) or [{}])[-1], events_of_type("replay", events)
+        losses, kills = events_of_type("generation", events), list(filter(is_kill, events))
+        parts = recovered(events, undisturbed_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
-        repeated = [(event, self._final[n]) for event in undone if (n := event["iteration"]) in self._final]
+        repeated = [
+            (one.event, self.counted[n].event)
+            for one in recovery.undone
+            if (n := one.event["iteration"]) in self.counted
+        ]
         compared += [all(a.get(name) == b.get(name) for name in ("loss", "grad_norm")) for a, b in repeated]
+        first = next((event for event in losses if event.get("rank", event.get("node")) is not None), {})
         return RecoveryTimes(
-            time=stretch[-1]["time"],
-            reasons=tuple(event["reason"] for event in events_of_type("generation", stretch)),
-            newest=discarded[0].newest,
-            iteration=events_of_type("start", stretch)[-1]["iteration"],
+            time=events[-1]["time"],
+            reasons=tuple(event["reason"] for event in losses),
+            cause=losses[0].get("cause", "") if losses else "",
+            rank=first.get("rank", kills[0].get("rank") if kills and not first else None),
+            node=first.get("node"),
+            signal=first.get("signal"),
+            newest=recovery.newest,
+            iteration=events_of_type("start", events)[-1]["iteration"],
             detect_s=parts and parts.parts.detect_s or None,
-            outside_s=outside_s,
-            workers=self._workers,
+            phases=_phases(losses, replays, None if parts is None else parts.parts),
+            outside_s=round(recovery.window_s - seconds(recovery.kept) + seconds(recovery.before), 9),
+            workers=recovery.workers,
             kept=resume.get("kept", 0),
             stages=tuple(resume.get("stages", ())),
-            undone=len(undone),
+            undone=len(recovery.undone),
             replayed=len(replays),
             exact=all(compared) if compared else None,
-            lost_tokens=sum(event["raised_by"] for event in events_of_type("lost", stretch)),
+            lost_tokens=sum(event["raised_by"] for event in events_of_type("lost", events)),
         )
 
-    def _booked_s(self, event: Event) -> float:
-        """Returns the duration booked for an iteration; in a recovery, any excess belongs to the recovery."""
-        stretch = self._stretch_of.get(id(event))
-        is_undisturbed = stretch is not None and (id(event) in self._counted or event is stretch[-1])
-        return self._undisturbed_s if is_undisturbed else event["elapsed_s"]
-
-    def _stopped_s(self, window: Sequence[Event]) -> float:
+    def _stopped_s(self) -> float:
         """Returns the seconds without any worker, before starts that no launcher announced as a new generation."""
         seconds, newest, has_new_generation = 0.0, self._accounted_until, False
-        times = sorted(event["time"] for event in window)
-        for event in window:
+        times = sorted(event["time"] for event in self._window)
+        for event in self._window:
             has_new_generation |= event["type"] == "generation"
             if event["type"] == "start":
                 process_start = _process_start(event)
@@ -261,6 +394,20 @@ class _Accounting:
                 seconds += 0.0 if has_new_generation else max(0.0, process_start - newest)
                 newest, has_new_generation = event["time"], False
         return seconds
+
+
+def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> Mapping[str, float]:
+    """Returns the seconds of each phase of a recovery from its last loss on; those that are known."""
+    replayed_s = sum(event["seconds"] for event in replays)
+    if parts is not None:
+        times = (parts.detect_s, parts.regroup_s, parts.transfer_s, replayed_s, parts.warm_up_s)
+        return dict(zip(PHASES, times, strict=True))
+    known = {"detection": losses[-1]["noticed_s"], "reconnection": losses[-1]["met_s"]} if losses else {}
+    return known | ({"replay": replayed_s} if replays else {})
+
+
+def _process_start(start: Event) -> float:
+    return start["time"] - sum(start.get("startup_s", {}).values())
 
 
 def _is_loss(event: Event) -> bool:

@@ -77,6 +77,16 @@ def listening_socket(address: str, beyond_loopback: bool) -> socket.socket:
     return sock
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is one of this machine that no other machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 @contextlib.contextmanager
 def short_socket_address(socket_address: tuple | str) -> Iterator[tuple | str]:
     """Yields a socket address that ``bind`` and ``connect`` accept for a Unix socket path of any length.

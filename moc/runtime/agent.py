@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -88,7 +89,7 @@ class Agent:
         self.iteration: int | None = None
         self._clock = RunningClock(max_step_s=3 * WATCH_INTERVAL_S)
         self._generation, self._notified_at = 0, 0.0
-        self._notice: dict = {"cause": "", "reason": "", "losses": None}
+        self._why: dict = {"cause": "", "reason": "", "lost": {}}  # of the generation
         self._limits = HangLimits(flags.hang_caps)
         self._unacknowledged: dict[
             str, tuple[_WorkerProcess, int]
@@ -156,6 +157,25 @@ class Agent:
                     await asyncio.wait(tasks, timeout=5.0)
         await self._release_memory()
         return code, self._link.leader
+
+    def describe(self) -> dict:
+        """Returns the state of this node for the monitor; JSON-serializable.
+
+        Returns:
+            ``node``; ``per_node``, workers of a node; ``control``, the state that the controller sent, or None;
+            ``leader``, the number of the leading candidate; ``lease_s``, or None if the lease does not end; and
+            ``workers``, a list with the rank, process, section, seconds in it, and newest iteration of each worker,
+            and whether it waits for others.
+        """
+        left = self._lease.remaining_s
+        workers = [
+            {"rank": one.rank, "pid": one.pid, "section": one.section, "seconds": round(one.section_s, 3)}
+            | {"waits": one.is_waiting, "ready": one.is_ready, "joins": one.is_joining, "iteration": one.iteration}
+            for one in self._workers.values()
+        ]
+        lease_s = None if math.isinf(left) else round(left, 3)
+        node = {"node": self._flags.node_rank, "per_node": self._flags.nproc_per_node, "workers": workers}
+        return node | {"control": self._link.state, "leader": self._link.leader, "lease_s": lease_s}
 
     @property
     def stopped_by(self) -> int | None:
@@ -306,7 +326,7 @@ class Agent:
             self._unacknowledged.pop(order["worker"], None)
         elif kind in ("abort", "go") and order["generation"] >= self._generation:
             self._generation = order["generation"]
-            self._notice = {name: order.get(name, value) for name, value in self._notice.items()}
+            self._why = {name: order.get(name, value) for name, value in self._why.items()}
             self._notified_at = self._clock.now
             for worker in self._workers.values():
                 worker.released_memory = None if kind == "abort" else worker.released_memory  # needed to resume
@@ -378,7 +398,7 @@ class Agent:
         if worker.rank_generation > 0 or not worker.starts_together:
             self._forward_stop_signal(worker)
         if self._generation:
-            self._forward(worker, {"kind": "abort", "generation": self._generation, **self._notice})
+            self._forward(worker, {"kind": "abort", "generation": self._generation, **self._why})
         while True:
             message = (await connection.recv()).header
             worker.last_message_at = self._clock.now

@@ -565,9 +565,8 @@ class Controller:
             elif isinstance(order, Abort):
                 self._disturbed_at = self._clock.now
                 _log.warning("generation %d: %s", order.generation, order.reason)
-                losses = order.standstill and order.standstill.to_message()
-                notice = {"cause": order.cause, "reason": order.reason, "losses": losses}
-                self._send_all("abort", generation=order.generation, **notice)
+                why = {"cause": order.cause, "reason": order.reason, "lost": dict(order.lost)}
+                self._send_all("abort", generation=order.generation, **why)
             elif isinstance(order, Connect):
                 self._order_connect(order.generation)
             elif isinstance(order, End):

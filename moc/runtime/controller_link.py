@@ -105,6 +105,11 @@ class ControllerLink:
             while not self.is_closed and (found := await self._connect_to_candidate()):
                 await self._follow(*found)
 
+    @property
+    def state(self) -> dict | None:
+        """Newest :class:`~moc.runtime.controller.ControlState` that a controller sent, as a dictionary."""
+        return self._state
+
     def send(self, kind: str, **fields) -> None:
         """Sends a message to the controller if connected; otherwise the next hello carries the current state."""
         if self._connection is not None:

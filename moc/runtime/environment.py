@@ -38,6 +38,12 @@ LEASE = "MOC_LEASE"
 SILENCE_TIMEOUT = "MOC_SILENCE_TIMEOUT"
 """Seconds of silence after which a worker or a node is lost (``--silence-timeout``)."""
 
+MONITOR = "MOC_MONITOR"
+"""Directory of the launch's monitor, where rank 0 names its event file; unset without a monitor."""
+
+EVENTS_LINK = "events"
+"""Name of the link to the event file in that directory."""
+
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables with the network interfaces of gloo and NCCL."""
 

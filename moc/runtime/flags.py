@@ -8,6 +8,21 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class MonitorFlags:
+    """Flags of the monitor of this node's launcher."""
+
+    metrics_port: int | None = None  # for Prometheus
+    dashboard_port: int | None = None  # for the page
+    address: str = "127.0.0.1"  # of both
+    on_event: str | None = None  # shell command to run with each event
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the launcher runs a monitor."""
+        return any(wanted is not None for wanted in (self.metrics_port, self.dashboard_port, self.on_event))
+
+
+@dataclass(frozen=True)
 class LauncherFlags:
     """Parsed command line."""
 
@@ -31,6 +46,7 @@ class LauncherFlags:
     network_interface: str | None  # for traffic between workers; None for the interface to the controller
     launcher_arguments: list[str]  # the flags as given, for spares
     command: list[str]  # script and arguments
+    monitor: MonitorFlags = MonitorFlags()
 
     @property
     def max_workers(self) -> int:

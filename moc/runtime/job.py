@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,17 +33,17 @@ class Interruption:
         generation: generation that began with it.
         cause: a value of :class:`~moc.runtime.orders.Cause`, or the code of the error that ended a worker.
         reason: a sentence about the loss.
+        lost: fields of the event about a lost worker or node, such as ``rank``, ``node`` and ``signal``.
         detection_s: seconds from the abort message until this worker had unwound.
         reconnection_s: seconds from then until all workers were reconnected.
-        losses: fields of the event about losses after one iteration; None if it is no loss, or no iteration is known.
     """
 
     generation: int
     cause: str
     reason: str
+    lost: Mapping[str, Any]
     detection_s: float
     reconnection_s: float
-    losses: dict | None = None
 
 
 class Job:

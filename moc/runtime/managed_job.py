@@ -78,8 +78,7 @@ class ManagedJob(Job):
         self._replaced_collectives: dict[str, Callable] = {}
         self._is_ready = False
         self._notice = threading.Condition()
-        self._newest_generation, self._cause, self._reason = self._first_generation, "", ""
-        self._losses: dict | None = None
+        self._newest_generation, self._why = self._first_generation, ("", "", {})  # cause, reason, and what was lost
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -145,7 +144,7 @@ class ManagedJob(Job):
         dist.__dict__.update(self._replaced_collectives)  # a replacement, initialized separately
         begun = time.monotonic()
         self._reconnect()
-        return self._interruption(0.0, begun)
+        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
 
     def rejoin_after(self, error: Exception) -> Interruption:
         """As :meth:`Job.rejoin_after`.  A worker with a broken device ends here, and counts as lost."""
@@ -165,11 +164,7 @@ class ManagedJob(Job):
         error.__traceback__ = None  # the traceback keeps the interrupted iteration's activations alive
         self._finish_abort()
         self._reconnect()
-        return self._interruption(begun - notice_at, begun)
-
-    def _interruption(self, detection_s: float, begun: float) -> Interruption:
-        reconnection_s = time.monotonic() - begun
-        return Interruption(self._generation, self._cause, self._reason, detection_s, reconnection_s, self._losses)
+        return Interruption(self._generation, *self._why, begun - notice_at, time.monotonic() - begun)
 
     @property
     def has_change_notice(self) -> bool:
@@ -190,7 +185,7 @@ class ManagedJob(Job):
             self._send("parted", generation=self._generation, handed_over=has_handed_over)
         self._finish_abort()
         self._reconnect()
-        return self._interruption(0.0, begun)
+        return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
         """As :meth:`Job.start_over`."""
@@ -343,8 +338,8 @@ class ManagedJob(Job):
                 elif (
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
-                    self._newest_generation, self._losses = message["generation"], message["losses"]
-                    self._cause, self._reason = message["cause"], message["reason"]
+                    self._newest_generation = message["generation"]
+                    self._why = message["cause"], message["reason"], message["lost"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:

@@ -265,7 +265,7 @@ class Membership:
         replacement = "" if spare is None else f", and node {spare} takes its place"
         cause, event = (Cause.NODE_GAVE_UP, "has given up its place") if is_removed else (Cause.NODE_LOST, "is lost")
         event += " before it has moved its state, as it was to do" if has_failed_to_depart else ""
-        reason = GenerationReason(cause, f"node {node} {event}{replacement}")
+        reason = GenerationReason(cause, f"node {node} {event}{replacement}", {"node": node})
         if self._can_resize and (self.scale_up.in_progress or spare is None):
             return self._resize(reason)
         return self._next_generation(reason)
@@ -411,6 +411,7 @@ class Membership:
                 return self._end_job(exit_code, f"{event}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
             return self._end_job(exit_code, event, as_requested=-code == self.stop_signal)
         self.restarts, self.failures_without_loss = self.restarts + 1, 0
+        lost = {"rank": worker.rank, "node": worker.node, "signal": -code}
         if self.restarts > self.max_restarts:
             return self._end_job(
                 128 - code,
@@ -428,7 +429,8 @@ class Membership:
                 "--max-standstill",
                 code="progress-missing",
             )
-        return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event, self._standstill))
+        lost = {**lost, **self._standstill.to_message()}
+        return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event, lost))
 
     def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
         """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
@@ -452,7 +454,11 @@ class Membership:
     def _replace_on_request(self, worker: WorkerRecord) -> list[Order]:
         if self.stop_signal is None:
             return self._next_generation(
-                GenerationReason(Cause.WORKER_STARTS_OVER, f"worker {worker.rank} starts over")
+                GenerationReason(
+                    Cause.WORKER_STARTS_OVER,
+                    f"worker {worker.rank} starts over",
+                    {"rank": worker.rank, "node": worker.node},
+                )
             )
         event = f"no snapshot can restore what was lost, and the job was asked to stop (signal {self.stop_signal})"
         return self._end_job(SAVED, f"{event}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
@@ -564,7 +570,8 @@ class Membership:
         """Handles a worker that cannot continue although no loss is known: its connections failed, or it hangs."""
         if name not in self.workers or generation != self.generation or self.end:
             return []
-        event = f"worker {self.workers[name].rank} {hang or 'has lost connections'}"
+        worker = self.workers[name]
+        event = f"worker {worker.rank} {hang or 'has lost connections'}"
         self.failures_without_loss += 1
         if self.failures_without_loss > MAX_FAILURES_WITHOUT_LOSS:
             return self._end_job(
@@ -572,7 +579,8 @@ class Membership:
                 f"{event}, for the {self.failures_without_loss}th time without a lost worker. Fix: look at the network",
                 code="connections-unstable",
             )
-        return self._next_generation(GenerationReason(Cause.WORKER_HANGS if hang else Cause.CONNECTIONS_LOST, event))
+        cause, lost = Cause.WORKER_HANGS if hang else Cause.CONNECTIONS_LOST, {"rank": worker.rank, "node": worker.node}
+        return self._next_generation(GenerationReason(cause, event, lost))
 
     def forget_failures(self) -> None:
         """Forgets connection failures and broken devices after a long time without failures."""
@@ -644,7 +652,7 @@ class Membership:
         count, partial = len(self.blocks.members), len(self.seating.partial_model_parts)
         sentence = f"{reason.reason}: training continues on {count} of {self.blocks.count} nodes"
         sentence += f", {partial} of them with a partial model" if partial else ""
-        return [*orders, *self._next_generation(GenerationReason(reason.cause, sentence))]
+        return [*orders, *self._next_generation(GenerationReason(reason.cause, sentence, reason.lost))]
 
     def _is_member(self, worker: WorkerRecord) -> bool:
         return self.blocks.block_of(worker.node) in self.blocks.members
@@ -678,7 +686,7 @@ class Membership:
         self._finished.clear()
         self._released_memory = None  # survivors resume, and need it
         self._known_generation = dict.fromkeys(self._known_generation, self.generation)
-        return [Abort(self.generation, reason.cause, reason.reason, reason.standstill), *self._start_missing_workers()]
+        return [Abort(self.generation, reason.cause, reason.reason, reason.lost), *self._start_missing_workers()]
 
     def _start_missing_workers(self) -> list[Order]:
         """Starts missing workers, and kills those that can no longer initialize in step with the others."""

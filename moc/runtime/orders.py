@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
-
-from moc.runtime.standstill import Standstill
 
 
 class Cause(StrEnum):
@@ -33,11 +31,15 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class GenerationReason:
-    """Cause of a new generation, as a code (also of an error) and as a sentence."""
+    """Cause of a new generation, as a code (also of an error) and as a sentence.
+
+    Attributes:
+        lost: fields of the event about a lost worker or node, such as ``rank``, ``node`` and ``signal``.
+    """
 
     cause: str
     reason: str
-    standstill: Standstill | None = None  # the losses after one iteration, if a worker was lost
+    lost: Mapping[str, Any] = field(default_factory=dict)  # fields of the event about a loss
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Abort:
     generation: int
     cause: str
     reason: str = field(default="", compare=False)  # one sentence
-    standstill: Standstill | None = field(default=None, compare=False)
+    lost: Mapping[str, Any] = field(default_factory=dict, compare=False)  # as in GenerationReason
 
 
 @dataclass(frozen=True)

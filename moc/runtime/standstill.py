@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_STANDSTILL = 3
 """Default of ``--max-standstill``."""
@@ -33,9 +34,9 @@ class Standstill:
             return self
         return Standstill(iteration, self.devices[-1:])
 
-    def to_message(self) -> dict | None:
-        """Returns its fields in messages and in events; None if no iteration is known."""
-        return {"lost_after": self.iteration, "lost_devices": list(self.devices)} if self.iteration >= 0 else None
+    def to_message(self) -> dict[str, Any]:
+        """Returns its fields in messages and in events; none if no iteration is known."""
+        return {"lost_after": self.iteration, "lost_devices": list(self.devices)} if self.iteration >= 0 else {}
 
     @property
     def where(self) -> str:

@@ -5,7 +5,7 @@ They replace a cluster's data-sheet figures, and the recovery times of papers.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from moc.files.event_log import events_file, read_events
 from moc.simulate import SimulationError
 from moc.simulate.policy_costs import RecoveryCosts
 
+_FEW = 0.05  # share of iterations: the newest ones are undisturbed until the events of their snapshots arrive
 _WARM_UP = 5  # iterations that allocate memory and connect
 
 
@@ -67,49 +68,39 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
         ValueError: there are too few iterations.
     """
     events = list(events)
-    lost = list(stretches(events))
-    unsettled = {id(event) for stretch in lost for event in stretch}
-    world, iterations, disturbed, stalled_s = 1, [], set(), 0.0
-    copies, seals, writes, written_s, sizes = [], [], [], [], []
+    finder, times, lost = RecoveryFinder(), IterationTimes(), []
     for event in events:
-        kind, iteration = event.get("type"), event.get("iteration")
+        decided, is_recovery = finder.add(event)
+        lost += [decided] if is_recovery else []
+        times.add(decided, is_recovery)
+    times.add(finder.under_way)
+    world, copies, seals, writes, written_s, sizes = 1, [], [], [], [], []
+    for event in events:
+        kind = event.get("type")
         if kind == "start":
             world = event.get("world_size", world)
-        elif kind == "iteration":
-            if event.get("elapsed_s") and id(event) not in unsettled:
-                iterations.append((event["iteration"], event["elapsed_s"], stalled_s))
-            stalled_s = 0.0
-        elif kind == "stall":
-            disturbed.update((iteration, None if iteration is None else iteration + 1))
-            stalled_s += event["seconds"]
         elif kind == "snapshot" and event.get("copy_s"):
             copies.append(event["bytes"] / world / event["copy_s"])
             seals.append(event["copy_s"] + event.get("hash_s", 0.0))
             sizes.append(event["bytes"])
-            disturbed.update((event["iteration"], event["iteration"] + 1))
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
             written_s.append(event["write_s"])
-    first = min(iterations, default=(0,))[0] + _WARM_UP
-    settled = [one for one in iterations if one[0] >= first]
-    if not settled:
+    if times.median_s is None or times.mean_s is None:
         raise SimulationError(
             f"there are no iterations after the first {_WARM_UP}. Fix: profile a longer run",
             code="run-too-short",
         )
-    quiet = [seconds for at, seconds, _ in settled if at not in disturbed]
-    quiet = quiet or [seconds - waited for _, seconds, waited in settled]
     in_storage = {event.get("tier") for event in events if event.get("type") == "snapshot"} == {"disk"}
-    mean_s = fmean(seconds for _, seconds, _ in settled)
     return Profile(
-        iteration_s=median(quiet),
+        iteration_s=times.median_s,
         world=world,
         host_bandwidth=_median(copies),
         storage_bandwidth=_median(writes),
         snapshot_bytes=_median(sizes),
-        mean_iteration_s=mean_s,
+        mean_iteration_s=times.mean_s,
         usable_s=(_median(seals) or 0.0) + (in_storage and _median(written_s) or 0.0),
-        recoveries=tuple(filter(None, (recovered(stretch, mean_s) for stretch in lost))),
+        recoveries=tuple(filter(None, (recovered(stretch, times.mean_s) for stretch in lost))),
     )
 
 
@@ -142,6 +133,15 @@ class ByIteration[T](dict[int, T]):
             insort(self._numbers, iteration)
         super().__setitem__(iteration, value)
 
+    @property
+    def last(self) -> int | None:
+        """The largest iteration; None without values."""
+        return self._numbers[-1] if self._numbers else None
+
+    def newest(self, count: int) -> list[tuple[int, T]]:
+        """Returns the values of the ``count`` largest iterations, in order."""
+        return [(number, self[number]) for number in self._numbers[-count:]]
+
     def undo(self, after: int) -> list[T]:
         """Removes and returns the values of later iterations, in order."""
         first = bisect_right(self._numbers, after)
@@ -150,30 +150,124 @@ class ByIteration[T](dict[int, T]):
         return [self.pop(iteration) for iteration in gone if iteration in self]
 
 
-def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
-    """Yields the events of each recovery: from a loss to the first iteration after the last ``start`` that followed it.
+class RecoveryFinder:
+    """Finds recoveries in events that arrive one by one.
 
-    A loss during a recovery belongs to it.  A recovery that is unfinished when the job or the events end is left out.
-    A job restarted without an ``exit`` also counts as a loss.  It shows only when the state is restored (``resume``),
-    or when training starts without one.
+    A recovery lasts from a loss to the first iteration after the last ``start`` that followed it.  A loss during a
+    recovery belongs to it.  A recovery that is unfinished when the job ends is none.  A job restarted without an
+    ``exit`` also counts as a loss.  It shows only when the state is restored (``resume``), or when training starts
+    without one.
+
+    Attributes:
+        under_way: events of the recovery that is not finished yet; empty without one.
     """
-    under_way, started = None, False
-    running = live = False  # since the last start: has the run not exited; was state taken over from live workers
-    for event in events:
+
+    def __init__(self):
+        self.under_way: list[Event] = []
+        self._started = False
+        self._running = self._live = False  # since the last start: has the run not exited; was state taken over live
+
+    def add(self, event: Event) -> tuple[list[Event], bool]:
+        """Adds the next event; returns the events that are decided now, and whether they are a finished recovery."""
         kind = event["type"]
-        live |= kind == "resume" and event.get("tier") == _LIVE
-        if kind == "generation" or is_kill(event) or (running and not live and kind in ("resume", "start")):
-            under_way, started = under_way or [], False
-        if under_way is not None:
-            under_way.append(event)
-            started |= kind == "start"
-            if kind == "iteration" and started:
-                yield under_way
-                under_way = None
+        self._live |= kind == "resume" and event.get("tier") == _LIVE
+        is_restart = self._running and not self._live and kind in ("resume", "start")
+        is_loss = kind == "generation" or is_kill(event) or is_restart
+        if is_loss:
+            self._started = False
+        if not self.under_way and not is_loss:
+            decided, is_finished = [event], False
+        else:
+            self.under_way.append(event)
+            self._started |= kind == "start"
+            is_finished = kind == "iteration" and self._started
+            decided = self.under_way if is_finished or kind == "exit" else []
+        if decided:
+            self.under_way = []
         if kind in ("start", "iteration"):
-            running, live = True, False
+            self._running, self._live = True, False
         elif kind == "exit":
-            running, under_way = False, None
+            self._running = False
+        return decided, is_finished
+
+
+def stretches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    """Yields the events of each finished recovery (:class:`RecoveryFinder`)."""
+    finder = RecoveryFinder()
+    for event in events:
+        decided, is_recovery = finder.add(event)
+        if is_recovery:
+            yield decided
+
+
+class IterationTimes:
+    """Durations of iterations outside recoveries, from events that arrive one by one.
+
+    The first iterations do not count, since they allocate memory and connect.
+    """
+
+    def __init__(self):
+        self._times_by_number: dict[int, list[tuple[float, float]]] = {}  # seconds, and seconds of stalls in them
+        self._disturbed: set[int] = set()
+        self._first: int | None = None  # the smallest number
+        self._stalled_s = 0.0
+        self._undisturbed, self._without_stalls, self._all = list[float](), list[float](), list[float]()  # ascending
+
+    @property
+    def median_s(self) -> float | None:
+        """Median seconds of undisturbed iterations; if few were undisturbed, of all, less their stalls."""
+        has_few = len(self._undisturbed) < _FEW * len(self._all)
+        times = self._without_stalls if has_few else self._undisturbed
+        middle = len(times) // 2
+        return (times[middle] + times[-middle - 1]) / 2 if times else None
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean seconds of all iterations; None without any."""
+        return fmean(self._all) if self._all else None
+
+    def add(self, events: Iterable[Event], is_recovery: bool = False) -> None:
+        """Adds the next events; iterations of a recovery do not count."""
+        for event in events:
+            kind, iteration = event.get("type"), event.get("iteration")
+            if kind == "iteration":
+                if event.get("elapsed_s") and not is_recovery:
+                    self._add(event["iteration"], event["elapsed_s"])
+                self._stalled_s = 0.0
+            elif kind == "stall":
+                self._disturb(iteration)
+                self._stalled_s += event["seconds"]
+            elif kind == "snapshot" and event.get("copy_s"):
+                self._disturb(iteration)
+
+    def _add(self, number: int, seconds: float) -> None:
+        self._times_by_number.setdefault(number, []).append((seconds, self._stalled_s))
+        if self._first is None or number < self._first:
+            self._first = number
+            self._undisturbed, self._without_stalls, self._all = [], [], []
+            for earlier, times in self._times_by_number.items():
+                for time in times:
+                    self._count(earlier, *time)
+        else:
+            self._count(number, seconds, self._stalled_s)
+
+    def _count(self, number: int, seconds: float, stalled_s: float) -> None:
+        if not self._is_warm_up(number):
+            insort(self._all, seconds)
+            insort(self._without_stalls, seconds - stalled_s)
+            if number not in self._disturbed:
+                insort(self._undisturbed, seconds)
+
+    def _disturb(self, iteration: int | None) -> None:
+        """Excludes an iteration that copied a snapshot, and the next one."""
+        for number in () if iteration is None else (iteration, iteration + 1):
+            if number not in self._disturbed and not self._is_warm_up(number):
+                for seconds, _ in self._times_by_number.get(number, ()):
+                    del self._undisturbed[bisect_left(self._undisturbed, seconds)]
+            self._disturbed.add(number)
+
+    def _is_warm_up(self, number: int) -> bool:
+        return self._first is None or number < self._first + _WARM_UP
 
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from moc.errors import codes_in
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
+from moc.runtime import environment
 from tests.errors import only_code
 
 
@@ -143,3 +144,26 @@ def test_a_write_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
     log.write("save")
     log.close()
     assert [json.loads(line).get("iteration") for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, None]
+
+
+def test_monitor_finds_the_file_and_is_its_default_place(tmp_path, monkeypatch):
+    assert event_directory(None) is None
+    monkeypatch.setenv(environment.MONITOR, str(tmp_path))
+    assert event_directory("log") == "log" and event_directory(None) == str(tmp_path)
+    for directory in (tmp_path / "log", tmp_path):
+        log = EventLog(directory)
+        log.write("note")
+        log.close()
+        link = tmp_path / environment.EVENTS_LINK
+        assert link.samefile(directory / "events.jsonl") and '"note"' in link.read_text()
+    monkeypatch.setenv(environment.MONITOR, str(tmp_path / "removed"))
+    log = EventLog(tmp_path)
+    log.write("other")
+    log.close()
+    assert '"other"' in (tmp_path / "events.jsonl").read_text()
+
+
+def test_listener_gets_events_without_a_file():
+    heard = []
+    EventLog(None, listen=lambda event, fields: heard.append((event, fields))).write("note", value=1)
+    assert heard == [("note", {"value": 1})]

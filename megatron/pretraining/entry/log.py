@@ -28,6 +28,15 @@ from megatron.pretraining.process.topology import Topology
 from moc.runtime.job import World
 from moc.state.record import StepRecord
 
+_PLOTTED = {
+    "snapshot": ("bytes", "copy_s", "hash_s"),
+    "replicate": ("bytes", "replicate_s"),
+    "persist": ("bytes", "write_s", "publish_s"),
+    "stall": ("seconds",),
+    "generation": ("generation", "noticed_s", "met_s"),
+}
+"""By type of event, the fields that TensorBoard plots."""
+
 
 class _Mean(float):
     """Mean number of micro batches per data-parallel rank, to divide sums; products with it are integers."""
@@ -121,6 +130,14 @@ class StockLog(EventRecorder):
                 writer.add_scalar(name, value, iteration)
         if (wandb := get_wandb_writer()) is not None:
             wandb.log(dict(gauges), iteration)
+
+    def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        step = fields.get("iteration") or self._reported or 0
+        values = {f"{event}/{name}": fields[name] for name in _PLOTTED.get(event, ()) if name in fields}
+        if values and (writer := get_tensorboard_writer()) is not None:
+            with self._harmless():
+                for name, value in values.items():
+                    writer.add_scalar(name, value, step)
 
     def _repeat(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         self._write(record, consumed_samples, 0.0, gauges)  # Megatron-LM's log is a collective call

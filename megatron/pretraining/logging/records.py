@@ -7,11 +7,12 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 from megatron.pretraining.config import Config
 from moc.backoff import Harmless
 from moc.cli_output import print_lines
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
 from moc.runtime.job import World
 from moc.state.record import StepRecord
 
@@ -37,7 +38,8 @@ class EventRecorder(ABC):
         self._open()
 
     def _open(self) -> None:
-        self.events = EventLog(self._config.logging.log_dir if self._world.rank == 0 else None, self.message)
+        directory = event_directory(self._config.logging.log_dir) if self._world.rank == 0 else None
+        self.events = EventLog(directory, self.message, self._plot_event)
         self._reported: int | None = None  # by this worker, since it opened the files
         self._evaluated: int | None = None  # same
 
@@ -54,6 +56,10 @@ class EventRecorder(ABC):
         elapsed, self._last = now - self._last, now
         self._write(record, consumed_samples, elapsed, gauges)
         self._show(record, consumed_samples, elapsed, gauges)
+
+    @abstractmethod
+    def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Plots an event; each worker calls this."""
 
     @abstractmethod
     def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:

@@ -21,6 +21,9 @@ class Log(EventRecorder):
     def _show(self, *_):
         pass
 
+    def _plot_event(self, *_):
+        pass
+
 
 def test_the_files_move_with_rank_0(tmp_path, capsys):
     second = World(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from moc.report import report as tool
 from moc.report.figures import Standstill, compute_report
 from moc.report.report import table_sections
+from moc.report.run_state import RunFold, fold_events
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
@@ -46,7 +48,8 @@ class Story:
 
     def generation(self, after, noticed=0.125, **losses):
         reason = "worker 2 was killed by signal 9"
-        return self.tell("generation", after, reason=reason, noticed_s=noticed, met_s=after - noticed, **losses)
+        lost = {"cause": "worker-lost", "rank": 2, "node": 1, "signal": 9} | losses
+        return self.tell("generation", after, reason=reason, noticed_s=noticed, met_s=after - noticed, **lost)
 
     @property
     def report(self):
@@ -106,6 +109,19 @@ def test_what_is_given_up_and_computed_again():
     assert len(one.reasons) == 1 and "worker 2" in one.reasons[0] and "signal 9" in one.reasons[0]
     assert (run.iterations, run.computed, run.tokens, run.ended) == (18, 20, 1800, None)
     assert run.recoveries.injected == {"kill": 1}
+
+
+def test_incident_has_its_cause_and_seconds_of_each_phase():
+    story = Story().start().usual(10).tell("inject", 0.25, action="kill", rank=2).generation(0.5)
+    story.tell("replay", 0.5, iteration=10, seconds=0.5, frozen=0)
+    story.tell("resume", 0.5, tier="memory", seconds=1.0, kept=0).start(0.25, iteration=8)
+    (one,) = story.train(3.0).usual(9).report.each
+    assert (one.cause, one.rank, one.node, one.signal, one.newest, one.again) == ("worker-lost", 2, 1, 9, 10, 3)
+    phases = {"detection": 0.125, "reconnection": 0.375, "load": 0.5, "replay": 0.5, "first iteration": 2.25}
+    assert one.phases == phases
+    cells = dict(zip(tool.INCIDENT_TITLES, tool.incident_cells(one), strict=True))
+    assert (cells["worker"], cells["node"], cells["cause"]) == ("2", "1", "worker-lost, signal 9")
+    assert (cells["load"], cells["repeated"], cells["iteration"]) == ("500 ms", "3", "10")
 
 
 def test_iterations_that_are_not_the_same_again_are_not_exact():
@@ -186,8 +202,9 @@ def test_a_recovery_that_is_not_over():
         assert spent(run) == {"start_up": 4, "useful": 10, "recoveries": 4} and not run.each
 
 
-def test_the_parts_are_the_wall_clock_whatever_happens():
-    for seed in range(200):
+def random_stories(seeds):
+    """Yields stories with losses, restarts and exits, and the seconds in which each job was down after an exit."""
+    for seed in seeds:
         dice, story, away = random.Random(seed), Story().start().usual(1), 0.0
         for _ in range(dice.randrange(1, 12)):
             what = dice.choice("train stall pause lose again end".split())
@@ -205,10 +222,26 @@ def test_the_parts_are_the_wall_clock_whatever_happens():
             else:
                 story.tell("exit", 0.5, reason="signal").resume(16.0).start(1.0, iteration=back)
                 away += 13.0
-        run = story.train(0.5).report
-        assert sum(spent(run).values()) == story.now - run.began - away, seed
-        assert all(seconds >= 0 for name, seconds in spent(run).items() if name != "slower"), seed
+        yield story.train(0.5), away
+
+
+def test_the_parts_are_the_wall_clock_whatever_happens():
+    for story, away in random_stories(range(200)):
+        run = story.report
+        assert sum(spent(run).values()) == story.now - run.began - away
+        assert all(seconds >= 0 for name, seconds in spent(run).items() if name != "slower")
         assert all(one.outside_s >= 0 for one in run.each)
+
+
+def test_state_during_a_run_equals_the_state_of_its_events_so_far():
+    for story, _ in random_stories(range(40)):
+        live = RunFold(keeps_events=False)
+        for count, event in enumerate(story.events, 1):
+            live.add(event)
+            now, read = live.snapshot(), fold_events(story.events[:count])
+            names = ("spent", "recoveries", "is_recovering", "tokens", "computed", "iteration_s", "periods", "ended")
+            assert [getattr(now, name) for name in names] == [getattr(read, name) for name in names]
+            assert now.iterations.keys() == read.iterations.keys()
 
 
 def saved():
@@ -326,6 +359,17 @@ def test_the_program(log, tmp_path, capsys):
     assert second["each"][0]["lost_tokens"] == 0.25 and second["gauges"]["skewness"]["last"] == 0.5
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png"]
+
+
+def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
+    hostile = "<script src='http://evil.example'></script>"
+    story = saved().tell("choice", iteration=11, ckpt_policy=hostile, reason=hostile).usual(1)
+    output = tmp_path / "report.html"
+    assert tool.main([str(log(story, "run & <b>")), "--html", str(output)]) == 0
+    html = output.read_text()
+    assert "<script" not in html and "&lt;script" in html and "<b>" not in html
+    assert {reference[:11] for reference in re.findall(r'(?:src|href)="([^"]*)"', html)} == {"data:image/"}
+    assert "worker-lost, signal 9" in html and "until started again" not in html
 
 
 @pytest.mark.parametrize(

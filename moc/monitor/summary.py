@@ -1,0 +1,153 @@
+"""Summarizes the state of a job for people: problems, figures and tables, shared by page and terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moc.cli_output import human
+from moc.monitor.job_view import JobView
+from moc.monitor.problems import Problem, find_problems
+from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_cells, seconds
+from moc.report.run_state import RunState
+
+MOST_ROWS, MOST_CHARACTERS = 50, 500
+"""Most rows of a table, and characters of a cell: they limit the size of an update."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        titles: titles of the columns.
+        rows: cells of at most :data:`MOST_ROWS` rows.
+        omitted: number of further rows.
+    """
+
+    title: str
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    omitted: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Summary of a job; its strings may have come from others, and are not escaped.
+
+    Attributes:
+        run: name of the run.
+        job: id of the launch; empty if it is unknown.
+        status: ``starting``, ``training`` or ``ended``.
+        problems: problems, critical ones first.
+        figures: values by title.
+        tables: tables without empty ones.
+    """
+
+    run: str
+    job: str
+    status: str
+    problems: tuple[Problem, ...]
+    figures: Mapping[str, str]
+    tables: tuple[Table, ...]
+
+
+def summarize(state: RunState, job: JobView, now: float) -> Summary:
+    """Returns the summary at a time in Unix seconds."""
+    start = state.newest.get("start", {})
+    tables = [
+        _table("Workers of this node", _WORKER_TITLES, _workers(job)),
+        _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
+        _table("Incidents, newest first", INCIDENT_TITLES, map(incident_cells, reversed(state.recoveries))),
+        _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
+        _table("Configuration", ("what", "value"), _configuration(state, job)),
+        _table("Latest events", ("time", "event", "content"), _events(state)),
+    ]
+    return Summary(
+        run=_short(start.get("run") or "run without snapshots"),
+        job=job.job or _short(start.get("job") or ""),
+        status="ended" if state.ended or job.end else "training" if state.time else "starting",
+        problems=tuple(Problem(one.is_critical, _short(one.text)) for one in find_problems(state, job, now)),
+        figures=_figures(state, now),
+        tables=tuple(table for table in tables if table.rows),
+    )
+
+
+_WORKER_TITLES = "rank", "process", "state", "section", "seconds in it", "newest iteration"
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+
+
+def _table(title: str, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    cells = [tuple(_short(cell) for cell in row) for row in rows]
+    return Table(title, tuple(titles), tuple(cells[:MOST_ROWS]), max(0, len(cells) - MOST_ROWS))
+
+
+def _figures(state: RunState, now: float) -> dict[str, str]:
+    newest = state.newest.get("iteration", {})
+    loss = newest.get("loss")
+    speed = f"{newest['tokens'] / newest['elapsed_s']:,.0f}" if newest.get("elapsed_s") else "-"
+    return {
+        "iteration": f"{state.last_iteration:,}",
+        "loss, nats per token": "-" if loss is None else f"{loss:.4f}",
+        "tokens per second": speed,
+        "seconds of an iteration": f"{state.iteration_s:.3g}",
+        "ETTR": f"{state.ettr:.3f}",
+        "workers": f"{state.workers:,}",
+        "recoveries": f"{len(state.recoveries):,}",
+        "newest event": f"{max(0.0, now - state.time):,.0f} s ago" if state.time else "-",
+    }
+
+
+def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:
+    wall_s = state.spent.wall_s
+    for name, title in PART_TITLES.items():
+        if wall_s > 0 and (spent_s := getattr(state.spent, name)):
+            yield title, seconds(spent_s) or "", f"{100 * spent_s / wall_s:.1f} %"
+
+
+def _tiers(state: RunState, now: float) -> Iterable[Sequence[object]]:
+    for tier, kind in (("memory", "snapshot"), ("other nodes", "replicate"), ("storage", "persist")):
+        if (event := state.newest.get(kind)) is not None:
+            age = seconds(max(0.0, now - event["time"]))
+            yield tier, f"{state.of_type(kind).count:,}", f"{event['iteration']:,}", age
+
+
+def _configuration(state: RunState, job: JobView) -> Iterable[tuple[str, object]]:
+    if job.states is not None:
+        yield "controller", f"candidate {job.leader}, epoch {job.epoch}; generation {job.generation}"
+        yield "nodes", ", ".join(f"{count} {what}" for what, count in job.nodes_by_state.items())
+        yield "replaced workers", f"{job.restarts:,}"
+    if job.lease_s is not None:
+        yield "lease of this node", f"{job.lease_s:.1f} s"
+    for kind in ("start", "memory", "placement", "expected", "choice"):
+        if (event := state.newest.get(kind)) is not None:
+            yield kind, _fields(event)
+
+
+def _fields(event: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_value(name, value)}" for name, value in event.items() if name not in ("type", "time"))
+
+
+def _value(name: str, value: Any) -> str:
+    if name in ("bytes", "own", "copies", "experts", "small", "logs") and isinstance(value, int | float):
+        return human(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _workers(job: JobView) -> Iterable[Sequence[object]]:
+    for one in job.workers:
+        yield one.rank, one.pid or "", one.state, one.section or "", f"{one.seconds:.1f}", one.iteration or 0
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _events(state: RunState) -> list[tuple[str, object, str]]:
+    return [(_clock(event["time"]), event["type"], _fields(event)) for event in reversed(state.recent)]

@@ -1,0 +1,163 @@
+"""Shows a job in a terminal: from the page of its monitor, or from its event file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from moc.cli_output import Parser, ToolError, console, escapes_output, refused
+from moc.files.decode import decode
+from moc.files.event_log import events_file
+from moc.files.safe_directory import SafeDirectory
+from moc.files.text import escape_line
+from moc.monitor.job_view import JobView
+from moc.monitor.process import FollowedRun
+from moc.monitor.summary import Summary, summarize
+from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
+
+_TIMEOUT_S = 10.0
+_MOST_BYTES, _MOST_URL = 1 << 22, 1 << 10  # of an answer, and of the file with a URL
+
+EPILOG = """\
+examples:
+  python tools/top.py                           # your job on this machine
+  python tools/top.py --job 4f7ddfac20eef8ae    # if there are several
+  python tools/top.py http://127.0.0.1:9000
+  python tools/top.py log/                      # from events.jsonl, without a monitor
+
+MOC_MONITOR_TOKEN is sent to a page that needs a token."""
+
+
+def find_page(job: str | None) -> str:
+    """Returns the URL of a job's page on this machine, of this user.
+
+    Args:
+        job: id of the launch; None if there is only one.
+
+    Raises:
+        ToolError: there is no such page, or there are several.
+    """
+    pages, jobs = [], []
+    for file in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*/{PAGE_FILE}"):
+        with contextlib.suppress(OSError, ToolError):
+            if file.parent.lstat().st_uid == os.geteuid():  # others could ask for our token
+                url = SafeDirectory(file.parent).read(file.name, _MOST_URL).decode()
+                jobs.append(_fetched(url, None).job)
+                pages.append(url)
+    matching = [url for url, other in zip(pages, jobs, strict=True) if job in (None, other)]
+    if len(matching) != 1:
+        there = f"jobs with pages on this machine: {', '.join(jobs) or 'none'}"
+        raise ToolError(
+            f"the job is not clear ({there}). Fix: start mocrun with --dashboard-port, and name one by --job, or "
+            "its URL",
+            code="job-not-found",
+        )
+    return matching[0]
+
+
+def source_of(address: str | None, job: str | None) -> Callable[[], Summary]:
+    """Returns a function that reads the current summary of a job.
+
+    Args:
+        address: URL of its page, or path of its event file or of the directory with it; None to search the page.
+        job: id of the launch that is expected; None for any.
+    """
+    address = find_page(job) if address is None else address
+    if address.startswith(("http://", "https://")):
+        return lambda: _fetched(address, job)
+    path, run = events_file(address), FollowedRun()
+    path.stat()  # a mistake in the path is not a run without events
+
+    def read() -> Summary:
+        while run.poll(path):
+            pass
+        return summarize(run.state, JobView(), time.time())
+
+    return read
+
+
+def _fetched(url: str, job: str | None) -> Summary:
+    headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN_VARIABLE)) else {}
+    request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            summary = decode(answer.read(_MOST_BYTES), Summary)
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        cause = getattr(error, "reason", error)
+        raise ToolError(
+            f"{url} does not answer as the page of a job ({cause}). Fix: start mocrun with --dashboard-port, or name "
+            "the job's page or --log-dir",
+            code="monitor-unreachable",
+        ) from None
+    if job is not None and summary.job != job:
+        raise ToolError(
+            f"{url} is the page of job {summary.job}, not of {job}. Fix: name the page of that job", code="job-differs"
+        )
+    return summary
+
+
+def render(summary: Summary, rows: int):
+    """Returns what the terminal shows, with at most ``rows`` rows of each table."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {True: "bold red", False: "yellow"}
+    lines = [Text(escape_line(f"{summary.run}  job {summary.job or '-'}  {summary.status}"), style="bold")]
+    lines += [Text(escape_line(problem.text), style=styles[problem.is_critical]) for problem in summary.problems]
+    lines += [] if summary.problems else [Text("No problem found", style="green")]
+    figures = Table(box=None, show_header=False)
+    for title, value in summary.figures.items():
+        figures.add_row(title, value)
+    parts = [*lines, figures]
+    for table in summary.tables:
+        shown = Table(*table.titles, title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for row in table.rows[:rows]:
+            shown.add_row(*row)
+        parts.append(shown)
+    return Group(*parts)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the command line parser."""
+    parser = Parser(
+        description="Show a running job in the terminal.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = "page of the job, its events.jsonl, or the directory with it (default: the page of your job on this machine)"
+    parser.add_argument("source", nargs="?", metavar="URL", help=what)
+    parser.add_argument("--job", metavar="ID", help="id of the launch, as its page shows it")
+    parser.add_argument("--once", action="store_true", help="print the state once, also if the output is no terminal")
+    parser.add_argument("--rows", type=int, default=10, help="most rows of each table (default: 10)")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between two updates (default: 1)")
+    return parser
+
+
+@escapes_output
+def main(argv: list[str] | None = None) -> int:
+    """Runs the tool until it is interrupted; returns the exit status: 0, or 1 on an error."""
+    args = build_parser().parse_args(argv)
+    try:
+        read, screen = source_of(args.source, args.job), console(width=160)
+        if args.once or not screen.is_terminal:
+            screen.print(render(read(), args.rows))
+            return 0
+        from rich.live import Live
+
+        with Live(render(read(), args.rows), console=screen, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(max(0.1, args.interval))
+                live.update(render(read(), args.rows), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+    except (ValueError, OSError, ToolError) as error:
+        return refused("top", error, args.source or "")

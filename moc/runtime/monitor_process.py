@@ -1,0 +1,165 @@
+"""Runs the monitor as a child process of a launcher, and sends it the state of this node.
+
+The monitor serves metrics and page, and runs the hook of events.  Training does not depend on it: the launcher writes
+one line per second into a pipe, and drops it if the monitor does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from moc.errors import warning
+from moc.files.safe_directory import remove_owned
+from moc.runtime import child_processes, environment, protocol
+from moc.runtime.addresses import is_loopback
+from moc.runtime.flags import MonitorFlags
+
+TOKEN_VARIABLE = "MOC_MONITOR_TOKEN"
+"""Environment variable: the token that readers of metrics and page need, unless the address is on loopback."""
+
+DIRECTORY_PREFIX, PAGE_FILE = "moc-monitor-", "page"
+"""Prefix of the names of monitors' directories in the directory for temporary files, and the file with a page's URL."""
+
+CANNOT_SERVE = 3
+"""Exit code of a monitor that has reported why it cannot work; it is not started again."""
+
+_INTERVAL_S = 1.0
+_MAX_UNREAD = 1 << 20  # bytes in the pipe's buffer after which lines are dropped
+_MAX_BACKOFF_S = 60.0
+_END_S = 5.0  # for the last events and their hook
+
+_log = logging.getLogger("moc")
+
+
+class MonitorProcess:
+    """Asynchronous context manager that runs this node's monitor, and ends it on exit.
+
+    Args:
+        flags: what the monitor does.
+
+    Attributes:
+        describe: returns the state of the node's agent (:meth:`moc.runtime.agent.Agent.describe`); None without one.
+    """
+
+    def __init__(self, flags: MonitorFlags):
+        self._flags, self._new_token = flags, ""
+        self.describe: Callable[[], dict] | None = None
+        self._directory: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task | None = None
+        self._sent: tuple | None = None  # version of the controller's state that the process has
+
+    async def __aenter__(self) -> MonitorProcess:
+        if self._flags.is_wanted:
+            try:
+                self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+            except OSError as error:
+                _log.warning(
+                    "%s",
+                    warning(
+                        f"there is no monitor, since no directory can be made in {tempfile.gettempdir()} "
+                        f"({error.strerror}). Fix: make room there, or set TMPDIR",
+                        code="output-not-writable",
+                    ),
+                )
+                return self
+            os.environ[environment.MONITOR] = str(self._directory)  # for workers, also those of spares
+            if not is_loopback(self._flags.address) and TOKEN_VARIABLE not in os.environ:
+                self._new_token = secrets.token_urlsafe(24)
+            self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        if self._task is not None:
+            if self._process is not None and self._process.returncode is None:
+                self._feed()  # the end of the job
+                assert self._process.stdin is not None  # a pipe
+                self._process.stdin.close()  # the process reads the last events, and ends
+                await asyncio.wait([self._task], timeout=_END_S)
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                remove_owned(self._directory)
+
+    async def _run(self) -> None:
+        """Runs the process, again when it dies, until it ends with the pipe."""
+        pause_s, since = 1.0, time.time()
+        while True:
+            begun = time.monotonic()
+            try:
+                job_secrets = protocol.TOKEN_VARIABLE, protocol.TOKEN_FILE_VARIABLE  # which the hook must not have
+                variables = {name: value for name, value in os.environ.items() if name not in job_secrets}
+                variables |= {TOKEN_VARIABLE: self._new_token} if self._new_token else {}
+                self._process = await child_processes.start(
+                    "moc.monitor.server",
+                    *self._arguments(since),
+                    env=variables,
+                    stdin=subprocess.PIPE,
+                    stdout=child_processes.STDERR,
+                )
+                code = await self._feed_until_ended(self._process)
+            except OSError as error:
+                code = str(error)
+            if code in (0, CANNOT_SERVE):
+                return
+            _log.warning(
+                "%s",
+                warning(
+                    f"the monitor has ended ({code}), and starts again. Fix: look at what it wrote above",
+                    code="monitor-lost",
+                ),
+            )
+            pause_s = 1.0 if time.monotonic() - begun > _MAX_BACKOFF_S else min(_MAX_BACKOFF_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
+            since = time.time()
+
+    def _arguments(self, since: float) -> list[str]:
+        flags = self._flags
+        values = {
+            "--directory": self._directory,
+            "--address": flags.address,
+            "--metrics-port": flags.metrics_port,
+            "--dashboard-port": flags.dashboard_port,
+            "--on-event": flags.on_event,
+            "--since": since,
+        }
+        words = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+        return [*words, *(["--prints-token"] if self._new_token else [])]
+
+    async def _feed_until_ended(self, process: asyncio.subprocess.Process) -> int:
+        self._sent = None
+        ended = asyncio.create_task(process.wait())
+        while not (await asyncio.wait([ended], timeout=_INTERVAL_S))[0]:
+            self._feed()
+        return ended.result()
+
+    def _feed(self) -> None:
+        """Sends the state of the node; without the controller's state, if the process has it already."""
+        pipe = None if self._process is None else self._process.stdin
+        if pipe is None or pipe.is_closing() or self.describe is None:
+            return
+        if pipe.transport.get_write_buffer_size() > _MAX_UNREAD:
+            return
+        state = self.describe()
+        control = state["control"]
+        version = None if control is None else (control["epoch"], control["version"])
+        if version is None or version == self._sent:
+            state = {name: value for name, value in state.items() if name != "control"}
+        self._sent = version or self._sent
+        with contextlib.suppress(OSError):
+            pipe.write(json.dumps(state).encode() + b"\n")

@@ -1,0 +1,229 @@
+"""The monitor of a launcher: metrics, page and hook, by real requests."""
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from html.parser import HTMLParser
+
+import pytest
+
+from moc.errors import codes_in
+from moc.monitor.job_view import JobView
+from moc.monitor.page import render_content
+from moc.monitor.problems import find_problems
+from moc.report.run_state import RunFold, fold_events
+from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control
+from tests.unit.report.test_program import Story, saved
+from tests.worlds import REPOSITORY
+
+pytest.importorskip("aiohttp", reason="the package aiohttp is missing")
+pytest.importorskip("prometheus_client", reason="the package prometheus_client is missing")
+
+
+@pytest.fixture
+def monitored(tmp_path):
+    with Monitored(tmp_path) as started:
+        yield started
+
+
+def test_metrics_equal_the_events_as_they_arrive(monitored):
+    events = saved().tell("exit", 1.0, reason="done", code=0).events
+    monitored.send(**agent_state())
+    for begin, end in ((0, 10), (10, len(events))):
+        monitored.write(events[begin:end])
+        total = f'moc_events_total{{type="{events[end - 1]["type"]}"}}'
+        count = sum(event["type"] == events[end - 1]["type"] for event in events[:end])
+        monitored.until(lambda total=total, count=count: monitored.metrics().get(total) == count)
+        assert_metrics_equal_events(monitored.metrics(), events[:end])
+    metrics = monitored.metrics()
+    assert metrics['moc_snapshot_iteration{tier="peers"}'] == 10 and metrics["moc_snapshot_replicas"] == 1
+    assert metrics['moc_losses_total{cause="worker-lost"}'] == 1 and metrics["moc_tokens_lost_ratio"] == 0.25
+    assert metrics['moc_node_workers{state="waiting"}'] == 1 and metrics["moc_lease_seconds"] == 12.5
+    assert monitored.end() == 0
+
+
+def test_torn_and_replaced_files_and_unknown_lines_are_read(monitored):
+    story = Story().start().usual(4)
+    whole = "".join(json.dumps(event) + "\n" for event in story.events)
+    monitored.events.write_text(whole[: len(whole) // 2])
+    monitored.until(lambda: monitored.metrics().get("moc_iteration"))
+    with open(monitored.events, "a") as file:
+        file.write(whole[len(whole) // 2 :] + '{"type": "iteration"}\nnot JSON\n[]\n')
+    monitored.until(lambda: monitored.metrics().get("moc_iteration") == 4)
+    monitored.events.unlink()
+    monitored.write(Story().start().usual(2).events)
+    monitored.until(lambda: monitored.metrics().get("moc_iteration") == 2)
+    assert_metrics_equal_events(monitored.metrics(), Story().start().usual(2).events)
+
+
+def test_open_page_gets_a_loss(monitored):
+    monitored.write(Story().start().usual(4).events)
+    connection = http.client.HTTPConnection("127.0.0.1", monitored.port("dashboard"), timeout=30)
+    connection.request("GET", "/updates")
+    stream = connection.getresponse()
+    assert b"data: " in stream.readline()
+    monitored.send(**agent_state(generation=1, workers=1, nodes=2, vacant=[1]))
+    while b"Lost nodes: 1" not in (line := stream.readline()):
+        assert line  # the stream goes on
+    connection.close()
+    assert "Workers of node 0 that are not running: 1" in monitored.get()[1]
+
+
+class Tags(HTMLParser):
+    """Names of all elements, and their attributes."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.names = set(), set()
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.names.update(name for name, _ in attrs)
+
+
+HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\x1b[2J"
+
+
+def test_foreign_strings_are_text(monitored):
+    story = Story().tell("choice", iteration=1, reason=HOSTILE, ckpt_policy=HOSTILE)
+    story.tell("start", 1.0, iteration=0, run=HOSTILE, world_size=2, startup_s={})
+    story.tell("generation", 1.0, reason=HOSTILE, cause=HOSTILE, noticed_s=0.1, met_s=0.1).usual(3)
+    monitored.write(story.tell("abandoned", iteration=1, reason=HOSTILE).events)
+    monitored.until(lambda: "Latest events" in monitored.get()[1])
+    _, html, headers = monitored.get()
+    found = Tags(html)
+    assert found.tags.isdisjoint({"img", "iframe", "style"}) and not [n for n in found.names if n.startswith("on")]
+    assert html.count("<script") == 1 and "script-src 'self'" in headers["Content-Security-Policy"]
+    assert monitored.get("/metrics", "metrics")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:8265", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+    ],
+)
+def test_host_header_must_name_this_machine(monitored, host, status):
+    assert monitored.get(Host=host)[0] == status
+
+
+def test_monitor_is_read_only(monitored):
+    for method in ("POST", "PUT", "DELETE"):
+        assert monitored.get(method=method)[0] == 405
+    assert monitored.get("/../../etc/passwd")[0] == 404
+
+
+def test_token_is_needed_beyond_loopback(tmp_path):
+    with Monitored(tmp_path, token="a secret", address="0.0.0.0") as monitored:
+        for path, name in (
+            ("/", "dashboard"),
+            ("/state", "dashboard"),
+            ("/updates", "dashboard"),
+            ("/metrics", "metrics"),
+        ):
+            assert monitored.get(path, name)[0] == 401
+            assert monitored.get(path, name, Authorization="Bearer other")[0] == 401
+        assert monitored.get("/metrics", "metrics", Authorization="Bearer a secret")[0] == 200
+        status, _, headers = monitored.get("/?token=a%20secret")
+        assert status == 200 and "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
+        assert monitored.get("/state", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
+        assert "a secret" not in monitored.console
+
+
+def test_port_in_use_is_one_sentence_and_the_rest_works(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with Monitored(tmp_path / "a", "--metrics-port", port, "--dashboard-port", "0") as monitored:
+            assert monitored.get()[0] == 200
+            assert monitored.console.count("[monitor-port-unusable]") == 1
+        with Monitored(tmp_path / "b", "--metrics-port", port, "--dashboard-port", port) as monitored:
+            assert monitored.process.wait(60) == 3 and monitored.console.count("\n") == 2
+
+
+def test_hook_gets_each_event_once_and_its_failure_ends_nothing(tmp_path):
+    story = Story().start().usual(3).generation(1.0).resume(1.0)
+    passed = tmp_path / "passed"
+    with Monitored(tmp_path / "a", "--on-event", f'test "$MOC_EVENT" != resume && cat >> {passed}') as monitored:
+        monitored.write(story.events)
+        counted = 'moc_hook_commands_total{result="failed"}'
+        monitored.until(lambda: monitored.metrics()[counted] == 1)
+        assert monitored.metrics()['moc_hook_commands_total{result="done"}'] == 2
+    told = passed.read_text().replace("}{", "}\n{").splitlines()
+    assert [json.loads(line)["type"] for line in told] == ["start", "generation"]
+
+
+def test_update_is_small_with_ten_thousand_workers():
+    story = Story().start()
+    for _ in range(60):
+        story.usual(2).generation(1.0).resume(1.0).start(1.0)
+        story.tell("abandoned", reason="x" * 10_000, iteration=1)
+    state = fold_events(story.usual(2000).events)
+    for per_node in (1, 8):
+        nodes = 10_000 // per_node
+        message = agent_state(nodes=nodes, vacant=range(0, nodes, 7), workers=per_node)
+        content = render_content(state, JobView().updated(message, 1.0), story.now)
+        assert len(content.encode()) <= 200_000
+
+
+def test_problems_are_found_and_a_healthy_run_has_none():
+    healthy = Story().start().usual(20)
+    job = JobView().updated(agent_state(), healthy.now)
+    assert find_problems(fold_events(healthy.events), job, healthy.now) == ()
+
+    def found(story, later=0.0, view=job):
+        return [one.text for one in find_problems(fold_events(story.events), view, story.now + later)]
+
+    ill = Story().start().usual(4).tell("persist", bytes=1, iteration=4, write_s=1.0, publish_s=1.0)
+    for _ in range(3):
+        ill.tell("stall", 0.25, seconds=0.25).train(1.25).generation(0.5).resume(0.5).start(0.5).usual(1)
+    ill.tell("save_skipped", iteration=8)
+    texts = "\n".join(found(ill, later=1900.0))
+    for part in (
+        "minutes old",
+        "Worker 2 (node 1) was lost 3 times",
+        "Storage is too slow",
+        "% of the wall clock",
+    ):
+        assert part in texts
+    view = job.updated(agent_state(generation=1), healthy.now + 1.0)
+    assert found(healthy, view=view)[0].startswith("Training is interrupted")
+    assert found(healthy.usual(2), view=view) == []  # a program need not write the event of a generation
+    ended = JobView().updated(agent_state() | {"control": control(end={"reason": "lost", "code": 137})}, 1.0)
+    assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
+
+
+def test_cost_of_the_monitor():
+    assert len(json.dumps(agent_state(workers=8)["workers"])) <= 8 * 150  # bytes, once per second
+    story = Story().start()
+    for _ in range(200):
+        story.usual(5).tell("snapshot", iteration=story.iteration, tier="memory", bytes=10, copy_s=0.1, hash_s=0.1)
+    fold, begun = RunFold(keeps_events=False), time.process_time()
+    for event in story.events:
+        fold.add(event)
+    per_event = (time.process_time() - begun) / len(story.events)
+    assert per_event < 0.001  # seconds, in the monitor's process
+
+
+def test_event_file_without_a_launcher_is_served(tmp_path):
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in saved().events))
+    command = [sys.executable, str(REPOSITORY / "tools/monitor.py"), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and codes_in(ended.stderr) == ["nothing-to-do"]
+    process = subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        url = process.stderr.readline().split()[-1]
+        while "moc_iteration 11.0" not in (text := urllib.request.urlopen(url).read().decode()):
+            assert process.poll() is None
+        assert "moc_node_workers" not in text
+    finally:
+        process.kill()
+        process.communicate()
