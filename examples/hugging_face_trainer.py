@@ -57,6 +57,7 @@ def main():
         warmup_steps=10,
         save_strategy="no",
         report_to=[],
+        disable_tqdm=True,
         use_cpu=True,
     )
     trainer = moc.transformers.FaultTolerantTrainer(

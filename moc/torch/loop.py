@@ -193,15 +193,16 @@ def _check_policy(settings: Settings, loop: Loop, wrap: Callable | None) -> None
     """
     if settings.policy not in POLICIES:
         return  # none, or one that the session refuses
-    requires, missing = POLICIES[settings.policy].requires, None
+    requires, needs = POLICIES[settings.policy].requires, None
     if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
-        missing = "gradients at fixed addresses, which a loop does not keep. Fix: choose another policy, such as full"
+        needs = "gradients at fixed addresses, which a loop does not keep", "choose another policy, such as full"
     elif Capability.REPLAY in requires and loop.forward is None:
-        missing = "to replay iterations. Fix: give forward, a function of model and batch that returns the loss"
+        needs = "to replay iterations", "give forward, a function of model and batch that returns the loss"
     elif Capability.REPLAY in requires and (wrap is not None or not loop.averages):
-        missing = "to replay iterations, which a wrapped or partitioned model cannot. Fix: drop wrap, or choose full"
-    if missing is not None:
-        raise SettingsError(f"policy {settings.policy} needs {missing}", code="loop-policy-unsupported")
+        needs = "to replay iterations, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
+    if needs is not None:
+        need, remedy = needs
+        raise SettingsError(f"policy {settings.policy} needs {need}. Fix: {remedy}", code="loop-policy-unsupported")
 
 
 def _epoch(batches: Batches) -> int:
