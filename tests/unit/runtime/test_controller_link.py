@@ -35,9 +35,9 @@ class Job:
 
     def start_controller(self, index):
         host, port = self.addresses[index].split(":")
-        listener = socket.create_server((host, int(port))) if index == 0 and 0 not in self.listeners else None
-        if listener is not None:
-            self.listeners[0] = listener.dup()
+        if index == 0 and 0 not in self.listeners:
+            self.listeners[0] = socket.create_server((host, int(port)))
+        listener = self.listeners[0].dup() if index == 0 else None
         election = Election(index, len(self.addresses), NODES + SPARES, self.times)
         controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
         serving = controller.run(self.addresses[index], TOKEN, False, listener)
@@ -60,7 +60,7 @@ class Job:
 
     def launcher_ends(self, node):
         if node in self.listeners:
-            self.listeners[node].close()
+            self.listeners.pop(node).close()
 
     def leaders(self):
         return [index for index, (controller, _) in self.controllers.items() if controller._election.is_leader]
