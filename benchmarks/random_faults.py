@@ -133,7 +133,8 @@ class Campaign:
         faults = ["--inject-mtbf-iterations", self._own.mtbf, "--inject-seed", seed, "--inject", *kills]
         run = Run(self._own, layout, tier, directory, faults, flags=drawn.flags)
         outside = from_outside(chance, layout, tier, iterations)
-        survivable = [one for one in outside if one.action != "node" or nodes_of(layout, tier) > 1]
+        loses_all = tier == "gradient" or nodes_of(layout, tier) == 1  # of memory, before a cycle is in storage
+        survivable = [one for one in outside if one.action != "node" or not loses_all]
         seconds = run.to_its_end((chance.choice(survivable),))
         ended = run.end()
         fired = ["{action} {rank} at {iteration}, {point}".format(**event) for event in run.events.of("inject")]
