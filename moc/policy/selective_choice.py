@@ -349,7 +349,8 @@ MAX_AGE_CYCLES = 4
 STATE_AGE_CYCLES = 8
 """As :data:`MAX_AGE_CYCLES`, if snapshots have only states, and no chain in memory grows until then.
 
-On recorded loads, a limit of 8 cycles leaves 2 to 5 % more tokens at risk than none, and 4 cycles 9 to 16 %.
+On recorded loads and from a warm start, a limit of 8 cycles leaves 2 to 5 % more tokens at risk than none, and one of 4
+cycles 9 to 16 %.
 """
 
 STORAGE_CYCLES = MAX_AGE_CYCLES + 2

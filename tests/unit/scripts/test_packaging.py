@@ -59,7 +59,8 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel):
     ours |= {f"megatron/pretraining/examples/files/{path}" for path in copied}
     presets = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron/pretraining/presets").glob("*.yaml")}
     assert "megatron/pretraining/presets/tiny.yaml" in presets
-    assert files == ours | presets | {"moc/py.typed", "megatron/pretraining/py.typed"}
+    data = {"moc/py.typed", "megatron/pretraining/py.typed", "megatron/pretraining/entry/options.json"}
+    assert files == ours | presets | data
     assert {name.partition("/")[0] for name in files} == {"megatron", "moc"}
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
