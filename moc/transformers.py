@@ -24,7 +24,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from moc.runtime.job import Job
 from moc.session.settings import SettingsError
-from moc.torch import DataError, protect
+from moc.torch import PositionError, protect
 from moc.torch import init as init_torch
 from moc.torch.data import DealtBatches
 
@@ -64,7 +64,7 @@ class FaultTolerance:
 
     Raises:
         SettingsError: :func:`init` was not called before ``TrainingArguments``.
-        DataError: the training data have no position.
+        PositionError: the training data have no position.
     """
 
     def __init__(self, *arguments: Any, protection: Mapping[str, Any] | None = None, **keywords: Any):
@@ -78,7 +78,7 @@ class FaultTolerance:
             )
         self._protection, self._run, self._groups = dict(protection or {}), None, None
         if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
-            raise DataError(
+            raise PositionError(
                 "a train_dataset without length has no position, so a replacement could not read the same samples. "
                 "Fix: give a map-style data set",
                 code="data-without-position",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.pretraining.config.composed import all_flags
-from megatron.pretraining.entry.options import RELEASED, Options
+from megatron.pretraining.entry.options import RELEASED, ParserOptions
 from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from moc import launch
@@ -77,7 +77,7 @@ def released_options() -> str:
     importlib.import_module("moc.megatron")  # adapts megatron-core before others import it
     arguments = importlib.import_module("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return Options.of(Path(arguments.__file__ or ""), parser).to_json()
+    return ParserOptions.of(Path(arguments.__file__ or ""), parser).to_json()
 
 
 def sources() -> list[Path]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from moc.monitor.job_view import JobView
-from moc.monitor.summary import MOST_ROWS, Summary, Table, summarize
+from moc.monitor.summary import MOST_ROWS, JobSummary, Table, summarize
 from moc.report.run_state import RunState
 
 MOST_NODES = 3000
@@ -81,7 +81,7 @@ def _text(value: object) -> str:
     return escape(str(value))
 
 
-def _headline(summary: Summary) -> str:
+def _headline(summary: JobSummary) -> str:
     lines = (f'<p class="problem{" critical" * one.is_critical}">{_text(one.text)}</p>' for one in summary.problems)
     problems = "".join(lines) or f'<p class="problem fine">No problem found: {_text(summary.status)}.</p>'
     cells = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in summary.figures.items())

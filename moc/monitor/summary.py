@@ -34,7 +34,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Summary:
+class JobSummary:
     """Summary of a job; its strings may have come from others, and are not escaped.
 
     Attributes:
@@ -54,7 +54,7 @@ class Summary:
     tables: tuple[Table, ...]
 
 
-def summarize(state: RunState, job: JobView, now: float) -> Summary:
+def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     """Returns the summary at a time in Unix seconds."""
     start = state.newest.get("start", {})
     tables = [
@@ -65,7 +65,7 @@ def summarize(state: RunState, job: JobView, now: float) -> Summary:
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),
     ]
-    return Summary(
+    return JobSummary(
         run=_short(start.get("run") or "run without snapshots"),
         job=job.job or _short(start.get("job") or ""),
         status="ended" if state.ended or job.end else "training" if state.time else "starting",

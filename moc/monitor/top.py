@@ -19,7 +19,7 @@ from moc.files.safe_directory import SafeDirectory
 from moc.files.text import escape_line
 from moc.monitor.job_view import JobView
 from moc.monitor.process import FollowedRun
-from moc.monitor.summary import Summary, summarize
+from moc.monitor.summary import JobSummary, summarize
 from moc.runtime.monitor_process import DIRECTORY_PREFIX, PAGE_FILE, TOKEN_VARIABLE
 
 _TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ def find_page(job: str | None) -> str:
     return matching[0]
 
 
-def source_of(address: str | None, job: str | None) -> Callable[[], Summary]:
+def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     """Returns a function that reads the current summary of a job.
 
     Args:
@@ -75,7 +75,7 @@ def source_of(address: str | None, job: str | None) -> Callable[[], Summary]:
     path, run = events_file(address), FollowedRun()
     path.stat()  # a mistake in the path is not a run without events
 
-    def read() -> Summary:
+    def read() -> JobSummary:
         while run.poll(path):
             pass
         return summarize(run.state, JobView(), time.time())
@@ -83,12 +83,12 @@ def source_of(address: str | None, job: str | None) -> Callable[[], Summary]:
     return read
 
 
-def _fetched(url: str, job: str | None) -> Summary:
+def _fetched(url: str, job: str | None) -> JobSummary:
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN_VARIABLE)) else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            summary = decode(answer.read(_MOST_BYTES), Summary)
+            summary = decode(answer.read(_MOST_BYTES), JobSummary)
     except (urllib.error.URLError, OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
         raise ToolError(
@@ -103,7 +103,7 @@ def _fetched(url: str, job: str | None) -> Summary:
     return summary
 
 
-def render(summary: Summary, rows: int):
+def render(summary: JobSummary, rows: int):
     """Returns what the terminal shows, with at most ``rows`` rows of each table."""
     from rich import box
     from rich.console import Group

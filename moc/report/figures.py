@@ -148,7 +148,7 @@ class Recoveries:
 
 
 @dataclass(frozen=True)
-class Standstill:
+class NoProgress:
     """Generations in a row that lost a worker without progress.
 
     Attributes:
@@ -227,7 +227,7 @@ class Report:
     violation_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
     choices: tuple[TunerChoice, ...]
-    standstills: tuple[Standstill, ...]
+    standstills: tuple[NoProgress, ...]
     not_written: Mapping[str, int]
     periods: tuple[Period, ...] = ()
     moves: Moves | None = None
@@ -338,7 +338,7 @@ def _compensated_tokens(boost: Event | None, last: Event) -> tuple[int, int] | N
     return boost["tokens"] - owed_tokens, boost["tokens"]
 
 
-def list_standstills(events: Sequence[Event]) -> tuple[Standstill, ...]:
+def list_standstills(events: Sequence[Event]) -> tuple[NoProgress, ...]:
     """Returns the generations without progress from ``generation`` events; each lists the losses before it."""
     losses = [(event["lost_after"], event["lost_devices"]) for event in events if "lost_after" in event]
     newest = [
@@ -347,7 +347,7 @@ def list_standstills(events: Sequence[Event]) -> tuple[Standstill, ...]:
         if after != iteration or len(following) <= len(devices)
     ]
     return tuple(
-        Standstill(iteration, len(devices) - 1, tuple(dict.fromkeys((node, device) for node, device in devices)))
+        NoProgress(iteration, len(devices) - 1, tuple(dict.fromkeys((node, device) for node, device in devices)))
         for iteration, devices in newest
         if len(devices) > 1
     )

@@ -1,6 +1,6 @@
 """Protects any PyTorch training loop (docs/how-to/own-loop.md); needs only torch."""
 
-from moc.torch.data import DataError
-from moc.torch.loop import Run, init, protect
+from moc.torch.data import PositionError
+from moc.torch.loop import ProtectedRun, init, protect
 
-__all__ = ["DataError", "Run", "init", "protect"]
+__all__ = ["PositionError", "ProtectedRun", "init", "protect"]

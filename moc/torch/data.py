@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from moc.errors import UserError
 
 
-class DataError(UserError, ValueError):
+class PositionError(UserError, ValueError):
     """Data without a position; the message has the remedy."""
 
 
@@ -69,7 +69,7 @@ class Batches:
         rank: data-parallel rank of this worker.
 
     Raises:
-        DataError: the data have no position.
+        PositionError: the data have no position.
     """
 
     def __init__(self, data: Any, seed: int, rank: int):
@@ -84,14 +84,14 @@ class Batches:
         is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
         is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)
         if is_iterable_set or not is_known or isinstance(data, type):
-            raise DataError(
+            raise PositionError(
                 f"data of {type(data).__name__} have no position, so a replacement could not read the same batches. "
                 "Fix: give a DataLoader of a map-style data set, a loader with state_dict and load_state_dict, or a "
                 "function that returns the batches from a position on",
                 code="data-without-position",
             )
         if not callable(data) and not _length(data):
-            raise DataError(
+            raise PositionError(
                 "data have no batches, or no length. Fix: give at least one batch, and a sampler with a length",
                 code="data-without-position",
             )
@@ -118,7 +118,7 @@ class Batches:
         """Returns the next batch.
 
         Raises:
-            DataError: there is none.
+            PositionError: there is none.
         """
         for _ in range(2):  # an iterator may end with its epoch
             if self._iterator is None:
@@ -127,7 +127,7 @@ class Batches:
                 self._position += 1
                 return batch
             self._iterator = None
-        raise DataError(
+        raise PositionError(
             f"data have no batch at position {self._position}. Fix: let the function return batches from each "
             "position on, or train for fewer iterations",
             code="data-without-position",

@@ -111,7 +111,7 @@ def protect(
     backend: str | None = None,
     log_dir: str | None = None,
     **settings: Any,
-) -> Run:
+) -> ProtectedRun:
     """Protects a loop; docs/how-to/own-loop.md explains it.
 
     Args:
@@ -120,12 +120,12 @@ def protect(
         data: DataLoader of a map-style data set, Sampler, list of batches, loader with ``state_dict``, or function that
             returns the batches from a position on (:mod:`moc.torch.data`).
         iterations: updates of the training; None for one epoch of the data.
-        scheduler: learning-rate schedule; :meth:`Run.step` steps it.
-        scaler: ``torch.amp.GradScaler``; :meth:`Run.step` steps and updates it.
+        scheduler: learning-rate schedule; :meth:`ProtectedRun.step` steps it.
+        scaler: ``torch.amp.GradScaler``; :meth:`ProtectedRun.step` steps and updates it.
         state: by name, other objects with ``state_dict`` and ``load_state_dict``, such as an EMA of the weights.
         wrap: wraps the model after each recovery, such as ``DistributedDataParallel`` or ``torch.compile``.
         accumulate: batches of an iteration, whose gradients are added.
-        grouped: the iterator returns the list of the batches of an iteration, which ends with one :meth:`Run.step`.
+        grouped: the iterator returns the list of the batches of an iteration, with one :meth:`ProtectedRun.step` for all.
         clip_grad_norm: largest norm of the gradients.
         directory: directory or URL of the snapshots.
         policy: policy of snapshots; None for none.
@@ -146,7 +146,7 @@ def protect(
 
     Raises:
         SettingsError: an argument is invalid, or the model is wrapped already.
-        DataError: the data have no position.
+        PositionError: the data have no position.
         UnsupportedStateError: the state cannot be saved.
     """
     if isinstance(model, DistributedDataParallel):
@@ -182,7 +182,7 @@ def protect(
         directory, iterations, policy, interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
     _check_policy(chosen, loop, wrap)
-    return Run(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)
+    return ProtectedRun(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)
 
 
 def _check_policy(settings: Settings, loop: Loop, wrap: Callable | None) -> None:
@@ -214,7 +214,7 @@ def _epoch(batches: Batches) -> int:
         ) from None
 
 
-class Run:
+class ProtectedRun:
     """A protected loop: an iterator of batches.
 
     Attributes:

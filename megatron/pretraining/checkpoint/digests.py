@@ -38,7 +38,7 @@ def digest_state(parts: WorkerParts, model: Model) -> dict[str, dict[str, str]]:
     return to_text(keys, from_limbs(added[DIGESTS]))
 
 
-def check_state(parts: WorkerParts, model: Model, saved: Mapping[str, Any], directory: Path) -> None:
+def check_stored_digests(parts: WorkerParts, model: Model, saved: Mapping[str, Any], directory: Path) -> None:
     """Compares the loaded state with the digests in a checkpoint, if it has any; a collective call.
 
     Args:

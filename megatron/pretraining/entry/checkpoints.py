@@ -18,7 +18,7 @@ from megatron.training import checkpointing, training
 
 from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
-from megatron.pretraining.checkpoint.digests import DIGESTS, check_state, digest_state
+from megatron.pretraining.checkpoint.digests import DIGESTS, check_stored_digests, digest_state
 from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
@@ -159,7 +159,7 @@ class StockCheckpoints(Saves):
                 fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
                 assert state is not None  # or nothing was loaded
                 contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
-                check_state(parts, self._model, state, directory)
+                check_stored_digests(parts, self._model, state, directory)
         if args.iteration == 0:
             return None
         if state is not None:
@@ -182,7 +182,7 @@ class StockCheckpoints(Saves):
             contents.check_data(parts.config, parts.data, state, directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
         if resumes:
-            check_state(parts, self._model, state, directory)
+            check_stored_digests(parts, self._model, state, directory)
         if args.finetune or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples

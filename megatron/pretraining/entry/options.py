@@ -25,7 +25,7 @@ from moc.files import decode
 from moc.files.safe_directory import MAX_CONFIG_BYTES, RefusedFileError, SafeDirectory
 
 RELEASED = Path(__file__).with_name("options.json")
-"""Options of the release of megatron-core that `pyproject.toml` requires."""
+"""ParserOptions of the release of megatron-core that `pyproject.toml` requires."""
 _SOURCE = "megatron/training/arguments.py"
 _KINDS: dict[str, Any] = {"int": int, "float": float}
 _LARGEST = 8 * MAX_CONFIG_BYTES
@@ -113,7 +113,7 @@ def _file(source: Path) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class ParserOptions:
     """The options that a source file adds to a parser.
 
     Attributes:
@@ -125,7 +125,7 @@ class Options:
     options: tuple[Option, ...]
 
     @classmethod
-    def of(cls, source: Path, parser: argparse.ArgumentParser) -> Options:
+    def of(cls, source: Path, parser: argparse.ArgumentParser) -> ParserOptions:
         """Returns the options of a parser that is built by a source file."""
         return cls(
             xxhash.xxh3_64_hexdigest(source.read_bytes()), tuple(Option.of(action) for action in parser._actions)
@@ -146,12 +146,12 @@ def remember(source: str | Path, parser: argparse.ArgumentParser) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # no home directory
         file = _file(Path(source))
         if not file.exists() and not _released(Path(source)):
-            SafeDirectory(file.parent).write(file.name, [Options.of(Path(source), parser).to_json().encode()])
+            SafeDirectory(file.parent).write(file.name, [ParserOptions.of(Path(source), parser).to_json().encode()])
 
 
 def _released(source: Path) -> tuple[Option, ...]:
     """Returns the options in the package if they are those of a source file, otherwise nothing."""
-    known = decode.decode(RELEASED.read_bytes(), Options)
+    known = decode.decode(RELEASED.read_bytes(), ParserOptions)
     return known.options if known.source == xxhash.xxh3_64_hexdigest(source.read_bytes()) else ()
 
 
@@ -163,7 +163,7 @@ def remembered(places: Sequence[Path]) -> tuple[Option, ...]:
             if known := _released(source):
                 return known
             file = _file(source)
-            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), Options).options
+            return decode.decode(SafeDirectory(file.parent).read(file.name, _LARGEST), ParserOptions).options
     return ()
 
 

@@ -13,7 +13,7 @@ import pytest
 import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
 from megatron.pretraining import reference
 from megatron.pretraining.entry import command_line, options
-from megatron.pretraining.entry.options import RELEASED, Option, Options, parser_of
+from megatron.pretraining.entry.options import RELEASED, Option, ParserOptions, parser_of
 from megatron.pretraining.entry.own_flags import add_own_flags
 from moc.errors import codes_in
 from moc.files import decode
@@ -37,12 +37,15 @@ def stock() -> argparse.ArgumentParser:
 @pytest.fixture(scope="module")
 def kept(stock) -> tuple[Option, ...]:
     """The options after a file."""
-    return decode.decode(Options.of(ARGUMENTS, stock).to_json(), Options).options
+    return decode.decode(ParserOptions.of(ARGUMENTS, stock).to_json(), ParserOptions).options
 
 
 def test_the_package_has_the_options_of_the_installed_release(stock):
     assert reference.released_options() == RELEASED.read_text(), f"run {reference.COMMAND} and commit the file"
-    assert not options.remember(ARGUMENTS, stock) and options.remembered([CORE]) == Options.of(ARGUMENTS, stock).options
+    assert (
+        not options.remember(ARGUMENTS, stock)
+        and options.remembered([CORE]) == ParserOptions.of(ARGUMENTS, stock).options
+    )
 
 
 def test_options_of_another_megatron_are_kept_in_the_users_cache(stock, tmp_path, monkeypatch):
@@ -52,7 +55,7 @@ def test_options_of_another_megatron_are_kept_in_the_users_cache(stock, tmp_path
     source.write_bytes(ARGUMENTS.read_bytes() + b"\n")
     assert options.remembered([tmp_path / "other"]) == ()
     options.remember(source, stock)
-    assert options.remembered([tmp_path / "other"]) == Options.of(ARGUMENTS, stock).options
+    assert options.remembered([tmp_path / "other"]) == ParserOptions.of(ARGUMENTS, stock).options
     (kept,) = tmp_path.glob("moc/*")
     kept.write_text("[")  # damaged
     assert options.remembered([tmp_path / "other"]) == ()

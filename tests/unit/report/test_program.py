@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from moc.report import report as tool
-from moc.report.figures import Standstill, compute_report
+from moc.report.figures import NoProgress, compute_report
 from moc.report.report import table_sections
 from moc.report.run_state import RunFold, fold_events
 from tests.unit.conftest import REPOSITORY
@@ -80,7 +80,7 @@ def test_generations_without_progress_are_counted_with_their_devices():
         story.generation(1.0, lost_after=after, lost_devices=devices).start(1.0)
     story.usual(2).generation(1.0, lost_after=9, lost_devices=[[2, 0]]).start(1.0)
     run = story.generation(1.0, lost_after=9, lost_devices=[[2, 0], [2, 0]]).start(1.0).usual(1).report
-    assert run.standstills == (Standstill(6, 2, ((1, 1), (0, 3))), Standstill(9, 1, ((2, 0),)))
+    assert run.standstills == (NoProgress(6, 2, ((1, 1), (0, 3))), NoProgress(9, 1, ((2, 0),)))
     (cell,) = dict(dict(table_sections([run]))["faults and recoveries"])["generations without progress"]
     assert cell.splitlines() == ["2 after iteration 6: device 1 of node 1, device 3 of node 0"] + [
         "1 after iteration 9: device 0 of node 2"

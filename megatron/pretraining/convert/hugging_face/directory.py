@@ -24,7 +24,7 @@ from megatron.pretraining.convert.hugging_face.files import (
     write_file,
 )
 from megatron.pretraining.convert.hugging_face.tensors import Exported
-from megatron.pretraining.convert.hugging_face.tokenizer import GENERATION, Generation, write_tokenizer
+from megatron.pretraining.convert.hugging_face.tokenizer import GENERATION, GenerationSettings, write_tokenizer
 from moc.files import safe_directory
 from moc.files.safe_directory import sync_directory, write_durably
 from moc.store import dense_files
@@ -50,7 +50,7 @@ class Description:
     config: Mapping[str, Any]
     tokenizer: Mapping[str, Any] | None
     source: Mapping[str, Any]
-    generation: Generation | None = None
+    generation: GenerationSettings | None = None
 
 
 def write_directory(

@@ -15,7 +15,7 @@ from megatron.pretraining.config import Config  # noqa: E402
 from megatron.pretraining.config.flag import ConfigError  # noqa: E402
 from megatron.pretraining.convert.contents import shape_by_operator  # noqa: E402
 from megatron.pretraining.convert.hugging_face.family import Described, described_model  # noqa: E402
-from megatron.pretraining.convert.hugging_face.tokenizer import Generation  # noqa: E402
+from megatron.pretraining.convert.hugging_face.tokenizer import GenerationSettings  # noqa: E402
 from megatron.pretraining.entry.model import tokenizer_of  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.entry.previous import check_flags, described_by_flags  # noqa: E402
@@ -91,7 +91,7 @@ def first_state(
     dtype: str,
     tokenizer: Mapping[str, Any],
     tensors: Iterable[TensorBox],
-    generation: Generation | None = None,
+    generation: GenerationSettings | None = None,
 ) -> dict[str, Any]:
     """Returns ``training_state.json`` of a checkpoint that no run has written."""
     return {
@@ -109,10 +109,10 @@ def first_state(
     }
 
 
-def recorded_generation(state: Mapping[str, Any]) -> Generation | None:
+def recorded_generation(state: Mapping[str, Any]) -> GenerationSettings | None:
     """Returns the generation settings in the state of an imported model; None after training, which drops them."""
     try:
-        return decode.convert(state["generation"], Generation) if state.get("generation") else None
+        return decode.convert(state["generation"], GenerationSettings) if state.get("generation") else None
     except ValueError as error:
         raise CheckpointError(
             f"the generation settings of the checkpoint cannot be read ({error}). Fix: import the model again",

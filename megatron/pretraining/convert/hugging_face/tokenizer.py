@@ -35,7 +35,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationSettings:
     """What ``generate()`` of transformers needs in addition to weights and tokenizer.
 
     Attributes:
@@ -56,7 +56,7 @@ class _AddedToken:
     content: str
 
 
-def read_generation(directory: Path) -> Generation:
+def read_generation(directory: Path) -> GenerationSettings:
     """Reads the settings of a directory of transformers; without ``config.json``, the tokenizer's special tokens.
 
     Raises:
@@ -72,7 +72,7 @@ def read_generation(directory: Path) -> Generation:
         if value is not None and not all(type(number) is int for number in ids):
             raise unsupported(key, value, "it must be a token id, or a list of them")
     settings = _read_optional(directory, GENERATION) if (directory / GENERATION).is_file() else None
-    return Generation(special, settings)
+    return GenerationSettings(special, settings)
 
 
 def _ids_of_tokenizer(directory: Path) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _read_optional(directory: Path, name: str) -> dict[str, Any]:
     return dict(read_json(directory / name)) if (directory / name).is_file() else {}
 
 
-def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[Generation, list[str]]:
+def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[GenerationSettings, list[str]]:
     """Writes the tokenizer that a checkpoint records.
 
     Returns:
@@ -108,17 +108,17 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[Gen
     kind, model = (recorded or {}).get("type"), (recorded or {}).get("model")
     if kind in (None, "NullTokenizer"):
         why = "the checkpoint does not record its tokenizer" if kind is None else "NullTokenizer has no files"
-        return Generation(), [f"no tokenizer was written: {why}"]
+        return GenerationSettings(), [f"no tokenizer was written: {why}"]
     if not model or not Path(model).exists():
         revision = (recorded or {}).get("revision")
         where = f"{model} at {revision}" if revision else str(model)
-        return Generation(), [
+        return GenerationSettings(), [
             f"no tokenizer was written: {where} is not on this machine; copy its files to the weights"
         ]
     if kind == "SentencePieceTokenizer":
         return _sentencepiece(Path(model), into)
     if kind != "HuggingFaceTokenizer":
-        return Generation(), [
+        return GenerationSettings(), [
             f"no tokenizer was written: {kind} has no files of transformers; copy them to the weights"
         ]
     templates = [f"{_TEMPLATES}/{path.name}" for path in sorted((Path(model) / _TEMPLATES).glob("*.jinja"))]
@@ -129,7 +129,7 @@ def write_tokenizer(recorded: Mapping[str, Any] | None, into: Path) -> tuple[Gen
     return read_generation(Path(model)), []
 
 
-def _sentencepiece(model: Path, into: Path) -> tuple[Generation, list[str]]:
+def _sentencepiece(model: Path, into: Path) -> tuple[GenerationSettings, list[str]]:
     import sentencepiece
 
     try:
@@ -140,7 +140,7 @@ def _sentencepiece(model: Path, into: Path) -> tuple[Generation, list[str]]:
             code="tokenizer-unusable",
         ) from None
     if why := _differs(processor):
-        return Generation(), [
+        return GenerationSettings(), [
             f"no tokenizer was written: {model} {why}, so transformers would make other tokens of a text; encode it "
             "with the package sentencepiece"
         ]
@@ -160,7 +160,7 @@ def _sentencepiece(model: Path, into: Path) -> tuple[Generation, list[str]]:
     }
     write_durably(into / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
     special = {key: ids[key.removesuffix("_token_id")] for key in _IDS}
-    return Generation({key: number if number >= 0 else None for key, number in special.items()}), []
+    return GenerationSettings({key: number if number >= 0 else None for key, number in special.items()}), []
 
 
 def _differs(processor: Any) -> str | None:
