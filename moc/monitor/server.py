@@ -251,13 +251,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the monitor as a separate process; returns the exit code."""
     arguments = build_parser().parse_args(argv)
+    if arguments.metrics_port is arguments.dashboard_port is arguments.on_event is None:
+        return refused(
+            "monitor",
+            ToolError(
+                "there is nothing to do. Fix: give --dashboard-port, --metrics-port or --on-event", code="nothing-to-do"
+            ),
+        )
     if arguments.directory is not None:
         attach_to_parent()
     os.nice(10)
     log_to_stderr()
-    if arguments.metrics_port is arguments.dashboard_port is arguments.on_event is None:
-        mistake = "there is nothing to do. Fix: give --dashboard-port, --metrics-port or --on-event"
-        return refused("monitor", ToolError(mistake, code="nothing-to-do"))
     try:
         return asyncio.run(run(arguments))
     except KeyboardInterrupt:

@@ -125,7 +125,7 @@ def protect(
         state: by name, other objects with ``state_dict`` and ``load_state_dict``, such as an EMA of the weights.
         wrap: wraps the model after each recovery, such as ``DistributedDataParallel`` or ``torch.compile``.
         accumulate: batches of an iteration, whose gradients are added.
-        grouped: the iterator returns the list of the batches of an iteration, with one :meth:`ProtectedRun.step` for all.
+        grouped: the iterator returns the list of the batches of an iteration, with one :meth:`ProtectedRun.step`.
         clip_grad_norm: largest norm of the gradients.
         directory: directory or URL of the snapshots.
         policy: policy of snapshots; None for none.

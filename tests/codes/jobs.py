@@ -208,7 +208,7 @@ CASES = {
         cold=True,
     ),
     # Megatron-LM's flags and scripts for its functions
-    "megatron-options-refused": front("--tensor-model-parallel-size 3", "world size"),
+    "megatron-options-refused": front("--num-layers-per-virtual-pipeline-stage 3", "virtual pipeline stage"),
     "data-kind-unsupported": front("--sft", "--sft"),
     "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
     "config-of-another-program": front("model.num_layers=2 model.hidden_size=64", "--num-layers 2 --hidden-size 64"),
