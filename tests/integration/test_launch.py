@@ -350,7 +350,7 @@ def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
 @pytest.mark.parametrize(
     "mistake, code, sentence",
     [
-        (dict(num_experts=3), 2, "Number of experts"),
+        (dict(num_experts=3), 2, "--num-experts 3"),
         (dict(ckpt_memory_dir="/dev/null"), 2, "--ckpt-memory-dir"),
         (dict(load="/nowhere", exit_on_missing_checkpoint=True), 1, "--exit-on-missing-checkpoint"),
     ],

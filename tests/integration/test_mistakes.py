@@ -44,7 +44,7 @@ def test_a_worker_without_our_launcher_checks_by_itself():
     variables = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "PYTHONPATH": str(REPOSITORY)}
     flags = ["--pipeline-model-parallel-size", "2"]
     ended = subprocess.run([*command, *flags], env=variables, capture_output=True, text=True)
-    assert ended.returncode == 2 and codes_in(ended.stderr) == ["flag-unknown", "megatron-options-refused"]
+    assert ended.returncode == 2 and codes_in(ended.stderr) == ["flag-unknown", "workers-not-divisible"]
 
 
 @pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir"])

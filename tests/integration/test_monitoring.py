@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from moc.errors import codes_in
 from tests.integration.launched import PATIENCE_S, Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.tiny import SHALLOW
@@ -107,6 +108,7 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
     monitor = job.children("moc.monitor.server")
     os.kill(monitor[0], 9)  # training and the end of the job do not need it
     until(job, lambda: job.children("moc.monitor.server") not in ([], monitor))
+    assert "monitor-lost" in codes_in(job.console)
     assert job.wait() == 0, job.console[-4000:]
     assert job.left() == []
     board = EventAccumulator(str(tmp_path / "board")).Reload()

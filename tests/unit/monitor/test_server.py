@@ -157,6 +157,7 @@ def test_hook_gets_each_event_once_and_its_failure_ends_nothing(tmp_path):
         counted = 'moc_hook_commands_total{result="failed"}'
         monitored.until(lambda: monitored.metrics()[counted] == 1)
         assert monitored.metrics()['moc_hook_commands_total{result="done"}'] == 2
+        monitored.until(lambda: codes_in(monitored.console) == ["hook-failed"])
     told = passed.read_text().replace("}{", "}\n{").splitlines()
     assert [json.loads(line)["type"] for line in told] == ["start", "generation"]
 
