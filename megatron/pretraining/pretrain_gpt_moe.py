@@ -31,14 +31,20 @@ def warm_up() -> None:
     import_module(f"{_ENTRY}.gpt")
 
 
-def main() -> int:
-    """Trains, and returns the exit code."""
-    end_at_once("pretrain_gpt_moe.py")  # before imports that take seconds
-    if environment.AGENT not in os.environ and os.environ.get("RANK", "0") == "0":  # mocrun has checked the options
+def _refuse_early() -> None:
+    """Exits with a message on the first worker of another launcher, before imports that take seconds."""
+    if os.environ.get("RANK", "0") == "0":
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         nodes = max(int(os.environ.get("WORLD_SIZE", "1")) // per_node, 1)
         words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
         words.refuse_early(sys.argv[0], sys.argv[1:], (nodes, nodes, per_node), defaults)
+
+
+def main() -> int:
+    """Trains, and returns the exit code."""
+    end_at_once("pretrain_gpt_moe.py")
+    if "torch" not in sys.modules and environment.AGENT not in os.environ:  # otherwise mocrun has checked the options
+        _refuse_early()
     import_module("moc.megatron")
     import_module(f"{_ENTRY}.gpt").main()
     return 0
