@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from moc.errors import cause_of, with_code
+from moc.errors import UserError, cause_of, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
 from moc.recovery.copy_placement import (
@@ -94,8 +94,7 @@ def join_peers(
         None with another tier, and on a single node.
 
     Raises:
-        SettingsError: there is no replica server.
-        UserError: there are fewer nodes than copies need.
+        SettingsError: there are fewer nodes than copies need, or no replica server.
         CheckpointError: on all workers: a replica server does not answer.
     """
     nodes, replicas = list(dict.fromkeys(tiers.nodes)), copies_of(settings, tiers.nodes)
@@ -119,8 +118,7 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
     """Returns the number of other nodes that keep copies; 0 without ``--ckpt-tier peers``.
 
     Raises:
-        SettingsError: there is no replica server.
-        UserError: there are fewer nodes than copies need.
+        SettingsError: there are fewer nodes than copies need, or no replica server.
     """
     if settings.tier != "peers":
         return 0
@@ -130,7 +128,10 @@ def copies_of(settings: Settings, nodes: Collection[str]) -> int:
             "with torchrun",
             code="launcher-missing",
         )
-    return copies_wanted(settings.replicas, len(set(nodes)), environment.min_nodes())
+    try:
+        return copies_wanted(settings.replicas, len(set(nodes)), environment.min_nodes())
+    except UserError as error:
+        raise SettingsError(str(error), code=error.code) from None
 
 
 def _tell(placement: Placement, nodes: list[str], unsent: int, log: Listener) -> None:

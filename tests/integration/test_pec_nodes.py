@@ -34,7 +34,7 @@ PLACES = dict(ckpt_tier="memory", ckpt_keep=99, node_of_rank=",".join(NODES), sn
 PEC = PLACES | dict(ckpt_policy="pec", pec_k_snapshot=4, pec_k_persist=1)
 TRAIN = "tests.integration.node_bodies:train_recorded"
 SELECTIVE = PLACES | dict(ckpt_policy="selective", selective_experts=2, selective_gradients="off")
-GRADIENTS = SELECTIVE | dict(selective_gradients="on")
+GRADIENTS = SELECTIVE | dict(selective_experts=8, selective_gradients="on")
 
 Source = tuple[int, str]
 """Iteration and tier of what something comes from; of one iteration, memory sorts before storage."""
