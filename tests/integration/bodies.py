@@ -213,7 +213,8 @@ def _poisoned_output(output, loss):
     return output * float("nan"), loss
 
 
-_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast", "all_gather_object",
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+_COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", _GATHER, "broadcast", "all_gather_object",
                 "broadcast_object_list", "all_to_all_single", "barrier", "send", "recv", "isend", "irecv",
                 "batch_isend_irecv", "all_gather", "reduce", "gather", "scatter", "_all_gather_base",
                 "_reduce_scatter_base")  # fmt: skip
@@ -225,7 +226,8 @@ def _noting_collectives(calls: list):
 
     def noting(name, function):
         def noted(*args, **kwargs):
-            calls.append([name, dist.get_world_size(kwargs.get("group"))])
+            noted_name = "all_gather_into_tensor" if name == _GATHER else name
+            calls.append([noted_name, dist.get_world_size(kwargs.get("group"))])
             return function(*args, **kwargs)
 
         return noted
