@@ -47,14 +47,15 @@ class FailureDeferral:
 
     def raise_deferred(self) -> None:
         """Raises the first deferred failure, if there is one."""
-        if (failure := self.failure) is not None:
-            self.failure = None
-            raise failure
+        failure, self.failure = self.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # otherwise the error's traceback refers to the error
 
     def defer(self, failure: RuntimeError, outputs: object) -> None:
-        """Records a failure and sets the outputs to zero; outside of a deferral, raises the failure."""
-        if not self.is_active:
-            raise failure
+        """Records a failure of an active deferral, and sets the outputs to zero."""
         if self.failure is None:
             self.failure = failure
         with torch.no_grad():
@@ -269,6 +270,8 @@ class OperationHandle(dist.Work):
         try:
             return self._wait_or_raise(timeout)
         except (Aborted, PeerFailure) as error:
+            if not DEFERRAL.is_active:
+                raise  # without another reference to the error, whose traceback keeps the connection alive
             DEFERRAL.defer(error, self._outputs)
             return True
 
@@ -282,6 +285,8 @@ class OperationHandle(dist.Work):
         try:
             return future.value()
         except RuntimeError as error:
+            if not DEFERRAL.is_active:
+                raise
             over = self._generation.is_over
             failure = Aborted(aborted_message(self._group, self._generation)) if over else PeerFailure(str(error))
             DEFERRAL.defer(failure, self._outputs)
@@ -337,6 +342,8 @@ def _make_operation(name: str):
                 raise PeerFailure(f"{self} is not used after a failure")  # other workers may not use it, either
             return operate_or_raise(self, *args, **kwargs)
         except (Aborted, PeerFailure) as error:
+            if not DEFERRAL.is_active:
+                raise
             DEFERRAL.defer(error, outputs)
             return DeferredFailure(outputs)
 
