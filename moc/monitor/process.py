@@ -14,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from moc.errors import warning
 from moc.files.decode import parse
 from moc.files.event_log import Event, EventFollower
@@ -32,9 +34,8 @@ _log = logging.getLogger("moc")
 
 def node_memory() -> dict[str, int]:
     """Returns the total and the available host memory of this machine, in bytes."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    amounts = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
-    return {"total": amounts["MemTotal:"], "available": amounts["MemAvailable:"]}
+    memory = psutil.virtual_memory()
+    return {"total": int(memory.total), "available": int(memory.available)}
 
 
 class FollowedRun:

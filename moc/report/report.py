@@ -14,6 +14,7 @@ from typing import Any
 from moc.cli_output import Parser, console, escapes_output, human, print_lines, pyplot, refused, replacing
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
+from moc.files.safe_directory import SafeDirectory
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
 from moc.report.html import Section, write_html
 from moc.report.wall_clock import PHASES, Event, RecoveryTimes
@@ -31,6 +32,7 @@ PART_TITLES = {
 }
 """Titles of the fields of :class:`moc.report.wall_clock.Spent`, in table order."""
 
+_MOST_PICTURE_BYTES = 64 << 20
 _SETTINGS = {
     "sparse_window": "window W",
     "gradient_window": "window W of gradients",
@@ -426,7 +428,7 @@ def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Even
 def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         draw_report(f"{directory}/report.png", runs, events)
-        picture = Path(directory, "report.png").read_bytes()
+        picture = SafeDirectory(directory).read("report.png", _MOST_PICTURE_BYTES)
     names = [run.name for run in runs]
     sections: list[Section] = [
         (title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines])

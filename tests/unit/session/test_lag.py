@@ -84,6 +84,7 @@ class Model:
         )
         capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
         sealed = self._copying.begin()
+        figures |= dict(state=capture, gradients_s=0.0, delay=lambda: 0.0)
         return SimpleNamespace(iteration=iteration, sealed=sealed, capture=capture, in_memory=in_memory, **figures)
 
     def persist(self, snapshot, operators, pauses_s) -> None:

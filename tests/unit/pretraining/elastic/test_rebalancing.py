@@ -36,7 +36,7 @@ def test_experts_that_stay_keep_their_slots(elastic):
 
 
 def test_a_plan_by_load_is_more_even(elastic):
-    load, flags = [800, 50, 50, 20, 20, 20, 20, 20], f"{FLAGS} --elastic-slots 3"
+    load, flags = [800, 50, 50, 20, 20, 20, 20, 20], f"{FLAGS} --elastic-slots 3 --elastic-min-replicas 1"
     first, later = plans_for(elastic, 4, [1] * 8, flags), plans_for(elastic, 4, load, flags)
     before, after = (elastic[1].imbalance(plans, dict.fromkeys(range(4), load)) for plans in (first, later))
     assert after < 1.1 < before
