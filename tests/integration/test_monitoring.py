@@ -134,8 +134,10 @@ def browser():
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         options = {"alwaysMatch": {"goog:chromeOptions": {"args": flags}}}
         session = call("", capabilities=options)["sessionId"]
-        yield lambda path, **what: call(f"/{session}{path}", **what)
-        urllib.request.urlopen(urllib.request.Request(f"{address}/{session}", method="DELETE"))
+        try:
+            yield lambda path, **what: call(f"/{session}{path}", **what)
+        finally:
+            urllib.request.urlopen(urllib.request.Request(f"{address}/{session}", method="DELETE"))
     finally:
         driver.kill()
         driver.wait()
@@ -151,7 +153,7 @@ def test_browser_shows_a_kill_without_a_reload(job):
         text = "return document.getElementById('content').innerText"
         until(job, lambda: "Where the time went" in call("/execute/sync", script=text, args=[]))
         job.kill(1)
-        until(job, lambda: "worker-lost, signal 9" in call("/execute/sync", script=text, args=[]))
+        until(job, lambda: "worker 1 was killed by signal 9" in call("/execute/sync", script=text, args=[]))
         assert call("/execute/sync", script="return performance.getEntriesByType('navigation').length", args=[]) == 1
         broken = "return performance.getEntriesByType('resource').filter(one => !one.name.startsWith(location.origin))"
         assert call("/execute/sync", script=broken, args=[]) == []
