@@ -215,5 +215,3 @@ def test_a_failure_is_deferred_once():
     with pytest.raises(PeerFailure, match="first"):
         DEFERRAL.raise_deferred()
     DEFERRAL.raise_deferred()
-    with pytest.raises(PeerFailure, match="third"):
-        DEFERRAL.defer(PeerFailure("third"), None)
