@@ -28,6 +28,7 @@ from tests.integration.group_operations import (
     pairs,
     store_at,
 )
+from tests.replicas import replicas_world
 
 CPU = torch.device("cpu")
 
@@ -41,19 +42,7 @@ def lying_groups(**lies) -> Groups:
 
 def world() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return World(
-        rank=rank,
-        size=size,
-        device=CPU,
-        backend="nccl",
-        tensor_rank=0,
-        tensor_size=1,
-        pipeline_rank=0,
-        pipeline_size=1,
-        data_rank=rank,
-        data_size=size,
-        job=Job(),
-    )
+    return replicas_world(rank, size, backend="nccl")
 
 
 def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:

@@ -13,7 +13,8 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
 from moc.runtime import child_processes
-from moc.runtime.job import Job, World
+from moc.runtime.job import Job
+from tests.replicas import replicas_world
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +34,7 @@ JOB = Job()
 
 def topology(rank, size, micro_batch_size, batch):
     """The place of a data-parallel rank."""
-    world = World(
-        rank=rank,
-        size=size,
-        device=torch.device("cpu"),
-        backend="gloo",
-        tensor_rank=0,
-        tensor_size=1,
-        pipeline_rank=0,
-        pipeline_size=1,
-        data_rank=rank,
-        data_size=size,
-        job=JOB,
-    )
+    world = replicas_world(rank, size, JOB)
     return Topology(world, micro_batch_size, batch)
 
 

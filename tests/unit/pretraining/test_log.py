@@ -3,11 +3,9 @@
 import json
 from dataclasses import replace
 
-import torch
-
 from megatron.pretraining.process import cpu
-from moc.runtime.job import Job, World
 from moc.state.record import StepRecord
+from tests.replicas import replicas_world
 from tests.unit.pretraining.flags import parse
 
 cpu.install()
@@ -26,19 +24,7 @@ class Log(EventRecorder):
 
 
 def test_the_files_move_with_rank_0(tmp_path, capsys):
-    second = World(
-        rank=1,
-        size=2,
-        device=torch.device("cpu"),
-        backend="gloo",
-        tensor_rank=0,
-        tensor_size=1,
-        pipeline_rank=0,
-        pipeline_size=1,
-        data_rank=1,
-        data_size=2,
-        job=Job(),
-    )
+    second = replicas_world(1, 2)
     log = Log(parse(f"--log-dir {tmp_path}"), second)
     for place in (second, replace(second, rank=0, size=1), replace(second, rank=0), second):
         log.move(place)
@@ -52,19 +38,7 @@ def test_the_files_move_with_rank_0(tmp_path, capsys):
 
 def test_what_the_reporter_before_has_told_is_not_told_again(tmp_path):
     """A worker that comes opens the files when it is built; the others train on until they take it in."""
-    first = World(
-        rank=0,
-        size=2,
-        device=torch.device("cpu"),
-        backend="gloo",
-        tensor_rank=0,
-        tensor_size=1,
-        pipeline_rank=0,
-        pipeline_size=1,
-        data_rank=1,
-        data_size=2,
-        job=Job(),
-    )
+    first = replicas_world(0, 2)
     before, comes = (Log(parse(f"--log-dir {tmp_path}"), first) for _ in range(2))
     records = {i: StepRecord(i, 2.0, 1.0, 1.0, False, 4, 1e-3, 4) for i in (1, 2, 3)}
     before.iteration(records[1], 4, {})
