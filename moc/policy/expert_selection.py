@@ -31,9 +31,10 @@ class Limit:
     """One limit on a snapshot: bytes of each rank or node, or a number of experts.
 
     Attributes:
-        room: capacity of each bin, such as bytes by rank; at least 0.
-        cost: cost of each expert in each bin.
-        gradients: cost of an expert's gradients in place of its state, where known.
+        capacity: capacity of each bin, such as bytes by rank; at least 0.
+        costs: cost of each expert in each bin.
+        gradients: cost of an expert's gradients in each bin, where known. Otherwise gradients in place of a state cost as
+            much as it does, and gradients in addition to a state cost nothing: the expert counts once.
     """
 
     capacity: Mapping[int, float]
@@ -47,6 +48,10 @@ class Limit:
     def cost_by_bin(self, place: ExpertId, gradients_only: bool) -> Mapping[int, float]:
         """Returns the cost of an expert, or of its gradients, in each bin."""
         return self.gradients.get(place, self.costs[place]) if gradients_only else self.costs[place]
+
+    def comparison_cost_by_bin(self, place: ExpertId) -> Mapping[int, float]:
+        """Returns the cost of an expert's gradients in each bin, if its state is chosen, too."""
+        return self.gradients.get(place, {})
 
     @cached_property
     def _expert_count(self) -> int:
@@ -63,10 +68,10 @@ class Preselection:
     """Constraints set before experts are chosen.
 
     Attributes:
-        taken: experts that are chosen already, and count even if they do not fit.
-        cheaper: experts that cost only their gradients.
+        chosen: experts that are chosen already, and count even if they do not fit.
+        gradients_only: experts that cost only their gradients.
         share: share of each limit that experts may take.
-        both: experts among ``taken`` that cost their state and their gradients.
+        state_and_gradients: experts among ``chosen`` that cost their state and their gradients.
     """
 
     chosen: Collection[ExpertId] = ()
@@ -88,27 +93,33 @@ class _Groups:
     """Groups of experts with equal costs: if one does not fit, none of its group does.
 
     Attributes:
-        room: capacity of each bin, over all limits.
+        capacity: capacity of each bin, over all limits.
         costs: costs of an expert of a group, by bin.
         rows: group of each expert, by layer.
-        cheaper: group of each expert's gradients, by layer.
+        gradient_rows: group of each expert's gradients, by layer.
+        comparison_rows: as ``gradient_rows``, for gradients in addition to the state.
     """
 
     capacity: list[float]
     costs: list[tuple[tuple[int, float], ...]]
     rows: dict[int, list[int]]
     gradient_rows: dict[int, list[int]]
+    comparison_rows: dict[int, list[int]]
 
 
 @lru_cache(maxsize=16)  # limits stay the same for many snapshots
 def _groups(limits: tuple[Limit, ...]) -> _Groups:
     bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.capacity)}
     group_of_costs: dict[tuple[tuple[int, float], ...], int] = {}
-    tables: tuple[dict[int, list[int]], ...] = {}, {}
+    tables: tuple[dict[int, list[int]], ...] = {}, {}, {}
     for place in sorted(limits[0].costs):
-        for cheaper, rows in enumerate(tables):
-            of_each = (one.cost_by_bin(place, bool(cheaper)).items() for one in limits)
-            costs = tuple((bins[of, key], cost) for of, items in enumerate(of_each) for key, cost in items)
+        each = [
+            [one.cost_by_bin(place, gradients_only=False) for one in limits],
+            [one.cost_by_bin(place, gradients_only=True) for one in limits],
+            [one.comparison_cost_by_bin(place) for one in limits],
+        ]
+        for of_each, rows in zip(each, tables, strict=True):
+            costs = tuple((bins[of, key], cost) for of, by_bin in enumerate(of_each) for key, cost in by_bin.items())
             rows.setdefault(place[0], []).append(group_of_costs.setdefault(costs, len(group_of_costs)))
     return _Groups([room for limit in limits for room in limit.capacity.values()], list(group_of_costs), *tables)
 
@@ -130,7 +141,7 @@ class _RemainingCapacity:
         for layer, expert in given.chosen:
             self._subtract(self.rows[layer][expert])
         for layer, expert in given.state_and_gradients:
-            self._subtract(known.gradient_rows[layer][expert])
+            self._subtract(known.comparison_rows[layer][expert])
 
     def take_if_fits(self, group: int) -> bool:
         """Takes an expert of a group if it fits, and returns whether it does."""

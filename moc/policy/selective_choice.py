@@ -369,7 +369,7 @@ class ExpertChoice:
         max_age: iterations after which an expert, or the base of a chain, is saved first.
         gradients: gradients are saved in place of state where they suffice.
         sizes: sizes of both, by which scores count; None if unknown.
-        compares: if an expert is saved in full although its gradients suffice, these are saved, too.
+        saves_comparison: if an expert is saved in full although its gradients suffice, these are saved, too.
         storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at its speed.
     """
 

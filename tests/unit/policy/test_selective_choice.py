@@ -224,6 +224,19 @@ def test_a_number_of_experts_counts_gradients_as_states_do():
     assert not list(policy(bytes=2 * STATES).report.remarks())
 
 
+@pytest.mark.parametrize("fold", ["recovery", "peers"])
+def test_a_number_of_experts_includes_all_of_them_while_bases_are_renewed(fold):
+    """Gradients saved beside a state for comparison do not count as another expert."""
+    one, load = policy(experts=4, max_age=3, fold=fold), ZEROS
+    for iteration in range(2, 16):
+        load = loads(9, 5, 3, 1, before=load)
+        plan = take(one, iteration, load)
+        found = details(plan)
+        assert len(found[FULL]) + len(found[GRAD]) == 8
+        assert (fold == "peers") or not plan.compared
+    assert one.report.gauges()["mlt"] == 0
+
+
 def test_bytes_without_room_for_an_expert_are_refused():
     assert policy(bytes=FULL_BYTES).limits()
     with raises("snapshot-budget-too-small", "--selective-bytes"):
