@@ -47,7 +47,7 @@ def main() -> int:
         from moc.session.digests import Digests
         from moc.state.digests import StateDigest
 
-        functions = [(Digests, name) for name in ("completed", "ballot", "on_vote")]
+        functions = [(Digests, name) for name in ("completed", "contribution", "on_totals")]
         with clocked([(StateDigest, "compute")]) as read, clocked(functions) as inside:
             measured = measure(run, stop, own.iterations, inside)
         run.session.close()

@@ -131,16 +131,16 @@ class Engine:
 
 
 def train(engine, session, iterations):
-    """The loop: gradients, vote, update, commit, snapshot."""
+    """The loop: gradients, totals, update, commit, snapshot."""
     position, mean = session.resume(), None
     while position.iteration < iterations:
         progress("step")  # so that a hang is noticed
         begun = time.perf_counter()
         loss = engine.gradients(position.iteration)
-        vote = sum_over_workers({"loss": loss, **session.ballot()}, engine.world)  # from here on all can update
-        mean, batch = vote["loss"] / engine.world.size, BATCH * engine.world.size
+        totals = sum_over_workers({"loss": loss, **session.contribution()}, engine.world)  # from here on all can update
+        mean, batch = totals["loss"] / engine.world.size, BATCH * engine.world.size
         record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
-        session.on_vote(vote)  # waits for copies of what the update is about to change
+        session.on_totals(totals)  # waits for copies of what the update is about to change
         engine.apply(record)
         position = session.completed(record, begun)  # from here on a lost worker does not undo the iteration
         progress("save")  # may take longer, at the end above all

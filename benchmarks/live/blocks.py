@@ -113,7 +113,7 @@ def clocked(session: type, path: str, half: SecondHalf) -> None:
     for a processor, the GIL, copies or other workers.  A line also has the times of ``half``.
     """
     in_code, since = [0.0], [time.perf_counter(), time.thread_time()]
-    for name in ("ballot", "on_vote", "completed", "take"):
+    for name in ("contribution", "on_totals", "completed", "take"):
         setattr(session, name, _counted(getattr(session, name), in_code))
     commit = session.completed  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -26,8 +26,8 @@ def mean_loss(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop:
                 progress("evaluation")
                 reach("evaluating")
                 reports = stepper.schedule.forward(micro_batches)
-                ballot = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
-                sums = sum_over_workers(ballot, stepper.world)
+                contribution = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
+                sums = sum_over_workers(contribution, stepper.world)
                 if sums["stop"] > 0:
                     return None
                 total, tokens = total + sums["loss_sum"], tokens + sums["loss_tokens"]

@@ -20,7 +20,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
-from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.routing import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import Schedule, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
@@ -123,7 +123,7 @@ class WorkerParts:
     world: World
     chunks: list[DistributedDataParallel]
     modules: ModuleState
-    optimizer: VotedOptimizer
+    optimizer: CommitOptimizer
     scheduler: OptimizerParamScheduler
     program: Program
     streams: dict[str, BatchStream | None]

@@ -45,7 +45,7 @@ class Promise:
     experts: int | None
 
     @classmethod
-    def of(cls, policy: Policy, every: int, outstanding: int, votes: int) -> Promise:
+    def of(cls, policy: Policy, every: int, outstanding: int, commits: int) -> Promise:
         """Returns the promise of a policy.
 
         Storage keeps up if it writes each snapshot (with windows: each window) before the next one is due. A state
@@ -56,11 +56,11 @@ class Promise:
             policy: with the current settings.
             every: iterations between snapshots for storage.
             outstanding: snapshots that may be written to storage at the same time.
-            votes: iterations until a snapshot is known to be committed if its write takes no time.
+            commits: iterations until a snapshot is known to be committed if its write takes no time.
         """
         apart = policy.schedule.iterations_apart
         step = -(-max(every, apart) // apart) * apart
-        late = 2 * policy.schedule.window_length + votes
+        late = 2 * policy.schedule.window_length + commits
         cycle = policy.storage.cycle
         return cls((1 + outstanding) * step + late, None if cycle is None else (cycle + outstanding) * step + late)
 

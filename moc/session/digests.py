@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from moc.runtime.collectives import gather, sum_over_workers
-from moc.session.engine import Engine, VoteParticipant
+from moc.session.engine import CommitParticipant, Engine
 from moc.session.resume.rank_transfers import part_ids
 from moc.snapshot.background import background
 from moc.state.digests import (
@@ -161,7 +161,7 @@ def named(operators: Sequence[str]) -> str:
     return ", ".join(operators[:3]) + more
 
 
-class Digests(VoteParticipant):
+class Digests(CommitParticipant):
     """Digests of the state in one generation.
 
     Args:
@@ -186,7 +186,7 @@ class Digests(VoteParticipant):
     def completed(self, iteration: int) -> None:
         """Begins to sum this worker's part of the state after an update; communicates with no other worker.
 
-        The state must not change before :meth:`ballot`, :meth:`keep` or :meth:`wait`.
+        The state must not change before :meth:`contribution`, :meth:`keep` or :meth:`wait`.
         """
         self._sums = None
         if self._digest is None or iteration % self._interval:
@@ -201,14 +201,14 @@ class Digests(VoteParticipant):
         if self._sums is not None:
             wait([self._sums[1]])
 
-    def ballot(self) -> dict[str, Tensor]:
+    def contribution(self) -> dict[str, Tensor]:
         """Returns the contribution to the next all-reduce; the names are identical on all workers."""
         return {"digests": to_limbs(self._sums[1].result()[0])} if self._sums is not None and self._is_pending else {}
 
-    def on_vote(self, tally: Mapping) -> None:
+    def on_totals(self, totals: Mapping) -> None:
         """Receives the totals over all workers."""
-        if self._sums is not None and "digests" in tally:
-            self._known.add(self._sums[0], self._by_key(from_limbs(tally["digests"])))
+        if self._sums is not None and "digests" in totals:
+            self._known.add(self._sums[0], self._by_key(from_limbs(totals["digests"])))
             self._is_pending = False
 
     def of_snapshot(self, iteration: int) -> Callable[[], StateDigests | None]:

@@ -46,18 +46,18 @@ class Listener(Protocol):
         """
 
 
-class VoteParticipant:
+class CommitParticipant:
     """Participant in the commit all-reduce of each iteration.  The default contributes nothing."""
 
-    def ballot(self) -> dict[str, Any]:
+    def contribution(self) -> dict[str, Any]:
         """Returns this worker's contribution, numbers and 1-D tensors; the names are identical on all workers."""
         return {}
 
-    def on_vote(self, tally: dict[str, Any]) -> None:
+    def on_totals(self, totals: dict[str, Any]) -> None:
         """Receives the totals over all workers, right before the update; may raise, then on all workers."""
 
 
-class PipelineTap(VoteParticipant):
+class PipelineTap(CommitParticipant):
     """Logs of the traffic between pipeline stages, and timing of waits for it.  By default, nothing is logged."""
 
     gauges: Mapping[str, float] = MappingProxyType({})
@@ -130,11 +130,11 @@ class RouterTally(Protocol):
         """Returns this worker's counts since the last call, for the commit all-reduce."""
         ...
 
-    def by_layer(self, tally: dict) -> tuple[dict[int, list[int]], dict[int, int]]:
+    def by_layer(self, totals: dict) -> tuple[dict[int, list[int]], dict[int, int]]:
         """Returns, by layer, the tokens of each expert, and the tokens to be routed, from the sums over all workers."""
         ...
 
-    def probabilities(self, tally: dict) -> dict[int, list[float]]:
+    def probabilities(self, totals: dict) -> dict[int, list[float]]:
         """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
         ...
 
@@ -146,7 +146,7 @@ class RouterTally(Protocol):
         :attr:`~moc.policy.RecoveryResponse.capacity_boost`.
         """
 
-    def beyond(self, tally: dict) -> dict[int, list[int]]:
+    def beyond(self, totals: dict) -> dict[int, list[int]]:
         """Returns, by layer, the tokens that each expert processed beyond its capacity; empty if none was boosted."""
         ...
 

@@ -90,15 +90,15 @@ class Folds:
         if compare or fold:
             self._under_way[carrier.name] = self._thread.submit(self._order, carrier.name, compare, fold)
 
-    def ballot(self) -> dict[str, float]:
+    def contribution(self) -> dict[str, float]:
         """Returns the results since the last call; the names are identical on all workers."""
         with self._changing:
             counts, self._counts = self._counts, defaultdict(float)
         return {f"fold_{name}": counts[name] for name in _COUNTS}
 
-    def on_vote(self, tally: Mapping[str, float]) -> dict[str, float]:
+    def on_totals(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Receives the results of all nodes; returns the values to report, if any."""
-        told = {name: tally[f"fold_{name}"] for name in _COUNTS}
+        told = {name: totals[f"fold_{name}"] for name in _COUNTS}
         self._trusted |= told["equal"] > 0
         self._over |= told["differing"] > 0
         self._seconds += told["seconds"]

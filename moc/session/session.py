@@ -4,8 +4,8 @@
     position = session.resume()                        # from survivors, memory, storage, or nothing
     while position.iteration < iterations:
         ...                                            # forward, backward, reduce
-        vote = sum_over_workers(mine | session.ballot(), engine.world)
-        session.on_vote(vote)                          # waits for copies of the state that the update changes
+        totals = sum_over_workers(mine | session.contribution(), engine.world)
+        session.on_totals(totals)                          # waits for copies of the state that the update changes
         ...                                            # update
         position = session.completed(record, begun)    # the commit: a later loss of a worker undoes nothing
         session.take()                                 # starts a snapshot if the policy plans one
@@ -32,7 +32,7 @@ from moc.runtime.progress import PROGRESS
 from moc.session.claims import claimed, take_places
 from moc.session.components import Components, SizesByPlan, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
-from moc.session.engine import Engine, Listener, VoteParticipant
+from moc.session.engine import CommitParticipant, Engine, Listener
 from moc.session.peers import copies_of
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.replay import check_freezing
@@ -49,7 +49,7 @@ _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""
 
 
-class Session(VoteParticipant):
+class Session(CommitParticipant):
     """Fault tolerance of one generation; every worker calls every method except :meth:`close` and :meth:`interrupt`.
 
     Args:
@@ -160,15 +160,15 @@ class Session(VoteParticipant):
         saving.begin_again()
         self._running = parts, saving
 
-    def ballot(self) -> dict[str, Any]:
-        """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
+    def contribution(self) -> dict[str, Any]:
+        """Returns the progress of this worker's snapshots; see :class:`CommitParticipant`."""
         if self._running is None:
             return {}
         parts, saving = self._running
         mine = saving.contribution()
-        return mine if parts.tokens is None else parts.tokens.ballot() | mine
+        return mine if parts.tokens is None else parts.tokens.contribution() | mine
 
-    def on_vote(self, tally: dict[str, float]) -> None:
+    def on_totals(self, totals: dict[str, float]) -> None:
         """Commits snapshots that all workers have copied, and waits for copies of the state that the update changes.
 
         Raises:
@@ -176,9 +176,9 @@ class Session(VoteParticipant):
         """
         if self._running is not None:
             parts, saving = self._running
-            saving.receive(tally)
+            saving.receive(totals)
             if parts.tokens is not None:
-                parts.tokens.on_vote(tally)
+                parts.tokens.on_totals(totals)
             saving.wait_for_copies()
         self._whole = False
 

@@ -48,15 +48,15 @@ class TokenTracker:
         """Stops counting."""
         self._counts.close()
 
-    def ballot(self) -> dict:
-        """Returns the counts of this worker's routers; see :class:`moc.session.engine.VoteParticipant`."""
+    def contribution(self) -> dict:
+        """Returns the counts of this worker's routers; see :class:`moc.session.engine.CommitParticipant`."""
         return self._counts.take()
 
-    def on_vote(self, tally: dict) -> None:
+    def on_totals(self, totals: dict) -> None:
         """Receives the counts of all routers."""
-        self._heard, self._beyond = self._counts.by_layer(tally), self._counts.beyond(tally)
+        self._heard, self._beyond = self._counts.by_layer(totals), self._counts.beyond(totals)
         if self._with_probabilities:
-            self.probabilities = self._counts.probabilities(tally)
+            self.probabilities = self._counts.probabilities(totals)
 
     def completed(self, skipped: bool) -> None:
         """Records a completed iteration; if it was skipped, no expert has learned from it."""

@@ -135,7 +135,7 @@ class Rotation:
         """Whether any buffer is being written to storage."""
         return any(slot.persisting for slot in self.slots)
 
-    def voted(self) -> Rotation:
+    def committed(self) -> Rotation:
         """Records a commit all-reduce: every rank has done its earlier work, including commits of snapshots."""
         return self._each(
             lambda slot: replace(slot, use=Use.FREE, superseded_by=None) if slot.use is Use.RETIRING else slot

@@ -350,22 +350,22 @@ class ProtectedRun:
         engine, session, loop = self._engine, self._session, self._loop
         assert session is not None  # the body runs in a generation
         finite = engine.reduce()
-        mine = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.ballot()}
-        vote = sum_over_workers(mine, self._world)  # from here on all workers can update
-        self.loss, self._losses, self._number = vote["loss"] / self._world.size, 0.0, 0
+        mine = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.contribution()}
+        totals = sum_over_workers(mine, self._world)  # from here on all workers can update
+        self.loss, self._losses, self._number = totals["loss"] / self._world.size, 0.0, 0
         batches = loop.accumulate * self._world.size
         record = StepRecord(
             iteration=self._position.iteration + 1,
-            loss=vote["loss"] / self._world.size,
+            loss=totals["loss"] / self._world.size,
             grad_norm=0.0 if finite else float("inf"),
             loss_scale=1.0 if loop.scaler is None else float(loop.scaler.get_scale()),
             skipped=not finite,
             tokens=0,
             learning_rate=engine.learning_rate,
             samples=batches,
-            stop=bool(vote["stop"]),
+            stop=bool(totals["stop"]),
         )
-        session.on_vote(vote)
+        session.on_totals(totals)
         engine.apply(record)
         self._pending = record, self._begun
 

@@ -75,19 +75,19 @@ class RouterCounter:
             values.zero_()
         return taken
 
-    def by_layer(self, tally: Mapping) -> tuple[dict[int, list[int]], dict[int, int]]:
+    def by_layer(self, totals: Mapping) -> tuple[dict[int, list[int]], dict[int, int]]:
         """Returns, by layer, the tokens of each expert, and their sum."""
-        counts = {layer: [int(count) for count in tally[f"tokens_of_{layer}"]] for layer in self._experts}
+        counts = {layer: [int(count) for count in totals[f"tokens_of_{layer}"]] for layer in self._experts}
         return counts, {layer: sum(row) for layer, row in counts.items()}
 
-    def probabilities(self, tally: Mapping) -> dict[int, list[float]]:
+    def probabilities(self, totals: Mapping) -> dict[int, list[float]]:
         """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
-        return {layer: tally[f"probabilities_of_{layer}"] for layer in self._experts}
+        return {layer: totals[f"probabilities_of_{layer}"] for layer in self._experts}
 
     def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
         """Has no effect: experts of any module have no known capacity."""
 
-    def beyond(self, tally: Mapping) -> dict[int, list[int]]:
+    def beyond(self, totals: Mapping) -> dict[int, list[int]]:
         """Returns nothing: no expert is boosted."""
         return {}
 

@@ -55,7 +55,7 @@ def train_watching_the_gate(flags: dict, bytes_per_s: float) -> dict:
 
     components.bubbles_on = lambda device: watched()
     noting(Schedule, "_one_micro_batch", "computing")
-    noting(Stepper, "_vote", "voting")
+    noting(Stepper, "_all_reduce", "voting")
     noting(Stepper, "complete", "updating")
     told = bodies.train(flags) | {when: sorted(set(states)) for when, states in seen.items()}
     return told | {"waits": len(waits)}

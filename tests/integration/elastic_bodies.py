@@ -95,10 +95,10 @@ def cuts_that_differ(flags: dict) -> dict:
         ``codes`` of the errors that end training, and ``iterations`` that were completed.
     """
     told: dict = {"iterations": 0}
-    on_vote = Rebalancer.on_vote
+    on_totals = Rebalancer.on_totals
 
-    def watched(self, tally) -> None:
-        on_vote(self, tally)
+    def watched(self, totals) -> None:
+        on_totals(self, totals)
         told["iterations"] += 1
         if dist.get_rank() == dist.get_world_size() - 1:
             self._shards.cut = dataclasses.replace(self._shards.cut, holders=self._shards.cut.holders[::-1])
@@ -107,7 +107,7 @@ def cuts_that_differ(flags: dict) -> dict:
         told["codes"] = codes_in("\n".join(sentences))
         sys.exit(code)
 
-    Rebalancer.on_vote, errors._end = watched, end
+    Rebalancer.on_totals, errors._end = watched, end
     with contextlib.suppress(SystemExit):
         bodies.train(flags)
     return told

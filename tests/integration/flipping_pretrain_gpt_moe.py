@@ -39,16 +39,16 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
         take = Session.take
         Session.take = lambda self: (flip(self), take(self))[1]
     else:
-        ballot = Session.ballot
+        contribution = Session.contribution
 
         def contribute(self) -> dict:
             if self._running is not None:
                 for taken in self._running[1]._stages.copying.queue:
                     taken.snapshot.capture.wait()
             flip(self)
-            return ballot(self)
+            return contribution(self)
 
-        Session.ballot = contribute
+        Session.contribution = contribute
 
 
 if __name__ == "__main__":

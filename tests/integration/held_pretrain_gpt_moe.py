@@ -30,7 +30,7 @@ def hold(may_end: Path) -> None:
     def held(run, stop):
         while run.position.iteration == run.train_iters - before and not run_on_rank0(may_end.exists, "waiting"):
             if run.guests is not None:
-                run.guests.on_vote(sum_over_workers(run.guests.ballot(), run.world))
+                run.guests.on_totals(sum_over_workers(run.guests.contribution(), run.world))
                 run.guests.meet()
             time.sleep(0.05)
         with open(begun, "a") as file:

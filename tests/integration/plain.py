@@ -64,12 +64,12 @@ def _train(engine: Engine, session: Session, log: Log, records: list[dict], flag
     log.events.write("start", iteration=began, **told)
     while position.iteration < flags["train_iters"]:
         begun = time.perf_counter()
-        sums = {"loss": engine.gradients(position.iteration), **session.ballot()}
-        vote = sum_over_workers(sums, engine.world)
+        sums = {"loss": engine.gradients(position.iteration), **session.contribution()}
+        totals = sum_over_workers(sums, engine.world)
         batch = BATCH * engine.world.size
-        loss, tokens = vote["loss"] / engine.world.size, batch * (SEQUENCE - 2)
+        loss, tokens = totals["loss"] / engine.world.size, batch * (SEQUENCE - 2)
         record = StepRecord(position.iteration + 1, loss, 0.0, 1.0, False, tokens, 1e-3, batch)
-        session.on_vote(vote)
+        session.on_totals(totals)
         engine.apply(record)
         position = session.completed(record, begun)
         session.take()

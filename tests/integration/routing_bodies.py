@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.pretraining.engine.routing import RouterCounts
-from moc.session.engine import VoteParticipant
+from moc.session.engine import CommitParticipant
 from tests.integration.bodies import with_run
 
 
-class _Counting(VoteParticipant):
+class _Counting(CommitParticipant):
     def __init__(self, counts: RouterCounts):
         self._counts, self.seen = counts, []
 
-    def ballot(self) -> dict:
+    def contribution(self) -> dict:
         return self._counts.take()
 
-    def on_vote(self, tally: dict) -> None:
-        self.seen.append((*self._counts.by_layer(tally), self._counts.probabilities(tally)))
+    def on_totals(self, totals: dict) -> None:
+        self.seen.append((*self._counts.by_layer(totals), self._counts.probabilities(totals)))
 
 
 def count(flags: dict) -> list[dict]:

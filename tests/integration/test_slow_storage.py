@@ -71,7 +71,7 @@ def test_what_is_left_without_memory(policy, storage, data, tmp_path):
         left = Persisted.of(held, model)
         published = [0, *(event["iteration"] for event in events(flags, "persist")), at]
         gap = max(b - a for a, b in itertools.pairwise(published))
-        promise = Promise.of(model, gap + model.schedule.window_length, outstanding=1, votes=ALL_REDUCES)
+        promise = Promise.of(model, gap + model.schedule.window_length, outstanding=1, commits=ALL_REDUCES)
         assert left.iteration > 0 and not overdue(left, promise, model.operators, at, since=1)
 
         ended = train("1", flags | dict(exit_interval=left.iteration + 1))

@@ -24,7 +24,7 @@ from megatron.pretraining.config.deterministic import is_exact, promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, join_phrases, same_words
-from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
 from moc.files.decode import parse
@@ -66,7 +66,7 @@ def training_state(
     config: Config,
     world: World,
     position: Position,
-    optimizer: VotedOptimizer,
+    optimizer: CommitOptimizer,
     scheduler: OptimizerParamScheduler,
     described: Mapping,
     data: DataIdentity | None,
@@ -90,13 +90,13 @@ def training_state(
     } | dict(described)
 
 
-def grad_scaler_state(optimizer: VotedOptimizer) -> dict | None:
+def grad_scaler_state(optimizer: CommitOptimizer) -> dict | None:
     """Returns fp16's loss scale and its history, as values of JSON; None without one."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
     return _plain(scalers[0].state_dict()) if scalers else None
 
 
-def restore_grad_scaler(optimizer: VotedOptimizer, saved: dict | None) -> None:
+def restore_grad_scaler(optimizer: CommitOptimizer, saved: dict | None) -> None:
     """Restores fp16's loss scale and its history."""
     for member in members(optimizer.core):
         scaler = getattr(member, "grad_scaler", None)
@@ -179,7 +179,7 @@ def check_data(config: Config, data: DataIdentity | None, saved: Mapping, where:
 def warn_of_other_run(
     config: Config,
     world: World,
-    optimizer: VotedOptimizer,
+    optimizer: CommitOptimizer,
     data: DataIdentity | None,
     saved: Mapping,
     say: Callable[[str], None],
@@ -197,7 +197,7 @@ def warn_of_other_data(data: DataIdentity | None, saved: Mapping, say: Callable[
             say(f"WARNING: the {split} data changed: {join_phrases(changed)}")
 
 
-def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
+def warn_of_other_package(optimizer: CommitOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
     """Warns if another implementation of the optimizer updated the saved state."""
     there, here = saved.get("optimizer_package"), package_of(optimizer.core)
     if there and here and there != here:
@@ -207,7 +207,7 @@ def warn_of_other_package(optimizer: VotedOptimizer, saved: Mapping, say: Callab
         )
 
 
-def check_package(config: Config, optimizer: VotedOptimizer, saved: Mapping, where: object) -> None:
+def check_package(config: Config, optimizer: CommitOptimizer, saved: Mapping, where: object) -> None:
     """Refuses a window whose updates were made by another implementation of the optimizer, if recovery is exact.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.pretraining.checkpoint.contents import check_optimizer, restore_grad_scaler
 from megatron.pretraining.config import Config
-from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.owned import set_step
 from megatron.pretraining.engine.state import optimizer_fragments
 from moc.errors import cause_of, code_of, with_code
@@ -22,7 +22,7 @@ from moc.store.shard_file import BoxTensor, MissingTensorError, ShardReader, rea
 DIRECTORY = "optimizer"
 
 
-def entries_of(chunks: Sequence[Any], optimizer: VotedOptimizer) -> list[BoxTensor]:
+def entries_of(chunks: Sequence[Any], optimizer: CommitOptimizer) -> list[BoxTensor]:
     """Returns this rank's shard of the optimizer state, on the host, since forked writers cannot read the device."""
     return [
         BoxTensor(f.name, f.slot, f.global_shape, f.region, f.view.cpu())
@@ -42,7 +42,7 @@ def load(
     state: Mapping | None,
     config: Config,
     chunks: Sequence[Any],
-    optimizer: VotedOptimizer,
+    optimizer: CommitOptimizer,
 ) -> None:
     """Loads the optimizer state of a checkpoint, in any layout; a collective call.
 
@@ -72,7 +72,7 @@ def load(
     restore_grad_scaler(optimizer, state["grad_scaler"])
 
 
-def fill(directory: Path, paths: Sequence[Path], chunks: Sequence[Any], optimizer: VotedOptimizer) -> str | None:
+def fill(directory: Path, paths: Sequence[Path], chunks: Sequence[Any], optimizer: CommitOptimizer) -> str | None:
     """Fills this rank's optimizer state from files of any layout; returns the error if a part is missing."""
     try:
         reader = ShardReader(paths)

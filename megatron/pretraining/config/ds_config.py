@@ -130,14 +130,14 @@ _WITHOUT_EFFECT = {  # at ZeRO stages 1 and 2
 
 _ONLY = {  # accepted value, and the remedy for others
     "gradient_predivide_factor": (1.0, "set 1.0, since gradients are averaged after their sum"),
-    "bf16.check_grad_overflow": (True, "drop it, since the vote of each iteration looks at all gradients"),
+    "bf16.check_grad_overflow": (True, "drop it, since the commit all-reduce of each iteration looks at all gradients"),
     "optimizer.params.adam_w_mode": (True, "set true, since weight decay is decoupled (AdamW)"),
     "optimizer.params.bias_correction": (True, "set true, since Adam's moments are corrected"),
     "gradient_allreduce_op": ("mean", "set mean, since gradients are averaged"),
     "managed_gradient_accumulation": (True, "set true, since micro batches are accumulated"),
     "zero_optimization.contiguous_gradients": (True, "set true, since experts need contiguous gradients"),
     "zero_optimization.reduce_scatter": (True, "set true, since experts need it"),
-    "zero_optimization.compute_grad_norm": (True, "set true, since the vote of each iteration needs it"),
+    "zero_optimization.compute_grad_norm": (True, "set true, since the commit all-reduce of each iteration needs it"),
     "zero_optimization.overlap_comm": (False, "set false, since it was not tried on GPUs yet"),
     "zero_optimization.zero_hpz_partition_size": (1, "set 1, since it is of stage 3"),
     "zero_optimization.offload_optimizer.ratio": (1.0, "set 1.0, since all optimizer state is offloaded"),

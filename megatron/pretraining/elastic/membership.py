@@ -46,7 +46,7 @@ from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
 from moc.runtime.environment import min_nodes
 from moc.runtime.job import World
-from moc.session.engine import Listener, VoteParticipant
+from moc.session.engine import CommitParticipant, Listener
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
 
@@ -358,7 +358,7 @@ class MembersChange(Exception):
         self.has_handed_over = has_handed_over
 
 
-class Guests(VoteParticipant):
+class Guests(CommitParticipant):
     """Agreement on the iteration after which all workers leave, for one generation.
 
     Args:
@@ -369,13 +369,13 @@ class Guests(VoteParticipant):
     def __init__(self, world: World, hand_over: Callable[[Collection[int]], None]):
         self._world, self._hand_over, self._wait = world, hand_over, False
 
-    def ballot(self) -> dict[str, float]:
+    def contribution(self) -> dict[str, float]:
         """Returns whether this worker was notified that nodes join or depart; others may not be yet."""
         return {"guests": float(self._world.job.has_change_notice)}
 
-    def on_vote(self, tally: Mapping[str, float]) -> None:
+    def on_totals(self, totals: Mapping[str, float]) -> None:
         """Makes all workers leave after this iteration if any was notified."""
-        self._wait = tally["guests"] > 0
+        self._wait = totals["guests"] > 0
 
     def meet(self) -> None:
         """Leaves the generation between two iterations, if the commit all-reduce decided so.

@@ -24,7 +24,7 @@ from moc.elastic.transfers import count_new_replicas
 from moc.events import EventLog
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
-from moc.session.engine import VoteParticipant
+from moc.session.engine import CommitParticipant
 
 _BITS = 32  # of a hash in the commit all-reduce
 _PROBE = 1 << 20  # bytes that each worker sends to each other worker to measure bandwidth
@@ -100,7 +100,7 @@ def _short(text: str) -> int:
     return xxhash.xxh32_intdigest(text.encode())
 
 
-class Rebalancer(VoteParticipant):
+class Rebalancer(CommitParticipant):
     """Participant in the commit all-reduce that counts expert loads, compares plans and cuts, and moves replicas."""
 
     def __init__(
@@ -114,16 +114,16 @@ class Rebalancer(VoteParticipant):
         self._share = expert_share(config, vocab_size)
         self._interval = config.elastic.elastic_rebalance_interval
         self._loads: dict[int, list[int]] = {}
-        self._seconds, self._votes, self._voted_at = 0.0, 0, time.perf_counter()
+        self._seconds, self._commits, self._committed_at = 0.0, 0, time.perf_counter()
         self._second_per_byte: float | None = None
 
     def close(self) -> None:
         """Stops counting."""
         self._tally.close()
 
-    def ballot(self) -> dict:
+    def contribution(self) -> dict:
         """Returns this worker's tokens, time since the last commit, plan and assignment."""
-        seconds = time.perf_counter() - self._voted_at
+        seconds = time.perf_counter() - self._committed_at
         tokens = self._tally.take()
         return {
             "elastic_tokens": tokens["expert_tokens"],
@@ -147,30 +147,30 @@ class Rebalancer(VoteParticipant):
             found[world.pipeline_rank, world.tensor_rank] = torch.tensor([*bits, 1.0], dtype=torch.float64)
         return found.view(-1)
 
-    def on_vote(self, tally: dict) -> None:
+    def on_totals(self, totals: dict) -> None:
         """Adds up the load, and compares plans and assignments.
 
         Raises:
             PlansDiffer: on all workers.
         """
-        if tally["elastic_plan"] != float(hash_of(self._replicas.plans)) * self._world.size:
+        if totals["elastic_plan"] != float(hash_of(self._replicas.plans)) * self._world.size:
             raise PlansDiffer(
                 "workers hold experts by different plans, so their gradients do not belong together. Fix: restart the "
                 "job from its last checkpoint, and report this as an error of the program"
             )
-        counts = torch.tensor(tally["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
+        counts = torch.tensor(totals["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
         if bool(((counts != 0.0) & (counts != counts[:, -1:])).any()):
             raise PlansDiffer(
                 "workers hold optimizer state by different cuts, so some updates would be lost. Fix: restart the job "
                 "from its last checkpoint, and report this as an error of the program"
             )
-        told = {"expert_tokens": tally["elastic_tokens"], "sent_tokens": tally["elastic_sent"]}
+        told = {"expert_tokens": totals["elastic_tokens"], "sent_tokens": totals["elastic_sent"]}
         for layer, tokens in self._tally.by_layer(told)[0].items():
             self._loads[layer] = [a + b for a, b in zip(self._loads.get(layer, [0] * len(tokens)), tokens, strict=True)]
         self._replicas.loads = self._loads
-        self._voted_at = time.perf_counter()
-        self._seconds += tally["elastic_seconds"] / self._world.size
-        self._votes += 1
+        self._committed_at = time.perf_counter()
+        self._seconds += totals["elastic_seconds"] / self._world.size
+        self._commits += 1
 
     def restore(self, moving: Callable[[], AbstractContextManager[None]]) -> None:
         """Moves replicas to the plans of the loaded snapshot, so that the run stays bit-identical; a collective call.
@@ -185,12 +185,12 @@ class Rebalancer(VoteParticipant):
 
     def due(self, iteration: int) -> bool:
         """Returns whether to check for better plans after an iteration."""
-        return bool(self._interval and self._votes) and iteration % self._interval == 0
+        return bool(self._interval and self._commits) and iteration % self._interval == 0
 
     def wanted(self) -> Move | None:
         """Returns the move for the load since the last check, if it pays off before the next; a collective call."""
-        loads, seconds = self._loads, self._seconds / self._votes
-        self._loads, self._seconds, self._votes = {}, 0.0, 0
+        loads, seconds = self._loads, self._seconds / self._commits
+        self._loads, self._seconds, self._commits = {}, 0.0, 0
         now = self._replicas.plans
         plans = plans_for(self._config, self._replicas.nodes, loads, now)
         if plans == now:
@@ -208,7 +208,7 @@ class Rebalancer(VoteParticipant):
         taken = self._replicas.move_to(plans, wanted.flow)
         self._engine.state.describe()
         experts = sum(count_new_replicas(before[stage], plan) for stage, plan in plans.items())
-        self._voted_at = time.perf_counter()  # excludes the move from the iteration time
+        self._committed_at = time.perf_counter()  # excludes the move from the iteration time
         events.write(
             "rebalance",
             iteration=iteration,

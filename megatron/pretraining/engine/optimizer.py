@@ -1,9 +1,9 @@
 """Splits the step of megatron-core's optimizers at the commit all-reduce: local statistics before, the update after.
 
 ``MegatronOptimizer.step()`` mixes collectives with changes of state.  Here a rank's gradient statistics are a pure
-contribution (:meth:`VotedOptimizer.local_square_norm`) to the commit all-reduce.  :meth:`VotedOptimizer.apply` changes
-state without collectives, which could leave ranks inconsistent.  :meth:`VotedOptimizer.gather_weights`, ZeRO-1's
-all-gather of updated weights, is safe to repeat.
+contribution (:meth:`CommitOptimizer.local_square_norm`) to the commit all-reduce.  :meth:`CommitOptimizer.apply`
+changes state without collectives, which could leave ranks inconsistent.  :meth:`CommitOptimizer.gather_weights`,
+ZeRO-1's all-gather of updated weights, is safe to repeat.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXACT, STOCK = "exact", "stock"
 """Norms of gradients: a float64 sum that is the same in every layout, and Megatron-LM's float32 norm."""
 
 
-class VotedOptimizer:
+class CommitOptimizer:
     """megatron-core optimizer whose step is split by the commit all-reduce."""
 
     def __init__(
@@ -83,7 +83,7 @@ class VotedOptimizer:
                 member.prepare_grads()
             drop_gradients(member, moving)
 
-    def norm_ballot(self) -> dict[str, torch.Tensor]:
+    def norm_contribution(self) -> dict[str, torch.Tensor]:
         """Returns this rank's contribution to the gradient norm; with Megatron-LM's norm, a collective call."""
         if self.norm == EXACT:
             return {"square_norm": self.local_square_norm()}
@@ -92,9 +92,9 @@ class VotedOptimizer:
         # equal on all ranks: a sum with zeros has the same bits
         return {"norm": norm if dist.get_rank() == 0 or not norm.isfinite() else torch.zeros_like(norm)}
 
-    def voted_norm(self, vote: dict[str, float]) -> float:
+    def total_norm(self, totals: dict[str, float]) -> float:
         """Returns the norm before clipping, without the loss scale; inf if it is not finite."""
-        value = vote["square_norm"] if self.norm == EXACT else vote["norm"]
+        value = totals["square_norm"] if self.norm == EXACT else totals["norm"]
         if not math.isfinite(value):
             return math.inf
         return (math.sqrt(value) if self.norm == EXACT else value) / self.loss_scale

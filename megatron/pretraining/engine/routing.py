@@ -168,27 +168,27 @@ class RouterCounts:
 
     def take(self) -> dict[str, torch.Tensor]:
         """Returns this worker's flat contributions to the commit all-reduce since the last call."""
-        ballot = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
+        contribution = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
         if self._adds_up:
-            ballot["expert_probabilities"] = self._probabilities.flatten().clone()
+            contribution["expert_probabilities"] = self._probabilities.flatten().clone()
         if self._boosted:
-            ballot["tokens_beyond"] = self._beyond.flatten().double()
+            contribution["tokens_beyond"] = self._beyond.flatten().double()
         for counter in (self._counts, self._sent, self._beyond, self._probabilities):
             counter.zero_()
-        return ballot
+        return contribution
 
-    def by_layer(self, tally: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    def by_layer(self, totals: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
         """Returns the totals by layer: tokens of each expert, and tokens sent times TopK."""
-        sent = {layer: int(tally["sent_tokens"][place]) for layer, place in self._place.items()}
-        return self._table(tally["expert_tokens"]), sent
+        sent = {layer: int(totals["sent_tokens"][place]) for layer, place in self._place.items()}
+        return self._table(totals["expert_tokens"]), sent
 
-    def beyond(self, tally: dict[str, list[float]]) -> dict[int, list[int]]:
+    def beyond(self, totals: dict[str, list[float]]) -> dict[int, list[int]]:
         """Returns the total tokens of each expert beyond its capacity, by layer; empty without a boost."""
-        return self._table(tally["tokens_beyond"]) if "tokens_beyond" in tally else {}
+        return self._table(totals["tokens_beyond"]) if "tokens_beyond" in totals else {}
 
-    def probabilities(self, tally: dict[str, list[float]]) -> dict[int, list[float]]:
+    def probabilities(self, totals: dict[str, list[float]]) -> dict[int, list[float]]:
         """Returns the total routing probabilities by layer and expert, if they are summed."""
-        sums, experts = tally["expert_probabilities"], self._counts.shape[1]
+        sums, experts = totals["expert_probabilities"], self._counts.shape[1]
         return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
 
     def _table(self, flat: list[float]) -> dict[int, list[int]]:
@@ -330,6 +330,6 @@ class AuxiliaryLosses(Protocol):
         """Clears the values of an iteration that is not reported."""
         ...
 
-    def means(self, vote: dict[str, Any]) -> dict[str, float]:
+    def means(self, totals: dict[str, Any]) -> dict[str, float]:
         """Returns the means by name, from the totals of the commit all-reduce."""
         ...

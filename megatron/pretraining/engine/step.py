@@ -23,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.data.streams import Batch
 from megatron.pretraining.engine.module_state import ModuleState
-from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.routing import AuxiliaryLosses
 from megatron.pretraining.engine.schedule import Schedule
 from megatron.pretraining.engine.upstream import UpstreamTap
@@ -33,7 +33,7 @@ from moc.fault_points import reach
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import World
 from moc.runtime.progress import progress
-from moc.session.engine import VoteParticipant
+from moc.session.engine import CommitParticipant
 from moc.state.record import StepRecord, mean_loss
 
 
@@ -51,14 +51,14 @@ class Stepper:
     chunks: list[DistributedDataParallel]
     modules: ModuleState
     schedule: Schedule
-    optimizer: VotedOptimizer
+    optimizer: CommitOptimizer
     scheduler: OptimizerParamScheduler
     auxiliary: AuxiliaryLosses
     boundaries: UpstreamTap
     count_zeros: bool = False
     params_norm: bool = False
     refuse_non_finite: bool = True
-    participants: tuple[VoteParticipant, ...] = ()
+    participants: tuple[CommitParticipant, ...] = ()
 
     @property
     def world(self) -> World:
@@ -80,12 +80,12 @@ class Stepper:
         reach("start", iteration + 1)
         reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
-        vote = self._vote(iteration + 1, reports, stop)  # after this, all workers can complete the iteration
+        totals = self._all_reduce(iteration + 1, reports, stop)  # after this, all workers can complete the iteration
         reach("after_vote")
-        record = self._decide(iteration, vote)
+        record = self._decide(iteration, totals)
         progress("save")
         for participant in self.participants:  # a snapshot in progress reads state that the update is about to change
-            participant.on_vote(vote)
+            participant.on_totals(totals)
         progress("step")
         self.complete(record)
         reach("after_apply")
@@ -142,25 +142,25 @@ class Stepper:
         self.optimizer.reduced = iteration + 1
         return reports
 
-    def _vote(self, iteration: int, reports: list[dict], stop: bool) -> dict[str, float]:
-        ballot = {
-            **self.optimizer.norm_ballot(),
+    def _all_reduce(self, iteration: int, reports: list[dict], stop: bool) -> dict[str, float]:
+        contribution = {
+            **self.optimizer.norm_contribution(),
             **sum_losses(reports, self.world),
             "stop": float(stop),
             **self.auxiliary.take(iteration),
         }
         for participant in self.participants:
-            ballot |= participant.ballot()
+            contribution |= participant.contribution()
         if self.count_zeros:
-            ballot["zeros"] = self.optimizer.count_zeros()
+            contribution["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
-            ballot["params_square_norm"] = self.optimizer.local_params_square_norm()
+            contribution["params_square_norm"] = self.optimizer.local_params_square_norm()
         reach("before_vote")
         with self.boundaries.waiting():  # stages that finish early wait here
-            return sum_over_workers(ballot, self.world)
+            return sum_over_workers(contribution, self.world)
 
-    def _decide(self, iteration: int, vote: dict[str, float]) -> StepRecord:
-        norm, loss = self.optimizer.voted_norm(vote), mean_loss(vote)
+    def _decide(self, iteration: int, totals: dict[str, float]) -> StepRecord:
+        norm, loss = self.optimizer.total_norm(totals), mean_loss(totals)
         skipped = not math.isfinite(norm)
         record = StepRecord(
             iteration=iteration + 1,
@@ -168,13 +168,13 @@ class Stepper:
             grad_norm=norm,
             loss_scale=self.optimizer.loss_scale,
             skipped=skipped,
-            tokens=int(vote["loss_tokens"]),
+            tokens=int(totals["loss_tokens"]),
             learning_rate=self.optimizer.learning_rate,
             samples=self.topology.global_batch_size,
-            zeros=int(vote["zeros"]) if self.count_zeros else None,
-            params_norm=math.sqrt(vote["params_square_norm"]) if self.params_norm else None,
-            stop=vote["stop"] > 0,
-            auxiliary=self.auxiliary.means(vote),
+            zeros=int(totals["zeros"]) if self.count_zeros else None,
+            params_norm=math.sqrt(totals["params_square_norm"]) if self.params_norm else None,
+            stop=totals["stop"] > 0,
+            auxiliary=self.auxiliary.means(totals),
         )
         if self.refuse_non_finite and (skipped or not math.isfinite(loss)):
             self.modules.discard()

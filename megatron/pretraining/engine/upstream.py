@@ -200,7 +200,7 @@ class UpstreamLog(UpstreamTap):
             request.wait()
         return received
 
-    def ballot(self) -> dict[str, float]:
+    def contribution(self) -> dict[str, float]:
         """See :class:`UpstreamTap`."""
         return {
             "upstream_failed": float(self._log.failure() is not None),
@@ -209,19 +209,19 @@ class UpstreamLog(UpstreamTap):
             "upstream_given_up": float(self._log.dropped_iterations),
         }
 
-    def on_vote(self, tally: Mapping[str, float]) -> None:
+    def on_totals(self, totals: Mapping[str, float]) -> None:
         """Handles the totals of the commit all-reduce, see :class:`UpstreamTap`."""
-        if tally["upstream_failed"]:
+        if totals["upstream_failed"]:
             raise CheckpointError(first_reported(self._log.failure()))
-        if tally["upstream_given_up"] and not self._given_up:
+        if totals["upstream_given_up"] and not self._given_up:
             self._tell(
                 "upstream logs are full, so the oldest iterations are dropped, and a recovery that needs them will be "
                 "a replay by all stages: raise --upstream-log-limit, or shorten --sparse-window"
             )
-        self._given_up = tally["upstream_given_up"]
+        self._given_up = totals["upstream_given_up"]
         self.gauges = {
-            "upstream_log_bytes": tally["upstream_bytes"],
-            "upstream_log_iterations": tally["upstream_iterations"] / self._world.size,
+            "upstream_log_bytes": totals["upstream_bytes"],
+            "upstream_log_iterations": totals["upstream_iterations"] / self._world.size,
         }
 
     def on_stored(self, plan: SnapshotPlan) -> None:

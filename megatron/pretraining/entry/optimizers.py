@@ -50,7 +50,7 @@ def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]
     problems.refuse(
         own_norm is not None,
         f"the model has parameters with the grad_norm_group {own_norm!r}, whose gradients are clipped by a norm of "
-        "their own, which the vote does not carry. Fix: drop the attribute",
+        "their own, which the commit all-reduce does not carry. Fix: drop the attribute",
         code="optimizer-unsupported",
     )
     problems.refuse(
@@ -65,8 +65,8 @@ def refuse_built(optimizer: MegatronOptimizer, chunks: Iterable[torch.nn.Module]
 def _check_state(arguments: Any, problems: Problems) -> None:
     problems.refuse(
         _value(arguments, "mtp_detach_heads"),
-        "--mtp-detach-heads clips the gradients of MTP heads by a norm of their own, which the vote does not carry. "
-        "Fix: drop it",
+        "--mtp-detach-heads clips the gradients of MTP heads by a norm of their own, which the commit all-reduce does "
+        "not carry. Fix: drop it",
         code="optimizer-excludes-flag",
     )
     problems.refuse(

@@ -24,7 +24,7 @@ from megatron.pretraining.duties import due
 from megatron.pretraining.elastic.placement import Plans, first_plans, nodes_of_stages
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
-from megatron.pretraining.engine.optimizer import VotedOptimizer
+from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.schedule import RateSchedule
 from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
@@ -119,7 +119,7 @@ class StockProgram:
         core_config = get_model_config(chunks[0])
         core_config.grad_scale_func, core_config.timers = core.scale_loss, get_timers()
         _let_schedule_overlap_communication(args, core_config, chunks)
-        optimizer = VotedOptimizer(core, chunks, args.clip_grad, config.regularization.grad_norm)
+        optimizer = CommitOptimizer(core, chunks, args.clip_grad, config.regularization.grad_norm)
         log = StockLog(config, world, core)
         if release := transformer_engine():
             log.message(f"Transformer Engine {release}")
@@ -214,7 +214,7 @@ class StockProgram:
             _forget_iteration(run.stepper.chunks)
             return False
         clear_trackers()
-        sums = sum_over_workers(collected.ballot(run.world) | {"stop": float(stop.pending)}, run.world)
+        sums = sum_over_workers(collected.contribution(run.world) | {"stop": float(stop.pending)}, run.world)
         run.log.evaluation(iteration, split, sums["loss"] / max(sums["weight"], 1.0))
         return not sums["stop"]
 
@@ -427,7 +427,7 @@ class _Losses:
 
         return step
 
-    def ballot(self, world: World) -> dict[str, torch.Tensor]:
+    def contribution(self, world: World) -> dict[str, torch.Tensor]:
         """Returns this worker's sum and weight; tensor-parallel replicas count once."""
         counted = self._sums if world.tensor_rank == 0 else []
         total = sum(counted, torch.zeros(2, dtype=torch.float64, device=world.device))

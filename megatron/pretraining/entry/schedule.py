@@ -103,18 +103,18 @@ class Reports:
             self._routed_layers = sum({stage: count for *_, stage, count, _ in told}.values())
             self._layers = sorted({layer for *_, numbers in told for layer in numbers})
         zero = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-        ballot = {}
+        contribution = {}
         for name in self.names:
             total, weight = self._sums.get(name, zero)
-            ballot |= {_SUM + name: total, _WEIGHT + name: weight}
+            contribution |= {_SUM + name: total, _WEIGHT + name: weight}
         self._micro_batches = self._topology.mean_micro_batches
         for name in self._of_routers:
-            ballot[name] = self._share(metrics[name]).sum() / self._routed_layers if name in metrics else zero[0]
+            contribution[name] = self._share(metrics[name]).sum() / self._routed_layers if name in metrics else zero[0]
         self._sums = {}
         self._counter.keep()
         if self._layers and due(get_args().log_interval, iteration):
-            ballot[_LOAD] = self._counter.take(self._layers)
-        return ballot
+            contribution[_LOAD] = self._counter.take(self._layers)
+        return contribution
 
     def drop(self) -> None:
         """Discards an iteration that is not reported."""
@@ -122,11 +122,11 @@ class Reports:
         self._counter.drop()
         clear_trackers()
 
-    def means(self, vote: dict[str, Any]) -> dict[str, float]:
+    def means(self, totals: dict[str, Any]) -> dict[str, float]:
         """Returns means of reported values and routers' losses, by name, from the totals of the commit all-reduce."""
-        self.load = self._counter.load(self._layers, vote[_LOAD]) if _LOAD in vote else None
-        reported = {name: vote[_SUM + name] / max(vote[_WEIGHT + name], 1.0) for name in self.names or ()}
-        return reported | {name: vote[name] for name in self._of_routers}
+        self.load = self._counter.load(self._layers, totals[_LOAD]) if _LOAD in totals else None
+        reported = {name: totals[_SUM + name] / max(totals[_WEIGHT + name], 1.0) for name in self.names or ()}
+        return reported | {name: totals[name] for name in self._of_routers}
 
     def _share(self, entry: MetricEntry) -> torch.Tensor:
         """Scales a worker's values so that their sum over all workers is the mean.

@@ -96,9 +96,9 @@ REFUSED = {
     "optimizer_cuda_graph": Refusal(_GRAPHS),
     "log_straggler": Refusal(_MEASURES),
     "log_energy": Refusal(_MEASURES),
-    "gpu_sniff_test_interval": Refusal("tests devices between iterations, outside of the vote"),
+    "gpu_sniff_test_interval": Refusal("tests devices between iterations, outside of the commit all-reduce"),
     "qk_clip": Refusal("changes weights after the optimizer's update, which a replay would not repeat"),
-    "log_max_attention_logit": Refusal("reads values that the vote does not carry"),
+    "log_max_attention_logit": Refusal("reads values that the commit all-reduce does not carry"),
     "iterations_to_skip": Refusal("passes samples without an iteration, which no position describes", (None, ())),
     "decrease_batch_size_if_needed": Refusal("drops samples by the number of workers, which may change in a run"),
     "save_wgrads_interval": Refusal(_TENSORS),
@@ -116,7 +116,9 @@ REFUSED = {
     "phase_transition_iterations": Refusal(_PHASES),
     "full_validation": Refusal("evaluates as many batches as the data have, which differ between workers"),
     "reuse_grad_buf_for_mxfp8_param_ag": Refusal("overwrites the reduced gradients that a recovery may apply"),
-    "moe_expert_rank_capacity_factor": Refusal("runs an iteration again when experts overflow, before the vote"),
+    "moe_expert_rank_capacity_factor": Refusal(
+        "runs an iteration again when experts overflow, before the commit all-reduce"
+    ),
     "hybrid_context_parallel": Refusal("balances samples between workers by their past"),
     "modelopt_enabled": Refusal("distills or quantizes by ModelOpt, whose state no snapshot holds"),
     "moe_routing_trace_path": Refusal(_TENSORS),

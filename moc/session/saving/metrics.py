@@ -66,7 +66,7 @@ class Meter:
         self._stall_s += time.perf_counter() - begun
 
     def contribution(self) -> dict[str, float]:
-        """Returns this worker's times; see :class:`moc.session.engine.VoteParticipant`."""
+        """Returns this worker's times; see :class:`moc.session.engine.CommitParticipant`."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return {
             "snapshot_stall_s": stall_s,

@@ -254,13 +254,13 @@ class SavingPipeline:
         self._stages.copying.begin(plan, storage)
 
     def contribution(self) -> dict[str, Any]:
-        """Returns this worker's entries of the commit all-reduce; see :class:`VoteParticipant`."""
+        """Returns this worker's entries of the commit all-reduce; see :class:`CommitParticipant`."""
         parts = self._parts
         progress = self._stages.progress()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._failure.find() is not None)}
-        folded = {} if parts.folds is None else parts.folds.ballot()
-        others = parts.tap.ballot() | self.storage.health.contribution() | parts.meter.contribution()
-        return others | parts.digests.ballot() | progress | failed | folded
+        folded = {} if parts.folds is None else parts.folds.contribution()
+        others = parts.tap.contribution() | self.storage.health.contribution() | parts.meter.contribution()
+        return others | parts.digests.contribution() | progress | failed | folded
 
     def receive(self, totals: dict[str, float]) -> None:
         """Receives the totals of an iteration's commit all-reduce."""
@@ -343,14 +343,14 @@ class SavingPipeline:
     def _advance(self, totals: dict[str, float]) -> None:
         """Receives the totals of an all-reduce, of an iteration or extra."""
         parts = self._parts
-        self._reservation.rotation = self._reservation.rotation.voted()
+        self._reservation.rotation = self._reservation.rotation.committed()
         parts.report.stalled(self.storage.begun, parts.meter.receive(totals))
         if totals["snapshot_failed"]:
             raise CheckpointError(first_reported(self._failure.find()))
-        parts.tap.on_vote(totals)
+        parts.tap.on_totals(totals)
         self.storage.health.receive(totals)
-        parts.digests.on_vote(totals)
-        if parts.folds is not None and (folded := parts.folds.on_vote(totals)):
+        parts.digests.on_totals(totals)
+        if parts.folds is not None and (folded := parts.folds.on_totals(totals)):
             parts.report.folded(self._position.iteration, folded)
         self._memory.release_superseded()
         self._stages.advance(totals)

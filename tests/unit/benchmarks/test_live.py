@@ -190,16 +190,16 @@ def test_what_an_attack_must_not_bring_about(generation, last, told, broken):
 
 def test_what_a_thread_does_by_its_own_clocks(tmp_path):
     class Session:
-        def ballot(self):
+        def contribution(self):
             end = time.thread_time() + 0.02
             while time.thread_time() < end:
                 pass
 
-        def on_vote(self):
+        def on_totals(self):
             time.sleep(0.03)
 
         def take(self):
-            self.ballot()
+            self.contribution()
 
         def completed(self, record, begun):
             return SimpleNamespace(iteration=record)
@@ -214,8 +214,8 @@ def test_what_a_thread_does_by_its_own_clocks(tmp_path):
             schedules.forward_step(seconds)
             assert schedules.backward_step(seconds) == "gradients"
         if iteration == 7:
-            session.ballot()
-            session.on_vote()
+            session.contribution()
+            session.on_totals()
         session.completed(iteration, 0.0)
     first, second = Events(tmp_path / "clocks.jsonl").all()
     assert (first["iteration"], second["iteration"]) == (6, 7)

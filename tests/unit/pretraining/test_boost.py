@@ -223,7 +223,7 @@ def test_a_run_that_continues_without_a_boost_owes_nothing():
     layer = Layer()
     tracker = tracker_of(layer, None)
     tracker.goes_on(owing(OWED, 20))
-    assert tracker.debt is None and "tokens_owed" not in tracker.gauges | tracker.ballot()
+    assert tracker.debt is None and "tokens_owed" not in tracker.gauges | tracker.contribution()
 
 
 @pytest.mark.parametrize("everybody", [False, True])
@@ -240,7 +240,7 @@ def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(ever
     while tracker.debt.left and iterations <= most:
         more = layer()[1] & ~routed
         made_up = [sum(pair) for pair in zip(made_up, more.sum(dim=0).tolist(), strict=True)]
-        tracker.on_vote({name: values.tolist() for name, values in tracker.ballot().items()})
+        tracker.on_totals({name: values.tolist() for name, values in tracker.contribution().items()})
         tracker.completed(skipped=False)
         iterations += 1
     assert tracker.debt.made_up == (tuple(made_up),)

@@ -96,7 +96,7 @@ KNOWN = {
 
 
 def test_a_new_release_adds_nothing_to_the_update_unnoticed():
-    """``VotedOptimizer`` takes the place of these methods."""
+    """``CommitOptimizer`` takes the place of these methods."""
     core = Path(importlib.util.find_spec("megatron.core.optimizer").origin).parent
     read = set()
     for file in ("optimizer.py", "layer_wise_optimizer.py"):

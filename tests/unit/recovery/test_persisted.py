@@ -58,7 +58,7 @@ def test_the_newest_full_saves():
     ],
 )
 def test_promises(settings, every, outstanding, promise):
-    assert Promise.of(made(**settings), every, outstanding, votes=3) == promise
+    assert Promise.of(made(**settings), every, outstanding, commits=3) == promise
 
 
 def test_what_is_older_than_promised_is_overdue_once_storage_had_a_chance():

@@ -38,7 +38,7 @@ def go_on(folds: Folds, run: Run, iterations: int, **details) -> list[dict]:
         folds.take_over(run.carrier)
         run.train(**(details or ALL_GRAD))
         folds.go_on(run.carrier)
-        told.append(folds.on_vote(folds.ballot()))
+        told.append(folds.on_totals(folds.contribution()))
     return list(filter(None, told))
 
 
@@ -66,10 +66,10 @@ def test_a_difference_ends_it_on_all_nodes(folds, run, monkeypatch):
     assert go_on(folds, run, 5) == [] and run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
     assert NAMES[0] not in run.store.read_manifest(1).operators  # the chain before is not kept any longer
     other = Folds()
-    nothing = dict.fromkeys(other.ballot(), 0.0)
-    other.on_vote(nothing | {"fold_equal": 1.0})
+    nothing = dict.fromkeys(other.contribution(), 0.0)
+    other.on_totals(nothing | {"fold_equal": 1.0})
     assert other._trusted and not other._over
-    other.on_vote(nothing | {"fold_differing": 1.0})
+    other.on_totals(nothing | {"fold_differing": 1.0})
     assert other._over
 
 

@@ -133,7 +133,7 @@ class Model:
 def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) -> SavingPipeline:
     """Trains, and takes the snapshots that a policy plans."""
     world, nothing = SimpleNamespace(size=1, rank=0), Mock()
-    nothing.ballot.return_value, nothing.on_vote.return_value = {}, {}
+    nothing.contribution.return_value, nothing.on_totals.return_value = {}, {}
     nothing.with_gradients.return_value.layout.nbytes = 1
     nothing.processes, nothing.replicate = [], lambda *_: model.replicate()
     memory = None if tier == "disk" else Mock()

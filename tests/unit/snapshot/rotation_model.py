@@ -209,7 +209,7 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
         if setting.fails:
             yield "not published", state._replace(to_publish=tuple(others))
     if all(rank.at == "vote" and not (rank.waiting and not _has_waited(rank, setting)) for rank in state.ranks):
-        yield from _votes(state, setting)
+        yield from _commits(state, setting)
     for number, rank in enumerate(state.ranks):
         if rank.at in ("remove", "publish"):
             yield f"{number} {rank.at}", _led(state, setting, number)
@@ -283,10 +283,10 @@ def _told(queue: tuple[Taken, ...], done: Callable[[Taken], bool]) -> int:
     return len(list(itertools.takewhile(done, queue[:POSITIONS])))
 
 
-def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
-    """All vote, and hear what all say; what is done too late for the ballot is as good as done after the vote.
+def _commits(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
+    """All vote, and hear what all say; what is done too late for the contribution is as good as done after the vote.
 
-    But a ballot is filled one line after the other, so that it may miss the seal of what it says is written.
+    But a contribution is filled one line after the other, so that it may miss the seal of what it says is written.
     """
     first = state.ranks[0]
     if any(rank.rotation != first.rotation for rank in state.ranks):
@@ -321,7 +321,7 @@ def _votes(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
 
 
 def _heard(rank: Rank, copied: int, replicated: int, written: int, leads: bool, setting: Setting) -> Rank:
-    rotation, ready = rank.rotation.voted(), rank.copying[:copied]
+    rotation, ready = rank.rotation.committed(), rank.copying[:copied]
     at_once = not setting.peers or setting.impatient
     safe = [*(ready if at_once else ()), *(() if setting.impatient else rank.replicating[:replicated])]
     for taken in safe:

@@ -192,9 +192,9 @@ def test_buffers_are_taken_in_order_and_given_back():
     rotation = rotation.complete(20)
     assert [slot.use for slot in rotation.slots] == [Use.RETIRING, Use.RECOVERY]
     assert (rotation.free(), rotation.recovery) == (2, 20)
-    assert rotation.voted().free() == 0 and rotation.voted().all_free() == (0,)
+    assert rotation.committed().free() == 0 and rotation.committed().all_free() == (0,)
     with pytest.raises(KeyError):
-        rotation.voted().holding(10)
+        rotation.committed().holding(10)
 
 
 @pytest.mark.parametrize("spare", [2, 3])
@@ -202,16 +202,16 @@ def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
     rotation, newest = Rotation.of(spare, keep=True, stores=False), 0
     for iteration in range(1, 6):
         rotation = rotation.begin(iteration, False, iteration - 2 if iteration == 3 else None)
-        rotation, newest = rotation.complete(iteration).voted(), iteration
+        rotation, newest = rotation.complete(iteration).committed(), iteration
     begun = range(newest + 1, newest + 1 + spare)  # the end of the second window, and what follows
     for iteration in begun:
-        rotation = rotation.begin(iteration, False, 4 if iteration == 6 else None).voted()
+        rotation = rotation.begin(iteration, False, 4 if iteration == 6 else None).committed()
     assert len(rotation.slots) == rotation.most(3)
     rotation = rotation.complete(6).complete(7)
     while rotation.free() is not None:
         rotation = rotation.begin(newest + 10 + len(rotation.slots), False, None)
     assert len(rotation.slots) == rotation.most(3)
-    assert rotation.voted().free() == 0
+    assert rotation.committed().free() == 0
 
 
 def test_what_goes_to_storage_is_kept_until_it_is_there():
@@ -221,7 +221,7 @@ def test_what_goes_to_storage_is_kept_until_it_is_there():
     assert rotation.persisted(10).free() == 0
 
     rotation = Rotation.of(1, keep=True).begin(10, False, 10).complete(10).persist(10)
-    rotation = rotation.begin(20, False, 20).complete(20).voted()
+    rotation = rotation.begin(20, False, 20).complete(20).committed()
     assert rotation.free() is None
     assert rotation.persisted(10).free() == 0
 
@@ -244,18 +244,18 @@ def test_a_window_stays_until_another_one_is_whole():
         assert Use.RETIRING not in uses(rotation).values()
         rotation = rotation.complete(iteration)
         assert (uses(rotation)[min(uses(rotation))] is Use.RETIRING) == (iteration == 4)
-        rotation = rotation.voted()
+        rotation = rotation.committed()
     assert uses(rotation) == dict.fromkeys((2, 3, 4, 5), Use.RECOVERY)
-    everything = rotation.begin(6, False, 6).complete(6).voted()
+    everything = rotation.begin(6, False, 6).complete(6).committed()
     assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
 
 
 def test_one_vote_can_complete_two_snapshots():
-    rotation = Rotation.of(2, keep=True).begin(9, False, 9).voted().complete(9).voted()
-    rotation = rotation.begin(10, False, 10).voted().begin(11, False, 11)
-    rotation = rotation.voted().complete(10).complete(11)
+    rotation = Rotation.of(2, keep=True).begin(9, False, 9).committed().complete(9).committed()
+    rotation = rotation.begin(10, False, 10).committed().begin(11, False, 11)
+    rotation = rotation.committed().complete(10).complete(11)
     assert len(rotation.slots) == rotation.most(1) and rotation.free() is None
-    assert rotation.voted().free() == 0
+    assert rotation.committed().free() == 0
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
@@ -268,11 +268,11 @@ def test_buffers_that_shorter_windows_do_not_need_go():
     rotation = Rotation.of(2, keep=True)
     assert Rotation.of(2, keep=True, stores=False).most(4) == rotation.most(4) - 3  # storage holds no window
     for iteration in range(1, 5):
-        rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).voted()
-    rotation = rotation.begin(5, False, 5).complete(5).voted()
+        rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).committed()
+    rotation = rotation.begin(5, False, 5).complete(5).committed()
     assert len(rotation.slots) == 5 and rotation.trimmed(9).slots == rotation.slots
     assert rotation.trimmed(5) == rotation.trimmed(3)  # what is needed stays
-    rotation = rotation.begin(6, False, 6).complete(6).voted()
+    rotation = rotation.begin(6, False, 6).complete(6).committed()
     assert len(rotation.trimmed(3).slots) == 3 and rotation.trimmed(3).free() == 1
 
 
@@ -282,7 +282,7 @@ def test_a_recovered_snapshot_that_is_taken_again_supersedes_only_itself():
     taken = rotation.begin(6, persisting=False, supersedes=None)
     assert taken.holding(6) == 5
     complete = taken.complete(6)
-    assert complete.holding(6) == 5 and complete.voted().all_free() == (4,)
-    assert complete.voted().held() == {2, 3, 4, 5, 6}
-    window = complete.voted().begin(7, persisting=False, supersedes=5).complete(7).voted()
+    assert complete.holding(6) == 5 and complete.committed().all_free() == (4,)
+    assert complete.committed().held() == {2, 3, 4, 5, 6}
+    window = complete.committed().begin(7, persisting=False, supersedes=5).complete(7).committed()
     assert window.held() == {5, 6, 7}
