@@ -92,7 +92,8 @@ def work(case: str) -> None:
     run, stop, _ = begin([*FLAGS.split(), *CASES[case].split()])
     from megatron.core.transformer.moe import router
 
-    from megatron.pretraining.loop import iterate, rebalance
+    from megatron.pretraining.elastic.rebalancing import Rebalancer
+    from megatron.pretraining.loop import iterate
 
     forced = Forced()
     router.topk_routing_with_score_function = forced
@@ -105,8 +106,9 @@ def work(case: str) -> None:
             iterate(run, stop)
             for clock, now in CLOCKS.items():
                 told[clock].append(now() - begun[clock])
-        if asked["move"] and run.rebalancer is not None:
-            rebalance(run, due=True)
+        if asked["move"]:
+            for rebalancer in (callback for callback in run.callbacks if isinstance(callback, Rebalancer)):
+                rebalancer.rebalance(run)
         print(json.dumps(told), flush=True)
 
 

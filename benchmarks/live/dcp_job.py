@@ -42,7 +42,7 @@ def main() -> None:
 
     from benchmarks.save_peers.torch_dcp import DcpSaver, state_dict
     from megatron.pretraining.engine.state import MegatronState
-    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
+    from megatron.pretraining.loop import iterate, prepare
 
     position = torch.zeros(2, dtype=torch.int64)  # iterations, samples
     state = state_dict(run.stepper.chunks, run.stepper.optimizer.core) | {"position": position}
@@ -56,7 +56,7 @@ def main() -> None:
         run.stepper.scheduler.step(samples)
         run.log.events.write("resume", iteration=iterations, tier="dcp", seconds=time.perf_counter() - begun)
     saver = DcpSaver(state, "thread")
-    collect_garbage_by_hand(run)
+    prepare(run)
     while run.position.iteration < run.train_iters:
         iterate(run, stop)
         if run.position.iteration % own.every == 0:

@@ -43,9 +43,9 @@ def measured_peer(own, flags: Sequence[str], saver_of) -> dict:
 
     run, stop, _ = begin([*flags, "--train-iters", "100000"])
     from megatron.pretraining.engine.state import optimizer_fragments
-    from megatron.pretraining.loop import collect_garbage_by_hand, iterate
+    from megatron.pretraining.loop import iterate, prepare
 
-    collect_garbage_by_hand(run)
+    prepare(run)
     chunks, optimizer = run.stepper.chunks, run.stepper.optimizer.core
     masters = (f for f in optimizer_fragments(chunks, optimizer) if f.slot == "master" and f.first_copy)
     parameters = sum(gather(sum(f.view.numel() for f in masters)))

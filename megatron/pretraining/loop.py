@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 
 import torch
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import deterministic_if_exact
-from megatron.pretraining.duties import Duties, due, duties_after
+from megatron.pretraining.duties import Duties, duties_after
 from megatron.pretraining.elastic.membership import MembersChange
 from megatron.pretraining.engine.step import NonFiniteError
 from megatron.pretraining.parts import Program, TrainingRun
@@ -19,9 +17,10 @@ from megatron.pretraining.process.initialize import shut_down
 from megatron.pretraining.process.paths import check_outputs
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import EXIT_DONE, EXIT_REQUEUE, StopRequested, StopRequests
+from megatron.pretraining.session import flush
 from megatron.pretraining.setup import start
 from moc.cli_output import print_lines
-from moc.errors import cause_of, codes_in, warning, with_code
+from moc.errors import cause_of, codes_in, warning
 from moc.fault_points import reach
 from moc.runtime.managed_job import join_job
 from moc.runtime.progress import progress
@@ -95,7 +94,7 @@ def train(run: TrainingRun, stop: StopRequests) -> int:
 
 def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
     """Iterates, evaluates and saves until the last iteration or a stop request."""
-    collect_garbage_by_hand(run)
+    prepare(run)
     run.log.skip_time()
     last = run.position.iteration if run.config.training.skip_train else run.train_iters
     if run.stops and run.position.iteration < last:
@@ -106,10 +105,15 @@ def train_iterations_left(run: TrainingRun, stop: StopRequests) -> int:
         record = iterate(run, stop)
         ends = follow(run, stop, duties_after(run.config, record.iteration, record.stop))
         if not ends and run.position.iteration < run.train_iters:
-            meet_guests(run)
-            rebalance(run)
-            plan_anew(run)
+            for callback in run.callbacks:
+                callback.between_iterations(run)
     return leave(run, stop) if ends else finish(run, stop)
+
+
+def prepare(run: TrainingRun) -> None:
+    """Runs the callbacks before the first iteration of a generation."""
+    for callback in run.callbacks:
+        callback.before_training(run)
 
 
 def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
@@ -125,7 +129,8 @@ def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
 def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     """Computes, commits, snapshots and reports one iteration."""
     progress("step")
-    run.program.begin(run)
+    for callback in run.callbacks:
+        callback.before_iteration(run)
     begun = time.perf_counter()
     batches = run.batches("train", run.position.consumed_samples)
     record = run.stepper.step(run.position.iteration, batches, stop.pending)
@@ -135,68 +140,10 @@ def iterate(run: TrainingRun, stop: StopRequests) -> StepRecord:
     progress("save")
     run.session.take()
     run.log.iteration(record, run.position.consumed_samples, run.session.gauges)
-    run.program.completed(run)
     run.checkpoints.poll()
-    if due(run.config.training.manual_gc_interval, record.iteration):
-        gc.collect()
+    for callback in run.callbacks:
+        callback.after_iteration(run)
     return record
-
-
-def plan_anew(run: TrainingRun) -> None:
-    """With ``--ckpt-policy auto``, flushes the state and restarts the session if the policy is to change.
-
-    Raises:
-        PolicySwitched: on all workers, once the last snapshot is in storage.
-    """
-    if run.auto is None or run.session.storage_fails:
-        return
-    if not run.auto.plans_anew(run.position.iteration, run.session.load):
-        return
-    run.auto.ends()
-    progress("save")
-    if problem := secured(run):
-        run.auto.goes_on()
-        run.log.message(f"WARNING: the policy is not changed: {problem}")
-        return
-    raise PolicySwitched
-
-
-def meet_guests(run: TrainingRun) -> None:
-    """With ``--elastic``, ends this generation if nodes have joined or depart; training continues in the next one.
-
-    Raises:
-        MembersChange: on all workers, after the same iteration.
-    """
-    if run.guests is not None:
-        run.guests.meet()
-
-
-def rebalance(run: TrainingRun, due: bool = False) -> None:
-    """With ``--elastic``, moves expert replicas to match the load, if this is ``due`` and pays."""
-    if run.rebalancer is None or not (due or run.rebalancer.due(run.position.iteration)):
-        return
-    wanted = run.rebalancer.wanted()
-    if wanted is not None:
-        progress("save")
-        with run.session.moving():
-            run.rebalancer.move(run.position.iteration, wanted, run.log.events)
-        run.log.skip_time()
-
-
-def collect_garbage_by_hand(run: TrainingRun) -> None:
-    """Exempts set-up's objects from garbage collection; with ``--manual-gc``, disables automatic collection."""
-    gc.collect()
-    gc.freeze()
-    give_back_memory()
-    if run.config.training.manual_gc:
-        gc.disable()
-
-
-def give_back_memory() -> None:
-    """Returns free C heap memory to the system (glibc only); set-up cannot reuse the holes of earlier generations."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def report_loss(run: TrainingRun, split: str, stop: StopRequests, final: bool = False) -> bool:
@@ -226,10 +173,10 @@ def secure(run: TrainingRun) -> None:
         CheckpointError: on all workers, if neither ``--ckpt-dir`` nor ``--save`` has it.
     """
     progress("save")
-    if run.auto is not None:
-        run.auto.ends()
+    for callback in run.callbacks:
+        callback.before_last_snapshot(run)
     asked = run.config.snapshot.ckpt_policy is not None, run.config.checkpoint.save is not None
-    problems = [secured(run), last_checkpoint(run)]
+    problems = [flush(run), last_checkpoint(run)]
     failed = [problem for problem in problems if problem]
     if failed and len(failed) == sum(asked):
         raise CheckpointError(failed[0])
@@ -242,17 +189,6 @@ def secure(run: TrainingRun) -> None:
     for problem in failed:
         sentence = f"{cause_of(problem)}; the last state is saved in the other place. Fix: resume from there"
         run.log.message(warning(sentence, code=codes_in(problem)[-1]))
-
-
-def secured(run: TrainingRun) -> str:
-    """Flushes the last snapshot to storage; returns the problem, empty on success."""
-    try:
-        run.session.flush()
-    except CheckpointError as error:
-        if run.config.checkpoint.save_failure == "stop":
-            raise
-        return with_code(error)
-    return ""
 
 
 def last_checkpoint(run: TrainingRun) -> str:

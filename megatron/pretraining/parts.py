@@ -1,8 +1,8 @@
-"""Defines a training program, the parts of a worker that it builds, and the run of a generation."""
+"""Defines a training program, the parts of a worker that it builds, the run of a generation, and its callbacks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,15 +14,12 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.data.identity import DataIdentity
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.duties import Duties
-from megatron.pretraining.elastic.membership import Guests
-from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.state_transfer import Shards
-from megatron.pretraining.engine.megatron import Model
+from megatron.pretraining.engine.megatron import MegatronEngine, Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.routing import AuxiliaryLosses
-from megatron.pretraining.engine.schedule import Schedule, drop_unfinished_iteration
+from megatron.pretraining.engine.schedule import Schedule, Turns, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
 from megatron.pretraining.logging.records import EventRecorder
@@ -32,6 +29,7 @@ from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.job import Interruption, Job, World
 from moc.session.auto import AutoPolicy
+from moc.session.engine import CommitParticipant
 from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
 from moc.state.record import Position
@@ -86,16 +84,63 @@ class Program(Protocol):
         """
         ...
 
-    def begin(self, run: TrainingRun) -> None:
-        """Runs before each iteration."""
-        ...
-
-    def completed(self, run: TrainingRun) -> None:
-        """Runs after each completed iteration."""
+    def callbacks(self, world: World) -> Sequence[Callback]:
+        """Returns the program's callbacks in a generation."""
         ...
 
     def forget_iteration(self, parts: WorkerParts) -> None:
         """Clears state of an interrupted iteration or evaluation outside of :class:`WorkerParts`."""
+        ...
+
+
+class Callback(CommitParticipant):
+    """Extension of the training loop.  By default, each hook does nothing.
+
+    All workers have the same callbacks, and call each hook of all of them in the same order.
+    """
+
+    def before_training(self, run: TrainingRun) -> None:
+        """Runs before the first iteration of a generation."""
+
+    def before_iteration(self, run: TrainingRun) -> None:
+        """Runs before each iteration."""
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        """Runs after each committed iteration, before an evaluation or a save."""
+
+    def between_iterations(self, run: TrainingRun) -> None:
+        """Runs between two iterations, after an evaluation or a save; may end the generation by an exception."""
+
+    def before_last_snapshot(self, run: TrainingRun) -> None:
+        """Runs before the final state is written to storage."""
+
+    def close(self) -> None:
+        """Runs when the generation ends by a loss of workers or a change of nodes."""
+
+
+class MovingState(Protocol):
+    """State that moves between workers when the number of nodes changes.
+
+    Attributes:
+        replicas: replicas of experts.
+    """
+
+    replicas: Replicas
+
+    def settle(self, parts: WorkerParts) -> None:
+        """Agrees on the location of the state before the workers resume; a collective call.
+
+        Raises:
+            NoRecoveryPoint: no worker has trained, and this worker was built with other experts than it is assigned.
+        """
+        ...
+
+    def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> Sequence[Callback]:
+        """Moves the state to its new places after the workers resumed, and returns the generation's callbacks."""
+        ...
+
+    def turns(self, seed: int, topology: Topology) -> Turns:
+        """Returns the hooks of a worker's micro batches."""
         ...
 
 
@@ -113,9 +158,8 @@ class WorkerParts:
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
         log_memory: memory of its upstream logs, also kept.
-        replicas: with ``--elastic``, replicas of experts.
-        shards: with ``--elastic``, shards of the dense optimizer state, if it is sharded.
-        rebalancer: rebalancer of the current generation; None without ``--elastic``.
+        moving: state that moves between workers; None if the number of nodes is fixed.
+        callbacks: callbacks of the current generation.
         began: iterations completed before this worker began to train; None until then.
     """
 
@@ -136,9 +180,8 @@ class WorkerParts:
     checkpoints: Saves | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)
     log_memory: LogMemory = field(default_factory=LogMemory)
-    replicas: Replicas | None = None
-    shards: Shards | None = None
-    rebalancer: Rebalancer | None = None
+    moving: MovingState | None = None
+    callbacks: tuple[Callback, ...] = ()
     began: int | None = None
 
     def met(self, loss: Interruption | None) -> None:
@@ -160,9 +203,9 @@ class WorkerParts:
             self.checkpoints.close()
         if self.session is not None:
             self.session.interrupt()
-        if self.rebalancer is not None:
-            self.rebalancer.close()
-        self.session = self.checkpoints = self.rebalancer = None
+        for callback in self.callbacks:
+            callback.close()
+        self.session, self.checkpoints, self.callbacks = None, None, ()
         drop_unfinished_iteration(self.chunks, self.modules)
         self.program.forget_iteration(self)
 
@@ -172,13 +215,10 @@ class TrainingRun:
     """A worker's parts with the session that tracks its progress.
 
     Attributes:
-        auto: as in :class:`WorkerParts`.
+        callbacks: extensions of the loop, in the order of their calls.
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the whole run.
-        vocabulary_rows: rows of the embedding.
-        rebalancer: as in :class:`WorkerParts`.
-        guests: joining nodes; None if the number of nodes is fixed, or changes restart the workers.
         stops: a worker received a stop request during set-up, and there is state to save.
         missed: duties of the last completed iteration that are not done.
     """
@@ -189,14 +229,11 @@ class TrainingRun:
     stepper: Stepper
     checkpoints: Saves
     session: Session
-    auto: AutoPolicy | None
+    callbacks: tuple[Callback, ...]
     log: EventRecorder
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
-    vocabulary_rows: int
-    rebalancer: Rebalancer | None = None
-    guests: Guests | None = None
     stops: bool = False
     missed: Duties = Duties()
 

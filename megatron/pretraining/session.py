@@ -1,4 +1,4 @@
-"""Builds the training session's settings from the flags, and checks the choices of ``--ckpt-policy auto``."""
+"""Builds the training session's settings from the flags; checks and switches the choices of ``--ckpt-policy auto``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.config.flag import flags_of, refuse
 from megatron.pretraining.config.snapshot import SnapshotFlags
 from megatron.pretraining.config.together import job_shape, may_save_gradients
+from megatron.pretraining.parts import Callback, TrainingRun
 from megatron.pretraining.process.nodes import goes_on_in_process, parts_of_model, per_node, stages_here
+from moc.errors import with_code
 from moc.policy import AUTO, POLICIES, JobShape, policy_by_flag, registered_policy
 from moc.policy.errors import policy_refusal
 from moc.policy.flags import bubble_share
 from moc.runtime.environment import node_limits
-from moc.session.auto import AutoLimits, AutoPolicy
+from moc.runtime.progress import progress
+from moc.session.auto import AutoLimits, AutoPolicy, PolicySwitched
 from moc.session.engine import Engine, Listener
 from moc.session.settings import Settings
 from moc.sharding.parallel_layout import ParallelLayout
 from moc.simulate.elastic import ElasticSettings, Lasting
+from moc.store.errors import CheckpointError
 
 _OWN_FLAGS = ("exact_only", "host_memory_gb", "mtbf_hours")
 
@@ -109,6 +113,53 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         lasting=lasting(config),
     )
     return AutoPolicy(limits, FlaggedChoices(config), log)
+
+
+class PolicySwitch(Callback):
+    """Flushes the state and restarts the session if ``--ckpt-policy auto`` chooses another policy.
+
+    Args:
+        auto: the object that chooses.
+    """
+
+    def __init__(self, auto: AutoPolicy):
+        self._auto = auto
+
+    def between_iterations(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.between_iterations`.
+
+        Raises:
+            PolicySwitched: on all workers, once the last snapshot is in storage.
+        """
+        session = run.session
+        if session.storage_fails or not self._auto.plans_anew(run.position.iteration, session.load):
+            return
+        self._auto.ends()
+        progress("save")
+        if problem := flush(run):
+            self._auto.goes_on()
+            run.log.message(f"WARNING: the policy is not changed: {problem}")
+            return
+        raise PolicySwitched
+
+    def before_last_snapshot(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.before_last_snapshot`."""
+        self._auto.ends()
+
+
+def flush(run: TrainingRun) -> str:
+    """Writes the last snapshot to storage; returns the problem, empty on success.
+
+    Raises:
+        CheckpointError: on all workers, with ``--save-failure stop``, if storage fails.
+    """
+    try:
+        run.session.flush()
+    except CheckpointError as error:
+        if run.config.checkpoint.save_failure == "stop":
+            raise
+        return with_code(error)
+    return ""
 
 
 def lasting(config: Config) -> Lasting | None:

@@ -2,77 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import socket
 from dataclasses import replace
-from functools import partial
 
 import torch.distributed as dist
 
 from megatron.pretraining.checkpoint.background import Saves
-from megatron.pretraining.config import Config, ConfigError, why_anew
+from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.deterministic import is_exact
 from megatron.pretraining.data.identity import DataError, DataIdentity, difference
-from megatron.pretraining.duties import Done, Duties, missed
-from megatron.pretraining.elastic.membership import Guests, describe_replicas, hand_over, is_settled, migrate, settle
-from megatron.pretraining.elastic.moe_layer import ElasticTurns, elastic_layers
-from megatron.pretraining.elastic.placement import NodesOfStages, Plans
-from megatron.pretraining.elastic.rebalancing import Rebalancer
-from megatron.pretraining.elastic.replicas import Replicas
-from megatron.pretraining.elastic.state_transfer import Shards
+from megatron.pretraining.duties import Done, Duties, due, missed
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
-from megatron.pretraining.logging.records import EventRecorder
-from megatron.pretraining.parts import TrainingRun, WorkerParts
-from megatron.pretraining.process.nodes import goes_on_in_process, per_node
+from megatron.pretraining.parts import Callback, TrainingRun, WorkerParts
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
-from megatron.pretraining.session import settings_of
+from megatron.pretraining.session import PolicySwitch, settings_of
 from moc.fault_points import reach
 from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
-from moc.runtime.environment import min_nodes
 from moc.session.session import Session
 from moc.session.tiers import LOOKING_S
-
-
-def track_moving_state(parts: WorkerParts, plans: Plans, nodes: NodesOfStages) -> None:
-    """With ``--elastic``, sets the state that moves between workers: expert replicas and dense optimizer shards.
-
-    Raises:
-        ConfigError: modules of a user have state that cannot move.
-    """
-    if parts.modules.of_users:
-        raise ConfigError(
-            f"--elastic: user modules of {next(iter(parts.modules.of_users))} keep values of their own, which cannot "
-            "move between nodes. Fix: drop --elastic, or keep the values in parameters",
-            code="elastic-excludes-module-state",
-        )
-    core, layers, dispatch = parts.optimizer.core, elastic_layers(parts.chunks), parts.config.elastic.elastic_dispatch
-    parts.replicas = Replicas(layers, core, plans, nodes, dispatch)
-    if (sharded := sharded_part(core)) is not None:
-        parts.shards = Shards(parts.config, sharded, nodes[parts.world.pipeline_rank])
-
-
-def announce_restarts(config: Config, log: EventRecorder) -> None:
-    """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
-    why = why_anew(config, per_node())
-    if config.elastic.elastic and why and min_nodes() is not None:
-        log.message(f"{why}, all workers restart when nodes are lost or added: they {_goes_on_from(config)}")
-
-
-def _goes_on_from(config: Config) -> str:
-    """Describes the state that restarted workers begin with."""
-    if config.snapshot.ckpt_policy is not None:
-        return "resume from --ckpt-dir"
-    if config.checkpoint.load:
-        return "resume from --load"
-    if config.checkpoint.save:
-        return "resume from --save"
-    return "begin again, since neither --ckpt-dir, --save nor --load is given"
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
@@ -103,25 +58,16 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
         boundaries=crossing,
     )
-    under_way = parts.replicas is not None and _settle(config, parts, parts.replicas)
-    model = program.model(parts)
-    engine = MegatronEngine(config, stepper, parts.streams["train"], parts.replicas, model, parts.data)
+    if parts.moving is not None:
+        parts.moving.settle(parts)
+    model, replicas = program.model(parts), None if parts.moving is None else parts.moving.replicas
+    engine = MegatronEngine(config, stepper, parts.streams["train"], replicas, model, parts.data)
     checkpoints = program.checkpoints(parts, model)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
     parts.session, parts.checkpoints = session, checkpoints
-    if parts.replicas is not None:
-        parts.rebalancer = Rebalancer(config, engine, parts.replicas, parts.shards, parts.vocabulary_rows)
-        if not is_settled(parts.replicas, parts.shards):
-            migrate(parts.replicas, parts.shards, engine, session, log)
-        elif not under_way:
-            parts.rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
-        if parts.replicas.plans:
-            log.message(describe_replicas(parts.replicas.plans, config.elastic.elastic_min_replicas))
-    guests = None
-    if parts.replicas is not None and min_nodes() is not None and goes_on_in_process(config):
-        guests = Guests(world, partial(hand_over, config, parts.replicas, parts.shards, engine, session, log))
-    stepper = replace(stepper, participants=tuple(filter(None, (session, parts.rebalancer, guests))))
+    parts.callbacks = _callbacks(parts, engine, session)
+    stepper = replace(stepper, participants=(session, *parts.callbacks))
     log.catch_up(session.record, position.consumed_samples, session.gauges)
     parts.remains.trained = position.iteration > 0  # at iteration 0, set-up can still rebuild the initial model
     reach("loaded")
@@ -143,9 +89,32 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.remains.trained = True
     lacks = _missed(parts, session, checkpoints, engine.saved_by)
     parts.began = position.iteration if parts.began is None else parts.began
-    data = parts.streams, splits, parts.train_iters, parts.vocabulary_rows, parts.rebalancer, guests
-    run = config, world, program, stepper, checkpoints, session, parts.auto, log
-    return TrainingRun(*run, *data, stops=stops, missed=lacks)
+    return TrainingRun(
+        config=config,
+        world=world,
+        program=program,
+        stepper=stepper,
+        checkpoints=checkpoints,
+        session=session,
+        callbacks=parts.callbacks,
+        log=log,
+        streams=parts.streams,
+        splits=splits,
+        train_iters=parts.train_iters,
+        stops=stops,
+        missed=lacks,
+    )
+
+
+def _callbacks(parts: WorkerParts, engine: MegatronEngine, session: Session) -> tuple[Callback, ...]:
+    """Returns the generation's callbacks, in the order of their calls; a collective call."""
+    training = parts.config.training
+    return (
+        *parts.program.callbacks(parts.world),
+        GarbageCollection(training.manual_gc, training.manual_gc_interval),
+        *(() if parts.moving is None else parts.moving.callbacks(parts, engine, session)),
+        *(() if parts.auto is None else (PolicySwitch(parts.auto),)),
+    )
 
 
 def _splits_with_data(parts: WorkerParts) -> set[str]:
@@ -205,20 +174,6 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: 
     return missed(parts.config, at, stops, done)
 
 
-def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
-    """Agrees on the location of state; returns whether it is where a running job has placed it.
-
-    If some state is on no worker, the workers discard their live state and load the newest checkpoint.
-    """
-    settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.partial_model_parts)
-    if settled.lost:
-        reason = f"no worker that is left holds {settled.lost}"
-        parts.log.message(f"{reason}: all go back to the newest checkpoint")
-        parts.log.events.write("fallback", reason=reason)
-        parts.remains.live = None
-    return settled.under_way
-
-
 def alone_of(parts: WorkerParts) -> NoNeighbours | None:
     """Returns the substitute for a pipeline communicator on a worker without neighbours."""
     return NoNeighbours(parts.chunks[0].config) if parts.world.is_partial_model else None
@@ -227,9 +182,39 @@ def alone_of(parts: WorkerParts) -> NoNeighbours | None:
 def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
     """Returns the hooks of a worker's micro batches."""
     seed = parts.config.rng.seed
-    if not parts.config.elastic.elastic:
-        return Turns(seed, topology)
-    return ElasticTurns(seed, topology, elastic_layers(parts.chunks))
+    return Turns(seed, topology) if parts.moving is None else parts.moving.turns(seed, topology)
+
+
+class GarbageCollection(Callback):
+    """Exempts the objects of set-up from garbage collection; with ``--manual-gc``, collects every few iterations.
+
+    Args:
+        manual: ``--manual-gc``.
+        interval: ``--manual-gc-interval``.
+    """
+
+    def __init__(self, manual: bool, interval: int | None):
+        self._manual, self._interval = manual, interval
+
+    def before_training(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.before_training`."""
+        gc.collect()
+        gc.freeze()
+        release_free_memory()
+        if self._manual:
+            gc.disable()
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.after_iteration`."""
+        if due(self._interval, run.position.iteration):
+            gc.collect()
+
+
+def release_free_memory() -> None:
+    """Returns free C heap memory to the system (glibc only); set-up cannot reuse the holes of earlier generations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def count_parameters(chunks) -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.pretraining.elastic import membership
 from megatron.pretraining.elastic.placement import no_loads, plans_for
+from megatron.pretraining.elastic.state import ElasticState
 from megatron.pretraining.engine.owned import MASTER, write_step
 from megatron.pretraining.entry import elastic
 from megatron.pretraining.parts import WorkerParts
@@ -36,8 +37,9 @@ class State:
     """The experts and shards that a worker has in use, with contents that depend on what they are."""
 
     def __init__(self, parts: WorkerParts):
-        assert parts.replicas is not None and parts.shards is not None
-        self.config, self.replicas, self.shards = parts.config, parts.replicas, parts.shards
+        state = parts.moving
+        assert isinstance(state, ElasticState) and state.shards is not None
+        self.config, self.replicas, self.shards = parts.config, state.replicas, state.shards
         self._gather_weights = parts.optimizer.gather_weights
 
     def slices(self) -> Iterator[tuple[str, OwnedSlice]]:

@@ -38,6 +38,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.parts import Callback, TrainingRun
 from moc.cli_output import counted
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import ShardAssignment, count_new_replicas
@@ -46,7 +47,7 @@ from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
 from moc.runtime.environment import min_nodes
 from moc.runtime.job import World
-from moc.session.engine import CommitParticipant, Listener
+from moc.session.engine import Listener
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.session import Session
 
@@ -358,7 +359,7 @@ class MembersChange(Exception):
         self.has_handed_over = has_handed_over
 
 
-class Guests(CommitParticipant):
+class Guests(Callback):
     """Agreement on the iteration after which all workers leave, for one generation.
 
     Args:
@@ -377,7 +378,11 @@ class Guests(CommitParticipant):
         """Makes all workers leave after this iteration if any was notified."""
         self._wait = totals["guests"] > 0
 
-    def meet(self) -> None:
+    def between_iterations(self, run: TrainingRun) -> None:
+        """As :meth:`leave`."""
+        self.leave()
+
+    def leave(self) -> None:
         """Leaves the generation between two iterations, if the commit all-reduce decided so.
 
         Raises:

@@ -19,12 +19,13 @@ from megatron.pretraining.elastic.replicas import Flow, Replicas, bytes_moved
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.logging.records import expert_share
+from megatron.pretraining.parts import Callback, TrainingRun
 from moc.elastic.plan import Loads
 from moc.elastic.transfers import count_new_replicas
 from moc.events import EventLog
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
-from moc.session.engine import CommitParticipant
+from moc.runtime.progress import progress
 
 _BITS = 32  # of a hash in the commit all-reduce
 _PROBE = 1 << 20  # bytes that each worker sends to each other worker to measure bandwidth
@@ -100,8 +101,8 @@ def _short(text: str) -> int:
     return xxhash.xxh32_intdigest(text.encode())
 
 
-class Rebalancer(CommitParticipant):
-    """Participant in the commit all-reduce that counts expert loads, compares plans and cuts, and moves replicas."""
+class Rebalancer(Callback):
+    """Counts expert loads and compares plans in the commit all-reduce; moves replicas between iterations."""
 
     def __init__(
         self, config: Config, engine: MegatronEngine, replicas: Replicas, shards: Shards | None, vocab_size: int
@@ -182,6 +183,20 @@ class Rebalancer(CommitParticipant):
             with moving():
                 self._replicas.move_to(placed)
                 self._engine.state.describe()
+
+    def between_iterations(self, run: TrainingRun) -> None:
+        """Moves replicas if this is due and pays off."""
+        if self.due(run.position.iteration):
+            self.rebalance(run)
+
+    def rebalance(self, run: TrainingRun) -> None:
+        """Moves replicas to match the load if this pays off; a collective call between two iterations."""
+        wanted = self.wanted()
+        if wanted is not None:
+            progress("save")
+            with run.session.moving():
+                self.move(run.position.iteration, wanted, run.log.events)
+            run.log.skip_time()
 
     def due(self, iteration: int) -> bool:
         """Returns whether to check for better plans after an iteration."""

@@ -58,7 +58,7 @@ class StockCheckpoints(Saves):
         fragmented = any(isinstance(one, FragmentedOptimizer) for one in core)
         # torch casts loaded tensors to the dtype of the parameter, which destroys encoded moments
         encoded = any(isinstance(getattr(one, "optimizer", None), SmallMomentsAdam) for one in core)
-        self._needs_fragments = parts.replicas is not None or fragmented or encoded
+        self._needs_fragments = parts.moving is not None or fragmented or encoded
         # this program's checkpoints load in any layout, unlike Megatron-LM's optimizer state
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 

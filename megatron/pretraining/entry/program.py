@@ -22,6 +22,7 @@ from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
 from megatron.pretraining.duties import due
 from megatron.pretraining.elastic.placement import Plans, first_plans, nodes_of_stages
+from megatron.pretraining.elastic.state import ElasticState, announce_restarts
 from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import CommitOptimizer
@@ -39,7 +40,7 @@ from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.entry.streams import build_split_datasets, data_identity, streams_of
 from megatron.pretraining.model.corrections import PaddedVocabulary, defects_of
 from megatron.pretraining.model.parameters import EXACT, initialize_weights
-from megatron.pretraining.parts import TrainingRun, WorkerParts
+from megatron.pretraining.parts import Callback, TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
 from megatron.pretraining.process.cpu import device
 from megatron.pretraining.process.initialize import COLLECTIVES_ONLY, let_regroup, take_parts, world_of
@@ -48,7 +49,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
-from megatron.pretraining.setup import alone_of, announce_restarts, track_moving_state, turns_of
+from megatron.pretraining.setup import alone_of, turns_of
 from moc.errors import warning
 from moc.fault_points import reach
 from moc.runtime.collectives import run_on_rank0, sum_over_workers
@@ -133,13 +134,25 @@ class StockProgram:
         streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
         announce_restarts(config, log)
         phases.done("data")
-        state = chunks, ModuleState(chunks), optimizer, scheduler
-        policy = auto_policy(config, log)
-        sizes = args.train_iters, args.padded_vocab_size or 0
-        parts = WorkerParts(config, world, *state, self, streams, *sizes, log, policy, data_identity(datasets))
+        modules, moving = ModuleState(chunks), None
         if plans is not None:
-            track_moving_state(parts, plans, nodes)
-        return parts
+            moving = ElasticState.of(config, world, chunks, modules, optimizer, plans, nodes)
+        return WorkerParts(
+            config=config,
+            world=world,
+            chunks=chunks,
+            modules=modules,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            program=self,
+            streams=streams,
+            train_iters=args.train_iters,
+            vocabulary_rows=args.padded_vocab_size or 0,
+            log=log,
+            auto=auto_policy(config, log),
+            data=data_identity(datasets),
+            moving=moving,
+        )
 
     def topology(self, config: Config, world: World) -> Topology:
         """Returns this worker's share of the global batch, whose size may change during the run.
@@ -222,31 +235,11 @@ class StockProgram:
         """Clears the leftovers of an interrupted iteration or evaluation."""
         _forget_iteration(parts.chunks)
 
-    def begin(self, run: TrainingRun) -> None:
-        """Starts profilers."""
+    def callbacks(self, world: World) -> tuple[Callback, ...]:
+        """Returns the steps of Megatron-LM's loop around an iteration."""
         if self.profiling is None:
-            self.profiling = Profiling(run.world.rank)
-        self.profiling.begin(run.position.iteration)
-
-    def completed(self, run: TrainingRun) -> None:
-        """Runs the steps of Megatron-LM's loop after an iteration: synchronizes, and compares the replicas' weights."""
-        args, iteration = get_args(), run.position.iteration
-        if self.profiling is not None:
-            self.profiling.end(iteration)
-        if args.empty_unused_memory_level >= 1:
-            torch.cuda.empty_cache()
-        if due(args.train_sync_interval, iteration):
-            torch.cuda.synchronize()
-        if due(args.check_weight_hash_across_dp_replicas_interval, iteration):
-            for chunk in run.stepper.chunks:
-                if args.overlap_param_gather:
-                    chunk.start_param_sync(force_sync=True)
-            if not check_param_hashes_across_dp_replicas([*run.stepper.chunks], cross_check=True):
-                raise ConfigError(
-                    f"weights differ between data-parallel replicas after iteration {iteration}. Fix: resume from an "
-                    "earlier checkpoint",
-                    code="replicas-differ",
-                )
+            self.profiling = Profiling(world.rank)
+        return (StockSteps(self.profiling),)
 
     def _set_up(self, config: Config, plans: Plans | None) -> tuple[Any, Any, Any]:
         """Returns the model chunks, the optimizer and the schedule of learning rates."""
@@ -298,6 +291,44 @@ class StockProgram:
             return prepare([provider(*args, **kwargs)])[0]
 
         return prepared
+
+
+@dataclass
+class StockSteps(Callback):
+    """Steps of Megatron-LM's loop around an iteration: profiles, synchronizes, and compares the replicas' weights.
+
+    Attributes:
+        profiling: profiler of this worker.
+    """
+
+    profiling: Profiling
+
+    def before_iteration(self, run: TrainingRun) -> None:
+        """Starts profilers."""
+        self.profiling.begin(run.position.iteration)
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.after_iteration`.
+
+        Raises:
+            ConfigError: weights differ between replicas.
+        """
+        args, iteration = get_args(), run.position.iteration
+        self.profiling.end(iteration)
+        if args.empty_unused_memory_level >= 1:
+            torch.cuda.empty_cache()
+        if due(args.train_sync_interval, iteration):
+            torch.cuda.synchronize()
+        if due(args.check_weight_hash_across_dp_replicas_interval, iteration):
+            for chunk in run.stepper.chunks:
+                if args.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+            if not check_param_hashes_across_dp_replicas([*run.stepper.chunks], cross_check=True):
+                raise ConfigError(
+                    f"weights differ between data-parallel replicas after iteration {iteration}. Fix: resume from an "
+                    "earlier checkpoint",
+                    code="replicas-differ",
+                )
 
 
 def evaluations_before(args: Any, iteration: int, final: bool = False) -> int:

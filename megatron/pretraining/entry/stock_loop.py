@@ -53,8 +53,7 @@ PORTED = {
     "megatron/pretraining/checkpoint/background.py": "async_save",
     "megatron/pretraining/duties.py": "eval_interval exit_interval save_interval",
     "megatron/pretraining/process/stopping.py": "exit_signal_handler exit_duration_in_mins",
-    "megatron/pretraining/loop.py": "manual_gc manual_gc_interval",
-    "megatron/pretraining/setup.py": "log_num_zeros_in_grad log_params_norm",
+    "megatron/pretraining/setup.py": "manual_gc manual_gc_interval log_num_zeros_in_grad log_params_norm",
 }  # fmt: skip
 """By file of this project, the arguments that it reads under the same name."""
 

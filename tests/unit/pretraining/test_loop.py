@@ -12,7 +12,7 @@ BLOCK, BLOCKS = 32 << 10, 2000  # small enough to lie in the heap
 
 def test_what_is_free_in_the_heap_goes_back_to_the_system():
     cpu.install()
-    from megatron.pretraining.loop import give_back_memory
+    from megatron.pretraining.setup import release_free_memory
 
     c = ctypes.CDLL(None)
     if not hasattr(c, "malloc_trim"):
@@ -25,7 +25,7 @@ def test_what_is_free_in_the_heap_goes_back_to_the_system():
     for hole in holes:
         c.free(hole)
     before = psutil.Process().memory_info().rss
-    give_back_memory()
+    release_free_memory()
     after = psutil.Process().memory_info().rss
     for pin in pins:
         c.free(pin)

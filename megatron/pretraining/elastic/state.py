@@ -1,0 +1,126 @@
+"""Elastic state of a worker: expert replicas and optimizer shards, from its start to the callbacks of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron.pretraining.config import Config, ConfigError, why_anew
+from megatron.pretraining.elastic.membership import Guests, describe_replicas, hand_over, is_settled, migrate, settle
+from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticTurns, elastic_layers
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans
+from megatron.pretraining.elastic.rebalancing import Rebalancer
+from megatron.pretraining.elastic.replicas import Replicas
+from megatron.pretraining.elastic.state_transfer import Shards
+from megatron.pretraining.engine.megatron import MegatronEngine
+from megatron.pretraining.engine.module_state import ModuleState
+from megatron.pretraining.engine.optimizer import CommitOptimizer
+from megatron.pretraining.engine.owned import sharded_part
+from megatron.pretraining.logging.records import EventRecorder
+from megatron.pretraining.parts import Callback, WorkerParts
+from megatron.pretraining.process.nodes import goes_on_in_process, per_node
+from megatron.pretraining.process.topology import Topology
+from moc.runtime.environment import min_nodes
+from moc.runtime.job import World
+from moc.session.session import Session
+
+
+@dataclass
+class ElasticState:
+    """Implementation of :class:`megatron.pretraining.parts.MovingState` for ``--elastic``.
+
+    Attributes:
+        layers: mixture-of-experts layers of this worker.
+        replicas: replicas of experts.
+        shards: shards of the dense optimizer state; None if it is not sharded.
+    """
+
+    layers: Sequence[ElasticLayer]
+    replicas: Replicas
+    shards: Shards | None
+    _under_way: bool = False  # the plans in force belong to a started run
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        world: World,
+        chunks: Sequence[DistributedDataParallel],
+        modules: ModuleState,
+        optimizer: CommitOptimizer,
+        plans: Plans,
+        nodes: NodesOfStages,
+    ) -> ElasticState:
+        """Returns the state of a built worker.
+
+        Raises:
+            ConfigError: modules of a user have state that cannot move.
+        """
+        if modules.of_users:
+            raise ConfigError(
+                f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot "
+                "move between nodes. Fix: drop --elastic, or keep the values in parameters",
+                code="elastic-excludes-module-state",
+            )
+        layers = elastic_layers(chunks)
+        replicas = Replicas(layers, optimizer.core, plans, nodes, config.elastic.elastic_dispatch)
+        sharded = sharded_part(optimizer.core)
+        return cls(layers, replicas, sharded and Shards(config, sharded, nodes[world.pipeline_rank]))
+
+    def settle(self, parts: WorkerParts) -> None:
+        """As :meth:`MovingState.settle`.
+
+        If some state is on no worker, the workers discard their live state and load the newest checkpoint.
+        """
+        helpers = parts.world.job.partial_model_parts
+        settled = settle(parts.config, self.replicas, self.shards, parts.remains.trained, helpers)
+        if settled.lost:
+            reason = f"no worker that is left holds {settled.lost}"
+            parts.log.message(f"{reason}: all go back to the newest checkpoint")
+            parts.log.events.write("fallback", reason=reason)
+            parts.remains.live = None
+        self._under_way = settled.under_way
+
+    def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> tuple[Callback, ...]:
+        """As :meth:`MovingState.callbacks`."""
+        config, log = parts.config, parts.log
+        rebalancer = Rebalancer(config, engine, self.replicas, self.shards, parts.vocabulary_rows)
+        try:
+            if not is_settled(self.replicas, self.shards):
+                migrate(self.replicas, self.shards, engine, session, log)
+            elif not self._under_way:
+                rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
+        except BaseException:
+            rebalancer.close()
+            raise
+        if self.replicas.plans:
+            log.message(describe_replicas(self.replicas.plans, config.elastic.elastic_min_replicas))
+        if min_nodes() is None or not goes_on_in_process(config):
+            return (rebalancer,)
+        move = partial(hand_over, config, self.replicas, self.shards, engine, session, log)
+        return (Guests(parts.world, move), rebalancer)
+
+    def turns(self, seed: int, topology: Topology) -> ElasticTurns:
+        """As :meth:`MovingState.turns`."""
+        return ElasticTurns(seed, topology, self.layers)
+
+
+def announce_restarts(config: Config, log: EventRecorder) -> None:
+    """With ``--elastic``, reports why workers cannot continue in the same processes, if they cannot."""
+    why = why_anew(config, per_node())
+    if config.elastic.elastic and why and min_nodes() is not None:
+        log.message(f"{why}, all workers restart when nodes are lost or added: they {_describe_resume(config)}")
+
+
+def _describe_resume(config: Config) -> str:
+    """Describes the state that restarted workers begin with."""
+    if config.snapshot.ckpt_policy is not None:
+        return "resume from --ckpt-dir"
+    if config.checkpoint.load:
+        return "resume from --load"
+    if config.checkpoint.save:
+        return "resume from --save"
+    return "begin again, since neither --ckpt-dir, --save nor --load is given"
