@@ -131,7 +131,7 @@ class Engine:
 
 
 def train(engine, session, iterations):
-    """The loop: gradients, totals, update, commit, snapshot."""
+    """The loop: gradients, commit all-reduce, update, snapshot."""
     position, mean = session.resume(), None
     while position.iteration < iterations:
         progress("step")  # so that a hang is noticed

@@ -104,7 +104,7 @@ def _tell_of_other_runs(settings: Settings, tiers: Tiers, log: Listener) -> None
     found: list[Leftover] = []
     if tiers.memory is not None and tiers.leads_node:
         run = tiers.memory.storage.run
-        paths: list[Path] = memory_paths_of_other_runs(settings.memory_directory, settings.directory, run)
+        paths: list[Path] = memory_paths_of_other_runs(settings.memory_dir, settings.directory, run)
         found = [one for one in map(leftover, paths) if one.bytes and not one.used_by]
     told = {path: nbytes for node in gather([(str(one.path), one.bytes) for one in found]) for path, nbytes in node}
     for path, nbytes in told.items():

@@ -111,7 +111,7 @@ class Session(CommitParticipant):
     def _resume(self, undo: contextlib.ExitStack) -> None:
         engine, settings, chooser, log = self._engine, self._settings, self._chooser, self._log
         mine = self.remains if self.remains.trained else None
-        nodes = nodes_of(settings.nodes, engine.world)
+        nodes = nodes_of(settings.node_of_rank, engine.world)
         copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, mine, log)
@@ -136,7 +136,7 @@ class Session(CommitParticipant):
             self.remains,
             self._elsewhere,
             log,
-            settings.begin_at,
+            settings.step,
             tidies=not beside,
             deterministic=settings.deterministic,
         )
@@ -312,7 +312,7 @@ class Session(CommitParticipant):
             **self._engine.scalars(at),
             "record": None if record is None else dataclasses.asdict(record),
             "policy": policy.name,
-            BEGUN_AT: self._settings.begin_at,
+            BEGUN_AT: self._settings.step,
             "interval": policy.interval.state_dict(),
             "policy_state": policy.state_dict(),
             "ledger": tokens.state_dict() if tokens is not None else None,
@@ -341,7 +341,7 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             code="chooser-missing",
         )
     try:
-        interval = parse_interval(str(settings.interval), settings.overhead_budget)
+        interval = parse_interval(str(settings.snapshot_interval), settings.overhead_budget)
         policy = policy_named(name)(engine.operators, interval, **settings.options)
     except ValueError as error:
         refused = policy_refusal(name, error)

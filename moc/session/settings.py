@@ -13,6 +13,9 @@ from moc.sharding import parse_scheme
 TIERS = ("disk", "memory", "peers")
 """Tiers that can make snapshots durable."""
 
+SAVE_FAILURE = ("continue", "stop")
+"""Actions after a failed save to storage."""
+
 _NEEDS = {"persist_interval": TIERS[1:], "replicas": TIERS[2:], "replication_rate": TIERS[2:]}
 """By setting, the tiers that it applies to."""
 
@@ -23,20 +26,20 @@ class SettingsError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Schedule, contents, tiers and method of snapshots.
+    """Schedule, contents, tiers and method of snapshots.  A setting has the name of its flag, without ``ckpt_``.
 
     Attributes:
         directory: directory or URL of the snapshots in storage (``--ckpt-dir``); empty without a policy.
         train_iters: iterations of the entire training.
         policy: name, such as ``full`` or ``sparse``; None to take no snapshots.
-        interval: iterations between snapshots, or ``auto``; a number becomes text.
+        snapshot_interval: iterations between snapshots, or ``auto``; a number becomes text.
         overhead_budget: with ``auto``, the share of the training time that snapshots may cost.
         options: arguments of the policy's constructor.
         tier: where a snapshot is durable: ``disk``, ``memory`` or ``peers``.
-        memory_directory: memory file system.
-        nodes: comma-separated node names by rank; None for the launcher's names, or the host names.
+        memory_dir: memory file system.
+        node_of_rank: comma-separated node names by rank; None for the launcher's names, or the host names.
         blocking: training waits until a snapshot is durable.
-        most_behind: iterations that may complete while a snapshot is not durable; None for no limit.
+        max_snapshot_lag: iterations that may complete while a snapshot is not durable; None for no limit.
         keep: complete snapshots to keep in storage.
         sharding: rule that selects one of several replicas to save a state (:mod:`moc.sharding`).
         persist_interval: with a memory tier, iterations between snapshots that also go to storage; None for none.
@@ -44,8 +47,8 @@ class Settings:
         replicas: other nodes that keep copies of each node's snapshots; None for all, up to two.
         replication_rate: maximum copy rate of a node in GB/s; None for no limit.
         upstream_logging: log the traffic between pipeline stages.
-        begin_at: iteration of the snapshot to start from; None for the newest.
-        stops: a failed save to storage ends the run, instead of being retried.
+        step: iteration of the snapshot to start from; None for the newest.
+        save_failure: ``continue`` to retry a failed save to storage, ``stop`` to end the run.
         digest_interval: iterations between digests of the state, by which recoveries verify it; 0 for none.
         deterministic: repeated computation gives identical bits; otherwise a replay that differs is only reported.
 
@@ -56,14 +59,14 @@ class Settings:
     directory: str
     train_iters: int
     policy: str | None = None
-    interval: int | str = "1"
+    snapshot_interval: int | str = "1"
     overhead_budget: float = 0.03
     options: Mapping[str, Any] = field(default_factory=dict)
     tier: str = "disk"
-    memory_directory: str = "/dev/shm"
-    nodes: str | None = None
+    memory_dir: str = "/dev/shm"
+    node_of_rank: str | None = None
     blocking: bool = False
-    most_behind: int | None = None
+    max_snapshot_lag: int | None = None
     keep: int = 2
     sharding: str = "EE+AN"
     persist_interval: int | None = None
@@ -71,13 +74,13 @@ class Settings:
     replicas: int | None = None
     replication_rate: float | None = None
     upstream_logging: bool = False
-    begin_at: int | None = None
-    stops: bool = False
+    step: int | None = None
+    save_failure: str = "continue"
     digest_interval: int = 1
     deterministic: bool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "interval", str(self.interval))
+        object.__setattr__(self, "snapshot_interval", str(self.snapshot_interval))
         if self.policy is not None and not self.directory:
             raise SettingsError(
                 "Settings.directory is empty. Fix: name a directory or URL for snapshots", code="setting-invalid"
@@ -86,12 +89,17 @@ class Settings:
             raise SettingsError(
                 f"Settings.tier is {self.tier!r}. Fix: choose one of {', '.join(TIERS)}", code="setting-invalid"
             )
+        if self.save_failure not in SAVE_FAILURE:
+            raise SettingsError(
+                f"Settings.save_failure is {self.save_failure!r}. Fix: choose one of {', '.join(SAVE_FAILURE)}",
+                code="setting-invalid",
+            )
         if self.replication_rate is not None and not self.replication_rate > 0:
             raise SettingsError(
                 f"Settings.replication_rate is {self.replication_rate}. Fix: give more than 0, or None",
                 code="setting-invalid",
             )
-        for name in ("keep", "most_behind", "persist_interval", "replicas"):
+        for name in ("keep", "max_snapshot_lag", "persist_interval", "replicas"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise SettingsError(f"Settings.{name} is {value}. Fix: give at least 1", code="setting-invalid")
         if self.digest_interval < 0:
@@ -106,9 +114,9 @@ class Settings:
                     code="setting-without-effect",
                 )
         valid = (
-            ("interval", lambda: parse_interval(str(self.interval), self.overhead_budget)),
+            ("snapshot_interval", lambda: parse_interval(str(self.snapshot_interval), self.overhead_budget)),
             ("sharding", lambda: parse_scheme(self.sharding)),
-            ("nodes", lambda: None if self.nodes is None else node_names(self.nodes)),
+            ("node_of_rank", lambda: None if self.node_of_rank is None else node_names(self.node_of_rank)),
         )
         for name, parse in valid:
             try:

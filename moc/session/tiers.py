@@ -77,8 +77,8 @@ def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Cla
     """Returns the location of the memory tier on this node."""
     several = len(set(nodes)) > 1 or environment.node_limits()[1] > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
-    emulated = nodes[world.rank] if settings.nodes else launched
-    return memory_storage(settings.memory_directory, settings.directory, claim.run, emulated, claim)
+    emulated = nodes[world.rank] if settings.node_of_rank else launched
+    return memory_storage(settings.memory_dir, settings.directory, claim.run, emulated, claim)
 
 
 def nodes_of(told: str | None, world: World) -> list[str]:

@@ -179,7 +179,7 @@ def protect(
     if iterations is None:
         iterations = _epoch(batches) // accumulate
     chosen = Settings(
-        directory, iterations, policy, interval=snapshot_interval, options=options or {}, tier=tier, **settings
+        directory, iterations, policy, snapshot_interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
     _check_policy(chosen, loop, wrap)
     return ProtectedRun(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)

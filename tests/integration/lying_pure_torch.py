@@ -13,7 +13,7 @@ def on_device() -> None:
     connect = ManagedJob.connect
     ManagedJob.connect = lambda self, _, timeout, device: connect(self, "nccl", timeout, device)
     if memory := os.environ.get("LYING_MEMORY"):
-        pure_torch.Settings = partial(pure_torch.Settings, memory_directory=memory)
+        pure_torch.Settings = partial(pure_torch.Settings, memory_dir=memory)
 
 
 if __name__ == "__main__":

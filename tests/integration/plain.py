@@ -21,16 +21,16 @@ from moc.store.manifest import compute_digest
 _SETTINGS = dict(
     ckpt_dir="directory",
     ckpt_policy="policy",
-    snapshot_interval="interval",
+    snapshot_interval="snapshot_interval",
     ckpt_overhead_budget="overhead_budget",
     ckpt_tier="tier",
-    ckpt_memory_dir="memory_directory",
-    node_of_rank="nodes",
+    ckpt_memory_dir="memory_dir",
+    node_of_rank="node_of_rank",
     ckpt_blocking="blocking",
-    max_snapshot_lag="most_behind",
+    max_snapshot_lag="max_snapshot_lag",
     ckpt_keep="keep",
     persist_interval="persist_interval",
-    ckpt_step="begin_at",
+    ckpt_step="step",
 )
 
 

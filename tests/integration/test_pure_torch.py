@@ -69,7 +69,7 @@ class Run:
         self.process.kill()
         self.process.wait()
         with suppress(CheckpointError):  # no run has begun
-            shutil.rmtree(find_memory_storage(Settings.memory_directory, str(self._snapshots)).root, ignore_errors=True)
+            shutil.rmtree(find_memory_storage(Settings.memory_dir, str(self._snapshots)).root, ignore_errors=True)
 
     def end(self):
         """The last line that it says: iteration, loss and hash of the weights."""
@@ -116,7 +116,7 @@ def test_a_killed_job_keeps_its_memory_within_its_lease(tmp_path, capsys):
     """The lease is the launcher's --silence-timeout; each iteration renews it."""
     with running(tmp_path / "run", flags=("--silence-timeout", "77")) as run:
         run.reach(10)
-        left = find_memory_storage(Settings.memory_directory, str(tmp_path / "run" / "snapshots")).root
+        left = find_memory_storage(Settings.memory_dir, str(tmp_path / "run" / "snapshots")).root
         os.utime(left / ".lease", (0, 0))
         run.reach(12)
         assert 60 < lease_remaining_s(left) <= 77

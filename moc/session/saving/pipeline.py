@@ -277,7 +277,7 @@ class SavingPipeline:
 
     def wait_for_copies(self) -> None:
         """Waits for copies of the state that the update changes, and for snapshots that lag too far behind."""
-        stages, limit = self._stages, (self._position.iteration, self._settings.most_behind)
+        stages, limit = self._stages, (self._position.iteration, self._settings.max_snapshot_lag)
         if stages.is_lagging(*limit):
             with self._parts.meter.stalling():
                 while stages.is_lagging(*limit):
@@ -440,7 +440,7 @@ class FinalSave:
         try:
             yield
         except CheckpointError as error:
-            if self._settings.stops or isinstance(error, TakenError):
+            if self._settings.save_failure == "stop" or isinstance(error, TakenError):
                 raise
             self._storage.problem = with_code(error)
 
@@ -476,8 +476,9 @@ def _stages(
     describe: Callable[[], dict],
 ) -> Stages:
     # otherwise the next snapshot replaces one whose write has failed
-    pauses_s = RETRIES_S if Capability.WINDOWS in parts.policy.requires and not settings.stops else ()
-    removing = Removing(world=parts.world, committer=parts.committer, storage=storage, stops=settings.stops)
+    stops = settings.save_failure == "stop"
+    pauses_s = RETRIES_S if Capability.WINDOWS in parts.policy.requires and not stops else ()
+    removing = Removing(world=parts.world, committer=parts.committer, storage=storage, stops=stops)
     committing = Committing(
         world=parts.world,
         committer=parts.committer,

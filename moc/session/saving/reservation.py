@@ -70,7 +70,7 @@ class Reservation:
         self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
         self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
         self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
-        self._directory, self._tier = settings.memory_directory, "peers" if parts.peers is not None else settings.tier
+        self._directory, self._tier = settings.memory_dir, "peers" if parts.peers is not None else settings.tier
         self.rotation = Rotation.of(
             spare_buffers(self._tier),
             keep=parts.tiers.memory is not None,

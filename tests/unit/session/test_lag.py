@@ -176,7 +176,7 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
         patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
-        train(policy, tier, model, rests, most_behind=lag)
+        train(policy, tier, model, rests, max_snapshot_lag=lag)
     assert model.most > 0
     if tier == "disk":
         assert model.most <= SPARE + BEYOND

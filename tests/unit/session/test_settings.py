@@ -37,13 +37,13 @@ class Counts(Bare):
 REFUSED = [
     (dict(directory="", policy="full"), "setting-invalid", ["Settings.directory"]),
     (dict(tier="ram"), "setting-invalid", ["Settings.tier", "'ram'", "disk, memory, peers"]),
-    (dict(interval=0), None, ["Settings.interval", "0"]),
-    (dict(interval="often"), None, ["Settings.interval", "often"]),
-    (dict(interval="auto", overhead_budget=0), None, ["Settings.interval", "0"]),
+    (dict(snapshot_interval=0), None, ["Settings.snapshot_interval", "0"]),
+    (dict(snapshot_interval="often"), None, ["Settings.snapshot_interval", "often"]),
+    (dict(snapshot_interval="auto", overhead_budget=0), None, ["Settings.snapshot_interval", "0"]),
     (dict(sharding="EEE"), None, ["Settings.sharding", "'EEE'"]),
-    (dict(nodes="a,../b"), "node-names-invalid", ["Settings.nodes", "a,../b"]),
+    (dict(node_of_rank="a,../b"), "node-names-invalid", ["Settings.node_of_rank", "a,../b"]),
     (dict(keep=0), "setting-invalid", ["Settings.keep"]),
-    (dict(most_behind=0), "setting-invalid", ["Settings.most_behind"]),
+    (dict(max_snapshot_lag=0), "setting-invalid", ["Settings.max_snapshot_lag"]),
     (dict(tier="memory", persist_interval=0), "setting-invalid", ["Settings.persist_interval"]),
     (dict(tier="peers", replicas=0), "setting-invalid", ["Settings.replicas"]),
     (dict(tier="peers", replication_rate=0), "setting-invalid", ["Settings.replication_rate"]),
@@ -64,8 +64,10 @@ def test_settings_that_are_wrong_are_named(given, code, named):
 
 def test_what_flags_allow_is_allowed():
     assert Settings("", 1).policy is None  # no snapshots need no directory
-    assert Settings("x", 1, "full", interval=7).interval == "7"
-    Settings("x", 1, "auto", "auto", tier="peers", nodes="0,a1", replicas=1, replication_rate=0.5, persist_interval=1)
+    assert Settings("x", 1, "full", snapshot_interval=7).snapshot_interval == "7"
+    Settings(
+        "x", 1, "auto", "auto", tier="peers", node_of_rank="0,a1", replicas=1, replication_rate=0.5, persist_interval=1
+    )
 
 
 @pytest.mark.parametrize("engine", [Bare, Inherits])
@@ -96,7 +98,7 @@ def test_options_that_a_policy_does_not_have_are_named():
         (dict(policy="auto"), "--ckpt-policy auto"),
         (dict(policy="nothing"), "--ckpt-policy nothing"),
         (dict(policy="pec"), "router_tally"),
-        (dict(nodes="0,1"), "--node-of-rank"),
+        (dict(node_of_rank="0,1"), "--node-of-rank"),
         (dict(tier="peers"), "--ckpt-tier peers"),
     ],
     ids=str,
@@ -105,8 +107,8 @@ def test_a_refusal_creates_nothing(given, named, tmp_path, monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     monkeypatch.setattr("moc.session.claims.gather", lambda mine: [mine])  # as in a world of one
     monkeypatch.setattr("moc.session.claims.run_on_rank0", lambda work, _: work())
-    places = dict(directory=str(tmp_path / "snapshots"), memory_directory=str(tmp_path / "memory"))
-    settings = Settings(**places, **{"train_iters": 1, "policy": "full", "tier": "memory", "nodes": "0"} | given)
+    places = dict(directory=str(tmp_path / "snapshots"), memory_dir=str(tmp_path / "memory"))
+    settings = Settings(**places, **{"train_iters": 1, "policy": "full", "tier": "memory", "node_of_rank": "0"} | given)
     with pytest.raises(SettingsError, match=named):
         Session(Bare(), settings, SimpleNamespace(message=print)).resume()
     assert not list(tmp_path.iterdir())
