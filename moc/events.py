@@ -18,7 +18,7 @@ from typing import Any
 from moc.backoff import Trouble
 from moc.errors import warning
 from moc.files import decode
-from moc.files.event_log import EVENTS_FILE
+from moc.files.event_log import EVENTS_FILE, SCHEMA
 from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import environment
 from moc.runtime.clocks import Lease
@@ -64,10 +64,25 @@ class EventLog:
         self._written = self._lost = 0  # bytes written of the first line; lines lost
         self._late: Future | None = None
         self._thread = None if directory is None else Background("event-log")
+        self._deviating: set[str] = set()  # types
         self._ask(self._drain)
 
     def write(self, event: str, **fields) -> None:
-        """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields."""
+        """Appends one event; ``type`` and ``time`` (Unix seconds) are the first fields.
+
+        An event that deviates from :data:`EVENTS` is written, too, and reported once for each type.
+        """
+        if event == "start":
+            fields = {**fields, "schema": SCHEMA}
+        if event not in self._deviating and (deviations := problems({"type": event, **fields})):
+            self._deviating.add(event)
+            self._tell(
+                warning(
+                    f"events of the type {event} deviate from the schema of {EVENTS_FILE}: {', '.join(deviations)}. "
+                    "Fix: add the fields to moc/events.py",
+                    code="event-deviates",
+                )
+            )
         self._listen(event, fields)
         if self._thread is not None:
             self._keep(event, fields)
@@ -238,7 +253,10 @@ EVENTS = {
             "parameters": "of rank 0's part of the model",
             "startup_s": "seconds of each phase of rank 0's set-up, by name; load begins with the first collective",
         },
-        {"exact": "whether recovery restores the same bits; null without snapshots"},
+        {
+            "schema": "version of the schema of events, which increases when a field changes its meaning",
+            "exact": "whether recovery restores the same bits; null without snapshots",
+        },
     ),
     "iteration": EventType(
         "An iteration is committed.",

@@ -17,6 +17,8 @@ from moc.files.safe_directory import SafeDirectory
 from moc.files.text import short_repr
 
 EVENTS_FILE = "events.jsonl"
+SCHEMA = 1
+"""Version of the meaning of fields; files without a version are older than 1, and have the same meaning."""
 _CHUNK = 1 << 22  # bytes
 _MAX_INCOMPLETE_LINES = 1000  # lines; each start of a worker leaves at most one
 
@@ -26,7 +28,7 @@ _FIELDS_BY_TYPE = {
     str: "type split tier action cause reason what",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
-    Count: "iteration kept folded lost_after rank node signal generation",
+    Count: "iteration kept folded lost_after rank node signal generation schema",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
     Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
     bool: "boosted",
@@ -96,6 +98,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
         if isinstance(fields, dict) and "type" in fields:
             try:
                 events.append(_event_of(fields))
+            except EventsError as error:
+                raise EventsError(f"{path}: {error}", code=error.code) from None
             except ValueError as error:
                 raise EventsError(
                     f"{path}: line {number} is not an event ({error}). Fix: give an {EVENTS_FILE} of this program"
@@ -106,6 +110,12 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 def _event_of(fields: dict[str, Any]) -> Event:
     """Returns a decoded line as an event; raises ValueError if a field has another type."""
     decode.convert(fields, _KnownFields)
+    if fields.get("schema", SCHEMA) > SCHEMA:
+        raise EventsError(
+            f"an event {short_repr(fields.get('type'))} has version {fields['schema']} of the schema, and this release "
+            f"reads version {SCHEMA}. Fix: use the release that wrote the file, or a newer one",
+            code="events-newer",
+        )
     return Event(fields)
 
 

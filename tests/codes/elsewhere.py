@@ -21,6 +21,7 @@ TESTS = {
     "index-cache-unusable": "unit/pretraining/data/test_index_cache.py",
     "job-differs": "unit/monitor/test_top.py",
     "job-not-found": "unit/monitor/test_top.py",
+    "event-deviates": "unit/test_events.py",
     "log-unwritable": "unit/test_events.py",
     "loop-argument-unsupported": "integration/test_entry_flags.py",
     "loop-policy-unsupported": "unit/test_own_loop.py",

@@ -127,7 +127,7 @@ MISTAKES = {
     "connections-unstable": lose_connections,
     "freezing-unsupported": lambda: session(policy="sparse"),
     "engine-incomplete": lambda: session(policy="pec", options={"selection": "load_aware"}),
-    "interval-invalid": lambda: session(interval="often"),
+    "interval-invalid": lambda: session(snapshot_interval="often"),
     "optimizer-unsupported": lambda: session(Momentum),
     "parameter-unknown": lambda: session(Unknown),
     "parameter-unnamed": lambda: session(Unnamed),

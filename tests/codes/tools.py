@@ -439,6 +439,7 @@ CASES = {
     "system-call-failed": Case("report", "events.jsonl/x", 1, "events.jsonl", reported(START)),
     "file-missing": Case("report", "in", 1, "in"),
     "events-invalid": Case("report", "events.jsonl", 1, "events.jsonl", writes(events__jsonl="no event\n")),
+    "events-newer": Case("report", "events.jsonl", 1, "events.jsonl", reported(START | {"schema": 99})),
     "run-too-short": Case("report", "events.jsonl", 1, "events.jsonl", reported(START)),
     "file-refused": Case("report", "events.jsonl", 1, "events.jsonl", lambda root: os.mkfifo(root / "events.jsonl")),
 }

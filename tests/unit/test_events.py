@@ -13,6 +13,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.events import EventLog, event_directory
+from moc.files.event_log import SCHEMA
 from moc.runtime import environment
 from tests.errors import only_code
 
@@ -33,6 +34,22 @@ def test_numbers_that_json_lacks_are_null(tmp_path):
     EventLog(tmp_path).write("iteration", loss=math.nan, grad_norm=math.inf, tokens=5)
     event = json.loads(lines(tmp_path)[0])
     assert (event["loss"], event["grad_norm"], event["tokens"]) == (None, None, 5)
+
+
+def test_an_event_that_deviates_from_the_schema_is_reported_once(tmp_path):
+    said = []
+    log = EventLog(tmp_path, said.append)
+    log.write("save", iteration=3, elapsed_s=0.5)
+    for _ in range(2):
+        log.write("save", iteration=3, colour="red")
+        log.write("unknown")
+    assert [only_code(text) for text in said] == ["event-deviates"] * 2 and "colour" in said[0]
+    assert len(lines(tmp_path)) == 5
+
+
+def test_a_start_has_the_version_of_the_schema(tmp_path):
+    EventLog(tmp_path).write("start", iteration=0)
+    assert json.loads(lines(tmp_path)[0])["schema"] == SCHEMA
 
 
 def test_a_torn_line_stays_alone(tmp_path):
@@ -83,17 +100,17 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     """Neither its removal nor a file in its place ends a run; what was to be written is, when that works again."""
     directory, said = tmp_path / "log", []
     log = EventLog(directory, said.append)
-    log.write("start")
+    log.write("fallback", reason="x")
     shutil.rmtree(directory)
-    log.write("iteration", iteration=1)  # it is made again
+    log.write("save", iteration=1, elapsed_s=0)  # it is made again
     assert len(lines(directory)) == 1 and not said
     shutil.rmtree(directory)
     directory.write_text("in its place")
-    log.write("iteration", iteration=2)
-    log.write("iteration", iteration=3)
+    log.write("save", iteration=2, elapsed_s=0)
+    log.write("save", iteration=3, elapsed_s=0)
     assert len(said) == 1 and str(directory) in said[0] and only_code(said[0]) == "log-unwritable"
     directory.unlink()
-    assert told_by(log, directory) == ["iteration", "iteration", "log_failed"]
+    assert told_by(log, directory) == ["save", "save", "log_failed"]
     assert len(said) == 2 and not codes_in(said[1])
 
 
@@ -105,10 +122,10 @@ def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
     plant(tmp_path / "log" / "events.jsonl", tmp_path / "precious")
     said = []
     log = EventLog(tmp_path / "log", said.append)
-    log.write("start")
+    log.write("fallback", reason="x")
     assert len(said) == 1 and (tmp_path / "precious").read_text() == "precious"
     (tmp_path / "log" / "events.jsonl").unlink()
-    assert told_by(log, tmp_path / "log") == ["start", "log_failed"]
+    assert told_by(log, tmp_path / "log") == ["fallback", "log_failed"]
 
 
 def test_no_room_for_a_line_costs_nothing(tmp_path):
@@ -119,8 +136,8 @@ def test_no_room_for_a_line_costs_nothing(tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
-        log.write("iteration", iteration=1, loss=0.123456789)
-        log.write("iteration", iteration=2)
+        log.write("save", iteration=1, elapsed_s=0.123456789)
+        log.write("save", iteration=2, elapsed_s=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -135,10 +152,10 @@ def test_a_write_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
     log, hangs, opened = EventLog(tmp_path), threading.Event(), EventLog._open
     monkeypatch.setattr(EventLog, "_open", lambda log: (hangs.wait(), opened(log)))
     begun = time.monotonic()
-    log.write("iteration", iteration=1)
+    log.write("save", iteration=1, elapsed_s=0)
     once = time.monotonic() - begun
     for iteration in range(2, 7):
-        log.write("iteration", iteration=iteration)
+        log.write("save", iteration=iteration, elapsed_s=0)
     assert time.monotonic() - begun < 2 * once
     hangs.set()
     log.write("save")
