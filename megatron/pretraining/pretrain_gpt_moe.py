@@ -9,8 +9,26 @@ import os
 import sys
 from importlib import import_module
 
-from megatron.pretraining.process.early_stop import end_at_once
 from moc.runtime import environment
+from moc.runtime.progress import PROGRESS
+from moc.runtime.termination import die_by_signal, end_on_signals, stop_message
+
+
+def end_at_once(program: str) -> None:
+    """Makes signals that request a stop end this worker immediately, with one line of rank 0.
+
+    Under ``mocrun``, the launcher reports the signal, which keeps its default action.
+    """
+    if environment.AGENT in os.environ:
+        return
+
+    def report(number: int) -> str | None:
+        if os.environ.get("RANK", "0") != "0":
+            return None
+        return f"{program}: {stop_message(number, 128 + number, PROGRESS.iteration)}"
+
+    end_on_signals(report, die_by_signal)
+
 
 _ENTRY = "megatron.pretraining.entry"
 

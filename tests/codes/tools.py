@@ -36,7 +36,7 @@ from tests.unit.store.test_store import saved
 HELD = contextlib.ExitStack()
 """Locks that this process holds for a case; the test closes it."""
 
-LOGITS = "megatron.pretraining.convert.hugging_face.logits"
+LOGITS = "megatron.pretraining.convert.hugging_face.conversions"
 START = {"type": "start", "time": 1.0, "iteration": 0}
 SIMULATED = "--model micro --cluster a100-80gb:16 --ep 4 --hours 3"
 PLANNED = (

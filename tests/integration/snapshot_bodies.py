@@ -25,7 +25,7 @@ from moc.store.store import Store
 from tests.integration import bodies
 
 # after the bodies, which prepare megatron-core
-from megatron.pretraining.checkpoint.digests import dense_fragments  # isort: skip
+from megatron.pretraining.entry.checkpoints import dense_fragments  # isort: skip
 from megatron.pretraining.entry import checkpoints  # isort: skip
 
 

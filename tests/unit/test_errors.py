@@ -4,8 +4,7 @@ import errno
 
 import pytest
 
-from megatron.pretraining.error_messages import cause_and_remedy, messages
-from megatron.pretraining.reference import documented
+from megatron.pretraining.reference import cause_and_remedy, documented, messages
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
 from tests.errors import raises
 

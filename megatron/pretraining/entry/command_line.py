@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 from megatron.pretraining.config import ConfigError
@@ -17,7 +18,7 @@ from megatron.pretraining.config.flag import UNKNOWN, Problems, flags_of
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.entry.dialects import FLAG, nested, previous_release, translated
 from megatron.pretraining.entry.own_flags import PREFIX, own_parser
-from megatron.pretraining.entry.presets import preset_options
+from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
 from moc.files.text import short_repr, shorten
 
@@ -297,3 +298,27 @@ def _without_spaces(values: list) -> str:
 
 def _underscored(key: object) -> str:
     return str(key).removeprefix("--").replace("-", "_")
+
+
+_MOST_LAYERS = 10_000
+
+
+def preset_options(name: str, given: Mapping[str, object]) -> dict[str, object]:
+    """Returns the options of a preset, by Megatron-LM's names.
+
+    The pattern of layers with experts is cut or repeated if another number of layers is given.
+
+    Args:
+        name: name of the preset.
+        given: values of options that override the preset's values, by name; None if an option is not given, and
+            ``UNKNOWN`` if its value is not readable.
+    """
+    options: dict[str, Any] = dict(PRESETS[name].values)
+    layers, length = ({**options, **_numbers(given)}[key] for key in ("num_layers", "seq_length"))
+    if (pattern := options.get("moe_layer_freq")) is not None:
+        options["moe_layer_freq"] = list(islice(cycle(pattern), max(0, min(layers, _MOST_LAYERS))))
+    return options | {"max_position_embeddings": length}
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, int]:
+    return {name: value for name, value in values.items() if isinstance(value, int)}

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +16,26 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.utils import get_model_config
 from megatron.training import initialize, training
 
-from megatron.pretraining import evaluation
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.groups import FlagGroups
-from megatron.pretraining.data.streams import BatchStream
+from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.elastic.moe_layer import ElasticLayer, elastic_layers
 from megatron.pretraining.elastic.placement import Plans, adopt, build_domains
 from megatron.pretraining.engine.optimizer import shard_by_blocks
+from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values, replaced
 from megatron.pretraining.logging.records import perplexity_of
 from megatron.pretraining.parts import TrainingRun
 from megatron.pretraining.process.nodes import order_of_ranks, per_node
 from megatron.pretraining.process.stopping import StopRequests
+from moc.fault_points import reach
+from moc.runtime.collectives import sum_over_workers
 from moc.runtime.environment import min_nodes, node_limits
 from moc.runtime.job import Job
+from moc.runtime.progress import progress
 
 
 def check_elastic(config: FlagGroups, problems: Problems) -> None:
@@ -324,7 +327,7 @@ def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> 
     args, topology = get_args(), run.stepper.topology
     size = topology.global_batch_size
     batches = (run.batches(split, (earlier * args.eval_iters + number) * size) for number in range(args.eval_iters))
-    loss = evaluation.mean_loss(run.stepper, batches, stop)
+    loss = mean_loss(run.stepper, batches, stop)
     run.stepper.auxiliary.drop()
     if loss is not None:
         run.log.evaluation(run.position.iteration, split, loss)
@@ -356,3 +359,28 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream |
 
 def _masks(sample: Any) -> bool:
     return isinstance(sample, dict) and torch.is_tensor(sample.get("loss_mask"))
+
+
+def mean_loss(stepper: Stepper, batches: Iterable[Iterator[Batch] | None], stop: StopRequests) -> float | None:
+    """Returns the mean loss over global batches, in nats per token; None on a stop request.  A collective call.
+
+    ``batches`` has this worker's micro batches of each global batch, None on stages that read no data.
+    """
+    with stepper.modules.unchanged():
+        for chunk in stepper.chunks:
+            chunk.eval()
+        try:
+            total = tokens = 0.0
+            for micro_batches in batches:
+                progress("evaluation")
+                reach("evaluating")
+                reports = stepper.schedule.forward(micro_batches)
+                contribution = {**sum_losses(reports, stepper.world), "stop": float(stop.pending)}
+                sums = sum_over_workers(contribution, stepper.world)
+                if sums["stop"] > 0:
+                    return None
+                total, tokens = total + sums["loss_sum"], tokens + sums["loss_tokens"]
+            return total / max(tokens, 1.0)
+        finally:
+            for chunk in stepper.chunks:
+                chunk.train()

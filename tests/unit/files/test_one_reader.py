@@ -40,7 +40,7 @@ ALLOWED = {
     "moc/store/ownership.py": "a file to lock, opened without following links",
     "moc/store/host_memory.py": "/proc",
     "megatron/pretraining/checkpoint/unpickling.py": "unpickles .metadata, with an allow-list of types",
-    "megatron/pretraining/convert/hugging_face/logits.py": "arrays that its own child has written",
+    "megatron/pretraining/convert/hugging_face/conversions.py": "arrays that its own child has written",
     "megatron/pretraining/convert/hugging_face/megatron_logits.py": "an array that its own parent has written",
     "megatron/pretraining/convert/hugging_face/transformers_logits.py": "an array that its own parent has written",
 }

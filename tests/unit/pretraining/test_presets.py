@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pretraining.entry.presets import preset_options
+from megatron.pretraining.entry.command_line import preset_options
 from megatron.pretraining.planning.model import config_of, meta_operators
 from megatron.pretraining.presets import PRESETS
 

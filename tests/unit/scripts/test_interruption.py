@@ -61,7 +61,7 @@ def test_torchrun_lets_workers_save_and_passes_on_their_code(tmp_path):
 ENDS = """
 import os, pathlib, signal, sys, time
 sys.path.insert(0, sys.argv[2])
-from megatron.pretraining.process.early_stop import end_at_once
+from megatron.pretraining.pretrain_gpt_moe import end_at_once
 from moc.runtime.progress import PROGRESS
 end_at_once("worker.py")
 PROGRESS.completed(7)

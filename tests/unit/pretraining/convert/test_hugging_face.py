@@ -23,10 +23,10 @@ from megatron.pretraining.convert import program  # noqa: E402
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of  # noqa: E402
 from megatron.pretraining.convert.dense import DenseContents, write_dense  # noqa: E402
 from megatron.pretraining.convert.hugging_face import directory, tensors  # noqa: E402
+from megatron.pretraining.convert.hugging_face.conversions import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.directory import Description, write_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
-from megatron.pretraining.convert.hugging_face.logits import _judged  # noqa: E402
 from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
 from megatron.pretraining.convert.hugging_face.model_record import as_options, first_state, run_configuration  # noqa: E402
 from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
