@@ -9,9 +9,8 @@ import torch
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deterministic import deterministic_if_exact
 from megatron.pretraining.duties import Duties, duties_after
-from megatron.pretraining.elastic.membership import MembersChange
 from megatron.pretraining.engine.step import NonFiniteError
-from megatron.pretraining.parts import Program, TrainingRun
+from megatron.pretraining.parts import MembersChange, Program, TrainingRun
 from megatron.pretraining.process.faults import inject_faults
 from megatron.pretraining.process.initialize import shut_down
 from megatron.pretraining.process.paths import check_outputs

@@ -118,6 +118,18 @@ class Callback(CommitParticipant):
         """Runs when the generation ends by a loss of workers or a change of nodes."""
 
 
+class MembersChange(Exception):
+    """Exit from the generation, on all workers after the same iteration, since nodes join or depart.
+
+    Attributes:
+        has_handed_over: the others have the state of this worker, whose node departs.
+    """
+
+    def __init__(self, has_handed_over: bool):
+        super().__init__()
+        self.has_handed_over = has_handed_over
+
+
 class MovingState(Protocol):
     """State that moves between workers when the number of nodes changes.
 

@@ -38,7 +38,7 @@ from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
 from megatron.pretraining.elastic.state_transfer import settle_shards as settle_shards
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.parts import Callback, TrainingRun
+from megatron.pretraining.parts import Callback, MembersChange, TrainingRun
 from moc.cli_output import counted
 from moc.elastic.plan import Loads, Plan
 from moc.elastic.transfers import ShardAssignment, count_new_replicas
@@ -345,18 +345,6 @@ def _shared(told: Sequence[ReportedState], mine: Sequence[Plan], loads: Loads) -
     plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
     shared = gather((plans, dict(loads) if rank == trained else {}))
     return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
-
-
-class MembersChange(Exception):
-    """Exit from the generation, on all workers after the same iteration, since nodes join or depart.
-
-    Attributes:
-        has_handed_over: the others have the state of this worker, whose node departs.
-    """
-
-    def __init__(self, has_handed_over: bool):
-        super().__init__()
-        self.has_handed_over = has_handed_over
 
 
 class Guests(Callback):
