@@ -44,20 +44,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     parts.data = common_data(parts.data)
     phases.done("meet")
     program, topology = parts.program, parts.program.topology(config, world)
-    crossing = boundaries(config, parts.chunks[0].config, topology, log.message, parts.log_memory)
-    stepper = Stepper(
-        topology=topology,
-        chunks=parts.chunks,
-        modules=parts.modules,
-        schedule=program.schedule(parts, topology),
-        optimizer=parts.optimizer,
-        scheduler=parts.scheduler,
-        auxiliary=program.auxiliary(parts, topology),
-        params_norm=config.logging.log_params_norm,
-        count_zeros=config.logging.log_num_zeros_in_grad,
-        refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
-        boundaries=crossing,
-    )
+    stepper = _stepper(parts, topology)
     if parts.moving is not None:
         parts.moving.settle(parts)
     model, replicas = program.model(parts), None if parts.moving is None else parts.moving.replicas
@@ -103,6 +90,24 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         train_iters=parts.train_iters,
         stops=stops,
         missed=lacks,
+    )
+
+
+def _stepper(parts: WorkerParts, topology: Topology) -> Stepper:
+    """Returns the object that computes iterations, without the participants in its commit all-reduce."""
+    config, program = parts.config, parts.program
+    return Stepper(
+        topology=topology,
+        chunks=parts.chunks,
+        modules=parts.modules,
+        schedule=program.schedule(parts, topology),
+        optimizer=parts.optimizer,
+        scheduler=parts.scheduler,
+        auxiliary=program.auxiliary(parts, topology),
+        params_norm=config.logging.log_params_norm,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+        refuse_non_finite=config.training.check_for_nan_in_loss_and_grad,
+        boundaries=boundaries(config, parts.chunks[0].config, topology, parts.log.message, parts.log_memory),
     )
 
 

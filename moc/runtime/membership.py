@@ -410,11 +410,24 @@ class Membership:
             if exit_code == SAVED:
                 return self._end_job(exit_code, f"{event}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
             return self._end_job(exit_code, event, as_requested=-code == self.stop_signal)
+        return self._worker_killed(worker, -code, event, error_code, iteration)
+
+    def _worker_killed(
+        self, worker: WorkerRecord, signal: int, event: str, error_code: str, iteration: int | None
+    ) -> list[Order]:
+        """Replaces a worker, removes its node, or ends the job at one of the limits of failures.
+
+        Args:
+            worker: the worker.
+            signal: signal that killed it.
+            event: sentence about its exit.
+            error_code: as in :meth:`worker_exited`.
+            iteration: as in :meth:`worker_exited`.
+        """
         self.restarts, self.failures_without_loss = self.restarts + 1, 0
-        lost = {"rank": worker.rank, "node": worker.node, "signal": -code}
         if self.restarts > self.max_restarts:
             return self._end_job(
-                128 - code,
+                128 + signal,
                 f"{event}, and {self.max_restarts} were replaced already. Fix: repair what kills workers, or raise "
                 "--max-restarts",
                 code="restarts-exhausted",
@@ -423,13 +436,13 @@ class Membership:
             return self._remove_node(worker, event)
         if self._stands_still(worker, iteration):
             return self._end_job(
-                128 - code,
+                128 + signal,
                 f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker after iteration "
                 f"{self._standstill.iteration}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
                 "--max-standstill",
                 code="progress-missing",
             )
-        lost = {**lost, **self._standstill.to_message()}
+        lost = {"rank": worker.rank, "node": worker.node, "signal": signal, **self._standstill.to_message()}
         return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event, lost))
 
     def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
