@@ -100,9 +100,16 @@ class Agent:
         drain_s = flags.drain_s if flags.min_nodes < flags.nnodes else 0.0
         self._departure = Departure(drain_s, self._request_departure, self._end_departing)
         self._forkserver_answered_at: float | None = None  # None until the forkserver is warm
-        times = SilenceLimits(flags.silence_timeout_s), flags.patience_s, max(flags.max_wait_s, MIN_JOIN_TIMEOUT_S)
-        lease = self._lease if flags.has_other_nodes else None
-        self._link = ControllerLink(controllers, token, *times, lease, self._make_hello, self._execute)
+        self._link = ControllerLink(
+            controllers,
+            token,
+            SilenceLimits(flags.silence_timeout_s),
+            patience_s=flags.patience_s,
+            join_timeout_s=max(flags.max_wait_s, MIN_JOIN_TIMEOUT_S),
+            lease=self._lease if flags.has_other_nodes else None,
+            make_hello=self._make_hello,
+            execute=self._execute,
+        )
 
     def _record_iteration(self, iteration: int | None) -> None:
         self.iteration = iteration if self.iteration is None else max(self.iteration, iteration or 0)
