@@ -103,10 +103,10 @@ def copy_to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 class HostCopy:
-    """Copy of a few values to host memory, which the device makes while the host goes on enqueuing work.
+    """Asynchronous copy of a few values to host memory; work that is enqueued later does not delay it.
 
     Args:
-        values: tensor of any dtype and shape; what is enqueued after this call does not delay the copy.
+        values: tensor of any dtype and shape.
     """
 
     def __init__(self, values: torch.Tensor):

@@ -1,6 +1,7 @@
 """The dispatch of elastic training on a GPU: the host waits only for the counts of tokens."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -19,9 +20,10 @@ def dispatcher():
     """One rank holds all experts, in any order of slots."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
-    group = dist.group.WORLD
-    groups = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
-    dispatcher = ElasticDispatcher(SimpleNamespace(moe_router_topk=TOPK), groups, group)
+    group: Any = dist.group.WORLD
+    groups: Any = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
+    config: Any = SimpleNamespace(moe_router_topk=TOPK)
+    dispatcher = ElasticDispatcher(config, groups, group)
     dispatcher.hold((5, 2, None, 0, 7, 1, 6, 3, 4), numpy.ones((EXPERTS, 1), numpy.int64), level_capacities)
     yield dispatcher
     torch.cuda.set_sync_debug_mode("default")

@@ -181,8 +181,9 @@ class ElasticDispatcher(MoETokenDispatcher):
         self._shape, (rows, experts) = hidden_states.shape, routing_map.shape
         tokens, copies = hidden_states.view(rows, -1), rows * min(self.config.moe_router_topk, experts)
         waiting = self._gather_counts(routing_map)
-        by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=copies).view(-1)  # expert * rows + token
-        self._route = self._route_of(waiting.wait().numpy().reshape(-1, experts))
+        # expert * rows + token; places that are left over have a valid index
+        by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=copies, fill_value=0).view(-1)
+        self._route = self._route_of(waiting.wait().numpy().reshape(-1, experts), rows, copies)
         order, self._by_slot, self._restore = self._route.on_device(tokens.device)
         chosen = by_expert[: len(order)].index_select(0, order)
         self._sources = chosen % rows
@@ -195,10 +196,17 @@ class ElasticDispatcher(MoETokenDispatcher):
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
         return HostCopy(everybody)
 
-    def _route_of(self, gathered: numpy.ndarray) -> Route:
-        """Returns this rank's route for the tokens of [ranks, experts]."""
+    def _route_of(self, gathered: numpy.ndarray, rows: int, copies: int) -> Route:
+        """Returns this rank's route for token counts of [ranks, experts].
+
+        Raises:
+            ValueError: a rank has more tokens than a micro batch, as after an abort. Indices from such counts would
+                fail on the device, which is unusable afterwards.
+        """
         assert self._held is not None  # hold() was called
         slots, replicas, capacities = self._held
+        if gathered.min() < 0 or gathered.max() > rows or gathered.sum(axis=1).max() > copies:
+            raise ValueError(f"token counts of a micro batch of {rows} tokens are invalid")
         counts = numpy.ascontiguousarray(gathered.T)
         shares = capacities(counts.sum(axis=1), replicas)
         return route_of(exchange_of_rank(counts, shares, dist.get_rank(self._group)), slots)
@@ -253,7 +261,7 @@ def _swapped(group: dist.ProcessGroup, tensor: torch.Tensor, sent: list[int], re
 
 
 class Reordering(NamedTuple):
-    """Chunks of rows in a new order: row i of a chunk comes from row i + ``shifts``[chunk].
+    """Chunks of rows in a new order: row i of the result, in a chunk, is row i + ``shifts``[chunk] of the input.
 
     Attributes:
         lengths: rows of each chunk, int64[chunks].

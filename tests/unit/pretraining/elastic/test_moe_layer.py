@@ -68,40 +68,56 @@ def swapped(sent, sizes, received):
     return arrived
 
 
+TOKENS, EXPERTS, TOPK, HIDDEN, RANKS = 16, 6, 2, 8, 4
+REPLICAS = numpy.array([[1, 0, 1, 0], [1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
+
+
 @pytest.fixture
-def unconnected_group():
-    """Four ranks, of which this process is one; collectives do nothing."""
-    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
-    yield dist.group.WORLD
+def dispatch(moe_layer, monkeypatch):
+    """Passes a micro batch through a dispatcher of one rank of four, whose collectives do nothing.
+
+    Tensors are on the device ``meta``, which has no values.  So every read of them, and every size from them, raises,
+    except the counts of tokens that a test gives.
+    """
+    dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
+    group = dist.group.WORLD
+    groups = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
+    dispatcher = moe_layer.ElasticDispatcher(SimpleNamespace(moe_router_topk=TOPK), groups, group)
+    dispatcher.hold((4, 1, None, 2), REPLICAS, level_capacities)
+    waits = []
+
+    def passed(counts):
+        class Copy:
+            def __init__(self, values):
+                assert (values.device.type, values.numel()) == ("meta", counts.size)
+
+            def wait(self):
+                waits.append(self)
+                return torch.from_numpy(counts.ravel())
+
+        monkeypatch.setattr(moe_layer, "HostCopy", Copy)
+        inputs = torch.empty(TOKENS, 1, HIDDEN, device="meta", requires_grad=True)
+        probs = torch.empty(TOKENS, EXPERTS, device="meta", requires_grad=True)
+        chosen = torch.empty(TOKENS, EXPERTS, dtype=torch.bool, device="meta")
+        sent = dispatcher.dispatch_preprocess(inputs, chosen, probs)
+        computed, in_slots, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
+        output = dispatcher.token_combine(dispatcher.combine_preprocess(computed * weights[:, None]))
+        dispatcher.combine_postprocess(output).sum().backward()
+        assert inputs.grad is not None and probs.grad is not None and len(sent[0]) == len(sent[1])
+        assert sum(in_slots.tolist()) == len(computed) == len(weights) and in_slots[2] == 0
+        return len(sent[0]), len(waits)
+
+    yield passed
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dropped", [0, 3])
-def test_a_layer_waits_for_its_device_once(moe_layer, unconnected_group, monkeypatch, dropped):
-    """Tensors on the device ``meta`` have no values, so every other read of them, and every size from them, raises."""
-    generator, (tokens, experts, topk, hidden) = numpy.random.default_rng(0), (16, 6, 2, 8)
-    counts = generator.multinomial(tokens * topk - dropped, [1 / experts] * experts, size=4)
-    replicas = numpy.array([[1, 0, 1, 0], [1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]])
-    waits = []
+@pytest.mark.parametrize("dropped", [0, 3, TOKENS * TOPK])
+def test_a_layer_waits_for_its_device_once(dispatch, dropped):
+    counts = numpy.random.default_rng(0).multinomial(TOKENS * TOPK - dropped, [1 / EXPERTS] * EXPERTS, size=RANKS)
+    assert dispatch(counts) == (TOKENS * TOPK - dropped, 1)
 
-    class Copy:
-        def __init__(self, values):
-            assert (values.device.type, values.numel()) == ("meta", counts.size)
 
-        def wait(self):
-            waits.append(self)
-            return torch.from_numpy(counts.ravel())
-
-    monkeypatch.setattr(moe_layer, "HostCopy", Copy)
-    groups = SimpleNamespace(ep=unconnected_group, expt_tp=unconnected_group, tp_ep=unconnected_group)
-    dispatcher = moe_layer.ElasticDispatcher(SimpleNamespace(moe_router_topk=topk), groups, unconnected_group)
-    dispatcher.hold((4, 1, None, 2), replicas, level_capacities)
-    inputs = torch.empty(tokens, 1, hidden, device="meta", requires_grad=True)
-    probs = torch.empty(tokens, experts, device="meta", requires_grad=True)
-    sent = dispatcher.dispatch_preprocess(inputs, torch.empty(tokens, experts, dtype=torch.bool, device="meta"), probs)
-    assert [len(part) for part in sent] == [tokens * topk - dropped] * 2
-    computed, in_slots, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
-    assert sum(in_slots.tolist()) == len(computed) == len(weights) and in_slots[2] == 0
-    output = dispatcher.token_combine(dispatcher.combine_preprocess(computed * weights[:, None]))
-    dispatcher.combine_postprocess(output).sum().backward()
-    assert inputs.grad is not None and probs.grad is not None and len(waits) == 1
+@pytest.mark.parametrize("garbage", [-1, TOKENS + 1, 1 << 40])
+def test_counts_of_an_aborted_collective_reach_no_kernel(dispatch, garbage):
+    with pytest.raises(ValueError):
+        dispatch(numpy.full((RANKS, EXPERTS), garbage))
