@@ -11,8 +11,8 @@
 #
 # Everything else goes to `python -m tests.gpu.check`:
 #   --minutes N   for all steps, in the order of what is worth most (default: 8)
-#   --only NAME.. these steps alone: capture kills groups stages assert memory precisions launch copies generations
-#                 training fp8 attention saving
+#   --only NAME.. these steps alone: capture kills groups dispatch stages assert memory precisions launch copies
+#                 generations training fp8 attention saving
 #   --results DIR for the JSON and the page (default: docs/results)
 #   --logs DIR    for the output of each step (default: runs/gpu_check)
 #

@@ -49,18 +49,22 @@ def level_capacities(
         Tokens in the form of :data:`Capacities`.
     """
     result = numpy.zeros(replicas.shape, numpy.int64)
-    loads = numpy.zeros(replicas.shape[1], numpy.int64) if initial_loads is None else initial_loads.astype(numpy.int64)
-    for expert, ranks, share in _assign_to_least_loaded(tokens, replicas, loads):
-        result[expert, ranks] = share
+    loads = [0] * replicas.shape[1] if initial_loads is None else initial_loads.tolist()
+    experts, ranks, shares = [], [], []
+    for expert, there, share in _assign_to_least_loaded(tokens, replicas, loads):
+        experts += [expert] * len(there)
+        ranks += there
+        shares += share
+    result[experts, ranks] = shares
     return result
 
 
 def tokens_per_rank(tokens: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
     """Returns the tokens that each rank computes by :func:`level_capacities`, int64[ranks]."""
-    loads = numpy.zeros(replicas.shape[1], numpy.int64)
+    loads = [0] * replicas.shape[1]
     for _ in _assign_to_least_loaded(tokens, replicas, loads):
         pass
-    return loads
+    return numpy.array(loads, numpy.int64)
 
 
 def tokens_per_rank_in_domains(tokens: numpy.ndarray, replicas: numpy.ndarray, sizes: Sequence[int]) -> numpy.ndarray:
@@ -82,29 +86,38 @@ def tokens_per_rank_in_domains(tokens: numpy.ndarray, replicas: numpy.ndarray, s
 
 
 def _assign_to_least_loaded(
-    tokens: numpy.ndarray, replicas: numpy.ndarray, loads: numpy.ndarray
-) -> Iterator[tuple[int, numpy.ndarray, numpy.ndarray]]:
-    """Yields experts with tokens, their ranks, and the share of each rank, which is added to ``loads``."""
-    held = replicas > 0
-    for expert in numpy.argsort(held.sum(axis=1), kind="stable").tolist():
-        if tokens[expert]:
-            ranks = numpy.flatnonzero(held[expert])
-            share = water_fill(loads[ranks], int(tokens[expert]))
-            loads[ranks] += share
-            yield expert, ranks, share
+    tokens: numpy.ndarray, replicas: numpy.ndarray, loads: list[int]
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yields experts with tokens, their ranks, and the share of each rank, which is added to ``loads``.
+
+    Lists, because this runs for each layer and micro batch, and experts have few replicas.
+    """
+    experts, ranks = numpy.nonzero(replicas > 0)
+    stops = numpy.searchsorted(experts, numpy.arange(len(replicas) + 1)).tolist()
+    holders, amounts = ranks.tolist(), tokens.tolist()
+    for expert in sorted(range(len(replicas)), key=lambda expert: stops[expert + 1] - stops[expert]):
+        if amounts[expert]:
+            there = holders[stops[expert] : stops[expert + 1]]
+            share = water_fill([loads[rank] for rank in there], amounts[expert])
+            for rank, more in zip(there, share, strict=True):
+                loads[rank] += more
+            yield expert, there, share
 
 
-def water_fill(loads: numpy.ndarray, amount: int) -> numpy.ndarray:
-    """Returns the shares of an amount that level the smallest loads: int64, and the sum is the amount."""
-    order = numpy.argsort(loads, kind="stable")
-    ascending = loads[order]
-    below = numpy.arange(1, len(loads) + 1)
-    space = ascending * below - numpy.cumsum(ascending)  # capacity below each load
-    count = int(numpy.searchsorted(space, amount, side="right"))
-    height, remainder = divmod(amount + int(ascending[:count].sum()), count)
-    result = numpy.zeros(len(loads), numpy.int64)
-    result[order[:count]] = height - ascending[:count]
-    result[order[:remainder]] += 1
+def water_fill(loads: Sequence[int], amount: int) -> list[int]:
+    """Returns the shares of an amount that level the smallest loads; the sum is the amount."""
+    if len(loads) == 1:
+        return [amount]
+    order = sorted(range(len(loads)), key=loads.__getitem__)
+    count = total = 0
+    for index in order:
+        if loads[index] * count - total > amount:
+            break
+        count, total = count + 1, total + loads[index]
+    height, remainder = divmod(amount + total, count)
+    result = [0] * len(loads)
+    for number, index in enumerate(order[:count]):
+        result[index] = height - loads[index] + (number < remainder)
     return result
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from moc.elastic import ElasticError
+from moc.elastic.dispatch import water_fill
 from moc.elastic.plan import Plan
 from moc.errors import UserError
 from moc.state.region import Region
@@ -171,28 +172,13 @@ def _bytes_by_source(groups: Sequence[_DeliveryGroup]) -> list[list[int]]:
             group, old_shares = groups[number], shares[number]
             for source, share in zip(group.sources, old_shares, strict=True):
                 loads[source] -= share
-            new_shares = water_fill_few([loads[source] for source in group.sources], group.nbytes)
+            new_shares = water_fill([loads[source] for source in group.sources], group.nbytes)
             for source, share in zip(group.sources, new_shares, strict=True):
                 loads[source] += share
             shares[number], has_changed = new_shares, has_changed or new_shares != old_shares
         if not has_changed:
             break
     return shares
-
-
-def water_fill_few(loads: Sequence[int], amount: int) -> list[int]:
-    """Returns the result of :func:`moc.elastic.dispatch.water_fill`; faster for few loads."""
-    order = sorted(range(len(loads)), key=loads.__getitem__)
-    count = total = 0
-    for index in order:
-        if loads[index] * count - total > amount:
-            break
-        count, total = count + 1, total + loads[index]
-    height, remainder = divmod(amount + total, count)
-    result = [0] * len(loads)
-    for number, index in enumerate(order[:count]):
-        result[index] = height - loads[index] + (number < remainder)
-    return result
 
 
 def _assign_sources(groups: Sequence[_DeliveryGroup], shares: Sequence[list[int]]) -> Iterator[list[int]]:

@@ -217,7 +217,8 @@ def gradient_requirements(
         ),
         JobRequirement(
             lambda flags, job: applies(flags) and not job.has_separate_experts,
-            f"{flag} needs a separate update of each expert. Fix: drop --moe-grouped-gemm{instead}",
+            f"{flag} needs a separate update of each expert. Fix: drop --moe-single-grouped-weight and "
+            f"--moe-single-grouped-bias{instead}",
             code="gradients-need-separate-experts",
         ),
     )

@@ -4,8 +4,8 @@ A CUDA context fails in every call after its first failure: a device-side assert
 loss of a peer's memory.  Only another process gets a new context.
 
 After an abort, values are undefined (:mod:`moc.runtime.groups`).  Code that uses values on the host, or installs them
-in state that outlives the generation, calls :func:`synchronize_and_check` or :func:`copy_to_host`.  Nothing else
-detects that the generation ended meanwhile.
+in state that outlives the generation, calls :func:`synchronize_and_check`, :func:`copy_to_host` or :class:`HostCopy`.
+Nothing else detects that the generation ended meanwhile.
 """
 
 from __future__ import annotations
@@ -100,6 +100,32 @@ def copy_to_host(values: torch.Tensor) -> torch.Tensor:
     copied = values.cpu()
     check_generation()
     return copied
+
+
+class HostCopy:
+    """Asynchronous copy of a few values to host memory; work that is enqueued later does not delay it.
+
+    Args:
+        values: tensor of any dtype and shape.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        is_on_gpu = values.device.type == "cuda"
+        self._copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_on_gpu)
+        self._copied.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event() if is_on_gpu else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """Returns the values as soon as the device has copied them; checks them as :func:`copy_to_host`.
+
+        Raises:
+            Aborted: the generation of our groups is over, so the values are undefined.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        return copy_to_host(self._copied)
 
 
 def check_generation() -> None:

@@ -16,6 +16,7 @@ TESTS = {
     "elastic-unsupported": "unit/pretraining/test_elastic_entry.py",
     "folding-unsupported": "unit/session/test_folds.py",
     "fp8-unsupported": "integration/test_masters.py",
+    "gradients-need-separate-experts": "unit/policy/test_gradient.py",
     "helper-lost": "unit/session/test_carriers.py",
     "hook-failed": "unit/monitor/test_server.py",
     "index-cache-unusable": "unit/pretraining/data/test_index_cache.py",

@@ -88,9 +88,6 @@ CASES = {
     "gradients-need-adam": snapshots(
         "selective", "--selective-gradients on --ckpt-tier memory --snapshot-interval 1 --optimizer sgd"
     ),
-    "gradients-need-separate-experts": snapshots(
-        "selective", "--selective-gradients on --ckpt-tier memory --moe-grouped-gemm --disable-bias-linear"
-    ),
     "bucket-size-odd": flags("--deepspeed --zero-allgather-bucket-size 3", named="--zero-allgather-bucket-size"),
     "zero-stage-unsupported": flags("--deepspeed --zero-stage 3", named="--zero-stage"),
     "deepspeed-excludes-flag": flags("--deepspeed --use-distributed-optimizer"),

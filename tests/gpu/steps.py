@@ -43,6 +43,7 @@ STEPS = (
     _tests("kills", "workers killed at named points: EP2, every tensor saved, bit-identical to no kill", 120,
            "test_many_ranks", only="named_points"),
     _tests("groups", "NCCL groups survive two generations; what was in flight is not trusted", 60, "test_groups"),
+    _tests("dispatch", "a layer of elastic training waits for the GPU only for counts of tokens", 60, "test_dispatch"),
     _tests("stages", "lost stages replay from logs: PP2 x EP2, windows, bit-identical", 150,
            "test_many_ranks", only="stage"),
     _tests("assert", "a survivor whose device has failed is replaced", 90, "test_many_ranks", only="survivor"),

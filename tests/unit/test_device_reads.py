@@ -8,8 +8,8 @@ READS = ("cpu", "item", "numpy", "synchronize", "tolist")  # methods that read a
 APART = ("convert", "data", "planning")  # programs, and parts, that use no collective
 ALLOWED = {  # by file, the values that it reads, and why their validity needs no check there
     "megatron/pretraining/checkpoint/contents.py": "v",  # of the scheduler: plain numbers
-    "megatron/pretraining/elastic/moe_layer.py": "arriving.sum(axis=1), copy_to_host(everybody), "
-    "flow.sends.sum(axis=0), numpy.flatnonzero(row)",
+    "megatron/pretraining/elastic/moe_layer.py": "arriving.sum(axis=1), flow.sends.sum(axis=0), "
+    "numpy.flatnonzero(row), waiting.wait()",
     "megatron/pretraining/elastic/replicas.py": "steps",  # synchronize_group() precedes it
     "megatron/pretraining/elastic/state_transfer.py": "steps",  # as in replicas.py
     "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
@@ -18,7 +18,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/logs/log.py": "copy_event, self._stream",  # logs of an iteration count once it is committed
     "megatron/pretraining/entry/program.py": "torch.cuda",  # --train-sync-interval, after the commit
     "moc/runtime/host_group.py": "data, gathered, lengths",  # in host memory
-    "moc/runtime/device.py": "torch.cuda, values",  # the functions that check
+    "moc/runtime/device.py": "self._event, torch.cuda, values",  # the functions that check
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
     "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",

@@ -58,6 +58,8 @@ class MoeFlags(FlagGroup):
     moe_shared_expert_gate: bool
     moe_shared_expert_overlap: bool
     moe_grouped_gemm: bool
+    moe_single_grouped_weight: bool
+    moe_single_grouped_bias: bool
     moe_router_topk: int
     moe_token_dispatcher_type: str | None
     moe_expert_capacity_factor: float | None

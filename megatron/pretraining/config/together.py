@@ -45,7 +45,7 @@ def job_shape(config: FlagGroups) -> JobShape:
     return JobShape(
         ep=config.parallel.expert_model_parallel_size,
         optimizer=config.regularization.optimizer,
-        has_separate_experts=not config.moe.moe_grouped_gemm,
+        has_separate_experts=not (config.moe.moe_single_grouped_weight or config.moe.moe_single_grouped_bias),
         pp=config.parallel.pipeline_model_parallel_size,
         num_experts=config.moe.num_experts or 0,
         drops_tokens=config.moe.drops_tokens,

@@ -413,14 +413,17 @@ def check_backend(config: Config, backend: str, cuda: bool = False) -> None:
         code="gloo-with-gpus",
     )
     moe, parallel = config.moe, config.parallel
-    problems.refuse(
-        moe.moe_token_dispatcher_type == "alltoall"
-        and parallel.expert_tensor_parallel_size > 1
-        and parallel.expert_model_parallel_size > 1,
-        "on gloo --moe-token-dispatcher-type alltoall cannot combine --expert-tensor-parallel-size and "
-        "--expert-model-parallel-size greater than 1. Fix: choose allgather, or --expert-tensor-parallel-size 1",
-        code="gloo-unsupported",
-    )
+    gathers_tokens = moe.moe_token_dispatcher_type == "alltoall" and parallel.expert_tensor_parallel_size > 1
+    for is_uneven, spelling in (  # gloo gathers only equally many from each rank
+        (parallel.expert_model_parallel_size > 1, "--expert-model-parallel-size greater than 1"),
+        (moe.drops_tokens, "--moe-expert-capacity-factor without --moe-pad-expert-input-to-capacity"),
+    ):
+        problems.refuse(
+            gathers_tokens and is_uneven,
+            "on gloo --moe-token-dispatcher-type alltoall cannot combine --expert-tensor-parallel-size greater than 1 "
+            f"and {spelling}. Fix: choose allgather, or --expert-tensor-parallel-size 1",
+            code="gloo-unsupported",
+        )
     problems.refuse(
         config.network.transformer_impl == "transformer_engine",
         "--transformer-impl transformer_engine needs CUDA. Fix: choose --transformer-impl local",

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -33,7 +33,7 @@ from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.dispatch import Capacities, Exchange, exchange_of_rank
-from moc.runtime.device import copy_to_host
+from moc.runtime.device import HostCopy
 
 _ROUTER_DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -178,26 +178,38 @@ class ElasticDispatcher(MoETokenDispatcher):
         Returns:
             The tokens to send [copies, hidden], and their probabilities [copies].
         """
-        self._shape = hidden_states.shape
-        tokens, by_expert = hidden_states.view(-1, self._shape[-1]), routing_map.T
-        assert self._held is not None  # hold() was called
-        slots, replicas, capacities = self._held
-        counts = self._gathered(routing_map)
-        flow = exchange_of_rank(counts, capacities(counts.sum(axis=1), replicas), dist.get_rank(self._group))
-        self._route = route_of(flow, slots)
-        order, self._by_slot, self._restore = _on_device(
-            [self._route.send_order, self._route.by_slot, self._route.restore], tokens.device
-        )
-        numbers = torch.arange(len(tokens), device=tokens.device).expand(by_expert.shape)
-        self._sources = numbers.masked_select(by_expert)[order]
-        return tokens.index_select(0, self._sources), probs.T.masked_select(by_expert).index_select(0, order)
+        self._shape, (rows, experts) = hidden_states.shape, routing_map.shape
+        tokens, copies = hidden_states.view(rows, -1), rows * min(self.config.moe_router_topk, experts)
+        waiting = self._gather_counts(routing_map)
+        # expert * rows + token; places that are left over have a valid index
+        by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=copies, fill_value=0).view(-1)
+        self._route = self._route_of(waiting.wait().numpy().reshape(-1, experts), rows, copies)
+        order, self._by_slot, self._restore = self._route.on_device(tokens.device)
+        chosen = by_expert[: len(order)].index_select(0, order)
+        self._sources = chosen % rows
+        return tokens.index_select(0, self._sources), probs.T.reshape(-1).index_select(0, chosen)
 
-    def _gathered(self, routing_map: torch.Tensor) -> numpy.ndarray:
-        """Returns the number of tokens by expert and rank of the group."""
+    def _gather_counts(self, routing_map: torch.Tensor) -> HostCopy:
+        """Begins to copy the number of tokens by rank of the group and expert to the host."""
         mine = routing_map.sum(dim=0, dtype=torch.int64)
         everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
         dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return numpy.ascontiguousarray(copy_to_host(everybody).view(-1, len(mine)).numpy().T)
+        return HostCopy(everybody)
+
+    def _route_of(self, gathered: numpy.ndarray, rows: int, copies: int) -> Route:
+        """Returns this rank's route for token counts of [ranks, experts].
+
+        Raises:
+            ValueError: a rank has more tokens than a micro batch, as after an abort. Indices from such counts would
+                fail on the device, which is unusable afterwards.
+        """
+        assert self._held is not None  # hold() was called
+        slots, replicas, capacities = self._held
+        if gathered.min() < 0 or gathered.max() > rows or gathered.sum(axis=1).max() > copies:
+            raise ValueError(f"token counts of a micro batch of {rows} tokens are invalid")
+        counts = numpy.ascontiguousarray(gathered.T)
+        shares = capacities(counts.sum(axis=1), replicas)
+        return route_of(exchange_of_rank(counts, shares, dist.get_rank(self._group)), slots)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""
@@ -248,6 +260,18 @@ def _swapped(group: dist.ProcessGroup, tensor: torch.Tensor, sent: list[int], re
     return swapped
 
 
+class Reordering(NamedTuple):
+    """Chunks of rows in a new order: row i of the result, in a chunk, is row i + ``shifts``[chunk] of the input.
+
+    Attributes:
+        lengths: rows of each chunk, int64[chunks].
+        shifts: distance from the new to the old place of each chunk, int64[chunks].
+    """
+
+    lengths: numpy.ndarray
+    shifts: numpy.ndarray
+
+
 @dataclass(frozen=True)
 class Route:
     """Sends and receives of one rank in a micro batch; lists are by rank of its domain.
@@ -255,23 +279,34 @@ class Route:
     Attributes:
         sent: tokens to each rank.
         received: tokens from each rank.
-        send_order: indices that reorder tokens sorted by expert to (receiver, expert).
-        by_slot: indices that reorder received tokens from (sender, expert) to (slot, sender).
+        send_order: reorders tokens sorted by expert to (receiver, expert).
+        by_slot: reorders received tokens from (sender, expert) to (slot, sender).
+        restore: inverse of ``by_slot``.
         in_slots: tokens of each slot.
     """
 
     sent: list[int]
     received: list[int]
-    send_order: torch.Tensor
-    by_slot: torch.Tensor
+    send_order: Reordering
+    by_slot: Reordering
+    restore: Reordering
     in_slots: list[int]
 
-    @property
-    def restore(self) -> torch.Tensor:
-        """Inverse of ``by_slot``."""
-        inverse = torch.empty_like(self.by_slot)
-        inverse[self.by_slot] = torch.arange(len(self.by_slot))
-        return inverse
+    def on_device(self, device: torch.device) -> list[torch.Tensor]:
+        """Returns the indices of ``send_order``, ``by_slot`` and ``restore``, int64 on the device.
+
+        Only the chunks are copied, in one transfer of pinned memory: other transfers wait for the device.
+        """
+        sizes = [sum(self.sent), sum(self.received), sum(self.received)]
+        starts = numpy.cumsum([0, *sizes[:-1]])
+        orders = [self.send_order, self.by_slot, self.restore]
+        lengths = numpy.concatenate([order.lengths for order in orders])
+        shifts = numpy.concatenate([order.shifts - start for order, start in zip(orders, starts, strict=True)])
+        chunks = torch.from_numpy(numpy.stack([lengths, shifts]))
+        chunks = chunks.pin_memory() if device.type == "cuda" else chunks
+        lengths, shifts = chunks.to(device, non_blocking=True)
+        moved = torch.repeat_interleave(shifts, lengths, output_size=sum(sizes))
+        return list(moved.add_(torch.arange(sum(sizes), device=device)).split(sizes))
 
 
 def route_of(flow: Exchange, slots: Sequence[int | None]) -> Route:
@@ -279,30 +314,33 @@ def route_of(flow: Exchange, slots: Sequence[int | None]) -> Route:
     held = [expert for expert in slots if expert is not None]
     columns = sorted(held)
     arriving = flow.receives[columns].T  # by sender and expert
+    send_order, _ = _transpositions(flow.sends, range(flow.sends.shape[1]))
+    by_slot, restore = _transpositions(arriving, [columns.index(expert) for expert in held])
     return Route(
         sent=flow.sends.sum(axis=0).tolist(),
         received=arriving.sum(axis=1).tolist(),
-        send_order=_transposed(flow.sends),
-        by_slot=_transposed(arriving, [columns.index(expert) for expert in held]),
+        send_order=send_order,
+        by_slot=by_slot,
+        restore=restore,
         in_slots=[0 if expert is None else int(flow.receives[expert].sum()) for expert in slots],
     )
 
 
-def _transposed(sizes: numpy.ndarray, columns: Sequence[int] | None = None) -> torch.Tensor:
-    """Returns indices that reorder chunks of these ``sizes`` from row by row to column by column."""
-    starts = (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
-    if columns is not None:
-        sizes, starts = sizes[:, columns], starts[:, columns]
-    lengths, starts = sizes.T.ravel(), starts.T.ravel()
-    before = lengths.cumsum() - lengths
-    return torch.from_numpy(numpy.repeat(starts - before, lengths) + numpy.arange(lengths.sum(), dtype=numpy.int64))
+def _transpositions(sizes: numpy.ndarray, columns: Sequence[int]) -> tuple[Reordering, Reordering]:
+    """Returns the order of chunks by column, if they are stored by row, and its inverse.
+
+    Args:
+        sizes: rows of each chunk, int64[rows, columns].
+        columns: the columns in their new order.
+    """
+    old, new, by_column = _starts(sizes), numpy.empty_like(sizes), sizes[:, columns].T
+    new[:, columns] = _starts(by_column).T
+    forward = Reordering(by_column.ravel(), (old - new)[:, columns].T.ravel())
+    return forward, Reordering(sizes.ravel(), (new - old).ravel())
 
 
-def _on_device(indices: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copies indices to a device in one transfer: each copy of unpinned memory waits for the device."""
-    together = torch.cat([*indices])
-    together = together.pin_memory() if device.type == "cuda" else together
-    return list(together.to(device, non_blocking=True).split([len(each) for each in indices]))
+def _starts(sizes: numpy.ndarray) -> numpy.ndarray:
+    return (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
 
 
 class ElasticTurns(Turns):

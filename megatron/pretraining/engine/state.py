@@ -70,7 +70,7 @@ class Freezer:
             if owners & wanted and not owners <= wanted:
                 raise FreezingError(
                     f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together. "
-                    "Fix: drop --moe-grouped-gemm, or name all of them"
+                    "Fix: drop --moe-single-grouped-weight and --moe-single-grouped-bias, or name all of them"
                 )
         for parameter, owners in self._operators.items():
             self._freeze_one(parameter, bool(owners & wanted))
@@ -163,7 +163,10 @@ class MegatronState:
             if owners and owners <= wanted:
                 found.append(parameter)
             elif owners & wanted:
-                raise FreezingError(f"{', '.join(sorted(owners))} share one parameter. Fix: drop --moe-grouped-gemm")
+                raise FreezingError(
+                    f"{', '.join(sorted(owners))} share one parameter. Fix: drop --moe-single-grouped-weight and "
+                    "--moe-single-grouped-bias"
+                )
         return found
 
     def adam_groups(self, operators: Iterable[str]) -> list[tuple[str, AdamGroup]]:

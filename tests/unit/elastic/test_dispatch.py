@@ -39,12 +39,13 @@ def test_every_token_is_computed_once_where_its_expert_is(capacities):
 
 
 def test_the_least_loaded_are_filled_up():
-    assert water_fill(numpy.array([5, 0, 2]), 4).tolist() == [0, 3, 1]
-    assert water_fill(numpy.array([5, 0, 2]), 10).tolist() == [0, 6, 4]
+    assert water_fill([5, 0, 2], 4) == [0, 3, 1]
+    assert water_fill([5, 0, 2], 10) == [0, 6, 4]
+    assert water_fill([1, 0, 0, 1], 5) == [1, 2, 2, 0]  # equal loads: the lower rank first
     rng = numpy.random.default_rng(0)
     for _ in range(1_000):
         loads, amount = rng.integers(0, 20, rng.integers(1, 9)), int(rng.integers(0, 60))
-        more = water_fill(loads, amount)
+        more = numpy.array(water_fill(loads.tolist(), amount))
         assert more.sum() == amount and (more >= 0).all()
         filled = (loads + more)[more > 0]
         if amount:

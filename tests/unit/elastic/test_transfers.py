@@ -3,7 +3,6 @@
 import numpy
 import pytest
 
-from moc.elastic.dispatch import water_fill
 from moc.elastic.plan import Plan, PlanSettings, make_plan
 from moc.elastic.transfers import (
     StateTensor,
@@ -11,7 +10,6 @@ from moc.elastic.transfers import (
     expert_holders,
     plan_expert_transfers,
     plan_transfers,
-    water_fill_few,
 )
 from moc.state.region import Region
 from tests.errors import raises
@@ -67,13 +65,6 @@ def test_each_gets_what_it_lacks_once_from_one_that_has_it_and_all_send_alike(no
     for operator in {operator for _, operator in lacking if len(left[operator]) == 1}:
         alone[left[operator][0]] += sum(tensor.nbytes for tensor in TENSORS if tensor.operator == operator)
     assert (sent <= numpy.maximum(1.5 * sent.mean(), alone)).all()
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_few_are_levelled_as_many_are(seed):
-    rng = numpy.random.default_rng(seed)
-    loads, amount = rng.integers(0, rng.choice([2, 50]), int(rng.integers(1, 9))), int(rng.integers(0, 200))
-    assert water_fill_few(loads.tolist(), amount) == water_fill(loads, amount).tolist()
 
 
 def test_what_nobody_holds_must_be_loaded():

@@ -164,8 +164,7 @@ def test_what_is_refused():
     assert "--optimizer adam" in str(
         next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(optimizer="sgd")))
     )
-    assert "drop --moe-grouped-gemm" in str(
-        next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(has_separate_experts=False)))
-    )
+    shared = next(POLICIES[Gradient.name].flags.unmet_requirements(asked(), JobShape(has_separate_experts=False)))
+    assert "drop --moe-single-grouped-weight" in str(shared) and shared.code == "gradients-need-separate-experts"
     with raises("value-out-of-range", "-1"):
         Gradient(OPERATORS, None, window=-1)

@@ -388,7 +388,7 @@ OBSTACLES = [
     (dict(ckpt_tier="disk"), dict(is_elastic=True), "drop --elastic"),
     (dict(snapshot_interval="2"), {}, "set --snapshot-interval 1"),
     ({}, dict(optimizer="sgd"), "--optimizer adam"),
-    ({}, dict(has_separate_experts=False), "drop --moe-grouped-gemm"),
+    ({}, dict(has_separate_experts=False), "drop --moe-single-grouped-weight"),
 ]
 
 

@@ -107,6 +107,19 @@ def test_gloo_cannot_do_everything():
     check_backend(alltoall.replace("parallel", expert_tensor_parallel_size=1), "gloo")
 
 
+def test_gloo_gathers_equally_many_tokens_of_each_rank():
+    """Ranks of expert tensor parallelism have unequally many once tokens are dropped."""
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --moe-expert-capacity-factor 0.5"
+    dropped = parse(f"{split} --moe-token-dispatcher-type alltoall")
+    with raises("gloo-unsupported", "--moe-expert-capacity-factor"):
+        check_backend(dropped, "gloo")
+    check_backend(dropped.replace("moe", moe_token_dispatcher_type="allgather"), "gloo")
+    check_backend(dropped.replace("moe", moe_pad_expert_input_to_capacity=True), "gloo")
+    check_backend(dropped.replace("moe", moe_expert_capacity_factor=None), "gloo")
+    check_backend(dropped.replace("parallel", expert_tensor_parallel_size=1), "gloo")
+    check_backend(dropped, "nccl")
+
+
 def test_gloo_and_gpus_do_not_go_together():
     with raises("gloo-with-gpus", "CUDA_VISIBLE_DEVICES="):
         check_backend(parse("--transformer-impl local"), "gloo", cuda=True)
