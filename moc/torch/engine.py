@@ -115,6 +115,11 @@ class LoopEngine:
 
     # ----- non-tensor state
 
+    @property
+    def digest(self) -> float:
+        """20 bits of the hash of the last committed non-tensor state, which all workers share."""
+        return float(xxhash.xxh3_64_intdigest(self._committed.encode()) >> 44)
+
     def capture(self) -> None:
         """Records the non-tensor state of a committed iteration."""
         loop, self._data_states = self.loop, self._next_data_states
