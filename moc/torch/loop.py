@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.policy import Capability, Policy
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Interruption, Job, World
 from moc.runtime.managed_job import join_job
@@ -41,7 +40,7 @@ from moc.session.session import Session, policy_of
 from moc.session.settings import Settings, SettingsError
 from moc.state.record import Position, StepRecord
 from moc.torch.data import Batches, Stateful
-from moc.torch.engine import Loop, LoopEngine
+from moc.torch.engine import Loop, LoopEngine, check_policy
 from moc.torch.naming import structure_of
 
 _TIMEOUT = timedelta(minutes=10)
@@ -191,28 +190,8 @@ def protect(
     )
     engine = LoopEngine(world, loop, structure, batches)
     if policy is not None:
-        _check_policy(policy_of(chosen, engine.operators), loop, wrap)
+        check_policy(policy_of(chosen, engine.operators), loop, wrap is not None)
     return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
-
-
-def _check_policy(policy: Policy, loop: Loop, wrap: Callable | None) -> None:
-    """Refuses policies that need more than the loop gives.
-
-    Raises:
-        SettingsError: the loop lacks something.
-    """
-    requires, needs = policy.requires, None
-    if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
-        needs = "gradients at fixed addresses, which a loop does not keep", "choose another policy, such as full"
-    elif Capability.REPLAY in requires and loop.forward is None:
-        needs = "to replay iterations", "give forward, a function of model and batch that returns the loss"
-    elif Capability.REPLAY in requires and (wrap is not None or not loop.averages):
-        needs = "to replay iterations, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
-    elif Capability.BUBBLES in requires:
-        needs = "the bubbles of a pipeline, which a loop does not have", "set hide to compute"
-    if needs is not None:
-        need, remedy = needs
-        raise SettingsError(f"policy {policy.name} needs {need}. Fix: {remedy}", code="loop-policy-unsupported")
 
 
 def _epoch(batches: Batches) -> int:
@@ -358,8 +337,13 @@ class ProtectedRun:
         if self._wrap is not None:
             self.model = self._wrap(self._loop.model)
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
-            is_reduced = any(isinstance(module, DistributedDataParallel) for module in wrappers)
-            self._engine.averages = self._loop.averages and not is_reduced
+            reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
+            self._engine.averages = self._loop.averages and not reducers
+            if self.size > 2 and lost is None and not all(one.find_unused_parameters for one in reducers):
+                self._log.message(
+                    "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
+                    "differ in rounding after a recovery. Fix: wrap with find_unused_parameters=True"
+                )
 
     def step(self, loss: Tensor | float | None = None, stop: bool = False) -> bool:
         """Ends a batch; after the last one of an iteration, updates the model on all workers, or on none.

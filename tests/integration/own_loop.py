@@ -107,7 +107,8 @@ class Adversaries(nn.Module):
 
     def __init__(self):
         super().__init__()
-        layers = [nn.Linear(4, 2 * WIDTH), nn.BatchNorm1d(2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 9)]
+        odd = 2 * WIDTH - 1  # the integer of the batch norm is not aligned after them
+        layers = [nn.Linear(4, odd), nn.BatchNorm1d(odd), nn.ReLU(), nn.Linear(odd, 9)]
         self.generator = nn.Sequential(*layers)
         self.discriminator = nn.Sequential(nn.Linear(9, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1), nn.Sigmoid())
 
