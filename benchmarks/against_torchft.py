@@ -172,8 +172,7 @@ def disturbed(name: str, sizes: Sizes, directory: Path) -> dict:
         job.close()
         raise
     survivor, replaced = job.end()
-    after = [[r["time"] - killed_at for r in worker if r["event"] == "update"] for worker in (survivor, replaced)]
-    of_survivor, of_replacement = ([seconds for seconds in worker if seconds > 0] for worker in after)
+    of_survivor, of_replacement = (_updates_after(worker, killed_at) for worker in (survivor, replaced))
     events = [r["event"] for r in survivor]
     return {
         "first_update_s": min(of_survivor + of_replacement),
@@ -181,6 +180,16 @@ def disturbed(name: str, sizes: Sizes, directory: Path) -> dict:
         "repeated": events.count("body") - events.count("update"),
         "weights": [worker[-1].get("weights") for worker in (survivor, replaced)],
     }
+
+
+def _updates_after(records: list[dict], killed_at: float) -> list[float]:
+    """Returns the seconds from the kill to each update of an iteration that began after it."""
+    begun, found = 0.0, []
+    for record in records:
+        begun = record["time"] if record["event"] == "body" else begun
+        if record["event"] == "update" and begun > killed_at:
+            found.append(record["time"] - killed_at)
+    return found
 
 
 def main() -> int:
