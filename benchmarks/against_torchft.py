@@ -206,7 +206,10 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
                 result = {"undisturbed": undisturbed(name, sizes, Path(first))}
                 if name != "plain PyTorch":
-                    result["killed"] = disturbed(name, sizes, Path(second))
+                    try:
+                        result["killed"] = disturbed(name, sizes, Path(second))
+                    except RuntimeError as error:  # a worker that was not killed has failed
+                        result["killed"] = {"failed": str(error).strip().splitlines()[-1]}
             measured[name].append(result)
             print(f"round {number + 1}, {name}: {json.dumps(result)}", flush=True)
     show(100, [(table("torchft", ["loop", *COLUMNS], rows(measured)), [])])
@@ -229,7 +232,7 @@ def rows(measured: Mapping[str, list[dict]]) -> list[tuple[str, ...]]:
         row = [name, str(changed_lines(name)), f"{1000 * statistics.median(times):.2f}", f"{ratio:.2f}"]
         killed = [one["killed"] for one in rounds if "killed" in one]
         for key, form in (("first_update_s", ".2f"), ("all_update_s", ".2f"), ("repeated", ".0f")):
-            values = [one[key] for one in killed if one[key] is not None]
+            values = [one[key] for one in killed if one.get(key) is not None]
             row.append(format(statistics.median(values), form) if values else "")
         equal = sum(_is_equal(one) for one in rounds if "killed" in one)
         result.append((*row, f"{equal} of {len(killed)}" if killed else ""))
@@ -237,7 +240,7 @@ def rows(measured: Mapping[str, list[dict]]) -> list[tuple[str, ...]]:
 
 
 def _is_equal(result: Mapping) -> bool:
-    return len({*result["undisturbed"]["weights"], *result["killed"]["weights"]}) == 1
+    return len({*result["undisturbed"]["weights"], *result["killed"].get("weights", ("failed",))}) == 1
 
 
 if __name__ == "__main__":
