@@ -29,6 +29,7 @@ SUPPORTED = {
     "megatron-core": "megatron-core>=0.19.2,<0.20",
     "deepspeed": "deepspeed>=0.19,<0.20",
     "transformer-engine": "transformer-engine>=2.15",
+    "lightning": "lightning>=2.6,<2.7",
 }
 """Supported releases by library: the table was checked against them."""
 
@@ -37,6 +38,7 @@ _PACKAGES = {
     "megatron": "megatron-core",
     "deepspeed": "deepspeed",
     "transformer_engine": "transformer-engine",
+    "lightning": "lightning",
 }
 
 
@@ -665,4 +667,20 @@ _DEEPSPEED = _entries(
      f"{_ZERO}/build.py"),
 )  # fmt: skip
 
-TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED)
+_LOOPS = "lightning.pytorch.loops"
+
+_LIGHTNING = _entries(
+    "lightning",
+    (f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop._build_kwargs", Parameters(_words("kwargs batch batch_idx")),
+     "calls", "moc/lightning.py"),
+    (f"{_LOOPS}.optimization.automatic:_AutomaticOptimization._make_closure", Parameters(_words("""kwargs optimizer
+        batch_idx""")), "calls", "moc/lightning.py"),
+    (f"{_LOOPS}.fit_loop:_FitLoop", Members(_words("epoch_progress epoch_loop restarting")), "sets counters of",
+     "moc/lightning.py"),
+    (f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop", Members(_words("batch_progress automatic_optimization")),
+     "sets counters of", "moc/lightning.py"),
+    (f"{_LOOPS}.optimization.automatic:_AutomaticOptimization", Members(("optim_progress",)), "sets counters of",
+     "moc/lightning.py"),
+)  # fmt: skip
+
+TABLE = (*_TORCH, *_MEGATRON, *_DEEPSPEED, *_LIGHTNING)

@@ -18,20 +18,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from moc.runtime.job import Job
-from moc.session.settings import SettingsError
 from moc.torch import PositionError, protect
-from moc.torch import init as init_torch
-from moc.torch.data import DealtBatches
-
-_HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables by which accelerate would connect and wrap the model itself."""
-
-_job: Job | None = None
+from moc.torch.frameworks import Stepping, do_nothing, join_alone, joined_job, shared_loader
 
 
 def init(**options: Any) -> Job:
@@ -43,12 +36,7 @@ def init(**options: Any) -> Job:
     Returns:
         The job, with ``rank`` and ``size``.
     """
-    global _job
-    if _job is None:
-        _job = init_torch(**options)
-        for name in _HIDDEN:
-            os.environ.pop(name, None)
-    return _job
+    return join_alone(**options)
 
 
 class FaultTolerance:
@@ -70,12 +58,8 @@ class FaultTolerance:
     def __init__(self, *arguments: Any, protection: Mapping[str, Any] | None = None, **keywords: Any):
         super().__init__(*arguments, **keywords)
         trainer: Any = self
-        if _job is None or trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
-            raise SettingsError(
-                "the Trainer would connect to other workers itself, or use several GPUs. Fix: call "
-                "moc.transformers.init() before TrainingArguments, and let each worker see one GPU",
-                code="loop-wrapped-too-early",
-            )
+        processes = max(trainer.args.world_size, trainer.args.n_gpu)
+        self._job = joined_job("the Trainer", "call moc.transformers.init() before TrainingArguments", processes)
         self._protection, self._run, self._groups = dict(protection or {}), None, None
         if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__len__"):
             raise PositionError(
@@ -83,7 +67,7 @@ class FaultTolerance:
                 "Fix: give a map-style data set",
                 code="data-without-position",
             )
-        if _job.rank:
+        if self._job.rank:
             trainer.args.save_strategy, trainer.args.logging_strategy = SaveStrategy.NO, IntervalStrategy.NO
             for callback in (ProgressCallback, PrinterCallback):
                 trainer.remove_callback(callback)
@@ -91,16 +75,9 @@ class FaultTolerance:
     def get_train_dataloader(self) -> Any:
         """Returns the batches of this worker; ``max_steps`` then has the number of iterations."""
         trainer: Any = self
-        assert _job is not None  # see __init__()
         inner, args = super().get_train_dataloader(), trainer.args  # pyright: ignore[reportAttributeAccessIssue]
-        self._loader = DataLoader(
-            inner.dataset,
-            batch_sampler=DealtBatches(inner.batch_sampler, args.data_seed or args.seed, _job.rank, _job.size),
-            num_workers=inner.num_workers,
-            collate_fn=inner.collate_fn,
-            pin_memory=inner.pin_memory,
-            worker_init_fn=inner.worker_init_fn,
-        )
+        seed = args.data_seed or args.seed
+        self._loader = shared_loader(inner, seed, self._job, args.gradient_accumulation_steps)
         if args.max_steps <= 0:
             args.max_steps = int(len(self._loader) // args.gradient_accumulation_steps * args.num_train_epochs)
         return _TrainerBatches(self, inner.dataset)
@@ -144,7 +121,10 @@ class FaultTolerance:
             **more,
         )
         self._groups = iter(self._run)
-        trainer.optimizer, trainer.lr_scheduler = _Stepping(optimizer, self.commit), _Stepping(scheduler, lambda: None)
+        trainer.optimizer, trainer.lr_scheduler = (
+            Stepping(optimizer, self.commit),
+            Stepping(scheduler, do_nothing),
+        )
 
     def commit(self) -> None:
         """Ends an iteration, and repeats those that a lost worker has undone."""
@@ -177,17 +157,3 @@ class _TrainerBatches:
     def __iter__(self) -> Iterator[Any]:
         while (group := self._owner.next_group()) is not None:
             yield from group
-
-
-class _Stepping:
-    """An optimizer or schedule with another ``step``."""
-
-    def __init__(self, inner: Any, step: Any):
-        self._inner, self._step = inner, step
-
-    def step(self, *arguments: Any) -> None:
-        """Calls the other function."""
-        self._step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)

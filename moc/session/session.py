@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import memory_of, nodes_of, tiers_of
+from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import give_back_unused
@@ -326,12 +327,11 @@ def _patience_s(parts: Components) -> float:
     return _ENDING_S if parts.tiers.memory is None else 0.0
 
 
-def make_policy(settings: Settings, engine: Engine) -> Policy:
-    """Builds the policy that the settings name; a collective call.
+def policy_of(settings: Settings, operators: Sequence[Operator]) -> Policy:
+    """Returns the policy that the settings name.
 
     Raises:
-        CheckpointError: on all workers: the policy replays iterations, and the model's operators cannot be frozen.
-        SettingsError: there is no such policy, it does not fit this model, or the engine lacks a required method.
+        SettingsError: there is no such policy, or it does not fit these operators.
     """
     name = settings.policy
     assert name is not None  # otherwise there are no snapshots
@@ -342,7 +342,7 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
         )
     try:
         interval = parse_interval(str(settings.snapshot_interval), settings.overhead_budget)
-        policy = policy_named(name)(engine.operators, interval, **settings.options)
+        return policy_named(name)(operators, interval, **settings.options)
     except ValueError as error:
         refused = policy_refusal(name, error)
         raise SettingsError(str(refused), code=refused.code) from None
@@ -351,6 +351,16 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
             f"--ckpt-policy {name} lacks an option ({error}). Fix: remove it from Settings.options",
             code="policy-option-unknown",
         ) from None
+
+
+def make_policy(settings: Settings, engine: Engine) -> Policy:
+    """Builds the policy that the settings name; a collective call.
+
+    Raises:
+        CheckpointError: on all workers: the policy replays iterations, and the model's operators cannot be frozen.
+        SettingsError: there is no such policy, it does not fit this model, or the engine lacks a required method.
+    """
+    policy = policy_of(settings, engine.operators)
     if Capability.REPLAY in policy.requires:
         check_freezing(engine.state)
     needs = {
@@ -361,8 +371,8 @@ def make_policy(settings: Settings, engine: Engine) -> Policy:
     for method, needed in needs.items():
         if needed and getattr(type(engine), method, None) in (None, getattr(Engine, method)):  # or the protocol's
             raise SettingsError(
-                f"--ckpt-policy {name} needs {method}, which the engine lacks. Fix: add it to {type(engine).__name__}, "
-                "or choose a policy that does without, such as full",
+                f"--ckpt-policy {policy.name} needs {method}, which the engine lacks. Fix: add it to "
+                f"{type(engine).__name__}, or choose a policy that does without, such as full",
                 code="engine-incomplete",
             )
     return policy

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moc.policy import Capability, Policy
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
@@ -114,6 +115,11 @@ class LoopEngine:
         return list(self._parameters.values())
 
     # ----- non-tensor state
+
+    @property
+    def digest(self) -> float:
+        """20 bits of the hash of the last committed non-tensor state, which all workers share."""
+        return float(xxhash.xxh3_64_intdigest(self._committed.encode()) >> 44)
 
     def capture(self) -> None:
         """Records the non-tensor state of a committed iteration."""
@@ -283,6 +289,26 @@ class LoopEngine:
     def rules(self) -> Any:
         """Refuses: gradients of a user's loop are not applied in the background."""
         raise SettingsError("a loop cannot fold gradients. Fix: choose another policy", code="loop-policy-unsupported")
+
+
+def check_policy(policy: Policy, loop: Loop, is_wrapped: bool) -> None:
+    """Refuses policies that need more than the loop gives.
+
+    Raises:
+        SettingsError: the loop lacks something.
+    """
+    requires, needs = policy.requires, None
+    if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
+        needs = "gradients at fixed addresses, which a loop does not keep", "choose another policy, such as full"
+    elif Capability.REPLAY in requires and loop.forward is None:
+        needs = "to replay iterations", "give forward, a function of model and batch that returns the loss"
+    elif Capability.REPLAY in requires and (is_wrapped or not loop.averages):
+        needs = "to replay iterations, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
+    elif Capability.BUBBLES in requires:
+        needs = "the bubbles of a pipeline, which a loop does not have", "set hide to compute"
+    if needs is not None:
+        need, remedy = needs
+        raise SettingsError(f"policy {policy.name} needs {need}. Fix: {remedy}", code="loop-policy-unsupported")
 
 
 def average_gradients(parameters: Sequence[Tensor], size: int) -> None:

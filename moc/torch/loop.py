@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
 from moc.events import EventLog
-from moc.policy import POLICIES, Capability
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Interruption, Job, World
 from moc.runtime.managed_job import join_job
@@ -36,11 +36,11 @@ from moc.runtime.process_group import DEFERRAL
 from moc.runtime.progress import progress
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.survivors import LocalRemains
-from moc.session.session import Session
+from moc.session.session import Session, policy_of
 from moc.session.settings import Settings, SettingsError
 from moc.state.record import Position, StepRecord
 from moc.torch.data import Batches, Stateful
-from moc.torch.engine import Loop, LoopEngine
+from moc.torch.engine import Loop, LoopEngine, check_policy
 from moc.torch.naming import structure_of
 
 _TIMEOUT = timedelta(minutes=10)
@@ -155,6 +155,13 @@ def protect(
             "surviving workers. Fix: give the module itself, and wrap=DistributedDataParallel",
             code="loop-wrapped-too-early",
         )
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise SettingsError(
+            f"protect() takes one model and one optimizer, not {type(model).__name__} and {type(optimizer).__name__}. "
+            "Fix: give an nn.ModuleDict of the models, and one optimizer with their parameters, and let each iteration "
+            "compute gradients of one of them",
+            code="loop-call-unsupported",
+        )
     job = init(device, backend)
     assert _job is not None  # set by init()
     world = World.replicas(job, _job[1], _job[2])
@@ -181,28 +188,10 @@ def protect(
     chosen = Settings(
         directory, iterations, policy, snapshot_interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
-    _check_policy(chosen, loop, wrap)
-    return ProtectedRun(world, loop, LoopEngine(world, loop, structure, batches), chosen, wrap, log_dir)
-
-
-def _check_policy(settings: Settings, loop: Loop, wrap: Callable | None) -> None:
-    """Refuses policies that need more than the loop gives.
-
-    Raises:
-        SettingsError: the loop lacks something.
-    """
-    if settings.policy not in POLICIES:
-        return  # none, or one that the session refuses
-    requires, needs = POLICIES[settings.policy].requires, None
-    if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
-        needs = "gradients at fixed addresses, which a loop does not keep", "choose another policy, such as full"
-    elif Capability.REPLAY in requires and loop.forward is None:
-        needs = "to replay iterations", "give forward, a function of model and batch that returns the loss"
-    elif Capability.REPLAY in requires and (wrap is not None or not loop.averages):
-        needs = "to replay iterations, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
-    if needs is not None:
-        need, remedy = needs
-        raise SettingsError(f"policy {settings.policy} needs {need}. Fix: {remedy}", code="loop-policy-unsupported")
+    engine = LoopEngine(world, loop, structure, batches)
+    if policy is not None:
+        check_policy(policy_of(chosen, engine.operators), loop, wrap is not None)
+    return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
 
 
 def _epoch(batches: Batches) -> int:
@@ -240,7 +229,8 @@ class ProtectedRun:
         self._position = Position()
         self._pending: tuple[StepRecord, float] | None = None
         self._number, self._losses, self._begun = 0, 0.0, 0.0
-        self._stops = self._is_over = False
+        self._is_finite: bool | None = None  # of the averaged gradients; None before they are averaged
+        self._stops = self._is_over = self._owes_step = self._is_finishing = False
         self.model: Any = loop.model
         self.loss: float | None = None
 
@@ -253,6 +243,16 @@ class ProtectedRun:
     def size(self) -> int:
         """Number of workers."""
         return self._world.size
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations of the training."""
+        return self._settings.train_iters
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the next :meth:`step` updates the model, and does not only accumulate gradients."""
+        return self._loop.grouped or self._number == self._loop.accumulate - 1
 
     @property
     def iteration(self) -> int:
@@ -277,18 +277,36 @@ class ProtectedRun:
                 DEFERRAL.raise_deferred()
                 if self._session is None:
                     self._begin()
-                if self._position.iteration >= self._settings.train_iters or self._stops:
+                if self._position.iteration >= self._settings.train_iters or self._stops or self._is_finishing:
                     return self._end()
+                if self._owes_step:
+                    raise SettingsError(
+                        "a batch was requested, and step() was not called for the last one, so the positions of the "
+                        "workers could differ. Fix: call step() once for each batch; scale a loss to zero to ignore "
+                        "a batch",
+                        code="loop-step-missing",
+                    )
                 if self._number == 0:
                     progress("step")
                     self._begun = time.perf_counter()
-                batch = self._take()
+                batch, self._owes_step = self._take(), True
                 self._engine.seed(self._position.iteration, self._number)
                 return self._body(batch)
             except NoRecoveryPoint:
                 self._job.start_over()
             except Exception as error:
                 self._recover(error)
+
+    def resume(self) -> int:
+        """Resumes before the first batch, and returns the number of completed iterations; all workers call it."""
+        while self._session is None:
+            try:
+                self._begin()
+            except NoRecoveryPoint:
+                self._job.start_over()
+            except Exception as error:
+                self._recover(error)
+        return self.iteration
 
     def _take(self) -> Any:
         if not self._loop.grouped:
@@ -310,6 +328,7 @@ class ProtectedRun:
         if lost := self._job.report_ready() or self._lost:
             self._log.message(f"generation {lost.generation}: {lost.reason}")
         self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
+        self._is_finite, self._owes_step = None, False
         self.model = self._loop.model
         self._engine.rewind()
         session = self._session = Session(self._engine, self._settings, self._log, self._remains)
@@ -318,8 +337,13 @@ class ProtectedRun:
         if self._wrap is not None:
             self.model = self._wrap(self._loop.model)
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
-            is_reduced = any(isinstance(module, DistributedDataParallel) for module in wrappers)
-            self._engine.averages = self._loop.averages and not is_reduced
+            reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
+            self._engine.averages = self._loop.averages and not reducers
+            if self.size > 2 and lost is None and not all(one.find_unused_parameters for one in reducers):
+                self._log.message(
+                    "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
+                    "differ in rounding after a recovery. Fix: wrap with find_unused_parameters=True"
+                )
 
     def step(self, loss: Tensor | float | None = None, stop: bool = False) -> bool:
         """Ends a batch; after the last one of an iteration, updates the model on all workers, or on none.
@@ -332,13 +356,25 @@ class ProtectedRun:
             Whether the update was made, or the batch was not the last one of its iteration.  False if a worker was
             lost: the next batch is then the first one of this iteration.
         """
+        self._owes_step = False
+        return self._attempt(partial(self._end_batch, loss, stop))
+
+    def reduce(self) -> bool:
+        """Averages, unscales and clips the gradients before :meth:`step`, so that the body can read and change them.
+
+        All workers call it, after ``backward()`` of the last batch of an iteration (:attr:`is_last_batch`).
+
+        Returns:
+            Whether the gradients are averaged; False if a worker was lost.
+        """
+        return self._attempt(self._average)
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        """Executes a collective action of the body; returns False if a worker was lost."""
         try:
             DEFERRAL.set_active(False)
             DEFERRAL.raise_deferred()
-            self._losses += 0.0 if loss is None else float(loss)
-            self._number += self._loop.accumulate if self._loop.grouped else 1
-            if self._number == self._loop.accumulate:
-                self._update(stop)
+            action()
             return True
         except Exception as error:  # the iterator recovers, so that all workers execute the rest of the body
             DEFERRAL.failure = error
@@ -346,13 +382,33 @@ class ProtectedRun:
         finally:
             DEFERRAL.set_active(True)
 
+    def _end_batch(self, loss: Tensor | float | None, stop: bool) -> None:
+        self._losses += 0.0 if loss is None else float(loss)
+        self._number += self._loop.accumulate if self._loop.grouped else 1
+        if self._number == self._loop.accumulate:
+            self._update(stop)
+
+    def _average(self) -> None:
+        if self._is_finite is None:
+            self._is_finite = self._engine.reduce()
+
     def _update(self, stop: bool) -> None:
         engine, session, loop = self._engine, self._session, self._loop
         assert session is not None  # the body runs in a generation
-        finite = engine.reduce()
+        self._average()
+        finite, self._is_finite = bool(self._is_finite), None
+        digest = engine.digest
         mine = {"loss": self._losses / loop.accumulate, "stop": float(stop), **session.contribution()}
+        mine |= {"digest": digest, "digest_squared": digest**2}
         totals = sum_over_workers(mine, self._world)  # from here on all workers can update
         self.loss, self._losses, self._number = totals["loss"] / self._world.size, 0.0, 0
+        if self._world.size * totals.pop("digest_squared") != totals.pop("digest") ** 2:  # variance of the digests
+            raise SettingsError(
+                "the state of the optimizer's groups, the schedule, the scaler or an object differs among the workers, "
+                "so a replacement would load the wrong one. Fix: change it by values that all workers have, such "
+                "as run.loss; keep what one worker passes to its next batch in a loader with state_dict",
+                code="loop-state-differs",
+            )
         batches = loop.accumulate * self._world.size
         record = StepRecord(
             iteration=self._position.iteration + 1,
@@ -402,8 +458,16 @@ class ProtectedRun:
         global _job
         _job = None
 
+    def finish(self) -> None:
+        """Ends the training before its last iteration; all workers call it after the same iteration."""
+        self._is_finishing = True
+        while not self._is_over:
+            self._next()
+
     def _leave_early(self) -> None:
         """Ends after ``break`` or an exception in the body."""
+        if self._is_over:
+            return
         failure, DEFERRAL.failure = DEFERRAL.failure, None
         DEFERRAL.set_active(False)
         if failure is not None:

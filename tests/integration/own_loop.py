@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy, cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -102,6 +102,26 @@ class Counting:
         self.at = state["at"]
 
 
+class Adversaries(nn.Module):
+    """A generator and a discriminator, as in DCGAN."""
+
+    def __init__(self):
+        super().__init__()
+        odd = 2 * WIDTH - 1  # the integer of the batch norm is not aligned after them
+        layers = [nn.Linear(4, odd), nn.BatchNorm1d(odd), nn.ReLU(), nn.Linear(odd, 9)]
+        self.generator = nn.Sequential(*layers)
+        self.discriminator = nn.Sequential(nn.Linear(9, WIDTH), nn.LeakyReLU(0.2), nn.Linear(WIDTH, 1), nn.Sigmoid())
+
+    def loss(self, iteration, samples):
+        """Loss of the discriminator in even iterations, and of the generator in odd ones."""
+        ones, zeros = torch.ones(len(samples), 1), torch.zeros(len(samples), 1)
+        fake = self.generator(torch.randn(len(samples), 4))
+        if iteration % 2:
+            return binary_cross_entropy(self.discriminator(fake), ones)
+        real = self.discriminator(samples / VOCABULARY)
+        return binary_cross_entropy(real, ones) + binary_cross_entropy(self.discriminator(fake.detach()), zeros)
+
+
 def loss_of(model, tokens):
     """Mean loss over the next tokens."""
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -119,7 +139,7 @@ def main():
     kind, more = asked.kind, {}
     job = ft.init()
     torch.manual_seed(1 if kind in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
-    model = Model(stacked=kind in ("plain", "ddp", "fsdp"))
+    model = Model(stacked=kind in ("plain", "ddp", "fsdp")) if kind != "gan" else Adversaries()
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True)
     if kind == "fsdp":
         model.norm = nn.Identity()
@@ -161,8 +181,10 @@ def main():
     )
     scaler = more.get("scaler")
     for tokens in run:
-        loss = loss_of(run.model, tokens)
+        loss = model.loss(run.iteration, tokens) if kind == "gan" else loss_of(run.model, tokens)
         (loss if scaler is None else scaler.scale(loss)).backward()
+        if kind == "gan" and run.iteration % 2:
+            model.discriminator.zero_grad(set_to_none=True)
         if run.step(loss.detach()) and ema is not None:
             ema.update_parameters(model)
     tensors = [*model.state_dict().values(), *(ema.state_dict().values() if ema is not None else ())]

@@ -121,7 +121,8 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 import moc
-names = {one.name for one in pkgutil.walk_packages(moc.__path__, "moc.")} - {"moc.megatron", "moc.transformers"}
+others = {f"moc.{name}" for name in ("megatron", "transformers", "accelerate", "lightning")}
+names = {one.name for one in pkgutil.walk_packages(moc.__path__, "moc.")} - others
 print(sum(importlib.import_module(name) is not None for name in names))
 """
 

@@ -139,6 +139,8 @@ def refusals():
     transposed = nn.Linear(2, 3)
     transposed.weight = nn.Parameter(torch.zeros(2, 3).t())
     moe = Model(stacked=False)
+    bubbles = {"hide": "bubble", "bubble_share": 0.2}
+    of_moe = lambda **more: protect(moe, torch.optim.SGD(moe.parameters(), lr=0.1), **more)  # noqa: E731
     return [
         ("data-without-position", lambda: protect(data=DataLoader(Endless()))),
         ("data-without-position", lambda: protect(data=iter([1]))),
@@ -146,6 +148,9 @@ def refusals():
         ("parameter-not-contiguous", lambda: protect(transposed, torch.optim.SGD(transposed.parameters(), lr=0.1))),
         ("loop-policy-unsupported", lambda: protect(policy="sparse")),
         ("loop-policy-unsupported", lambda: protect(policy="gradient")),
+        ("loop-policy-unsupported", lambda: of_moe(policy="selective", options={"gradients": True})),
+        ("loop-policy-unsupported", lambda: of_moe(policy="selective", options=bubbles)),
+        ("loop-call-unsupported", lambda: protect(optimizer=[sgd, sgd])),
         ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.RMSprop(model.parameters()))),
         ("state-not-plain", lambda: encode_plain("it", Unplain().state_dict())),
         ("state-not-plain", lambda: encode_plain("it", Large().state_dict())),
@@ -154,12 +159,49 @@ def refusals():
     ]
 
 
-@pytest.mark.parametrize("number", range(11))
+@pytest.mark.parametrize("number", range(14))
 def test_what_cannot_be_exact_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:
         attempt()
     assert code_of(refused.value) == code
+
+
+@pytest.mark.parametrize("body", ["without a step", "with another digest"])
+def test_a_body_that_breaks_the_rules_is_refused(body, tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = ft.protect(model, optimizer, data=[torch.zeros(1, 2)], iterations=3, policy=None, directory=str(tmp_path))
+    if body == "with another digest":
+        summed = lambda values, world: dict(values, digest=1.0, digest_squared=2.0)  # noqa: E731
+        monkeypatch.setattr("moc.torch.loop.sum_over_workers", summed)
+    with pytest.raises(UserError) as refused:
+        for batch in run:
+            model(batch).sum().backward()
+            if body == "with another digest":
+                assert not run.step()
+    assert code_of(refused.value) == ("loop-step-missing" if body == "without a step" else "loop-state-differs")
+
+
+def test_gradients_are_averaged_and_the_training_ends_early(tmp_path):
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = ft.protect(
+        model, optimizer, data=[torch.ones(1, 2)], iterations=9, accumulate=2, policy=None, directory=str(tmp_path)
+    )
+    assert run.resume() == 0
+    before = model.weight.detach().clone()
+    batches = iter(run)
+    for batch in batches:
+        model(batch).sum().backward()
+        if run.is_last_batch:
+            assert run.reduce() and model.weight.grad.tolist() == [[2.0, 2.0]]
+            model.weight.grad.zero_().add_(1)
+        run.step()
+        if run.iteration == 2:
+            break
+    run.finish()
+    assert run.iteration == 2 and torch.equal(model.weight, before - 1)
 
 
 def test_a_model_that_is_wrapped_already_is_refused():

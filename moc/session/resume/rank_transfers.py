@@ -190,7 +190,7 @@ def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int
             dist.recv(packed, copy.source)
             values = packed.split([fragment.view.nbytes for fragment in fragments])
             for fragment, value in zip(fragments, values, strict=True):
-                state.load(fragment, value.view(fragment.view.dtype))
+                state.load(fragment, value.clone().view(fragment.view.dtype))  # aligned for its dtype
             taken += packed.nbytes
     return taken
 
