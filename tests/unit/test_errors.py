@@ -2,11 +2,10 @@
 
 import errno
 
-import pytest
-
 from megatron.pretraining.error_messages import cause_and_remedy, messages
 from megatron.pretraining.reference import documented
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -18,7 +17,7 @@ class Derived(OfAClass):
     pass
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "code"),
     [
         (UserError("x"), "internal-error"),
@@ -41,7 +40,7 @@ def test_an_error_that_another_process_sends_keeps_its_code():
     assert str(caught.value) == str(error)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "cause"),
     [
         (Derived("it failed. Fix: repair it"), "it failed"),
