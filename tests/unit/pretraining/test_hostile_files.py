@@ -29,6 +29,8 @@ def outcomes(tmp_path_factory) -> dict[str, list]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 @each_row("name", TYPES)
 def test_up_to_a_megabyte_takes_little(outcomes, name):
     assert outcomes[name]
