@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from hypothesis import settings
 from tests import shared
 
 gc.disable()  # until all tests are collected
+
+# otherwise each worker of pytest, and each process that a test starts, compiles all modules anew
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 if not os.environ.get("CI"):  # there, hypothesis' own profile does it, and takes the same examples each time
     settings.register_profile("patient", deadline=None)  # a busy machine is no defect

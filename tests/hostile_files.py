@@ -1,7 +1,7 @@
 """Files of each type as a stranger may send them, up to 1 MB, and the functions that read them.
 
-As a program, it reads each hostile file of a type in a process of its own with a limit on its CPU time and memory, and
-prints as JSON how each has ended.
+As a program, it reads the hostile files of every type, each in a process of its own with a limit on its CPU time and
+memory, and prints as JSON how each has ended.
 """
 
 from __future__ import annotations
@@ -683,4 +683,4 @@ def measured(name: str, directory: str) -> list[tuple[str, int, str, float, floa
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(*sys.argv[1:])))
+    print(json.dumps({name: measured(name, tempfile.mkdtemp(dir=sys.argv[1])) for name in TYPES}))

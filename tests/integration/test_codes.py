@@ -28,6 +28,7 @@ from moc.report import loss, report
 from moc.runtime import controller
 from moc.runtime.protocol import Channel, Message
 from tests import warm
+from tests.cases import each_row
 from tests.codes import elsewhere, flags, jobs, launcher, tools
 from tests.codes.case import PROGRAM, Case
 from tests.worlds import REPOSITORY
@@ -51,7 +52,7 @@ HERE = launcher.CASES | tools.CASES
 """Cases whose error comes before anything that a test process must not do."""
 
 
-@pytest.mark.parametrize("code", sorted(HERE))
+@each_row("code", sorted(HERE))
 def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
     case = HERE[code]
     monkeypatch.chdir(tmp_path)
@@ -88,16 +89,22 @@ def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
 
 
 JOBS = jobs.CASES | flags.CASES
+PARTS = 12
+"""Tests over which the jobs are spread, so that several workers of pytest share them."""
 
 
-@pytest.mark.parametrize("code", sorted(JOBS))
-def test_a_job_ends_with_the_code(code, tmp_path):
-    case = JOBS[code]
-    if case.make is not None:
-        case.make(tmp_path)
-    status, output = run(case, tmp_path)
-    assert status == case.status and code in codes_in(output), output
-    assert case.named in output and "Traceback" not in output, output
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_job_ends_with_the_code(part, tmp_path):
+    @each_row("code", sorted(JOBS)[part::PARTS])
+    def ends_with_the_code(code, tmp_path):
+        case = JOBS[code]
+        if case.make is not None:
+            case.make(tmp_path)
+        status, output = run(case, tmp_path)
+        assert status == case.status and code in codes_in(output), output
+        assert case.named in output and "Traceback" not in output, output
+
+    ends_with_the_code(tmp_path=tmp_path)
 
 
 def run(case: Case, directory) -> tuple[int, str]:
@@ -256,17 +263,15 @@ OTHER_STATE = {
 """By code, the flags that do not fit the saved state."""
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A directory in which a job has saved its state."""
-    directory = tmp_path_factory.mktemp("saved")
-    status, output = run(jobs.job("--save saved", 0), directory)
+def test_a_job_that_cannot_load_a_state_ends_with_the_code(tmp_path):
+    status, output = run(jobs.job("--save saved", 0), tmp_path)
     assert status == 0, output
-    return directory / "saved"
+    saved = tmp_path / "saved"
 
+    @each_row("code", sorted(OTHER_STATE))
+    def ends_with_the_code(code, tmp_path):
+        status, output = run(jobs.job(f"--load {saved} --train-iters 3 {OTHER_STATE[code]}", 1), tmp_path)
+        assert status == 1 and code in codes_in(output) and "Traceback" not in output, output
+        assert str(saved) in output
 
-@pytest.mark.parametrize("code", sorted(OTHER_STATE))
-def test_a_job_that_cannot_load_a_state_ends_with_the_code(code, saved, tmp_path):
-    status, output = run(jobs.job(f"--load {saved} --train-iters 3 {OTHER_STATE[code]}", 1), tmp_path)
-    assert status == 1 and code in codes_in(output) and "Traceback" not in output, output
-    assert str(saved) in output
+    ends_with_the_code(tmp_path=tmp_path)

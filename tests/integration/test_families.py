@@ -28,6 +28,7 @@ from megatron.pretraining.convert.hugging_face.megatron_logits import built  # n
 from megatron.pretraining.convert.hugging_face.model_record import as_options, recipe, run_configuration  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 # not importorskip: transformers is imported by a process of its own
 pytestmark = pytest.mark.skipif(
@@ -93,7 +94,7 @@ def theirs(tmp_path_factory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_row("name", CASES)
 def test_transformers_reads_what_we_write(name, theirs):
     written, understood = (json.loads((theirs / name / file).read_text()) for file in ("config.json", "read.json"))
     understood.setdefault("num_experts", understood.get("num_local_experts"))  # it renames that of Qwen3-MoE
@@ -101,7 +102,7 @@ def test_transformers_reads_what_we_write(name, theirs):
         assert understood[key] == written[key], key
 
 
-@pytest.mark.parametrize("name", CASES)
+@each_row("name", CASES)
 def test_we_read_what_transformers_writes(name, theirs):
     saved = json.loads((theirs / name / "saved/config.json").read_text())
     ours = json.loads((theirs / name / "config.json").read_text())
@@ -110,7 +111,7 @@ def test_we_read_what_transformers_writes(name, theirs):
     assert family.flags_of(saved) == family.flags_of(ours)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_row("name", FAMILIES)
 def test_a_small_model_with_nothing_chosen(name, theirs, tmp_path):
     config = json.loads((theirs / name / "default/config.json").read_text())
     flags = FAMILIES[name].flags_of(config)

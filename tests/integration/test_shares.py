@@ -21,6 +21,7 @@ from moc.sharding import (
 )
 from moc.state.operators import operator_of
 from moc.store.shard_file import ShardReader
+from tests.cases import each_row
 from tests.configs import config_of
 from tests.integration.test_training_state import covered, whole
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
@@ -64,7 +65,7 @@ def shared(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("plan", ["full", "compute", "mixed"])
+@each_row("plan", ["full", "compute", "mixed"])
 def test_shares_hold_each_element_once_with_its_value(name, plan, shared):
     directory, workers = shared(name)
     for scheme in SHARED_OUT:
@@ -90,7 +91,7 @@ def saved(workers: list[dict], plan: str, scheme: str) -> list[int]:
     return [worker[plan][scheme]["bytes"] for worker in workers]
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@each_row("name", WORLDS)
 def test_the_heaviest_is_known_before_anything_is_saved(name, shared):
     workers = shared(name)[1]
     for plan in ("full", "compute", "mixed"):
@@ -107,9 +108,9 @@ def test_replicas_share_everything_or_the_first_saves_it(shared):
         assert at_first[1:] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize("plan", ["full", "compute"])
-@pytest.mark.parametrize("scheme", ["EE+AN", "baseline"])
+@each_row("name", WORLDS)
+@each_row("plan", ["full", "compute"])
+@each_row("scheme", ["EE+AN", "baseline"])
 def test_sizes_are_as_predicted(name, plan, scheme, shared):
     """To the byte, but where the prediction leaves something out.
 

@@ -7,6 +7,7 @@ import torch
 
 from moc.state.region import Region
 from moc.store.shard_file import ShardReader
+from tests.cases import each_row
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS
 from tests.worlds import run_world
 
@@ -73,8 +74,8 @@ def test_any_split_gives_back_every_byte(name, saved):
         assert set(worker["after"]["steps"].values()) == {2}
 
 
-@pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize("detail", SLOTS)
+@each_row("name", SAVED)
+@each_row("detail", SLOTS)
 def test_first_copies_cover_every_tensor_once(name, detail, saved):
     counts = covered(worker["boxes"][detail] for worker in saved(name)[1])
     assert all((count == 1).all() for count in counts.values())

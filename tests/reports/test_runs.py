@@ -12,6 +12,7 @@ import pytest
 from megatron.pretraining.checkpoint import lineage
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
+from tests.cases import each_row
 from tests.unit.store.test_dense_files import Killed, die_at
 
 ORIGINS = {"a": "--load {}/A", "f": "--load {}/A --finetune", "p": "--pretrained-checkpoint {}/P"}
@@ -106,7 +107,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize(("there", "flags", "expected"), SCENARIOS)
+@each_row(("there", "flags", "expected"), SCENARIOS)
 def test_start_continues_its_run_or_is_refused(there, flags, expected, tmp_path):
     for directory in filter(None, there.split(";")):
         name, _, content = directory.partition(":")
@@ -206,8 +207,8 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("step", range(0, 40, 3))
-@pytest.mark.parametrize("flags", COMMANDS)
+@each_row("flags", COMMANDS)
+@each_row("step", range(0, 40, 3))
 def test_same_command_after_a_kill_loses_nothing(flags, step, monkeypatch, tmp_path):
     """The launch is killed at a change of the file system; its command is started again until it ends."""
     _make(tmp_path / "A", ["2", "4", "@4"])

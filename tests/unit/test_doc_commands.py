@@ -19,6 +19,7 @@ from megatron.pretraining.config import check_world
 from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.entry.own_flags import add_own_flags
 from moc import launch
+from tests.cases import each_row
 from tests.unit.test_docs import PAGES, ROOT
 
 RUN = ("tools/plan_checkpoint.py", "tools/simulate.py")
@@ -60,19 +61,17 @@ class Understood(Exception):
     """The program has read its flags."""
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A directory with the files that pages name: programs start there."""
+def enter(directory: Path, monkeypatch) -> None:
+    """Enters a directory with the files that pages name: programs start there."""
     for name in ("tools", "examples", "scripts", "benchmarks", TRAINING):
-        (tmp_path / name).symlink_to(ROOT / name)
+        (directory / name).symlink_to(ROOT / name)
     for name in ("data_text_document.bin", "data_text_document.idx", "tokenizer.model"):
-        (tmp_path / name).touch()
-    (tmp_path / "ds_zero2_moe.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/model.yaml").write_text("num_layers: 2")
-    monkeypatch.chdir(tmp_path)
+        (directory / name).touch()
+    (directory / "ds_zero2_moe.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    (directory / "checkpoints").mkdir()
+    (directory / "checkpoints/model.yaml").write_text("num_layers: 2")
+    monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(ROOT))
-    return tmp_path
 
 
 def test_pages_print_commands():
@@ -80,8 +79,9 @@ def test_pages_print_commands():
     assert {word for _, command in PRINTED for word in RUN if word in command} == set(RUN)
 
 
-@pytest.mark.parametrize(("page", "command"), PRINTED, ids=lambda one: one if isinstance(one, str) else one.stem)
-def test_printed_commands_work(page, command, place, monkeypatch):
+@each_row(("page", "command"), PRINTED, ids=lambda one: one if isinstance(one, str) else one.stem)
+def test_printed_commands_work(page, command, tmp_path, monkeypatch):
+    enter(tmp_path, monkeypatch)
     words = shlex.split(re.sub(r"[<>\[\]]", "", command), comments=True)
     while "=" in words[0]:
         del words[0]
@@ -102,8 +102,10 @@ def test_printed_commands_work(page, command, place, monkeypatch):
         script(page, words)
     elif rest[:1] == [TRAINING] and "--help" not in rest:
         config_of(rest[1:])
-    elif rest[:1] == ["-c"] or rest[0] in RUN:
-        done = subprocess.run([sys.executable, *rest], capture_output=True, text=True, cwd=place)
+    elif rest[0] in RUN:
+        completed(rest, monkeypatch)
+    elif rest[:1] == ["-c"]:
+        done = subprocess.run([sys.executable, *rest], capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     elif rest[:2] == ["-m", "pip"] or program == "pip":
         pytest.skip("it needs a network")
@@ -128,6 +130,17 @@ def training(program: str, words: list[str]) -> None:
         check_world(config, most * per_node)
         if least == most == 1:
             check_world(config, per_node)
+
+
+def completed(words: list[str], monkeypatch) -> None:
+    """Runs a program of Python in this process, to its end."""
+    monkeypatch.setattr(sys, "argv", words)
+    code = None
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    assert not code, words
 
 
 def translated(words: list[str]) -> None:

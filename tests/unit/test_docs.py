@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each_row
+
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "docs" / "README.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -32,7 +34,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in links(page):
         assert target.exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
@@ -47,7 +49,7 @@ def test_every_page_is_in_the_index_or_in_that_of_its_folder():
     assert {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX} <= listed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_pages_name_are_there(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`|\bpython ((?:tools|benchmarks|examples)/\w+\.py)", text)
@@ -65,7 +67,7 @@ def sources() -> str:
     return "\n".join(path.read_text(encoding="utf-8") for path in paths)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_that_pages_name_exist(page, sources):
     """As an option, or as a field that makes one."""
     named = (
@@ -99,7 +101,7 @@ def installed_by_name(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "names"),
     [
         ("`pip install uv`", ["uv"]), ("run pip install 'a-b[c]>=1,<2', or", ["a-b"]), ("pip install -e '.[a]'", []),

@@ -2,10 +2,9 @@
 
 import errno
 
-import pytest
-
 from megatron.pretraining.reference import cause_and_remedy, documented, messages
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -17,7 +16,7 @@ class Derived(OfAClass):
     pass
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "code"),
     [
         (UserError("x"), "internal-error"),
@@ -40,7 +39,7 @@ def test_an_error_that_another_process_sends_keeps_its_code():
     assert str(caught.value) == str(error)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "cause"),
     [
         (Derived("it failed. Fix: repair it"), "it failed"),

@@ -2,13 +2,12 @@
 
 import json
 
-import pytest
-
 from megatron.pretraining.convert import program as convert
 from megatron.pretraining.planning import simulate
 from moc.inspect import memory, summary, verify
 from moc.report import loss
 from moc.report import report as report
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.inspect.checkpoints import save
 from tests.unit.inspect.test_verify import flip
@@ -80,7 +79,7 @@ def trace(text):
     return make
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("main", "make", "argv", "status", "code"),
     [
         (convert.main, None, ["in"], 2, "flag-invalid"),

@@ -9,12 +9,11 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from moc.errors import codes_in
 from moc.events import EventLog, event_directory
 from moc.files.event_log import SCHEMA
 from moc.runtime import environment
+from tests.cases import each_row
 from tests.errors import only_code
 
 
@@ -114,7 +113,7 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     assert len(said) == 2 and not codes_in(said[1])
 
 
-@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
+@each_row("plant", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
 def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
     """It is as if it could not be written, until the link is gone."""
     (tmp_path / "precious").write_text("precious")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.cases import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 MOC = sorted((ROOT / "moc").rglob("*.py"))
@@ -93,7 +93,7 @@ def test_no_module_imports_itself_over_others():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
-@pytest.mark.parametrize("path", [path for path in MOC if path != ENTRY], ids=lambda path: str(path.relative_to(ROOT)))
+@each_row("path", [path for path in MOC if path != ENTRY], ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_room_imports_what_its_arrows_point_to(path):
     room, allowed = path.relative_to(ROOT / "moc").parts[0].removesuffix(".py"), arrows()
     for module in imported(path):

@@ -12,6 +12,7 @@ from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
 from moc.runtime.program import MODULE_VARIABLE, check_arguments
 from moc.runtime.progress import HANG_CAPS
+from tests.cases import each_row
 from tests.errors import only_code
 
 ENDPOINT = ("--rdzv-endpoint", "node0:29500")
@@ -51,7 +52,7 @@ def test_what_spares_of_this_machine_are_started_with():
     )
 
 
-@pytest.mark.parametrize("words", [["moc-pretrain"], ["-m", "json.tool"]])
+@each_row("words", [["moc-pretrain"], ["-m", "json.tool"]])
 def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeypatch):
     monkeypatch.setenv(MODULE_VARIABLE, "of another job")
     command = EntryPoint("moc-pretrain", "json.tool:main", "console_scripts")
@@ -65,7 +66,7 @@ def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeyp
     assert MODULE_VARIABLE not in os.environ
 
 
-@pytest.mark.parametrize(
+@each_row(
     "given, endpoint",
     [
         ("node0", "node0:29400"),
@@ -89,7 +90,7 @@ def test_several_nodes_may_have_the_controller():
 THREE = ("--nnodes", "3", "--rdzv-endpoint", "h0,h1,h2")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "flags, names",
     [
         (("--nnodes", "3", *ENDPOINT), ("--rdzv-endpoint", "--no-controller", "--patience", "60 s")),
@@ -111,7 +112,7 @@ def test_a_sole_candidate_for_the_controller_is_announced(flags, names):
     assert all(name in (warning or "") for name in names or ())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "flags, code, named",
     [
         (("--nnodes", "2"), "rendezvous-missing", "--rdzv-endpoint"),
@@ -183,7 +184,7 @@ def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_
     assert refused == [str(tmp_path)]
 
 
-@pytest.mark.parametrize("text", ["raise AssertionError", "no python", "def check_arguments(*_): raise AssertionError"])
+@each_row("text", ["raise AssertionError", "no python", "def check_arguments(*_): raise AssertionError"])
 def test_arguments_of_other_programs_pass_unparsed(text, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(text)

@@ -13,6 +13,7 @@ import pytest
 
 from moc import cli_output
 from moc.files.text import escape_line
+from tests.cases import each_row
 from tests.errors import only_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +39,13 @@ def prints(node: ast.AST) -> bool:
     return name in PRINTS or name in {f"{stream}.write" for stream in STREAMS}
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_row("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_other_modules_do_not_print_by_themselves(path):
     found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if prints(node)]
     assert found == [] or path == ROOT / "moc/cli_output.py"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
+@each_row("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
 def test_every_tool_escapes_what_libraries_print(path):
     module = next(
         n.module
@@ -157,7 +158,7 @@ def test_a_name_with_dollars_is_drawn(tmp_path):
     plots.close(figure)
 
 
-@pytest.mark.parametrize("linked", [False, True])
+@each_row("linked", [False, True])
 def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
     """As root, a program could otherwise replace /dev/null."""
     path = tmp_path / "pipe"

@@ -22,6 +22,7 @@ from moc.torch.engine import Loop, LoopEngine
 from moc.torch.naming import Router, structure_of
 from moc.torch.plain import MAX_BYTES, decode_plain, encode_plain
 from moc.torch.routing import RouterCounter
+from tests.cases import each_row
 from tests.integration.own_loop import Model, Noisy
 
 
@@ -60,9 +61,7 @@ def test_top_level_modules_are_blocks_and_patterns_win():
     assert found["layers.2.attention"] == ["2.weight"] and found["layers.0.expert.2"] == ["0.bias"]
 
 
-@pytest.mark.parametrize(
-    "patterns", [{"x.*": "output"}, {"0.weight": "layers.N.mlp"}, {"0.weight": "strange"}], ids=str
-)
+@each_row("patterns", [{"x.*": "output"}, {"0.weight": "layers.N.mlp"}, {"0.weight": "strange"}], ids=str)
 def test_a_pattern_without_meaning_is_refused(patterns):
     with pytest.raises(UnsupportedStateError) as refused:
         structure_of(nn.Sequential(nn.Linear(2, 3)), patterns)
@@ -89,7 +88,7 @@ def plain(batch):
     return batch.tolist() if torch.is_tensor(batch) else batch
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_batches_follow_from_the_position_alone(kind):
     """Also over the end of an epoch, and whatever random numbers the loop draws."""
     whole = Batches(KINDS[kind](), seed=3, rank=0)
@@ -159,7 +158,7 @@ def refusals():
     ]
 
 
-@pytest.mark.parametrize("number", range(14))
+@each_row("number", range(14))
 def test_what_cannot_be_exact_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:

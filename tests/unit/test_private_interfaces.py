@@ -14,6 +14,7 @@ from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process import cpu, releases
 from moc import private_interfaces
 from moc.private_interfaces import TABLE, Members, Parameters, Refers, StateHolder, check, refuse_import
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import BASE
 
@@ -62,7 +63,7 @@ def test_the_installed_libraries_fulfil_the_whole_table():
     assert [str(mismatch) for mismatch in check(features)] == []
 
 
-@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.target}-{entry.feature}")
+@each_row("entry", TABLE, ids=lambda entry: f"{entry.target}-{entry.feature}")
 def test_an_entry_names_a_file_that_uses_it(entry):
     text = (ROOT / entry.file).read_text()
     if isinstance(entry.expects, StateHolder):
@@ -92,7 +93,7 @@ class Kind:
         self.value = value
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("expects", "found", "problem"),
     [
         (Parameters(("first", "second")), function, None),

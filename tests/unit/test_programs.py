@@ -12,6 +12,7 @@ from megatron.pretraining.examples import program as examples
 from megatron.pretraining.planning import simulate, sizes
 from moc.inspect import memory, summary, verify
 from moc.report import loss, report
+from tests.cases import each_row
 from tests.hostile_files import EVENTS, lines
 
 NOBODY = 65534
@@ -101,7 +102,7 @@ def ended(main, arguments, capsys):
 READ_PIPES = ("preprocess", "tokenizer")  # a FIFO may be what the user means
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@each_row("name", PROGRAMS)
 def test_odd_paths_are_refused_in_one_sentence(here, capsys, name):
     main, *commands = PROGRAMS[name]
     pipes = ("fifo", "checkpoints/iter_0000002") if name in READ_PIPES else ()

@@ -4,21 +4,20 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron.pretraining import reference
 from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.process import stopping
 from moc import events
 from moc.runtime import termination
 from moc.state.operators import Detail
+from tests.cases import each_row
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 SOURCES = [path for package in ("megatron", "moc") for path in (ROOT / package).rglob("*.py")]
 
 
-@pytest.mark.parametrize("page", reference.pages())
+@each_row("page", reference.pages())
 def test_a_generated_page_is_what_the_code_says(page):
     committed = (ROOT / page).read_text(encoding="utf-8")
     assert committed == reference.pages()[page], f"{page} is out of date: run {reference.COMMAND} and commit the page"
@@ -55,7 +54,7 @@ def test_every_type_of_the_schema_is_written_somewhere():
     assert {name for _, name, _, _ in written()} == events.EVENTS.keys()
 
 
-@pytest.mark.parametrize("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
+@each_row("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
 def test_what_is_not_in_the_schema_is_named(event):
     assert events.problems({"time": 0.0, **event}) in ([f"no type {event['type']}"], ["more"])
 

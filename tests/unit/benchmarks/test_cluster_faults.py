@@ -9,6 +9,7 @@ import pytest
 from benchmarks.cluster.hosts import Cluster, unusable
 from benchmarks.cluster.judge import Life, Publication, overlaps, told_twice, two_worlds
 from benchmarks.cluster.scenarios import CONTROLLER, scenarios
+from tests.cases import each_row
 
 
 def told(*iterations):
@@ -35,7 +36,7 @@ def test_an_older_generation_must_not_publish_after_a_newer_one():
     assert re.findall(r"generation (\d)", wrong) == ["1", "2"]
 
 
-@pytest.mark.parametrize("nnodes, size", [(2, 3), (2, 5), (4, 7)])
+@each_row("nnodes, size", [(2, 3), (2, 5), (4, 7)])
 def test_a_majority_is_left_where_the_job_has_to_go_on(nnodes, size):
     for name, one in scenarios(nnodes, size, 8.0).items():
         hosts = {host for step in one.steps for host in step.hosts} - {CONTROLLER}

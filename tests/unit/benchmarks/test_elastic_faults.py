@@ -2,13 +2,12 @@
 
 import random
 
-import pytest
-
 from benchmarks.elastic_faults import CLUSTER, Row, summary
 from benchmarks.faults.members import COMES, MOMENTS, MOVE, SETTLED, Cluster, drawn, moment
+from tests.cases import each_row
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, Cluster(nodes=4, least=2, slots=6, experts=8, replicas=2)])
+@each_row("cluster", [CLUSTER, Cluster(nodes=4, least=2, slots=6, experts=8, replicas=2)])
 def test_fewer_than_f_are_lost_at_once_and_enough_nodes_are_there(cluster):
     kinds = set()
     for seed in range(100):

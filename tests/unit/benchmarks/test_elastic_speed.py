@@ -6,6 +6,7 @@ from benchmarks.cluster.elastic import as_of_fixed_members, members
 from benchmarks.elastic_generations import cycles
 from benchmarks.elastic_speed import speeds
 from benchmarks.faults.run import End
+from tests.cases import each_row
 
 
 def test_speed_is_compared_with_rounds():
@@ -32,7 +33,7 @@ def test_losses_may_differ_by_rounding_alone():
     assert members(EVENTS) == [5]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("event", "sentence"),
     [
         ({"type": "iteration", "iteration": 2}, "computed twice"),

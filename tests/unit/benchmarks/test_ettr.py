@@ -8,6 +8,7 @@ from benchmarks import simulator_vs_real
 from benchmarks.ettr.predict import Way, expected, halves, predicted, saving_of
 from moc.runtime.fault_injection import parse_faults
 from moc.simulate.profile import fitted, profile_of
+from tests.cases import each_row
 
 PLAIN_S, SAVING_S, RESTART_S = 0.1, 0.125, 0.75
 
@@ -68,7 +69,7 @@ def test_what_is_lost_before_anything_is_done_again_is_known_by_its_distance():
     assert [(hit.iterations, hit.after_s) for hit in second.hits] == [(45, None), (45, pytest.approx(0.5))]
 
 
-@pytest.mark.parametrize("back", [0, 1])
+@each_row("back", [0, 1])
 def test_the_other_half_is_predicted(back):
     second, known = known_of(run(505, every=25, back=back))
     lag = dataclasses.replace(known[0], usable_s=back * SAVING_S)
@@ -121,7 +122,7 @@ def test_a_policy_is_judged_by_all_of_its_halves_together():
         simulator_vs_real.judge({25.0: {"full": simulator_vs_real.Told(plain[0], plain)}}, {"full": Way()})
 
 
-@pytest.mark.parametrize(("mean", "iterations", "count"), [(25, 240, 9), (50, 200, 4), (100, 200, 2)])
+@each_row(("mean", "iterations", "count"), [(25, 240, 9), (50, 200, 4), (100, 200, 2)])
 def test_faults_are_as_far_apart_as_is_said(mean, iterations, count):
     faults = simulator_vs_real.planned(mean, iterations, seed=1)
     assert (

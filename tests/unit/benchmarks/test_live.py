@@ -13,6 +13,7 @@ from benchmarks.live.dcp_job import complete
 from benchmarks.live.job import Events, Job
 from benchmarks.live.recoveries import NOTICED, OUTSIDE, claims, medians, recovery
 from benchmarks.live.slices import ratios, slices, warm_up
+from tests.cases import each_row
 
 KILLED, USUAL = 100.25, 0.5
 
@@ -168,7 +169,7 @@ KILLED = "worker 1 was killed by signal 9"
 BITS = "it ended with the bits of an undisturbed job"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("generation", "last", "told", "broken"),
     [
         ((2, KILLED), {}, {}, set()),

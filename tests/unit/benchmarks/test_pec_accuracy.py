@@ -16,6 +16,7 @@ from megatron.pretraining.entry.offline import config_of_words
 from moc.policy.pec_selection import sequential_experts
 from moc.policy.pec_tuner import uniform_plt
 from moc.policy.token_ledger import TokenLedger
+from tests.cases import each_row
 
 PLAN = Plan()
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +66,7 @@ def test_the_program_understands_the_flags(tmp_path):
     assert (curve.experts, curve.ckpt_tier, curve.persist_interval) == ((4, 1), "memory", PLAN.curve_interval)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("k", "interval", "fault", "iterations", "plt"),
     [
         (1, 2, 16, 32, (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7) * 2 / 8 / 32),
@@ -80,7 +81,7 @@ def test_lost_tokens_by_hand(k, interval, fault, iterations, plt):
     assert expected_plt(k, interval, fault, iterations) == pytest.approx(plt)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@each_row("k", [1, 2, 4, 8])
 def test_lost_tokens_to_expect_are_those_of_the_planner_and_of_the_ledger(k):
     interval, fault, iterations = 4, 64, 128
     told = expected_plt(k, interval, fault, iterations)
@@ -169,7 +170,7 @@ def test_a_worker_is_killed_right_after_the_iteration(tmp_path):
     assert told == [("other", 2), ("iteration", 1), ("iteration", 2)]
 
 
-@pytest.mark.parametrize("dies_after", [None, 5])
+@each_row("dies_after", [None, 5])
 def test_a_start_that_ends_in_another_way_is_told_with_what_it_said(dies_after, tmp_path):
     with pytest.raises(runs.RunFailed, match=r"seed 1: (.|\n)*2(.|\n)*--no-such-flag"):
         runs.start(Cell("fault-free", 1), ["--no-such-flag"], tmp_path, dies_after)
@@ -245,7 +246,7 @@ def test_the_table_holds_every_run():
     assert any("last bit" in line or "NOT exactly" in line for line in report.lines(samples_of(1), PLAN, 5.7))
 
 
-@pytest.mark.parametrize("samples", [samples_of(1, 2), samples_of(1)[:1], []], ids=["all", "one", "none"])
+@each_row("samples", [samples_of(1, 2), samples_of(1)[:1], []], ids=["all", "one", "none"])
 def test_the_plot_is_drawn_of_what_there_is(samples, tmp_path):
     plots.plot(samples, PLAN, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

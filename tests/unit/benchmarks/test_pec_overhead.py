@@ -13,6 +13,7 @@ from moc.store.manifest import FileEntry, Manifest
 from moc.store.runs import begin_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 
 EVERY = 6
 SLOW = 1.5  # seconds more of the iteration beside which a snapshot is copied
@@ -102,7 +103,7 @@ def test_a_summary_takes_medians_over_turns_and_leaves_the_first_snapshot_out():
     assert told["bytes"] == {"memory": 60, "storage": 30} and told["bottleneck"] == {"memory": 30, "storage": 15}
 
 
-@pytest.mark.parametrize("stored_s, interval", [(9.0, 1), (10.0, 1), (10.1, 2), (20.0, 2), (25.0, 3), (0.0, 1)])
+@each_row("stored_s, interval", [(9.0, 1), (10.0, 1), (10.1, 2), (20.0, 2), (25.0, 3), (0.0, 1)])
 def test_the_interval_is_how_many_iterations_pass_until_storage_has_it(stored_s, interval):
     told = figures.summary([a_run(a_save(complete_s=stored_s))], iteration_s=10.0, blocking=False)
     assert told["interval"] == interval and told["interval_exact"] == stored_s / 10
@@ -246,7 +247,7 @@ def test_without_zero_is_without_zero():
     assert zero not in methods.model_flags(True, "DP4xEP2-replicated")
 
 
-@pytest.mark.parametrize("quick, millions", [(False, 143), (True, 2.2)])
+@each_row("quick, millions", [(False, 143), (True, 2.2)])
 def test_the_model_is_made_of_experts(quick, millions):
     counts = methods.parameters(methods.model_flags(quick))
     total = counts["experts"] + counts["others"]

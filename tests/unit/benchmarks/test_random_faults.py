@@ -3,8 +3,6 @@
 import json
 import random
 
-import pytest
-
 from benchmarks.faults.drawn import FACTORS, LEAST, draw_runs, is_valid
 from benchmarks.faults.recovery import ALONE, ELECTED, LOSSES, SEVERAL, During, Recoveries, Trouble, troubles
 from benchmarks.faults.run import LAYOUTS, TIERS, End, differences, missing, mistakes
@@ -19,11 +17,12 @@ from benchmarks.random_faults import (
     parse,
     summary,
 )
+from tests.cases import each_row
 
 EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
 
 
-@pytest.mark.parametrize(
+@each_row(
     "ended, wrong",
     [
         (End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"}), []),
@@ -75,14 +74,14 @@ def test_what_is_computed_again_belongs_to_the_recovery_that_it_ends_with():
     assert computed_again(events) == ([2], [1])
 
 
-@pytest.mark.parametrize("action", ["stop", "slow"])
+@each_row("action", ["stop", "slow"])
 def test_the_same_seed_meets_the_same_worker(action):
     assert _somewhere(action, random.Random(3), 4, 20) == _somewhere(action, random.Random(3), 4, 20)
     assert parse([]).layouts == list(LAYOUTS)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each_row("tier", TIERS)
+@each_row("layout", LAYOUTS)
 def test_what_is_done_from_outside_comes_to_pass(layout, tier):
     for seed in range(20):
         done = from_outside(random.Random(seed), layout, tier, 24)
@@ -136,7 +135,7 @@ def test_a_run_is_met_while_it_recovers(monkeypatch):
     assert recoveries.done == ["kill 1 at 2, outside", "controller 0 at 0.50, recovery", "kill 0 at 4, outside"]
 
 
-@pytest.mark.parametrize("nodes, candidates, possible", [(1, 1, ALONE), (2, 1, SEVERAL), (2, 3, ELECTED)])
+@each_row("nodes, candidates, possible", [(1, 1, ALONE), (2, 1, SEVERAL), (2, 3, ELECTED)])
 def test_all_that_can_happen_in_recoveries_does(nodes, candidates, possible):
     def drawn(seed):
         return troubles(random.Random(seed), 4, nodes, 24, candidates=candidates)
@@ -192,7 +191,7 @@ def test_pieces_of_a_campaign_come_together(tmp_path):
     assert counts == {"runs": 2, "faults": 2, "equal": 1, "wrong": 0, "hangs": 1, "leftovers": 1}
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each_row("seed", range(5))
 def test_drawn_runs_are_valid_and_have_each_value_often_enough(seed):
     runs = draw_runs(seed, 24)
     assert runs == draw_runs(seed, 24) != draw_runs(seed + 1, 24)

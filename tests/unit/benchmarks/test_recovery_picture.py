@@ -1,8 +1,7 @@
 """The picture of a recovery, from what a job tells."""
 
-import pytest
-
 from benchmarks import recovery_picture
+from tests.cases import each_row
 
 KILLED = 110.0
 
@@ -24,7 +23,7 @@ EVENTS = [
 SAID = [(90.0, "mocrun: worker 2 is process 1"), (110.1, "mocrun: worker 2 is process 2")]
 
 
-@pytest.mark.parametrize("same", [True, False])
+@each_row("same", [True, False])
 def test_it_is_drawn(tmp_path, same):
     recovery_picture.draw(tmp_path / "r.png", EVENTS, SAID, KILLED, same)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

@@ -7,6 +7,7 @@ from benchmarks import selective_overhead as overhead
 from benchmarks.live.nodes import bytes_in
 from benchmarks.overhead.methods import parameters
 from megatron.pretraining.entry.offline import config_of_words
+from tests.cases import each_row
 
 
 def events():
@@ -32,7 +33,7 @@ def test_figures_of_a_job():
     assert overhead.wasted_s(found, 2.0) == pytest.approx(0.5 + 2.0 + 2 / 2 * 1.02)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("own", "gemini", "held"),
     [
         (dict(longer=0.03, gradients=0.9, stall=0.01), 0.31, [True] * 3),
@@ -45,7 +46,7 @@ def test_goals_of_a_bandwidth(own, gemini, held):
     assert list(overhead.verdicts(5.0, found).values()) == held
 
 
-@pytest.mark.parametrize("way", overhead.WAYS)
+@each_row("way", overhead.WAYS)
 def test_the_program_understands_the_flags_of_a_way(way):
     flags = overhead.WAYS[way].split()
     config_of_words([*overhead.MODEL, *flags, *(["--ckpt-dir", "d"] if flags else [])], None)
@@ -73,7 +74,7 @@ def test_network_bytes_never_rise_and_gradients_have_as_many_experts():
     assert [held for what, held in ablation.verdicts(found).items() if "all together" in what] == [False]
 
 
-@pytest.mark.parametrize("name", ablation.steps())
+@each_row("name", ablation.steps())
 def test_the_program_understands_the_flags_of_a_step(name):
     config_of_words([*ablation.MODEL, *ablation.PEERS, *ablation.steps()[name], "--ckpt-dir", "d"], None)
 

@@ -7,6 +7,7 @@ from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
 from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
 from megatron.pretraining.entry.offline import config_of_words
 from moc.state.operators import Operator
+from tests.cases import each_row
 
 
 def event(kind: str, iteration: int, **fields) -> dict:
@@ -57,7 +58,7 @@ def test_overhead_is_of_rounds_with_themselves():
     assert (told[THREE]["largest"], told[THREE]["iteration_s"], told[BASE]["largest"]) == (450, 1.5, 0)
 
 
-@pytest.mark.parametrize("core_left", [True, False])
+@each_row("core_left", [True, False])
 def test_overhead_is_judged_where_a_core_is_left(core_left):
     held = list(verdicts(summary(ROUNDS), core_left).values())
     assert held == [True, True, False] if core_left else [True]
@@ -95,7 +96,7 @@ def test_a_median_is_told_with_what_it_may_be():
     assert (low, high) == (-0.1, 0.1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_the_flags_of_a_way_are_flags(way):
     saving = [*WAYS[way].flags.split(), "--ckpt-dir", "d"] if WAYS[way].flags else []
     config_of_words([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving], None)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.ettr.changes import Pauses, pauses
 from benchmarks.spot_replay import BATCH, Change, Told, as_trace, by_most, changes, claims, ettr, forecast, parse
 from moc.simulate.failures import ClusterEvent, Trace, read_trace
+from tests.cases import each_row
 
 TRACE = Trace(
     30,
@@ -54,7 +55,7 @@ def test_iterations_are_those_of_the_workers_with_which_most_were_trained():
     assert by_most([*events, {"type": "iteration", "elapsed_s": 0.5}]) == (3, 0.5)
 
 
-@pytest.mark.parametrize(("way", "seldom"), [("in process", {3, 4, 6}), ("fixed size", {4}), ("multiples", {2, 4, 6})])
+@each_row(("way", "seldom"), [("in process", {3, 4, 6}), ("fixed size", {4}), ("multiples", {2, 4, 6})])
 def test_a_forecast(way, seldom, tmp_path):
     told = Told(seconds=60.0, iteration_s=0.25, most=4 if way == "fixed size" else 6)
     found = forecast(OWN, OF, way, told, Pauses(1.0, 2.0), tmp_path)

@@ -3,12 +3,11 @@
 from collections import Counter
 from itertools import pairwise
 
-import pytest
-
 from benchmarks.common import rotated
+from tests.cases import each_row
 
 
-@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+@each_row("names", ["ab", "abc", "abcd"])
 def test_no_place_in_a_round_is_anybodys_own(names):
     orders = [rotated(names, number) for number in range(2 * len(names))]
     assert all(sorted(order) == list(names) for order in orders)

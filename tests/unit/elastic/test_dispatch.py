@@ -1,11 +1,11 @@
 """Which replica computes which tokens."""
 
 import numpy
-import pytest
 
 from moc.elastic.allocation import allocate_distinct
 from moc.elastic.dispatch import even_capacities, exchange_of_rank, level_capacities, water_fill
 from moc.elastic.placement import place_replicas, replicas_by_node, without_repetition
+from tests.cases import each_row
 
 
 def some(rng, experts, ranks):
@@ -17,7 +17,7 @@ def some(rng, experts, ranks):
     return counts, replicas
 
 
-@pytest.mark.parametrize("capacities", [level_capacities, even_capacities])
+@each_row("capacities", [level_capacities, even_capacities])
 def test_every_token_is_computed_once_where_its_expert_is(capacities):
     rng = numpy.random.default_rng(0)
     for _ in range(200):

@@ -4,7 +4,6 @@ import json
 from math import comb
 
 import numpy
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +11,7 @@ from moc.elastic.allocation import domain_sizes, feasible_replicas, min_replicas
 from moc.elastic.dispatch import even_capacities, exchange_of_rank, level_capacities, tokens_per_rank_in_domains
 from moc.elastic.plan import Plan, PlanSettings, make_plan
 from moc.elastic.survival import count_survived
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -25,7 +25,7 @@ def any_case(seed):
     return rng, experts, sorted(rng.choice(40, nodes, replace=False).tolist()), loads, wanted
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "found"),
     [
         ((4, 1, 4, 8, 256), (4,)),

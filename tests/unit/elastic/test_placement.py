@@ -24,6 +24,7 @@ from moc.elastic.placement import (
 )
 from moc.elastic.plan import make_plan
 from moc.elastic.survival import count_survived, survival_probability, survival_score
+from tests.cases import each_row
 from tests.unit.policy.routing import RECORDED
 
 
@@ -67,7 +68,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "slots", "experts"), SIZES)
+@each_row(("nodes", "slots", "experts"), SIZES)
 def test_no_placement_survives_more(nodes, slots, experts):
     for replicas in ascending_replicas(nodes, slots, experts):
         table = place_replicas(replicas, nodes, slots)
@@ -109,7 +110,7 @@ def test_figure_4():
     assert chances(place_replicas((2, 3, 3, 12), 5, 4), 4, lost=3) == (7, 10)
 
 
-@pytest.mark.parametrize("everywhere", [0, 1, 2])
+@each_row("everywhere", [0, 1, 2])
 def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere):
     rng = numpy.random.default_rng(0)
     for _ in range(60):

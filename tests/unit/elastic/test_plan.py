@@ -21,6 +21,7 @@ from moc.elastic.plan import (
 )
 from moc.elastic.survival import survival_probability
 from moc.elastic.transfers import count_new_replicas
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.routing import RECORDED
 
@@ -64,7 +65,7 @@ def _tables(change):
     return {"tables": tables}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
         {"tables": {"0": [[1, 2]]}},
@@ -205,7 +206,7 @@ def test_any_loss_of_fewer_nodes_than_replicas_is_survived_on_recorded_loads(rec
             assert min(one.replicas_by_node(layer).sum(axis=1).min() for layer in range(LAYERS)) >= 2
 
 
-@pytest.mark.parametrize("experts", [8, 12, 16])
+@each_row("experts", [8, 12, 16])
 def test_the_busiest_node_on_recorded_loads_also_with_old_plans(recorded, experts):
     fresh, old = [], []
     for now, later in zip(recorded[::20, :, :experts], recorded[20::20, :, :experts], strict=False):

@@ -1,7 +1,6 @@
 """What is sent from whom to whom when a plan changes."""
 
 import numpy
-import pytest
 
 from moc.elastic.plan import Plan, PlanSettings, make_plan
 from moc.elastic.transfers import (
@@ -12,6 +11,7 @@ from moc.elastic.transfers import (
     plan_transfers,
 )
 from moc.state.region import Region
+from tests.cases import each_row
 from tests.errors import raises
 
 LAYERS, EXPERTS = 3, 16
@@ -40,7 +40,7 @@ def changed(nodes, members, ranks=1):
     return left, wanted, plan_transfers(TENSORS, left, wanted, max_bytes=1024)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("nodes", "members", "ranks"),
     [(10, [0, 1, 2, 4, 5, 6, 7, 8, 9], 1), (6, range(10), 1), (6, [0, 2, 3, 4, 5, 20], 2), (10, range(10), 1)],
 )
@@ -83,7 +83,7 @@ def test_a_single_holder_sends_each_byte_once_and_the_new_ones_pass_it_on():
 SIZE = 10_001  # bytes of an expert: parts of it differ
 
 
-@pytest.mark.parametrize("seed", range(12))
+@each_row("seed", range(12))
 def test_experts_move_layer_by_layer_in_bytes_that_nobody_sends_more_of_than_others(seed):
     """From any plan of some members to that of others; within a layer, in two rounds."""
     rng = numpy.random.default_rng(seed)

@@ -10,6 +10,7 @@ import pytest
 
 from moc.files import decode
 from moc.files.text import escape_controls
+from tests.cases import each_row
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def test_the_message_of_a_long_value_is_short():
     assert max(len(str(refused.value)), len(str(of_choice.value))) < 400
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         '{"count": -1}', '{"count": 4611686018427387905}', '{"count": 1.5}', '{"count": true}', '{"count": "1"}', "{}",
@@ -96,7 +97,7 @@ class WithDefaults:
     names: tuple[str, ...] = ()
 
 
-@pytest.mark.parametrize("lacking", ["count", "names"])
+@each_row("lacking", ["count", "names"])
 def test_a_state_that_lacks_a_field_with_a_default_is_refused_where_every_field_is_required(lacking):
     whole = {"count": 1, "names": ["a"]}
     assert decode.convert_state(whole, WithDefaults, "x", requires_every_field=True) == WithDefaults(1, ("a",))

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-import pytest
+from tests.cases import each_row
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = [
@@ -84,7 +84,7 @@ def _is_path(node: ast.expr) -> bool:
     return ast.unparse(node).split(".")[-1].removeprefix("_") in {"path", "file_path"} or "Path(" in ast.unparse(node)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "path.read_text()", "(a / b).read_bytes()", "open(path).read()", "with open(path, 'rb') as file:\n    pass",
@@ -97,7 +97,7 @@ def test_the_rule_finds_what_reads(text):
     assert reading(text)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text", ["open(SafeDirectory(a).open(b), 'rb')", "decode.parse(text)", "open(path, 'w')", "wire.open(address)"]
 )
 def test_the_rule_allows_the_one_reader(text):

@@ -19,6 +19,7 @@ from moc.inspect import summary
 from moc.inspect import verify as tool
 from moc.state.operators import operator_of
 from moc.store.manifest import Manifest, OperatorEntry
+from tests.cases import each_row
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import save
 from tests.unit.inspect.test_summary import inspect
@@ -82,7 +83,7 @@ def test_the_damaged_tensor_is_named(capsys, tmp_path):
     assert code == 1 and problem.startswith(f"{SECOND}: {last.slot} of {last.name} at {list(last.region.offset)} ")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "damage, problem",
     [
         (lambda path: path.unlink(), f"{SECOND}: is missing"),
@@ -133,7 +134,7 @@ def test_operators_of_a_full_snapshot_must_all_be_there(capsys, tmp_path):
     assert verify(capsys, tmp_path) == (0, [])
 
 
-@pytest.mark.parametrize("detail, kept", [("master", {"master", "param"}), ("moments", {"exp_avg", "exp_avg_sq"})])
+@each_row("detail, kept", [("master", {"master", "param"}), ("moments", {"exp_avg", "exp_avg_sq"})])
 def test_details_that_are_parts_of_full(capsys, tmp_path, detail, kept):
     model = Model(biased=detail == "master")
     model.tensors = [tensor for tensor in model.tensors if tensor.slot in kept]
@@ -175,7 +176,7 @@ def test_the_newest_is_taken_where_there_is_no_tracker(capsys, tmp_path):
     assert verify(capsys, tmp_path, "--all") == (0, [])
 
 
-@pytest.mark.parametrize("by", ["kind", "operator", "file"])
+@each_row("by", ["kind", "operator", "file"])
 def test_rows_add_up(capsys, tmp_path, by):
     snapshot(tmp_path)
     rows = inspect(capsys, tmp_path, "--by", by)["rows"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moc.inspect import summary
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.inspect.checkpoints import PARAMETERS, SLOTS, STATE, TENSORS, entries, save
 
@@ -21,7 +22,7 @@ def inspect(capsys, *argv) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "by, names",
     [
         ("kind", KINDS),
@@ -59,7 +60,7 @@ def test_facts(capsys, tmp_path):
     assert told["complete"] and told["problems"] == []
 
 
-@pytest.mark.parametrize("scaler", [None, {}])
+@each_row("scaler", [None, {}])
 def test_no_loss_scale(capsys, tmp_path, scaler):
     save(tmp_path, grad_scaler=scaler)
     assert inspect(capsys, tmp_path)["loss_scale"] is None

@@ -21,6 +21,7 @@ from moc.inspect import verify as tool
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.inspect.coverage import coverage_problems
 from moc.state.region import Region
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import QKV, SLOTS, TENSORS, entries, publish_again, save
@@ -65,10 +66,8 @@ def test_a_whole_checkpoint(capsys, tmp_path):
     assert speed.startswith(f"hashed {size / 1000:.1f} kB in ") and speed.endswith(" GB/s")
 
 
-@pytest.mark.parametrize(
-    "name", [FIRST, SECOND, ".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp", "training_state.json"]
-)
-@pytest.mark.parametrize(
+@each_row("name", [FIRST, SECOND, ".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp", "training_state.json"])
+@each_row(
     "damage, words",
     [(flip, "hash"), (truncate, "bytes"), (lambda path: path.unlink(), "missing")],
     ids=["a flipped bit", "truncated", "missing"],
@@ -109,7 +108,7 @@ def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
     assert "note: " in note and "holes" in note
 
 
-@pytest.mark.parametrize("name", ["stray.txt", ".hidden", "optimizer/rank_00002.safetensors"])
+@each_row("name", ["stray.txt", ".hidden", "optimizer/rank_00002.safetensors"])
 def test_a_file_that_is_not_listed(capsys, tmp_path, name):
     (save(tmp_path) / name).write_text("?")
     assert named(verify(capsys, tmp_path)) == (1, [name])
@@ -124,7 +123,7 @@ def edited(**changes):
     return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "damage, words",
     [
         (no_manifest, "manifest.json: is missing"),
@@ -170,7 +169,7 @@ def is_slot(name, slot):
     return lambda entry: (entry.name, entry.slot) == (name, slot)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change, problems",
     [
         (
@@ -211,7 +210,7 @@ def test_optimizer_state_that_was_saved_wrongly(capsys, tmp_path, change, proble
     assert verify(capsys, tmp_path) == (1, problems)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [b"", b"short", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
     ids=str,
@@ -240,7 +239,7 @@ def test_no_optimizer_state(capsys, tmp_path):
     assert code == 1 and problem.startswith("manifest.json: ") and "adam" in problem
 
 
-@pytest.mark.parametrize("state", [{"shape": {}}, {"shape": 3}, {"shape": {**dict.fromkeys(("num_layers",), "2")}}])
+@each_row("state", [{"shape": {}}, {"shape": 3}, {"shape": {**dict.fromkeys(("num_layers",), "2")}}])
 def test_a_training_state_that_makes_no_sense(capsys, tmp_path, state):
     save(tmp_path, **state)
     code, (problem,) = verify(capsys, tmp_path)
@@ -274,7 +273,7 @@ def test_a_scalar():
     assert "overlaps" in problems(boxes_of([Region((), ())] * 2, (), ["master"]))[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tracker, problem",
     [
         ("7", " 7,"),
@@ -328,7 +327,7 @@ def test_a_directory_without_checkpoints(capsys, tmp_path):
     assert code == 1 and "checkpoint" in problem and verify(capsys, tmp_path, "--all") == found
 
 
-@pytest.mark.parametrize(
+@each_row(
     "argv",
     [
         [],
@@ -377,7 +376,7 @@ def test_boxes_are_whole_if_each_element_is_in_one_of_them():
     assert whole > 100
 
 
-@pytest.mark.parametrize("reach", [lambda n, many: (2 * many - n, 1), lambda n, many: (2 * many, 1), lambda *_: (1, 1)])
+@each_row("reach", [lambda n, many: (2 * many - n, 1), lambda n, many: (2 * many, 1), lambda *_: (1, 1)])
 def test_any_boxes_are_compared_in_linear_time(reach):
     def seconds(many):
         regions = [Region((n, n), reach(n, many)) for n in range(many)]

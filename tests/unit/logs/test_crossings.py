@@ -2,11 +2,11 @@
 
 from itertools import product
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.logs.log import Crossing, Direction, Pipeline
+from tests.cases import each_row
 
 F, B = Direction.FORWARD, Direction.BACKWARD
 PLAIN = Pipeline(3, ((0, 0), (1, 0)))
@@ -31,7 +31,7 @@ def test_interleaved_chunks_go_around():
     assert INTERLEAVED.received_by(0, F) == INTERLEAVED.sent_by(1, F)
 
 
-@pytest.mark.parametrize("direction", Direction)
+@each_row("direction", Direction)
 @given(stages=st.integers(2, 5), chunks=st.integers(1, 4), micro_batches=st.integers(1, 6))
 def test_each_boundary_is_crossed_once_by_each_micro_batch(direction, stages, chunks, micro_batches):
     turns = tuple((i, chunk) for chunk, i in product(range(chunks), range(micro_batches)))

@@ -12,6 +12,7 @@ from moc.policy import Every, policy_named
 from moc.policy.pec_tuner import PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings, uniform_plt
 from moc.policy.token_ledger import TokenLedger
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.test_pec import persist
 
@@ -122,10 +123,8 @@ def test_saving_less_or_more_often_costs_less_than_everything():
     assert MACHINE.save_s(5) / 5 == MACHINE.save_s(8) / 20 and cost(5, 5) < cost(8, 20)
 
 
-@pytest.mark.parametrize(
-    ("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (3, 2, 1), (4, 2, 3), (5, 4, 1), (8, 8, 5)]
-)
-@pytest.mark.parametrize("from_storage", [0, 3])
+@each_row(("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (3, 2, 1), (4, 2, 3), (5, 4, 1), (8, 8, 5)])
+@each_row("from_storage", [0, 3])
 def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, from_storage):
     """A policy plans for 8 equally busy experts, and at some checkpoint some were on a node that is lost."""
     shape = ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=8, expert_ffn_hidden_size=256)
@@ -183,7 +182,7 @@ def test_numbers_of_experts_that_are_looked_at():
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
         {"busiest_rank_bytes": {}},

@@ -11,6 +11,7 @@ from moc.policy.flags import JobShape, number_or_auto
 from moc.policy.pec_selection import PLT_LIMIT
 from moc.policy.windows import OperatorBytes
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 
 ONE, FOUR = OperatorBytes(12.0, 2.0), [OperatorBytes(12.0, 2.0)] * 4
@@ -95,14 +96,12 @@ def test_settings_follow_from_flags_and_job():
     assert settings("full") == {}
 
 
-@pytest.mark.parametrize(
-    ("persist", "snapshot", "every"), [(12, "4", 3), (4, "4", 1), (None, "4", 1), (12, "auto", 1), (13, "4", 3)]
-)
+@each_row(("persist", "snapshot", "every"), [(12, "4", 3), (4, "4", 1), (None, "4", 1), (12, "auto", 1), (13, "4", 3)])
 def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
     assert settings(persist_interval=persist, snapshot_interval=snapshot)["persist_every"] == every
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "sentences"),
     [
         ({}, []),

@@ -18,6 +18,7 @@ from moc.policy.expert_selection import (
     steady_risk,
 )
 from moc.policy.selective_choice import default_max_age
+from tests.cases import each_row
 
 MANY = 10**9
 
@@ -210,9 +211,7 @@ def at_risk(trace, experts, choose, skip=10):
     return sum(found[skip:]) / len(found[skip:])
 
 
-@pytest.mark.parametrize(
-    ("experts", "paper", "ours"), [(2, 4.83, 2.61), (4, 1.94, 1.03), (8, 0.490, 0.276), (13, 0.106, 0.055)]
-)
+@each_row(("experts", "paper", "ours"), [(2, 4.83, 2.61), (4, 1.94, 1.03), (8, 0.490, 0.276), (13, 0.106, 0.055)])
 def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(trace, experts, paper, ours):
     by_rule, by_age = by_both(trace, experts)
     assert by_rule == pytest.approx(paper, rel=0.03) and by_age == pytest.approx(ours, rel=0.03)
@@ -220,7 +219,7 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(trace, e
     assert steady(trace, experts) == pytest.approx(by_age, rel=0.15)
 
 
-@pytest.mark.parametrize("experts", [2, 4, 8, 13])
+@each_row("experts", [2, 4, 8, 13])
 def test_of_the_last_fifth_of_recorded_loads_as_many_fewer(trace, experts):
     """Of a run under way: at the start of one all experts are new, and both rules choose the popular ones."""
     skip = len(trace) - len(trace) // 5
@@ -229,8 +228,8 @@ def test_of_the_last_fifth_of_recorded_loads_as_many_fewer(trace, experts):
     assert steady(trace, experts, skip) == pytest.approx(by_age, rel=0.15)
 
 
-@pytest.mark.parametrize("experts", [2, 4, 8])
-@pytest.mark.parametrize(("start", "most"), [("cold", 0.75), ("warm", 0.6)])
+@each_row("experts", [2, 4, 8])
+@each_row(("start", "most"), [("cold", 0.75), ("warm", 0.6)])
 def test_with_the_default_age_limit_fewer_tokens_are_at_risk_too(trace, experts, start, most):
     """Both rules save the same number of states; a warm start has replayed the first half of the recording."""
     rows, skip = (trace[:100], 10) if start == "cold" else (trace, len(trace) // 2)

@@ -6,6 +6,7 @@ from moc.policy import Every, policy_named
 from moc.policy.interval import IntervalTuner
 from moc.policy.pec import Pec
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.unit.policy.test_pec import persist, take
 from tests.unit.pretraining.flags import parse
 
@@ -29,7 +30,7 @@ def told(flags: str, **settings) -> tuple[str, dict] | None:
     return policy.report.fault_cost(10_000, in_memory, in_storage)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@each_row("tier", TIERS)
 def test_what_is_expected_follows_from_the_flags(tier):
     text, fields = told(TIERS[tier])
     if tier == "disk":  # ages of 0 to 15 snapshots
@@ -56,8 +57,8 @@ def made(experts, k, k_persist, every=1, interval=1, **settings):
     )
 
 
-@pytest.mark.parametrize("interval", [1, 10])
-@pytest.mark.parametrize(
+@each_row("interval", [1, 10])
+@each_row(
     ("experts", "k", "k_persist", "every"), [(16, 4, 1, 1), (16, 4, 1, 5), (16, 4, 1, 4), (8, 3, 2, 3), (8, 8, 8, 2)]
 )
 def test_ages_are_those_of_the_policy(experts, k, k_persist, every, interval):

@@ -3,6 +3,7 @@
 import pytest
 
 from moc.policy.flags import bubble_share
+from tests.cases import each_row
 
 
 def played(stages: int, micro_batches: int) -> float:
@@ -30,7 +31,7 @@ def played(stages: int, micro_batches: int) -> float:
     return 1 - 3 * micro_batches / max(now)
 
 
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 2), (4, 4), (4, 16), (8, 3)])
+@each_row(("stages", "micro_batches"), [(1, 4), (2, 2), (4, 4), (4, 16), (8, 3)])
 def test_1f1b_waits_as_estimated(stages, micro_batches):
     assert bubble_share(stages, micro_batches) == pytest.approx(played(stages, micro_batches))
 

@@ -6,6 +6,7 @@ from moc.policy import Every
 from moc.policy.selective import Selective
 from moc.simulate.live_costs import Running, SavedBytes, flags_of_candidate, priced
 from moc.simulate.policies import Options
+from tests.cases import each_row
 from tests.unit.policy.test_pec import operators, persist, take
 from tests.unit.policy.test_selective_choice import FULL_BYTES, Told
 
@@ -50,9 +51,7 @@ def happened(found, trace, experts):
     return sum(risks[SKIPPED:]) / len(risks[SKIPPED:])
 
 
-@pytest.mark.parametrize(
-    ("experts", "gradients", "within"), [(2, False, 0.15), (4, False, 0.15), (2, True, 0.15), (4, True, 0.3)]
-)
+@each_row(("experts", "gradients", "within"), [(2, False, 0.15), (4, False, 0.15), (2, True, 0.15), (4, True, 0.3)])
 def test_lost_tokens_are_foreseen(run, trace, experts, gradients, within):
     found = foreseen(run, experts, gradients)
     told = happened(found, trace, experts)

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from moc.policy.interval import BLOCK, WARM_UP
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
@@ -127,9 +127,7 @@ def test_turns_are_balanced_within_a_rank():
         assert [sum(plan.operators[name] is Detail.FULL for name in rank) for plan in plans] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, MAX_WINDOW)]
-)
+@each_row("hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, MAX_WINDOW)])
 def test_the_shortest_window_whose_snapshots_hide(hidden_s, window):
     assert shortest_window(12.0, 4.0, hidden_s, 12.0) == window
 

@@ -18,6 +18,7 @@ from moc.policy.interval import (
     WARM_UP,
     Measurements,
 )
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.clock import Clock
 
@@ -140,8 +141,8 @@ def test_nothing_is_saved_before_iterations_are_known():
     assert [b - a for a, b in zip(clock.starts, clock.starts[1:], strict=False)] == [BLOCK + 1, BLOCK + 1]
 
 
-@pytest.mark.parametrize("dear, cheap", [({"stall_s": 6}, {"stall_s": 0.6}), ({"persist_s": 90}, {"persist_s": 3})])
-@pytest.mark.parametrize("upwards", [True, False])
+@each_row("dear, cheap", [({"stall_s": 6}, {"stall_s": 0.6}), ({"persist_s": 90}, {"persist_s": 3})])
+@each_row("upwards", [True, False])
 def test_a_lasting_change_of_the_cost_counts_with_the_second_snapshot(dear, cheap, upwards):
     first, then = (cheap, dear) if upwards else (dear, cheap)
     clock = settled(**first)
@@ -154,8 +155,8 @@ def test_a_lasting_change_of_the_cost_counts_with_the_second_snapshot(dear, chea
     assert (clock.interval.interval > 2 * was) if upwards else (2 * clock.interval.interval < was)
 
 
-@pytest.mark.parametrize("factor", [0.25, 4])
-@pytest.mark.parametrize("costs", [{"stall_s": 1.0}, {"persist_s": 30.0}, {"persist_s": 30.0, "slowdown": 0.1}])
+@each_row("factor", [0.25, 4])
+@each_row("costs", [{"stall_s": 1.0}, {"persist_s": 30.0}, {"persist_s": 30.0, "slowdown": 0.1}])
 def test_a_lasting_change_of_the_iteration_time_is_followed(factor, costs):
     clock = settled(**costs)
     clock.iteration_s *= factor
@@ -164,7 +165,7 @@ def test_a_lasting_change_of_the_iteration_time_is_followed(factor, costs):
     assert close(clock.interval.interval, clock)
 
 
-@pytest.mark.parametrize("hiccup", [range(0, 1), range(20, 21), range(3, 5)])
+@each_row("hiccup", [range(0, 1), range(20, 21), range(3, 5)])
 def test_a_hiccup_does_not_count(hiccup):
     clock = settled(stall_s=0.9, persist_s=8, slowdown=0.05)
     clock.snapshots(2)
@@ -241,21 +242,19 @@ def test_a_snapshot_that_another_overtakes_is_not_measured():
     assert clock.interval.state_dict()["snapshots"] == was["snapshots"][-SNAPSHOTS:]
 
 
-@pytest.mark.parametrize("budget", [0, -0.03, math.nan, math.inf])
+@each_row("budget", [0, -0.03, math.nan, math.inf])
 def test_the_budget_must_be_positive(budget):
     with raises("value-out-of-range"):
         IntervalTuner(budget)
 
 
-@pytest.mark.parametrize(
-    "iteration_s, stall_s", [(0, 0), (-1, 0), (1, -1), (math.nan, 0), (1, math.nan), (math.inf, 0)]
-)
+@each_row("iteration_s, stall_s", [(0, 0), (-1, 0), (1, -1), (math.nan, 0), (1, math.nan), (math.inf, 0)])
 def test_impossible_times_are_refused(iteration_s, stall_s):
     with raises("value-out-of-range"):
         IntervalTuner().observe(ObservedIteration(iteration_s, stall_s))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "state",
     [[], {"iteration_s": 1.0}, {"iteration_s": [0.0], "snapshots": []}, {"iteration_s": [1.0], "snapshots": [3]}],
 )
@@ -279,7 +278,7 @@ def test_intervals_by_name():
     assert parse_interval("auto", 0.05).budget == 0.05
 
 
-@pytest.mark.parametrize("text", ["0", "-3", "1.5", ""])
+@each_row("text", ["0", "-3", "1.5", ""])
 def test_impossible_intervals_are_refused(text):
     with raises("interval-invalid", text):
         parse_interval(text)

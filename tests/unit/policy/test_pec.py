@@ -4,7 +4,6 @@ import json
 import math
 from collections import defaultdict
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from moc.policy.pec import NOT_CHOSEN, Pec
 from moc.policy.pec_selection import load_aware_experts, persist_selection
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.clock import Clock
 
@@ -86,7 +86,7 @@ def test_turns_are_counted_where_the_interval_is_tuned():
     assert len(seen) > 5 and seen[1:] == [[turn % 3] for turn in range(len(seen) - 1)]
 
 
-@pytest.mark.parametrize("target", NOT_CHOSEN)
+@each_row("target", NOT_CHOSEN)
 def test_targets_say_what_of_the_other_experts_is_saved(target):
     policy = Pec(operators(), Every(1), target=target)
     take(policy, 1)
@@ -259,7 +259,7 @@ def test_faults_raise_both_numbers():
     assert (fixed.k_to_snapshot, fixed.k_to_persist) == (4, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "code", "named"),
     [
         ({"k": 5}, "experts-per-snapshot-invalid", ["4 experts", "layer 1", " 5 "]),
@@ -278,7 +278,7 @@ def test_settings_must_fit(wrong, code, named):
         Pec(operators(), Every(1), **wrong)
 
 
-@pytest.mark.parametrize("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
+@each_row("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
 def test_what_is_no_state_is_refused(broken):
     with raises("saved-state-invalid"):
         Pec(operators(), Every(1)).loading(broken)()
@@ -297,8 +297,8 @@ def test_storage_gets_everything_once_and_again_when_that_was_lost():
     assert policy.plan(3).complete and policy.storage.needs(policy.plan(3))
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-@pytest.mark.parametrize("in_storage", [False, True])
+@each_row("in_memory", [False, True])
+@each_row("in_storage", [False, True])
 def test_a_run_that_goes_on_saves_everything_where_either_tier_lacks_some_expert(in_memory, in_storage):
     policy = Pec(operators(), Every(1))
     policy.recovery.on_resume(in_memory, in_storage)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moc.policy.pec_selection import DynamicK, load_aware_experts, sequential_experts
 from moc.policy.token_ledger import TokenLedger
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.routing import RECORDED, made_up, recorded
 
@@ -44,7 +45,7 @@ def test_every_expert_is_saved_within_one_rotation(rotation, start, layer):
     assert saved == set(range(experts))
 
 
-@pytest.mark.parametrize("k", [0, 9])
+@each_row("k", [0, 9])
 def test_k_must_fit(k):
     with raises("experts-per-snapshot-invalid", f"K = {k}", " 8"):
         sequential_experts(0, 0, k, 8, 2)
@@ -118,7 +119,7 @@ def test_the_limit_is_kept_if_no_fault_costs_more_than_a_share(num_experts, data
         assert total <= LIMIT * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("k", "experts", "ks"), [(1, 16, [1, 2, 4, 8, 16]), (3, 16, [3, 6, 12, 16]), (5, 5, [5])])
+@each_row(("k", "experts", "ks"), [(1, 16, [1, 2, 4, 8, 16]), (3, 16, [3, 6, 12, 16]), (5, 5, [5])])
 def test_k_doubles_until_all_are_saved(k, experts, ks):
     now, seen = DynamicK(k, experts, LIMIT), [k]
     assert now.share == LIMIT / len(ks)
@@ -137,7 +138,7 @@ def test_k_stays_until_its_share_is_passed():
     assert now.after_recovery(0).after_recovery(0) == now
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code"),
     [
         ((0, 4), "experts-per-snapshot-invalid"),
@@ -234,7 +235,7 @@ def test_of_full_ranks_the_one_that_gave_least_gives_more():
     assert given_by_rank(chosen, 3, 3) == {0: 5, 1: 5, 2: 2}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("k", "ep", "code", "named"),
     [
         (0, 1, "experts-per-snapshot-invalid", ["K = 0", "layer 7", "4"]),

@@ -26,6 +26,7 @@ from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
 from moc.policy.selective_flags import FLAGS
 from moc.policy.token_ledger import CapacityBoost
 from moc.state.operators import Detail
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.test_pec import operators, persist, saved, take
 
@@ -150,7 +151,7 @@ def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_cost
     assert "1.2e-07 GB" in policy.report.reason()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "budgets, waits",
     [
         (dict(local_gb=1.0), False),
@@ -263,7 +264,7 @@ def test_a_state_of_before_there_were_separate_copies_loads():
     assert other.state == policy.state and other.state.copied_at == policy.state.saved_at
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("moved", "apart", "first"),
     [
         (dict(copied=(110.0, 1.0)), 1, {0: [0], 1: [2]}),
@@ -394,7 +395,7 @@ def test_a_damaged_state_is_refused_by_name():
             Selective(OPERATORS, Every(1)).loading(state)()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "code"),
     [
         (dict(experts=0), "experts-per-snapshot-invalid"),
@@ -409,7 +410,7 @@ def test_settings_that_make_no_sense_are_refused(settings, code):
         Selective(OPERATORS, Every(1), **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, dict(experts=1), dict(local_gb=1.0)])
+@each_row("settings", [{}, dict(experts=1), dict(local_gb=1.0)])
 def test_a_model_without_experts_is_refused(settings):
     with raises("model-without-experts", "--ckpt-policy full"):
         Selective(operators((0, 0)), Every(1), **settings)
@@ -421,7 +422,7 @@ def asked(**flags) -> SimpleNamespace:
     return SimpleNamespace(**(others | defaults | flags))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "sentence"),
     [
         (dict(selective_experts=2, selective_local_gb=1.0), "--selective-local-gb"),

@@ -24,6 +24,7 @@ from moc.policy.selective_choice import (
 from moc.policy.selective_flags import FLAGS
 from moc.policy.tokens_at_risk import equal_sizes, replay_chains
 from moc.state.operators import Detail
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.policy.test_expert_selection import at_risk
 from tests.unit.policy.test_pec import operators, take
@@ -224,7 +225,7 @@ def test_a_number_of_experts_counts_gradients_as_states_do():
     assert not list(policy(bytes=2 * STATES).report.remarks())
 
 
-@pytest.mark.parametrize("fold", ["recovery", "peers"])
+@each_row("fold", ["recovery", "peers"])
 def test_a_number_of_experts_includes_all_of_them_while_bases_are_renewed(fold):
     """Gradients saved beside a state for comparison do not count as another expert."""
     one, load = policy(experts=4, max_age=3, fold=fold), ZEROS
@@ -285,7 +286,7 @@ def test_what_an_expert_has_to_lose_counts_by_the_byte():
     assert details(one.plan(3, load))[FULL] == {(0, 3), (1, 3)}
 
 
-@pytest.mark.parametrize("budget", [dict(local_gb=4 * 12e-9), dict(remote_gb=4 * 12e-9, tier="peers")])
+@each_row("budget", [dict(local_gb=4 * 12e-9), dict(remote_gb=4 * 12e-9, tier="peers")])
 def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     one = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **budget)
     told = Told()
@@ -392,7 +393,7 @@ OBSTACLES = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "job", "remedy"), OBSTACLES)
+@each_row(("flags", "job", "remedy"), OBSTACLES)
 def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
     settings = POLICIES[Selective.name].settings(asked(**flags), JobShape(**job))
     found = Selective(OPERATORS, Every(1), **settings)
@@ -438,7 +439,7 @@ def test_by_default_they_are_on_where_they_can_be():
     assert Capability.GRADIENTS not in off.requires and off.score == "tokens-age" and not list(off.report.remarks())
 
 
-@pytest.mark.parametrize(("experts", "risk"), [(4, 0.51), (8, 0.005)])
+@each_row(("experts", "risk"), [(4, 0.51), (8, 0.005)])
 def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, experts, risk):
     layers, width = len(trace[0]), len(trace[0][0])
     model = operators((1,) * layers, experts=width)

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.sparse import ORDERS, Sparse
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 
 SHAPE = ModelShape((1, 0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16)
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
         assert run(other, range(8, 13), loads) == plans[7:]
 
 
-@pytest.mark.parametrize("at", [5, 6, 7, 8])
+@each_row("at", [5, 6, 7, 8])
 def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
     loads = grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 40]})
     straight, first = (Sparse(OPERATORS, None, window=3, stages=(0, 0, 1)) for _ in range(2))
@@ -189,15 +189,13 @@ def test_everything_ends_a_window():
     check_window(run(other, range(4, 8)))
 
 
-@pytest.mark.parametrize("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
+@each_row("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
 def test_no_state_of_this_policy(state):
     with raises("saved-state-invalid"):
         Sparse(OPERATORS, None).loading(state)()
 
 
-@pytest.mark.parametrize(
-    ("bad", "code"), [(dict(window=-1), "value-out-of-range"), (dict(order="luck"), "value-not-a-choice")]
-)
+@each_row(("bad", "code"), [(dict(window=-1), "value-out-of-range"), (dict(order="luck"), "value-not-a-choice")])
 def test_settings_that_are_not_possible(bad, code):
     with raises(code, str(*bad.values())):
         Sparse(OPERATORS, None, **bad)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy.token_ledger import TokenLedger
+from tests.cases import each_row
 from tests.errors import raises
 
 LAYERS = {1: 3, 4: 2}
@@ -267,7 +268,7 @@ def test_counts_are_exact_beyond_floats():
     assert ledger.load == {0: (3 * (2**60 + 1),)}
 
 
-@pytest.mark.parametrize("wrong", [{0: [1]}, {0: [1, -1]}, {}, {0: [1, 1], 1: [1]}], ids=str)
+@each_row("wrong", [{0: [1]}, {0: [1, -1]}, {}, {0: [1, 1], 1: [1]}], ids=str)
 def test_counts_must_fit(wrong):
     with raises("counts-misfit"):
         TokenLedger.empty({0: 2}).after_iteration(wrong)
@@ -283,9 +284,7 @@ def test_states_that_cannot_be_are_refused():
         ledger.after_recovery({5: {0: 1}})
 
 
-@pytest.mark.parametrize(
-    "broken", [{}, {"iteration": 1}, TokenLedger.empty({0: 2}).state_dict() | {"routed": [1, 2]}], ids=str
-)
+@each_row("broken", [{}, {"iteration": 1}, TokenLedger.empty({0: 2}).state_dict() | {"routed": [1, 2]}], ids=str)
 def test_what_is_no_state_is_refused(broken):
     with raises("saved-state-invalid"):
         TokenLedger.from_state(broken)

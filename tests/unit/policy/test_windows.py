@@ -28,6 +28,7 @@ from moc.policy.windows import (
 )
 from moc.state.operators import Operator
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 
 FIGURE_6 = ("E1", "E2", "E3", "E4", "NE", "G")
@@ -87,7 +88,7 @@ def test_the_largest_snapshot_is_one_of_the_schedule(sizes, active):
     assert largest_snapshot(sizes, active) == max(told)
 
 
-@pytest.mark.parametrize("bad", [([], 1.0, 1.0), (EQUAL, 0.0, 1.0), (EQUAL, 1.0, 0.0)])
+@each_row("bad", [([], 1.0, 1.0), (EQUAL, 0.0, 1.0), (EQUAL, 1.0, 0.0)])
 def test_nothing_to_find_a_window_by(bad):
     with raises("value-out-of-range"):
         find_window_size(*bad)
@@ -179,7 +180,7 @@ def test_skewness_is_a_share(counts):
     assert -1e-9 <= skewness(counts) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("counts", [[], [4], [0, 0]])
+@each_row("counts", [[], [4], [0, 0]])
 def test_no_skewness(counts):
     with raises("counts-misfit"):
         skewness(counts)
@@ -203,7 +204,7 @@ def test_a_change_of_more_than_10_percent_of_25_percent_of_experts():
     assert not have_frequencies_changed({}, {})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("now", "changed"),
     [
         ([11.0, 9.0, 10.0, 10.0], False),  # by 10 % and no more

@@ -28,6 +28,7 @@ from moc.state.record import Position  # noqa: E402
 from moc.state.shape import ModelShape, model_operators  # noqa: E402
 from moc.store.storage import LocalStorage  # noqa: E402
 from moc.store.store import Store  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 
 MODEL = dict(num_layers=2, hidden_size=8, num_attention_heads=2, num_experts=8, moe_ffn_hidden_size=64, seq_length=8)
@@ -191,7 +192,7 @@ def test_faults_are_counted_and_ends_are_not(tmp_path):
     assert "mtbf_s is" in again.log.lines[0]
 
 
-@pytest.mark.parametrize("other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory")], ids=str)
+@each_row("other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory")], ids=str)
 def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
@@ -200,7 +201,7 @@ def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
     assert again.train(1) == 1
 
 
-@pytest.mark.parametrize("other", [dict(nodes=("a", "b")), dict(expert_model_parallel_size=2)], ids=str)
+@each_row("other", [dict(nodes=("a", "b")), dict(expert_model_parallel_size=2)], ids=str)
 def test_elsewhere_it_measures_again(other, tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
@@ -263,7 +264,7 @@ def test_what_counts_as_a_change():
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("per_node", "stages", "more", "ranks", "parts"),
     [
         (2, 1, {}, 2, ((0, 1, 2, 3),)),

@@ -1,12 +1,11 @@
 """``--async-save`` needs no persistent process of Megatron-LM, and starts none."""
 
-import pytest
-
 from megatron.pretraining.entry.offline import config_of_words
+from tests.cases import each_row
 from tests.unit.pretraining.flags import BASE
 
 
-@pytest.mark.parametrize("worker", ["", "--use-persistent-ckpt-worker"])
+@each_row("worker", ["", "--use-persistent-ckpt-worker"])
 def test_saves_are_asynchronous_with_and_without_a_persistent_worker(worker, monkeypatch):
     import moc.megatron  # noqa: F401 -- before Megatron-LM's modules
     from megatron.pretraining.entry import configuration

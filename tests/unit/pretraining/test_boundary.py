@@ -8,13 +8,13 @@ import contextlib  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import Any  # noqa: E402
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 from megatron.pretraining.engine.boundary import Recorder, TimedCommunicator  # noqa: E402
 from moc.logs.log import Pipeline  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 
 class Request:
@@ -27,7 +27,7 @@ class Request:
         self._seen.append("waits")
 
 
-@pytest.mark.parametrize("records", [False, True])
+@each_row("records", [False, True])
 def test_every_wait_is_in_its_context(records, monkeypatch):
     seen, sent, middle = [], [], SimpleNamespace(rank=lambda: 1)
 

@@ -1,5 +1,6 @@
 """Combinations of policy, tier, engine, elastic mode and layout are accepted, or refused with remedies that work."""
 
+import functools
 import itertools
 import random
 import re
@@ -68,8 +69,13 @@ VERBS = "drop|add|choose|set|take|make|lower|raise|change"
 
 def refused(flags: dict) -> str | None:
     """Why the flags cannot work on four workers; None if they can."""
+    return _refused(tuple(sorted(flags.items())))
+
+
+@functools.cache
+def _refused(items: tuple) -> str | None:
     try:
-        config_of(GIVEN | flags, 4)
+        config_of(GIVEN | dict(items), 4)
     except ConfigError as error:
         return str(error.problems[0])
     return None

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.pretraining.config.megatron_lm import CORRECTIONS, corrections_named
 from megatron.pretraining.process import cpu
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import parse
 
@@ -19,7 +20,7 @@ from megatron.pretraining.model import corrections  # noqa: E402
 from megatron.pretraining.model.corrections import PaddedVocabulary, mask_padding, scale_global_loss  # noqa: E402
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "named"),
     [
         ("all", {*CORRECTIONS}),
@@ -37,7 +38,7 @@ def test_an_unknown_correction_is_refused():
         parse("--correct magic")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kinds", "coefficients", "scaled"),
     [
         ("global_aux_loss", 0.5, 2.0),
@@ -64,7 +65,7 @@ def masked(monkeypatch, logits, rank, vocabulary):
     return model.output_layer(logits)[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("rank", "width", "kept"),
     [(0, 4, 4), (1, 4, 2), (2, 4, 0), (2, 12, 6)],  # the last has the logits of all workers
 )
@@ -97,7 +98,7 @@ def test_a_shape_with_other_rows_of_padding():
 SAVED = {"tokenizer_type": "NullTokenizer", "vocab_size": 6, "padded_vocab_size": 12}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("here", "more"),
     [
         ({}, 0),

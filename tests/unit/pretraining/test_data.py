@@ -14,6 +14,7 @@ from megatron.pretraining.process import cpu
 from megatron.pretraining.process.topology import Topology
 from moc.runtime import child_processes
 from moc.runtime.job import Job
+from tests.cases import each_row
 from tests.replicas import replicas_world
 
 
@@ -64,7 +65,7 @@ def test_ghosts_fill_up_the_last_round(data_size, micro_batches, micro_batch_siz
         assert [number for number in numbers if number is not None] == list(one.micro_batches)
 
 
-@pytest.mark.parametrize("data_size", [2, 3])
+@each_row("data_size", [2, 3])
 def test_a_ghost_has_no_token_that_counts(data, data_size):
     class Counted(Counting):
         def __getitem__(self, number):
@@ -77,7 +78,7 @@ def test_a_ghost_has_no_token_that_counts(data, data_size):
         assert not ghost["loss_mask"].any()
 
 
-@pytest.mark.parametrize("data_size", [2, 3, 6])
+@each_row("data_size", [2, 3, 6])
 def test_batches_of_all_ranks_are_those_of_one(data, data_size):
     def read(size):
         return dealt(size, 2, 12, lambda one: drawn(data.BatchStream(Counting(100)), 24, one))
@@ -177,7 +178,7 @@ def descriptors_of(file: Path) -> int:
     return held
 
 
-@pytest.mark.parametrize("readers", [0, 1])
+@each_row("readers", [0, 1])
 def test_readers_hold_no_gpu(data, tmp_path, monkeypatch, readers):
     """Otherwise a killed worker's memory would stay taken as long as its readers live."""
     monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))

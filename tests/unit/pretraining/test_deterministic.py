@@ -1,6 +1,5 @@
 """What --deterministic-mode sets on CUDA, and what it refuses."""
 
-import pytest
 import torch
 
 from megatron.pretraining.config.deterministic import (
@@ -10,6 +9,7 @@ from megatron.pretraining.config.deterministic import (
     is_exact,
 )
 from megatron.pretraining.process import initialize
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import assert_refused, parse, refusal
 
@@ -25,7 +25,7 @@ def test_what_is_not_given_is_set_and_what_fits_stays():
         assert deterministic_environment(config, given | {"NCCL_ALGO": value}) == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("variable", "value"),
     [
         ("NCCL_ALGO", "Tree"), ("NCCL_ALGO", "Ring,Tree"), ("NCCL_ALGO", ""), ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
@@ -46,7 +46,7 @@ def test_kernels_that_promise_nothing_are_refused():
 EXACT, LOSSY, ALLOW = "--ckpt-policy full --save x", "--ckpt-policy pec --save x", "--allow-nondeterministic"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "cuda", "on", "exact"),
     [
         (EXACT, True, True, True),

@@ -13,6 +13,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 from megatron.pretraining.entry.dialects import DIALECTS, OLDER, translated  # noqa: E402
 from megatron.pretraining.entry.dialects.rules import Line  # noqa: E402
 from megatron.pretraining.entry.own_flags import add_own_flags  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 MDS = "--deepspeed --no-pipeline-parallel --num-layers 4 --seq-length 8 --micro-batch-size 4 --global-batch-size 8"
 MOE = f"{MDS} --num-experts 4 --moe-min-capacity 4"
@@ -39,7 +40,7 @@ def values(words):
     return found
 
 
-@pytest.mark.parametrize("words", ["", "--num-layers 4 --lr 1e-3", "--swiglu --min-lr -1e-3 --bf16", "word --x=3 -h"])
+@each_row("words", ["", "--num-layers 4 --lr 1e-3", "--swiglu --min-lr -1e-3 --bf16", "word --x=3 -h"])
 def test_a_command_line_of_this_release_stays_as_it_is(words, known):
     found = translated(words.split(), known)
     assert " ".join(found.words) == words and not found.notices and not found.problems
@@ -75,7 +76,7 @@ TRANSLATED = {
 }
 
 
-@pytest.mark.parametrize("words", TRANSLATED)
+@each_row("words", TRANSLATED)
 def test_options_are_translated_and_each_change_is_printed(words, known, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", "/hub")
     found = translated(words.split(), known)
@@ -106,7 +107,7 @@ def test_options_for_experts_override_the_defaults(known):
     assert "--moe-expert-capacity-factor" not in found and found["--expert-model-parallel-size"] == "2"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "named"),
     [
         (f"{MDS} --num-experts 4 8", "--num-experts"),
@@ -133,7 +134,7 @@ def test_a_dialect_is_named_or_found(known):
     assert translated([*both, "--deepspeed"], known).words[:2] == ("--tokenizer-model", "d")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "named"),
     [
         ("--topk 2", "megatron-deepspeed"),
@@ -164,7 +165,7 @@ SAMPLE = """
 """
 
 
-@pytest.mark.parametrize("name", DIALECTS)
+@each_row("name", DIALECTS)
 def test_translations_are_options_of_this_release(name, known):
     words = iter(SAMPLE.split())
     line = Line([(option, [next(words)]) for option in words])
@@ -178,7 +179,7 @@ def test_translations_are_options_of_this_release(name, known):
         assert {word for word in outcome.words if word.startswith("--")} <= known
 
 
-@pytest.mark.parametrize(("start", "step", "samples", "last"), [(4, 2, 10, 8), (2, 3, 100, 11), (8, 8, 33, 64)])
+@each_row(("start", "step", "samples", "last"), [(4, 2, 10, 8), (2, 3, 100, 11), (8, 8, 33, 64)])
 def test_a_batch_grows_as_before(start, step, samples, last, known):
     words = f"--rampup-batch-size {start} {step} {samples} --global-batch-size {last} --seq-length 16".split()
     schedule = values(translated(words, known).words)["--step-batch-size-schedule"]
@@ -193,8 +194,8 @@ def test_a_batch_grows_as_before(start, step, samples, last, known):
 UNREADABLE = ("inf", "-inf", "nan", "1e400", "1e300", "1e12", "0", "-1", "1.5", "²", "x" * 50, "", "none")
 
 
-@pytest.mark.parametrize("value", UNREADABLE)
-@pytest.mark.parametrize("name", DIALECTS)
+@each_row("value", UNREADABLE)
+@each_row("name", DIALECTS)
 def test_no_value_of_a_number_ends_a_translation(name, value, known):
     words = SAMPLE.split()
     for place in range(1, len(words), 2):
@@ -205,14 +206,14 @@ def test_no_value_of_a_number_ends_a_translation(name, value, known):
         assert translated(["--dialect", name, *words, option, value, value, value], known).words
 
 
-@pytest.mark.parametrize("option", ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"])
-@pytest.mark.parametrize("value", ["many", "inf", ""])
+@each_row("option", ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"])
+@each_row("value", ["many", "inf", ""])
 def test_tokens_that_are_no_number_are_refused(option, value, known):
     (problem,) = translated([*MDS.split(), "--train-iters", "3", option, value], known).problems
     assert problem.code == "dialect-option-unsupported" and option in str(problem)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "option"),
     [
         ("megatron-deepspeed", "--expert-interval"),
@@ -222,13 +223,13 @@ def test_tokens_that_are_no_number_are_refused(option, value, known):
         ("moc", "--expert-interval"),
     ],
 )
-@pytest.mark.parametrize("value", ["many", "inf", "1e1", "1.5", ""])
+@each_row("value", ["many", "inf", "1e1", "1.5", ""])
 def test_a_value_that_no_parser_reads_is_a_whole_number(name, option, value, known):
     (problem,) = translated([*MOE.split(), "--dialect", name, option, value], known).problems
     assert problem.code == "dialect-option-unsupported" and option in str(problem)
 
 
-@pytest.mark.parametrize("option", ["--train-iters", "--train-samples"])
+@each_row("option", ["--train-iters", "--train-samples"])
 def test_a_length_keeps_its_form_which_the_parser_reads(option, known):
     words = translated([*MDS.split(), option, "1e4"], known).words
     assert words[words.index(option) + 1] == "1e4"

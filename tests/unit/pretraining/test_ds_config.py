@@ -9,6 +9,7 @@ from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.entry import deepspeed
+from tests.cases import each_row
 from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write
 
 TEMPLATE = {  # what Megatron-DeepSpeed's template for ZeRO-2 and experts says, filled in
@@ -135,7 +136,7 @@ REFUSED = {  # ds_config: the code, and what the sentence names
 }
 
 
-@pytest.mark.parametrize("content", REFUSED)
+@each_row("content", REFUSED)
 def test_refused(content, tmp_path, capsys):
     (tmp_path / "ds.json").write_text(content)
     codes, sentence = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
@@ -185,8 +186,8 @@ def test_batch_keys_make_the_batch(given):
     assert codes == ["batch-not-divisible"] and "--gradient-accumulation-steps 3" in sentence
 
 
-@pytest.mark.parametrize("steps", ["three", [3], {"a": 3}, True, 2.5, 0, -1, float("inf")])
-@pytest.mark.parametrize("stage", [0, 1])
+@each_row("steps", ["three", [3], {"a": 3}, True, 2.5, 0, -1, float("inf")])
+@each_row("stage", [0, 1])
 def test_steps_that_are_no_number_are_refused(steps, stage, given):
     flags = given({"gradient_accumulation_steps": steps, "zero_optimization": {"stage": stage}})
     codes, sentence = refusal(flags)
@@ -211,7 +212,7 @@ def test_without_the_engine_at_stage_0_the_batch_follows_from_the_steps_all_the_
     assert_refused(refusal(f"{flags} --global-batch-size 16", workers=4), "batch-not-divisible --gradient-accumulation")
 
 
-@pytest.mark.parametrize("flag", ["--cpu-optimizer", "--zero-communication-dtype bf16", "--zero-grad-accum-dtype bf16"])
+@each_row("flag", ["--cpu-optimizer", "--zero-communication-dtype bf16", "--zero-grad-accum-dtype bf16"])
 def test_at_stage_0_what_only_the_engine_does_is_refused(flag):
     expected = f"flag-has-no-effect {flag.split()[0]} --zero-stage"
     assert_refused(refusal(f"--deepspeed --zero-stage 0 {flag}"), expected)
@@ -236,12 +237,12 @@ COMBINED = [  # flags, codes and what the sentences name
 ]
 
 
-@pytest.mark.parametrize(("flags", "expected"), COMBINED)
+@each_row(("flags", "expected"), COMBINED)
 def test_combinations_are_refused(flags, expected, capsys):
     assert_refused(refusal(f"--deepspeed {flags} --transformer-impl local"), expected)
 
 
-@pytest.mark.parametrize("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
+@each_row("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
 def test_the_engine_must_be_asked_for(flag, capsys):
     if "json" not in flag:
         assert_refused(refusal(flag), f"flag-needs-another {flag.split()[0]} --deepspeed")

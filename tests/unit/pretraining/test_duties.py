@@ -1,16 +1,13 @@
 """What is due after an iteration, and what was missed."""
 
-import pytest
-
 from megatron.pretraining.duties import Done, Duties, due, duties_after, missed
+from tests.cases import each_row
 from tests.unit.pretraining.flags import parse
 
 EVERY = parse("--eval-interval 3 --save s --save-interval 4 --exit-interval 6")
 
 
-@pytest.mark.parametrize(
-    ("interval", "iteration", "is_due"), [(None, 3, False), (3, 0, False), (3, 6, True), (3, 7, False)]
-)
+@each_row(("interval", "iteration", "is_due"), [(None, 3, False), (3, 0, False), (3, 6, True), (3, 7, False)])
 def test_due(interval, iteration, is_due):
     assert due(interval, iteration) is is_due
 
@@ -20,7 +17,7 @@ def test_duties_of_an_iteration():
     assert duties_after(EVERY, 4, stops=True) == Duties(saves=True, stops=True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("done", "duties"),
     [
         (Done(by_run=True, by_job=True, by_workers=True), Duties(True, True, True, True)),

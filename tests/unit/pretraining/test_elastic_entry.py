@@ -11,9 +11,10 @@ cpu.install()  # comes before megatron.core
 
 from megatron.pretraining.config import ConfigError  # noqa: E402
 from megatron.pretraining.entry import elastic  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@each_row("stage", [0, 1])
 def test_a_model_with_other_layers_than_the_plan_is_refused(stage, monkeypatch):
     monkeypatch.setattr(elastic.parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
     plans = {0: types.SimpleNamespace(tables={0: None})}

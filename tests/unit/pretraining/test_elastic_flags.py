@@ -1,7 +1,5 @@
 """Flags of elastic training: what they do not go together with is refused in one sentence."""
 
-import pytest
-
 from megatron.pretraining.config import (
     check_domains,
     check_fewest,
@@ -11,6 +9,7 @@ from megatron.pretraining.config import (
     why_anew,
 )
 from moc.elastic.plan import make_plan
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import DENSE, PP2, assert_refused, parse, refusal, without
 
@@ -60,7 +59,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "expected"), REFUSED)
+@each_row(("flags", "expected"), REFUSED)
 def test_flags_that_do_not_go_together(flags, expected, capsys):
     assert_refused(refusal(flags), expected)
 
@@ -74,7 +73,7 @@ def test_torchrun(capsys, monkeypatch):
     assert_refused(refusal(ELASTIC), "elastic-under-torchrun --elastic")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "world", "expected"),
     [
         (f"{ELASTIC} --elastic-slots 1", 4, "slots-too-few --elastic-slots"),
@@ -88,7 +87,7 @@ def test_worlds_that_do_not_fit(flags, world, expected):
         check_world(parse(flags), world)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "nodes", "expected"),
     [
         (
@@ -106,8 +105,8 @@ def test_fewest_nodes_that_do_not_suffice(flags, nodes, expected):
         check_fewest(config, nodes, 2)
 
 
-@pytest.mark.parametrize("slots", range(2, 9))
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@each_row("slots", range(2, 9))
+@each_row("replicas", [1, 2, 3])
 def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, replicas):
     flags = f"{ELASTIC} {SAVED} --elastic-slots {slots} --elastic-min-replicas {replicas}"
     for nodes in (nodes for nodes in (3, 4, 5) if nodes * slots >= 8):
@@ -125,7 +124,7 @@ def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, repli
         assert min(least) >= min(replicas, nodes * slots // 8)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "nodes", "per_node", "expected"),
     [
         ("--expert-model-parallel-size 2 --global-batch-size 12", 1, 1, "workers-not-divisible --nnodes"),
@@ -140,7 +139,7 @@ def test_fewest_nodes_on_which_workers_cannot_start_anew(flags, nodes, per_node,
         check_fewest(parse(flags), nodes, per_node)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "why"),
     [
         ("--ckpt-policy full", ""),
@@ -167,7 +166,7 @@ def test_a_copy_of_the_model_needs_its_nodes():
     check_fewest(config, 4, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "ranks", "expected"),
     [
         (

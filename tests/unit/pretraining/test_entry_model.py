@@ -14,6 +14,7 @@ from megatron.pretraining.entry.model import ModelParameter, check_shape, operat
 from megatron.pretraining.model.parameters import known_name  # noqa: E402
 from moc.state.operators import is_known  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 ADAM, MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 
@@ -33,7 +34,7 @@ MODEL = [
 ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "known"),
     [
         ("decoder.layers.1.mlp.router.weight", "decoder.layers.1.mlp.router.weight"),

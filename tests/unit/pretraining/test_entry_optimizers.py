@@ -12,6 +12,7 @@ import torch
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry import optimizers
 from megatron.pretraining.entry.stock_loop import refuse_arguments
+from tests.cases import each_row
 
 LAYERS = dict(optimizer="muon", use_layer_wise_distributed_optimizer=True, use_layer_wise_param_layout=True, bf16=True)
 BY_THEMSELVES = LAYERS | dict(use_layer_wise_param_layout=False)
@@ -23,7 +24,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(optimizers, "find_spec", lambda name: name)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         dict(optimizer="adam", fp16=True),
@@ -41,7 +42,7 @@ def test_others_are_not_refused(arguments):
     refuse_arguments(Namespace(**arguments))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         dict(optimizer="muon", fp16=True),

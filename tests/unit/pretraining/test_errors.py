@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron.pretraining.process import cpu
 from moc.errors import with_code
+from tests.cases import each_row
 from tests.errors import only_code
 
 cpu.install()
@@ -26,7 +27,7 @@ def handled():
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("error, code", [(CheckpointError("it is damaged"), 1), (ConfigError("it is wrong"), 2)])
+@each_row("error, code", [(CheckpointError("it is damaged"), 1), (ConfigError("it is wrong"), 2)])
 def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended, reported():
@@ -35,7 +36,7 @@ def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
     assert capsys.readouterr().err == f"pretrain_gpt_moe.py: error (worker 0): {with_code(error)}\n"
 
 
-@pytest.mark.parametrize("kind", [PeerFailure, Aborted, dist.DistNetworkError, dist.DistStoreError])
+@each_row("kind", [PeerFailure, Aborted, dist.DistNetworkError, dist.DistStoreError])
 def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
     monkeypatch.setenv("RANK", "0")
     gloo = (

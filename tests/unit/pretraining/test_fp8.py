@@ -6,11 +6,11 @@ cpu.install()
 
 from collections import Counter  # noqa: E402
 
-import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from megatron.pretraining.entry import formats  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 PRODUCT = torch.ops.aten._scaled_mm.default
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -45,9 +45,9 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "of_gradients"), [("e4m3", torch.float8_e4m3fn), ("hybrid", torch.float8_e5m2)])
-@pytest.mark.parametrize("rows", [(6, 4), (7, 1), (3,)])  # tokens in any number
+@each_row("dtype", [torch.bfloat16, torch.float16])
+@each_row(("name", "of_gradients"), [("e4m3", torch.float8_e4m3fn), ("hybrid", torch.float8_e5m2)])
+@each_row("rows", [(6, 4), (7, 1), (3,)])  # tokens in any number
 def test_products_are_those_of_rounded_matrices(rows, name, of_gradients, dtype):
     inputs, weight, gradient = (
         values(*size, seed=seed, dtype=dtype, scale=scale)
@@ -89,7 +89,7 @@ def test_zeros_and_the_least_of_values_stay_finite():
         assert all(tensor.isfinite().all() for tensor in found)
 
 
-@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+@each_row("wrong", [float("inf"), float("nan")])
 def test_what_is_not_finite_shows_in_the_gradient(wrong):
     gradient, weight = values(32, 48, seed=2), values(48, 16, seed=1).requires_grad_()
     gradient[3, 5] = wrong

@@ -21,6 +21,7 @@ from moc.snapshot.device_copy import (  # noqa: E402
 )
 from moc.state.module_bytes import ModuleStateError  # noqa: E402
 from moc.state.operators import is_module_state, operator_of  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 OPERATOR = "layers.4.router"
 
@@ -243,7 +244,7 @@ def test_paths_have_global_numbers():
     assert "decoder.layers.4.mlp.router" in paths and "decoder.layers.4.mlp.experts.experts.3" in paths
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path, operator",
     {
         "decoder.layers.4.mlp.router": OPERATOR,

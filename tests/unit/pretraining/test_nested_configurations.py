@@ -2,10 +2,10 @@
 
 import shlex
 
-import pytest
 import yaml
 
 from megatron.pretraining.entry.dialects.nested import content_of, refusal
+from tests.cases import each_row
 
 NEMO = """
 trainer: {devices: 8, precision: bf16, max_steps: 1000, val_check_interval: 100, gradient_clip_val: 1.0}
@@ -39,14 +39,14 @@ KNOWN = {word: True for options in OPTIONS.values() for word in options.split() 
 }
 
 
-@pytest.mark.parametrize("text", OPTIONS, ids=["NeMo", "Megatron-Bridge"])
+@each_row("text", OPTIONS, ids=["NeMo", "Megatron-Bridge"])
 def test_the_options_that_mean_the_same_are_named(text):
     found = refusal(yaml.safe_load(text), KNOWN, "--config x.yaml")
     assert found is not None and found.code == "config-of-another-program"
     assert shlex.split(str(found).partition("mean the same: ")[2]) == shlex.split(OPTIONS[text])
 
 
-@pytest.mark.parametrize("text", ["{}", "num_layers: 3", "model: tiny\ntrain_iters: 3", "model: {}"])
+@each_row("text", ["{}", "num_layers: 3", "model: tiny\ntrain_iters: 3", "model: {}"])
 def test_files_of_options_are_no_such_configurations(text):
     assert refusal(yaml.safe_load(text), KNOWN, "") is None
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.pretraining.config import stages_on_nodes
+from tests.cases import each_row
 from tests.unit.pretraining.flags import PP2, parse
 
 ELASTIC = (
@@ -21,7 +22,7 @@ def nodes():
     return nodes
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "varies", "stages"),
     [
         (PP2, True, 2),
@@ -35,7 +36,7 @@ def test_stages_of_which_a_node_has_workers(flags, varies, stages):
     assert stages_on_nodes(parse(f"{ELASTIC} {flags}"), 4, varies) == stages
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@each_row("tensor", [1, 2])
 def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tensor):
     monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
     sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
@@ -53,7 +54,7 @@ def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tens
     assert dense.get_ranks("dp")[0] == [copy[0] for copy in copies]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@each_row("tensor", [1, 2])
 def test_groups_of_ranks_with_helpers(nodes, monkeypatch, tensor):
     """Two copies of two stages, each on a node, and two nodes of the second stage and one of the first that help."""
     monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)

@@ -8,6 +8,7 @@ import pytest
 import moc.megatron  # noqa: F401  # adapts megatron-core before others import it
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.paths import check_outputs, check_paths
+from tests.cases import each_row
 from tests.unit.pretraining.flags import BASE, parse
 
 FLAGS = ("--save", "--log-dir", "--tensorboard-dir", "--data-cache-path")
@@ -17,7 +18,7 @@ def job(rank=0, joins_running_job=False, is_restart=False):
     return SimpleNamespace(rank=rank, joins_running_job=joins_running_job, is_restart=is_restart)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
+@each_row("flag", FLAGS)
 def test_each_directory_is_checked(flag, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):
@@ -50,7 +51,7 @@ def problems_of(monkeypatch):
     return problems
 
 
-@pytest.mark.parametrize(
+@each_row(
     "flags",
     [
         "--vocab-file {}/nowhere",
@@ -73,7 +74,7 @@ def test_what_is_not_a_path_of_this_machine_is_not_looked_for(tmp_path, problems
     assert not problems_of("", BASE.replace("--mock-data", "--data-path s3://bucket/a"))
 
 
-@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
+@each_row("flag", ["--data-path", "--train-data-path"])
 def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
     for name in ("a.idx", "a.bin", "b.idx"):
         (tmp_path / name).touch()
@@ -84,7 +85,7 @@ def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
     assert not problems_of("", base)
 
 
-@pytest.mark.parametrize("flag", [*FLAGS, "--ckpt-policy full --ckpt-dir"])
+@each_row("flag", [*FLAGS, "--ckpt-policy full --ckpt-dir"])
 def test_an_output_that_cannot_be_written_is_refused_and_none_is_made(flag, tmp_path, problems_of):
     (tmp_path / "file").write_text("in the way")
     for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):

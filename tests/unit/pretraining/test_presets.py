@@ -5,9 +5,10 @@ import pytest
 from megatron.pretraining.entry.command_line import preset_options
 from megatron.pretraining.planning.model import config_of, meta_operators
 from megatron.pretraining.presets import PRESETS
+from tests.cases import each_row
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each_row("name", PRESETS)
 def test_parameters_are_within_5_percent_of_the_paper(name):
     preset, config = PRESETS[name], config_of(name, [])
     operators = meta_operators(config, name)

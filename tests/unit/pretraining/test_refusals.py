@@ -1,9 +1,8 @@
 """Options that are refused, and by which codes."""
 
-import pytest
-
 from megatron.pretraining.duties import duties_after
 from megatron.pretraining.process.stopping import StopRequests
+from tests.cases import each_row
 from tests.unit.pretraining.flags import assert_refused, parse, refusal, write
 
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
@@ -141,7 +140,7 @@ OUT_OF_RANGE = """
     """.split(",")
 
 
-@pytest.mark.parametrize("flags", map(str.strip, OUT_OF_RANGE))
+@each_row("flags", map(str.strip, OUT_OF_RANGE))
 def test_numbers_that_megatron_does_not_check_are_refused(flags):
     assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
 
@@ -164,7 +163,7 @@ def test_all_numbers_are_refused_together():
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "interval"),
     [
         ("--save-retain-interval 6", 6),
@@ -177,7 +176,7 @@ def test_checkpoints_are_saved_where_one_is_kept(flags, interval):
     assert parse(f"--save x {flags}").checkpoint.save_interval == interval
 
 
-@pytest.mark.parametrize("flags, expected", REFUSED)
+@each_row("flags, expected", REFUSED)
 def test_refused(flags, expected):
     assert_refused(refusal(flags), expected)
 
@@ -199,7 +198,7 @@ def test_faults_that_cannot_be_are_refused():
     assert_refused(refusal("--inject-seed 3"), expected)
 
 
-@pytest.mark.parametrize("from_file", [False, True])
+@each_row("from_file", [False, True])
 def test_a_value_that_is_the_default_counts_as_given_on_the_command_line_and_in_a_file(from_file, tmp_path):
     options = {"transformer-impl": "transformer_engine", "moe-token-dispatcher-type": "allgather"}
     words = " ".join(f"--{name} {value}" for name, value in options.items())
@@ -210,7 +209,7 @@ def test_a_value_that_is_the_default_counts_as_given_on_the_command_line_and_in_
     assert_refused(refusal(f"{elastic} {words}"), "elastic-excludes-flag --moe-token-dispatcher-type")
 
 
-@pytest.mark.parametrize("key", ["config", "--config"])
+@each_row("key", ["config", "--config"])
 def test_a_file_that_names_another_file_is_refused(key, tmp_path):
     path = write(tmp_path, {key: "other.yaml"})
     assert_refused(refusal(f"--config {path}"), "flag-has-no-effect --config")

@@ -8,6 +8,7 @@ import torch
 from megatron.pretraining.session import settings_of
 from moc.policy.flags import PolicyFlags
 from moc.runtime.job import Job
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import parse
 
@@ -25,7 +26,7 @@ def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(mo
         settings_of(config, ENGINE)
 
 
-@pytest.mark.parametrize(("device", "chunks", "share"), [("cpu", 1, 1 / 9), ("cpu", 2, 1 / 17), ("cuda", 1, 0.0)])
+@each_row(("device", "chunks", "share"), [("cpu", 1, 1 / 9), ("cpu", 2, 1 / 17), ("cuda", 1, 0.0)])
 def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chunks, share):
     flags = "--ckpt-policy selective --selective-hide bubble --ckpt-dir x --pipeline-model-parallel-size 2"
     virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""

@@ -2,13 +2,13 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pretraining.engine import small_moments
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
+from tests.cases import each_row
 
 SMALL = dict(exp_avg="fp8", exp_avg_sq="fp16")
 GROUP = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
@@ -50,7 +50,7 @@ def test_state_takes_three_bytes_of_a_parameter_and_stays_where_it_is():
     assert {name: state[name].data_ptr() for name in before} == before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_in_32_bits_it_is_torchs_own(dtype):
     mine, theirs = (values(64).to(dtype).float() for _ in range(2))
     ours, adam = (
@@ -127,7 +127,7 @@ def test_weights_in_16_bits_are_rounded_once():
     assert torch.equal(weight, exact.bfloat16())
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.99)])
+@each_row("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.99)])
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_the_quotient_is_bounded(betas, gradients):

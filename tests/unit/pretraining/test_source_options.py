@@ -1,8 +1,7 @@
 """Options in the source of a script: what a launcher may refuse without running it."""
 
-import pytest
-
 from megatron.pretraining.entry.options import options_in
+from tests.cases import each_row
 
 
 def found(tmp_path, source, **modules):
@@ -20,7 +19,7 @@ def test_options_of_a_script_and_of_its_modules_are_found(tmp_path):
     assert found(tmp_path, source, inner="parser.add_argument('--third')") == {"-x", "--first", "--second", "--third"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "source",
     [
         "parser.add_argument(f'--{name}')",

@@ -1,6 +1,5 @@
 """Counts of updates, which Adam corrects its bias by, wherever an optimizer keeps them."""
 
-import pytest
 import torch
 
 from megatron.pretraining.process import cpu
@@ -11,6 +10,7 @@ from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
 
 from megatron.pretraining.engine.owned import get_step, owned_slices, set_step  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -32,7 +32,7 @@ def wrapped(make, name):
     return inner, ChainedOptimizer([FP32Optimizer(inner, OptimizerConfig(optimizer=name, lr=0.1), lambda *_: None)])
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam])
+@each_row("make", [torch.optim.AdamW, FusedAdam])
 def test_a_fresh_optimizer_goes_on_counting_where_a_saved_one_stopped(make):
     inner, optimizer = wrapped(make, "adam")
     list(owned_slices(optimizer))  # makes the moments, as saving and loading do

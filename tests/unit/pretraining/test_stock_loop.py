@@ -16,6 +16,7 @@ from megatron.training import config  # noqa: E402
 
 from megatron.pretraining.config import ConfigError  # noqa: E402
 from megatron.pretraining.entry import stock_loop  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -53,7 +54,7 @@ def test_each_entry_is_an_argument_that_the_loop_reads():
     assert not unread
 
 
-@pytest.mark.parametrize("file", stock_loop.PORTED)
+@each_row("file", stock_loop.PORTED)
 def test_a_ported_argument_is_read_where_the_table_says(file):
     text = (ROOT / file).read_text()
     assert not [name for name in stock_loop.PORTED[file].split() if name not in text]
@@ -68,7 +69,7 @@ def test_all_refusals_are_in_one_message():
     stock_loop.refuse_arguments(Namespace(log_straggler=False, iterations_to_skip=[3][:0], cuda_graph_impl="none"))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         dict(ckpt_convert_format="torch", ckpt_convert_save="there"),

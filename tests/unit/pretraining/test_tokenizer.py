@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 
 from megatron.pretraining.data.tokenizer import TokenizerError, build_tokenizer
+from tests.cases import each_row
 from tests.errors import raises
 
 TEXT = ["one two three four five six", "def f(x):\n    return x\n"] * 20
@@ -53,7 +54,7 @@ def test_null_tokenizer():
     assert tokenizer.tokenize("5 99 0") == [5, 99, 0]
 
 
-@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "NullTokenizer"])
+@each_row("kind", ["SentencePieceTokenizer", "NullTokenizer"])
 def test_serves_a_gpt_dataset(kind, train, tmp_path):
     tokenizer = build_tokenizer(kind, train("data") if kind.startswith("Sent") else None, 299)
     import numpy
@@ -164,7 +165,7 @@ def test_hugging_face_needs_transformers(tmp_path, monkeypatch):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "make", "message"),
     [
         ("SentencePieceTokenizer", None, "SentencePieceTokenizer needs --tokenizer-model"),

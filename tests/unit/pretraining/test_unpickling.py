@@ -26,6 +26,7 @@ from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_r
 from moc.errors import code_of  # noqa: E402
 from moc.files import safe_directory  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 from tests.shared import ALL  # noqa: E402
 
 
@@ -39,11 +40,15 @@ class Bomb:
         return self.call
 
 
-@pytest.fixture
-def directory(tmp_path):
+def written_checkpoint(tmp_path):
     """A checkpoint as torch writes it."""
     dcp.save({"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16)}, checkpoint_id=tmp_path, no_dist=True)
     return tmp_path
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return written_checkpoint(tmp_path)
 
 
 def read(directory):
@@ -68,7 +73,7 @@ def test_what_torch_wrote_is_read(directory):
     assert FileSystemReader(directory).read_metadata().state_dict_metadata.keys() == {"w", "b"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "bomb, named",
     [
         (lambda ran: Bomb(open, ran, "w"), f"{open.__module__}.open"),
@@ -78,8 +83,9 @@ def test_what_torch_wrote_is_read(directory):
     ],
     ids=["open", "system", "eval", "torch.load"],
 )
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in what torch wrote"])
-def test_a_pickle_that_calls_is_refused_in_one_sentence(directory, tmp_path_factory, bomb, named, inside):
+@each_row("inside", [False, True], ids=["alone", "in what torch wrote"])
+def test_a_pickle_that_calls_is_refused_in_one_sentence(tmp_path, tmp_path_factory, bomb, named, inside):
+    directory = written_checkpoint(tmp_path)
     ran = tmp_path_factory.mktemp("bomb") / "ran"
     if inside:
         changed(directory, lambda metadata: setattr(metadata, "planner_data", bomb(str(ran))))
@@ -110,8 +116,10 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(directory, tmp_path
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", "", 3])
-def test_no_file_outside_the_checkpoint_is_opened(directory, name):
+@each_row("name", ["../secret", "/etc/passwd", "a/b", "..", "", 3])
+def test_no_file_outside_the_checkpoint_is_opened(tmp_path, name):
+    directory = written_checkpoint(tmp_path)
+
     def change(metadata):
         for stored in metadata.storage_data.values():
             stored.relative_path = name
@@ -128,10 +136,11 @@ def test_a_few_bytes_do_not_take_all_memory(directory, remember):
         check_metadata(directory)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content", ["[1]", "1", "{}", '{"sharded_backend": {}}', '{"sharded_backend": "a", "sharded_backend_version": "1"}']
 )
-def test_the_name_of_a_format_is_checked_before_megatron_core_reads_it(directory, content):
+def test_the_name_of_a_format_is_checked_before_megatron_core_reads_it(tmp_path, content):
+    directory = written_checkpoint(tmp_path)
     (directory / "metadata.json").write_text(content)
     with pytest.raises(CheckpointError, match="metadata.json"):
         check_metadata(directory)
@@ -222,7 +231,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
+@each_row("hostile", HOSTILE.values(), ids=HOSTILE)
 def test_objects_beside_tensors_take_little(tmp_path, hostile):
     path = tmp_path / "common.pt"
     path.write_bytes(hostile())
@@ -250,7 +259,7 @@ def test_a_file_may_hold_more_tensors_than_objects(tmp_path):
     assert loaded["iteration"] == 3 and loaded["model"]["weight"].equal(weights)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
+@each_row("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
 def test_only_regular_files_are_loaded(tmp_path, make):
     make(tmp_path / "common.pt")
     with nothing_runs(), pytest.raises(OSError):

@@ -1,7 +1,5 @@
 """Flags and the number of workers, and the machine."""
 
-import pytest
-
 from megatron.pretraining.config import (
     check_backend,
     check_fewest,
@@ -12,6 +10,7 @@ from megatron.pretraining.config import (
     train_iterations,
 )
 from megatron.pretraining.entry.offline import config_of_words
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.pretraining.flags import BASE, PP2, TP2, parse, without
 
@@ -25,7 +24,7 @@ def test_batches_follow_from_the_number_of_workers():
     assert train_iterations(samples, 4) == 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     "flags, world, expected",
     [
         (PP2, 3, "workers-not-divisible"),
@@ -50,7 +49,7 @@ def test_too_few_samples_for_one_batch():
         check_world(config, 1)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "flags, world",
     [
         ("", 1),
@@ -63,7 +62,7 @@ def test_worlds_that_fit(flags, world):
     check_world(parse(flags), world)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schedule", "nodes", "fits"),
     [
         ("0:12,1K:24", 2, True),
@@ -90,7 +89,7 @@ def test_each_step_of_a_schedule_is_checked_at_the_start():
         config_of_words([*words, "0:6,1K:8"], 6)
 
 
-@pytest.mark.parametrize("schedule", ["6", "0:x", "0:inf", "640:6", "0:6,0:12", "0:0"])
+@each_row("schedule", ["6", "0:x", "0:inf", "640:6", "0:6,0:12", "0:0"])
 def test_a_schedule_that_cannot_be_read_is_refused(schedule):
     with raises("value-unreadable", "--step-batch-size-schedule"):
         config_of_words([*BASE.split(), "--step-batch-size-schedule", schedule], 1)

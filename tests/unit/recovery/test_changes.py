@@ -1,13 +1,12 @@
 """What one policy makes of another's checkpoints, and what stays in memory when a run has come back by partial ones."""
 
-import pytest
-
 from moc.errors import code_of
 from moc.policy import Every, policy_named, recovers_exactly
 from moc.recovery.plan import exact_resume_error, in_storage_alone, is_of
 from moc.recovery.retention import Experts, experts_staying
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 
 OPERATORS = model_operators(ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=4, expert_ffn_hidden_size=256))
 POLICIES = {name: policy_named(name)(OPERATORS, Every(1)) for name in ("full", "pec")}
@@ -26,9 +25,9 @@ def saved(name, tier, upto):
     return held
 
 
-@pytest.mark.parametrize("tier", [MEMORY, STORAGE])
-@pytest.mark.parametrize("new", POLICIES)
-@pytest.mark.parametrize("old", POLICIES)
+@each_row("tier", [MEMORY, STORAGE])
+@each_row("new", POLICIES)
+@each_row("old", POLICIES)
 def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
     way = next(recoveries(held, OPERATORS, recovers_exactly(policy)))

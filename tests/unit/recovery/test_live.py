@@ -1,10 +1,9 @@
 """What survivors keep after an inexact recovery: experts, or all of their state where nobody goes back."""
 
-import pytest
-
 from moc.recovery.plan import JobInventory, RankCopy, live_states, plans, still_needed
 from moc.recovery.sources import LIVE, MEMORY, AvailableCheckpoint
 from moc.state.operators import Operator
+from tests.cases import each_row
 
 DENSE, *EXPERTS = (
     Operator("embedding", "embedding", None, None, 10),
@@ -94,7 +93,7 @@ def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
     assert all(NAMES[0] not in one.operators for one in live_states({0: 9, 1: 8}, pieces, "selective"))
 
 
-@pytest.mark.parametrize("zero", [True, False])
+@each_row("zero", [True, False])
 def test_without_survivors_nothing_is_live(zero):
     assert live_states({}, of_ranks(zero), "selective") == []
 

@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from moc.policy import Every, policy_named
 from moc.recovery.persisted import Persisted, Promise, newest_full, overdue
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 
 OPERATORS = model_operators(ModelShape((1,), 8, 16, 8, 8, 4, 100, num_experts=2, expert_ffn_hidden_size=16))
 NAMES = [one.name for one in OPERATORS]
@@ -45,7 +44,7 @@ def test_the_newest_full_saves():
     ) | {EXPERT: 5}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("settings", "every", "outstanding", "promise"),
     [
         (dict(name="full"), 10, 1, Promise(25, 25)),

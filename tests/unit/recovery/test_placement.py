@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.copy_placement import Placement, describe_placement, not_sent, place, survival
+from tests.cases import each_row
 
 sizes = st.integers(1, 40).flatmap(lambda nodes: st.tuples(st.just(nodes), st.integers(0, nodes - 1)))
 
@@ -40,7 +41,7 @@ def test_groups_are_as_small_as_they_can_be(size):
     assert replicas + 1 <= len(last) < 2 * (replicas + 1)
 
 
-@pytest.mark.parametrize("nodes", range(1, 10))
+@each_row("nodes", range(1, 10))
 def test_survival_is_what_trying_all_losses_gives(nodes):
     for replicas in range(nodes):
         placement = place(nodes, replicas)
@@ -75,13 +76,13 @@ def deadly(holders):
     return len({frozenset({node, *others}) for node, others in holders.items()})
 
 
-@pytest.mark.parametrize("nodes, replicas", [(2, 1), (4, 1), (6, 1), (3, 2)])
+@each_row("nodes, replicas", [(2, 1), (4, 1), (6, 1), (3, 2)])
 def test_nothing_does_better_than_groups(nodes, replicas):
     fewest = min(map(deadly, placements(nodes, replicas)))
     assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
 
 
-@pytest.mark.parametrize("nodes, replicas", [(3, 1), (5, 1), (4, 2), (5, 3)])
+@each_row("nodes, replicas", [(3, 1), (5, 1), (4, 2), (5, 3)])
 def test_nothing_in_which_all_keep_as_much_does_better_than_with_a_ring(nodes, replicas):
     fewest = min(deadly(holders) for holders in placements(nodes, replicas) if is_balanced(holders, replicas))
     assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
@@ -114,7 +115,7 @@ def unsent(holders, alike):
     )
 
 
-@pytest.mark.parametrize("nodes, replicas", [(4, 1), (5, 1), (6, 1)])
+@each_row("nodes, replicas", [(4, 1), (5, 1), (6, 1)])
 @settings(deadline=None, max_examples=4)
 @given(st.data())
 def test_nothing_that_keeps_and_survives_as_much_sends_less(nodes, replicas, data):
@@ -124,7 +125,7 @@ def test_nothing_that_keeps_and_survives_as_much_sends_less(nodes, replicas, dat
     assert not_sent(ours, alike) == unsent(ours.holders, alike) == max(unsent(h, alike) for h in others)
 
 
-@pytest.mark.parametrize("nodes, replicas", [(5, 3), (8, 1), (7, 1), (7, 2), (8, 2), (8, 3)])
+@each_row("nodes, replicas", [(5, 3), (8, 1), (7, 1), (7, 2), (8, 2), (8, 3)])
 @settings(deadline=None, max_examples=4)
 @given(st.data())
 def test_no_order_of_the_nodes_in_groups_and_ring_sends_less(nodes, replicas, data):
@@ -137,7 +138,7 @@ def test_no_order_of_the_nodes_in_groups_and_ring_sends_less(nodes, replicas, da
     assert not_sent(place(nodes, replicas, alike), alike) >= best
 
 
-@pytest.mark.parametrize("nodes", [8, 64, 100])
+@each_row("nodes", [8, 64, 100])
 def test_replicas_of_experts_keep_copies_for_each_other(nodes):
     """Of expert-parallel ranks on two nodes each, every other node holds the same experts."""
     alike = {frozenset(range(nodes)): 3} | {frozenset(range(first, nodes, 2)): 5 for first in (0, 1)}

@@ -2,13 +2,13 @@
 
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.recovery.plan import JobInventory, RankCopy, plans, reason
 from moc.recovery.sources import LIVE, MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Operator
+from tests.cases import each_row
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]
 NAMES = tuple(operator.name for operator in OPERATORS)
@@ -91,7 +91,7 @@ def test_nobody_is_lost():
     assert (plan.iteration, plan.keep, plan.copies, plan.way) == (7, {0, 1}, (), None)
 
 
-@pytest.mark.parametrize("exact", [True, False])
+@each_row("exact", [True, False])
 def test_live_state_is_left_alone_where_the_user_names_an_iteration(exact):
     plan = first(JobInventory([holds(4)], {0: 5, 1: 5}, sharded(2)), exact, only=4)
     assert plan.iteration == 4 and not plan.keep

@@ -1,13 +1,12 @@
 """What stays when a run goes on: the newest window, and the one under way if it has all that it needs."""
 
-import pytest
-
 from moc.policy.plan import SnapshotPlan
 from moc.recovery.retention import Staying, retain, staying
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Detail, Operator
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
+from tests.cases import each_row
 from tests.unit.recovery import test_carrying
 from tests.unit.recovery.test_carrying import in_full, save
 
@@ -48,7 +47,7 @@ def test_of_chains_all_snapshots_stay_that_lead_there():
     assert stays(stored, 7) == Staying(7)
 
 
-@pytest.mark.parametrize("at", [7, 8])
+@each_row("at", [7, 8])
 def test_the_window_under_way_goes_on_where_it_is_whole(at):
     there = held(*range(4, at + 1))
     assert stays(there, at, under_way(7, at)) == Staying(6, tuple(range(4, at + 1)))
@@ -62,7 +61,7 @@ def test_the_snapshot_of_where_the_run_is_can_be_taken_again():
     assert stays([*held(4, 5, 6, 7), partly], 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
 
 
-@pytest.mark.parametrize("there", [(4, 5, 6, 8), (4, 5, 6), (4, 5, 6, 9)])
+@each_row("there", [(4, 5, 6, 8), (4, 5, 6), (4, 5, 6, 9)])
 def test_a_window_that_lacks_another_snapshot_begins_anew(there):
     assert stays(held(*there), 8, under_way(7, 8)) == Staying(6, (4, 5, 6), goes_on=False)
 
@@ -89,7 +88,7 @@ def test_without_a_memory_tier_storage_has_the_window_under_way():
     assert not stays(there[:3], 8, under_way(7, 8), STORAGE).goes_on
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("keep", "upto", "left"),
     [(1, 5, [1, 3, 4, 5]), (4, 5, [1, 2, 3, 4, 5]), (1, 4, [1, 3, 4, 5]), (1, 2, [1, 2, 3, 4, 5])],
 )

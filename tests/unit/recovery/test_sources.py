@@ -1,6 +1,5 @@
 """Where each operator comes from, whatever has survived."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from moc.recovery.sources import (
     recoveries,
 )
 from moc.state.operators import Operator
+from tests.cases import each_row
 
 DENSE = ("embedding", "layers.0.router", "output")
 EXPERTS = tuple(f"layers.0.expert.{expert}" for expert in range(4))
@@ -131,7 +131,7 @@ def test_until_when_an_operator_has_learned():
     assert newer.learned_until(EXPERTS[3]) == newer.iteration == 10
 
 
-@pytest.mark.parametrize("lost", range(3))
+@each_row("lost", range(3))
 def test_a_window_that_lacks_a_snapshot_is_none(lost):
     assert not list(recoveries(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
 
@@ -168,7 +168,7 @@ def test_one_window_is_kept_and_the_one_under_way():
     assert needed([begun], OPERATORS, exact=True, keep=1) == {(13, STORAGE)}
 
 
-@pytest.mark.parametrize("detail", ["compute", "grad"])
+@each_row("detail", ["compute", "grad"])
 def test_what_cannot_be_trained_is_no_source(detail):
     assert not list(recoveries([holds(10, detail=detail)], OPERATORS, exact=False))
 

@@ -12,6 +12,7 @@ from moc.report import report as tool
 from moc.report.figures import NoProgress, compute_report
 from moc.report.report import table_sections
 from moc.report.run_state import RunFold, fold_events
+from tests.cases import each_row
 from tests.unit.conftest import REPOSITORY
 
 STEP = 1.0  # seconds of an undisturbed iteration
@@ -372,7 +373,7 @@ def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
     assert "worker-lost, signal 9" in html and "until started again" not in html
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "message"),
     [
         (None, "events.jsonl: No such file"),

@@ -16,22 +16,23 @@ from moc.runtime.addresses import (
     set_tcp_options,
     short_socket_address,
 )
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import fill
 
 
-@pytest.mark.parametrize("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
+@each_row("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
 def test_what_is_no_address(address):
     with raises("address-invalid"):
         resolve(address)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:80", "[::1]:80", "unix:/some/where"])
+@each_row("address", ["127.0.0.1:80", "[::1]:80", "unix:/some/where"])
 def test_an_address_is_written_as_it_was_read(address):
     assert format_address(*resolve(address)[0]) == address
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
+@each_row("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
 def test_other_interfaces_than_loopback_have_to_be_asked_for(address):
     with raises("address-exposed"):
         listening_socket(address, beyond_loopback=False)
@@ -73,7 +74,7 @@ def test_the_socket_file_of_a_living_process_is_kept_where_its_queue_is_full(tmp
             listening_socket(address, beyond_loopback=False)
 
 
-@pytest.mark.parametrize("length", [99, 100, 101, 107, 108, 500, 3000])
+@each_row("length", [99, 100, 101, 107, 108, 500, 3000])
 def test_a_path_of_any_length_is_bound_reached_and_taken_over(tmp_path, length):
     directory = str(tmp_path)
     while (more := length - len(f"{directory}/socket")) > 1:

@@ -14,6 +14,7 @@ from moc.runtime.addresses import format_address, resolve
 from moc.runtime.async_connections import RefusalLog, log_refusal, open_connection, serve
 from moc.runtime.connections import connect
 from moc.runtime.protocol import Channel, Message, PeerGoneError
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, echo, frame, serving
 
@@ -51,7 +52,7 @@ def works(address):
         return connection.recv(timeout=60).kind == "hello"
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
+@each_row("kind", ["tcp", "unix"])
 def test_both_ends_in_one_loop(kind, tmp_path):
     async def main():
         async with await serve("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/socket", TOKEN, echo) as server:
@@ -147,7 +148,7 @@ def test_the_server_stays_on_loopback_unless_told():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "said, words",
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak the protocol"),
@@ -289,7 +290,7 @@ def test_what_is_posted_to_a_deaf_peer_is_dropped_by_abort():
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system gives up at times of its own")
-@pytest.mark.parametrize("silence", [None, 600.0])
+@each_row("silence", [None, 600.0])
 def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
     async def main():
         release = asyncio.Event()

@@ -15,6 +15,7 @@ from moc.runtime.addresses import format_address, listening_socket, short_socket
 from moc.runtime.async_connections import open_connection as open_in_loop
 from moc.runtime.connections import connect, retry_connect
 from moc.runtime.protocol import Channel, Message, PeerGoneError, WireError
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, fill, frame, serving
 
@@ -99,7 +100,7 @@ def test_nobody_there(tmp_path):
         connect("nowhere", TOKEN)
 
 
-@pytest.mark.parametrize("long", [False, True], ids=["short path", "long path"])
+@each_row("long", [False, True], ids=["short path", "long path"])
 def test_a_full_queue_is_waited_for(tmp_path, long):
     directory = tmp_path / ("x" * 100) if long else tmp_path
     directory.mkdir(exist_ok=True)

@@ -17,6 +17,7 @@ from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
 from moc.runtime.protocol import Message, PeerGoneError
 from moc.runtime.termination import LOST, SAVED
+from tests.cases import each_row
 from tests.unit.runtime.peers import TOKEN
 
 
@@ -310,7 +311,7 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("started, code", [(True, SAVED), (False, LOST)])
+@each_row("started, code", [(True, SAVED), (False, LOST)])
 def test_who_is_missing_is_not_waited_for_without_end(started, code, monkeypatch):
     monkeypatch.setattr("moc.runtime.controller.MIN_JOIN_TIMEOUT_S", 600.0 if started else 0.0)
 
@@ -353,7 +354,7 @@ def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_sil
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
+@each_row(
     "hello",
     [
         dict(),

@@ -14,6 +14,7 @@ from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import TOKEN
 
@@ -207,7 +208,7 @@ def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("left", [1, 2])
+@each_row("left", [1, 2])
 def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left):
     async def main():
         async with begun(patience_s=2.0) as job:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moc import fault_points
 from moc.fault_points import AFTER, ELASTIC, POINTS, RECOVERY, reach
 from moc.runtime.fault_injection import ACTIONS, Fault, InjectedError, Injector, parse_faults, random_faults
+from tests.cases import each_row
 from tests.errors import raises
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,7 +55,7 @@ def test_what_a_fault_says_of_itself_is_read_again(fault):
     assert parse_faults(str(fault)) == (fault,)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text, named",
     [
         ("murder rank=1 iteration=2", ["murder", "kill, stop, term, slow, error"]),

@@ -11,9 +11,10 @@ from torch.distributed import HashStore
 
 from moc.runtime.abort import open_sockets
 from moc.runtime.generation import cut_unauthenticated_connections, neighbours
+from tests.cases import each_row
 
 
-@pytest.mark.parametrize("size", range(3, 18))
+@each_row("size", range(3, 18))
 def test_no_circle_of_ranks_waits_for_each_other(size):
     before = {}  # by pair, the pairs that must be connected first
     for rank in range(size):

@@ -17,6 +17,7 @@ from moc.runtime.groups import Groups, ObjectAuthenticationError, authenticated_
 from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
 from moc.runtime.orders import End, StartWorker
 from moc.state.operators import Detail
+from tests.cases import each_row
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN
 
 VALUES = [
@@ -30,7 +31,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES)
+@each_row("value", VALUES)
 def test_a_value_arrives_as_it_was_sent(value):
     read = decode_object(encode_object(value))
     assert read == value and repr(read) == repr(value)
@@ -41,7 +42,7 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
     assert math.isnan(decode_object(encode_object(math.nan)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
 )
 def test_others_are_refused_where_they_are_sent(value):
@@ -49,7 +50,7 @@ def test_others_are_refused_where_they_are_sent(value):
         encode_object([value])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "told",
     [
         {"record": ["os:system", "true"]},
@@ -114,7 +115,7 @@ def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
         groups.destroy()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "token, where",
     [
         (OTHER_TOKEN, ("job", 1, "group0")),

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from moc.runtime.protocol import TOKEN_FILE_VARIABLE, make_token, make_token_file, token_from_environment
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -48,7 +49,7 @@ def test_a_file_of_another_user_is_not_trusted(tmp_path):
         token_from_environment({TOKEN_FILE_VARIABLE: str(path)})
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610])
+@each_row("mode", [0o640, 0o604, 0o620, 0o610])
 def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
     path = tmp_path / "token"
     make_token_file(path)
@@ -57,7 +58,7 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
         token_from_environment({"MOC_TOKEN_FILE": str(path)})
 
 
-@pytest.mark.parametrize("text", ["", "secret", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 5000])
+@each_row("text", ["", "secret", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 5000])
 def test_what_is_no_token_is_refused_and_not_shown(tmp_path, text):
     path = tmp_path / "token"
     path.touch(0o600)

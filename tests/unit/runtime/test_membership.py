@@ -2,12 +2,11 @@
 
 import json
 
-import pytest
-
 from moc.errors import codes_in
 from moc.runtime.membership import MAX_DEVICE_FAILURES, MAX_FAILURES_WITHOUT_LOSS, Membership
 from moc.runtime.orders import Abort, Cause, Connect, End, Kill, RemoveNode, StartWorker, WorkerRecord
 from moc.runtime.termination import LOST, SAVED, START_OVER
+from tests.cases import each_row
 
 SIZE, PER_NODE = 4, 2
 
@@ -351,7 +350,7 @@ def test_what_it_has_missed_begins_a_generation():
     assert orders[0].generation == 6 and orders[1].rank == 3 and not orders[1].starts_together
 
 
-@pytest.mark.parametrize(
+@each_row(
     "code, restarts, job, errors",
     [
         (-9, 0, 137, ["restarts-exhausted"]),

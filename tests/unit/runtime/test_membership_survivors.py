@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from moc.runtime.membership import Membership
 from moc.runtime.orders import (
     Abort,
@@ -16,6 +14,7 @@ from moc.runtime.orders import (
     StopNode,
     WorkerRecord,
 )
+from tests.cases import each_row
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, meet_guests, names, staying
 
 
@@ -102,7 +101,7 @@ def test_where_guests_are_lost_before_all_have_parted_the_others_meet_again_and_
     assert len(names(membership.grow())) == 2
 
 
-@pytest.mark.parametrize("parted", [0, 3, 5])
+@each_row("parted", [0, 3, 5])
 def test_a_node_that_is_lost_before_all_have_parted_is_left_behind_and_the_guests_are_seated(parted):
     membership, workers, guests = with_guests()
     membership.grow()

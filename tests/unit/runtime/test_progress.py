@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moc.runtime.progress import HANG_CAPS, HANG_FACTOR, HANG_FLOOR_S, HangLimits, Progress, parse_hang_caps
+from tests.cases import each_row
 
 
 def test_a_section_is_measured_when_the_next_begins():
@@ -45,7 +46,7 @@ def test_who_waits_says_so_until_the_wait_is_over():
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "longest, cap, seconds",
     [
         (None, 1800, 1800),  # nothing was measured
@@ -65,7 +66,7 @@ def test_caps_of_some_sections():
     assert parse_hang_caps("") == HANG_CAPS
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text, complaint",
     [("stop=3", "no section 'stop'"), ("step", "no number"), ("step=soon", "no number"), ("step=0", "no time"),
      ("step=nan", "no time")],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moc.runtime import protocol
 from moc.runtime.protocol import HEADER_LIMIT, Channel, Message, PeerGoneError, WireError
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, shake_hands
 
@@ -112,14 +113,14 @@ def test_a_recorded_proof_does_not_open_another_connection():
         again.receive(recorded)
 
 
-@pytest.mark.parametrize("role", ["client", "server"])
+@each_row("role", ["client", "server"])
 def test_a_peer_that_returns_what_it_hears_is_refused(role):
     channel = Channel(TOKEN, role)
     with raises("connection-loops"):
         channel.receive(channel.handshake_bytes())
 
 
-@pytest.mark.parametrize("role", ["client", "server"])
+@each_row("role", ["client", "server"])
 def test_a_proof_holds_for_one_role_only(role):
     channel, stranger = Channel(TOKEN, role), Channel(OTHER_TOKEN, role)
     channel.handshake_bytes()
@@ -178,7 +179,7 @@ def test_a_flipped_bit_anywhere_is_refused(data):
         receiver.receive(b"")
 
 
-@pytest.mark.parametrize("order", [[0, 0], [1], [1, 0], [0, 2], [0, 1, 1], [0, 1, 0]])
+@each_row("order", [[0, 0], [1], [1, 0], [0, 2], [0, 1, 1], [0, 1, 0]])
 def test_replayed_reordered_and_missing_messages_are_refused(order):
     sender, receiver = open_pair()
     frames = [frame(sender, number) for number in range(3)]
@@ -217,7 +218,7 @@ def test_an_end_within_the_handshake_hints_at_the_token():
         Channel(TOKEN, "client").handle_end()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "header, body, words",
     [
         (HEADER_LIMIT + 1, 0, "a header of 1048577 bytes, over the limit of 1048576"),
@@ -259,7 +260,7 @@ def nested(depth):
     return value
 
 
-@pytest.mark.parametrize(
+@each_row(
     "header, words",
     [
         ({}, "a string named kind"),
@@ -280,7 +281,7 @@ def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
     assert receiver.receive(frame(sender))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "header, words",
     [
         (b"[1]", "not a dict"),

@@ -14,6 +14,7 @@ from moc.runtime.generation import _build_gloo, _gloo_devices
 from moc.runtime.protocol import Message, PeerGoneError, WireError
 from moc.runtime.rendezvous_client import RendezvousClient, ValueTimeoutError
 from moc.runtime.rendezvous_store import RendezvousStore
+from tests.cases import each_row
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving
 
 SOON, MINUTE = timedelta(seconds=0.2), timedelta(minutes=1)
@@ -102,7 +103,7 @@ def test_a_wait_ends_by_its_timeout_and_by_closing(store):
         client.get("never")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("message", "why"),
     [
         ({"kind": "set", "keys": [1], "sizes": [0]}, "a key of the store is text"),

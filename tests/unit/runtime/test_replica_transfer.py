@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from moc.runtime import async_connections
@@ -15,6 +14,7 @@ from moc.store.manifest import REPLICAS_KEY, Manifest, OperatorEntry
 from moc.store.shard_file import BoxTensor, write_shard_file
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name, shard_file_name
+from tests.cases import each_row
 from tests.unit.runtime.peers import TOKEN
 
 ITERATION = 7
@@ -94,7 +94,7 @@ def test_of_some_operators_too(tmp_path):
     assert copied(a, b, wanted)[:2] == (0, 0)  # it is here
 
 
-@pytest.mark.parametrize("harm", ["no part", "other launch", "other boxes", "nothing alike"])
+@each_row("harm", ["no part", "other launch", "other boxes", "nothing alike"])
 def test_where_nothing_is_held_alike_everything_is_sent(harm, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], {} if harm == "nothing alike" else ALL, cut=100)

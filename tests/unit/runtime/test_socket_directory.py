@@ -13,6 +13,7 @@ import pytest
 from moc.runtime import socket_directory as module
 from moc.runtime.socket_directory import memory_directory_of, socket_directory
 from moc.store.host_memory import SOCKETS_DIRECTORY, leftovers, user_directory
+from tests.cases import each_row
 from tests.unit.conftest import REPOSITORY
 
 HOLDS = """
@@ -87,8 +88,8 @@ def taken(memory: Path) -> None:
         (memory / f"moc-{os.geteuid()}{f'-{number}' if number else ''}").touch()
 
 
-@pytest.mark.parametrize("prevent", [taken, Path.rmdir], ids=["all names are taken", "there is no memory"])
-@pytest.mark.parametrize("runtime", [True, False], ids=["XDG_RUNTIME_DIR", "temporary directory"])
+@each_row("prevent", [taken, Path.rmdir], ids=["all names are taken", "there is no memory"])
+@each_row("runtime", [True, False], ids=["XDG_RUNTIME_DIR", "temporary directory"])
 def test_without_memory_it_is_a_temporary_one(tmp_path, monkeypatch, prevent, runtime):
     memory, temporary = tmp_path / "memory", tmp_path / "temporary"
     for path in (memory, temporary):
@@ -116,7 +117,7 @@ def test_what_another_user_has_made_is_not_touched(tmp_path):
             assert other.exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "memory"),
     [
         ([], "/dev/shm"),

@@ -4,10 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from megatron.pretraining.examples.program import examples, main
 from moc.errors import codes_in
+from tests.cases import each_row
 
 ROOT = Path(__file__).parents[3]
 COPIED = {
@@ -27,7 +26,7 @@ def test_each_example_is_listed_in_a_line(capsys):
     assert all(len(line.split()) > 4 for line in lines)
 
 
-@pytest.mark.parametrize("name", examples())
+@each_row("name", examples())
 def test_a_copy_has_the_places_contents_and_modes_of_the_repository(name, tmp_path, capsys):
     assert main([name, str(tmp_path)]) == 0
     copies = [Path(line).relative_to(tmp_path) for line in capsys.readouterr().out.splitlines()]

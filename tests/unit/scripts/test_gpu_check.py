@@ -13,6 +13,7 @@ import torch
 from benchmarks import device_training
 from megatron.pretraining.config import check_backend, check_world
 from megatron.pretraining.entry.offline import config_of_words
+from tests.cases import each_row
 from tests.gpu import check, test_many_ranks, test_train
 from tests.gpu.check import FAILED, LATE, NOT_RUN, PASSED, SKIPPED
 from tests.gpu.one_gpu import ASKED, NotHere, one_gpu_environment
@@ -50,7 +51,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("step", FLAGS)
+@each_row("step", FLAGS)
 def test_the_program_takes_the_flags_of_its_steps(step):
     workers, flags = FLAGS[step]
     limits = [] if "--train-iters" in flags else ["--train-iters", "3"]
@@ -95,7 +96,7 @@ def test_workers_of_a_test_share_the_first_gpu_over_sockets():
     assert (found["LOCAL_RANK"], found["NCCL_HOSTID"], found["NCCL_SOCKET_IFNAME"]) == ("0", "r2", "lo")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [{ASKED: "0"}, {ASKED: None}, {"MOC_PLACES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"WORLD_SIZE": "16"}],
     ids=str,

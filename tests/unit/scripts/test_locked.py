@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.cases import each_row
+
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = {"base": PROJECT["dependencies"], "dev": PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]}
@@ -24,8 +26,8 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("name", NEEDED)
-@pytest.mark.parametrize("python", ["3.12", "3.13"])
+@each_row("name", NEEDED)
+@each_row("python", ["3.12", "3.13"])
 def test_all_but_torch_is_locked_for_each_python(name, python):
     here = {"python_version": python, "python_full_version": f"{python}.7", "sys_platform": "linux"}
     versions = {}

@@ -12,6 +12,7 @@ import pytest
 
 import moc
 from megatron.pretraining.examples.program import examples
+from tests.cases import each_row
 
 ROOT = Path(__file__).parents[3]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -78,7 +79,7 @@ def test_every_program_is_a_command_of_the_wheel(wheel, tmp_path):
         assert help_of.returncode == 0 and help_of.stdout.startswith(f"usage: {name} "), help_of.stderr
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
+@each_row("tool", TOOLS, ids=lambda path: path.stem)
 def test_tools_are_thin_and_none_is_private(tool):
     assert not tool.name.startswith("_") and len(tool.read_text().splitlines()) < 15
 

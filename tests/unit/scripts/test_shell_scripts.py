@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import each_row
+
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted(p for p in (ROOT / "scripts").glob("*.sh") if p.name != "common.sh")
 BATCH_SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
@@ -67,7 +69,7 @@ def test_shellcheck_has_nothing_to_say():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *BATCH_SCRIPTS], ids=lambda p: p.name)
+@each_row("script", [*SCRIPTS, *BATCH_SCRIPTS], ids=lambda p: p.name)
 def test_help_is_text_without_side_effects(script, tmp_path):
     result = run("bash", script, "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -76,7 +78,7 @@ def test_help_is_text_without_side_effects(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+@each_row("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_can_be_started(script):
     assert os.access(script, os.X_OK)
 
@@ -126,8 +128,8 @@ def test_mocrun_is_preferred_where_it_can_start(data, nodes, token, launcher):
     assert ("whoever reaches" in said.stderr) == (launcher == "torchrun")
 
 
-@pytest.mark.parametrize("name", ["NNODES", "GPUS_PER_NODE", "NODE_RANK", "SPARES", "MASTER_PORT"])
-@pytest.mark.parametrize("value", ["a[$(touch ran)]", "-1", "1 2", "0x1", "9999999"])
+@each_row("name", ["NNODES", "GPUS_PER_NODE", "NODE_RANK", "SPARES", "MASTER_PORT"])
+@each_row("value", ["a[$(touch ran)]", "-1", "1 2", "0x1", "9999999"])
 def test_what_should_be_a_number_is_not_run(data, tmp_path, name, value):
     said = run(TRAIN, RECIPES[0], "--dry-run", *data, cwd=tmp_path, **{name: value})
     assert said.returncode == 1 and f"{name} is a number" in said.stderr
@@ -165,7 +167,7 @@ def test_several_nodes_may_have_the_controller(data):
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--rdzv-endpoint": "a:5,b:5,c:5"}.items()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments, complaint",
     [
         ((), "NAME of a recipe"),
@@ -227,7 +229,7 @@ def test_quickstart_keeps_a_finished_run(tmp_path):
     assert f"{tmp_path}/run-2/checkpoints" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--iters", "2"), ("--workers", "6"), ("--text", "/no/such"), ("--iters",)])
+@each_row("arguments", [("--iters", "2"), ("--workers", "6"), ("--text", "/no/such"), ("--iters",)])
 def test_quickstart_refuses_in_one_sentence(arguments, tmp_path):
     result = run(ROOT / "scripts" / "quickstart.sh", "--dry-run", "--out", tmp_path, *arguments)
     assert result.returncode == 1

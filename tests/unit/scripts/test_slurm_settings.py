@@ -6,8 +6,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.cases import each_row
 from tests.unit.scripts.test_interruption import ONE_TASK, TWO_TASKS, Slurm
 
 ROOT = Path(__file__).parents[3]
@@ -16,7 +15,7 @@ DOCUMENTED = (ROOT / "docs" / "how-to" / "slurm.md").read_text()
 RECIPE = "it", "a", "b", "c"
 SRUN = {"mocrun.sbatch": TWO_TASKS, "pretrain.sbatch": 'echo "$*" >flags\n' + ONE_TASK}
 
-both = pytest.mark.parametrize("template", list(SRUN))
+both = each_row("template", list(SRUN))
 
 
 def submitted(directory: Path, template: str, training: str, *words: str, **environment: str):
@@ -51,7 +50,7 @@ def test_every_variable_that_a_template_reads_is_documented():
     assert [name for name in sorted(names) if f"`{name}`" not in DOCUMENTED] == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "mistake",
     ["SPARES=$(touch ran)", "GPUS_PER_NODE=eight", "MAX_REQUEUES=-1", "MASTER_PORT=80", "MASTER_PORT=70000", "BEAT_S=0"]
     + ["LOST_S=20", "LOOK_S=x", "CONTAINER=docker:x", "KEEP_MEMORY=maybe", "LAUNCHER=mpi", "NODE_SETUP=/no/such/file"]
@@ -74,7 +73,7 @@ def test_settings_are_also_words(template, tmp_path):
 
 
 @both
-@pytest.mark.parametrize("passed, warns", [("NONE", True), ("HOME,PATH", True), ("ALL", False), ("ALL,A=1", False)])
+@each_row("passed, warns", [("NONE", True), ("HOME,PATH", True), ("ALL", False), ("ALL,A=1", False)])
 def test_dropped_variables_are_announced(template, passed, warns, tmp_path):
     seen = 'echo "$SLURM_EXPORT_ENV" >seen'
     code, said = submitted(tmp_path, template, seen, *RECIPE, SLURM_EXPORT_ENV=passed)
@@ -83,7 +82,7 @@ def test_dropped_variables_are_announced(template, passed, warns, tmp_path):
 
 
 @both
-@pytest.mark.parametrize(
+@each_row(
     "slurm, flags",
     [
         ({"SLURM_CPUS_ON_NODE": "96"}, "--cpus-per-task=96"),
@@ -144,7 +143,7 @@ def test_signs_of_life_are_read_from_content_and_not_from_cached_times(tmp_path)
     assert bash(text, PRIVATE=str(tmp_path)).stdout == "gone\nalive\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "words, seconds",
     [(("100", "2"), 330), (("100", "2", "30"), 350), (("0.5", "1"), 132)],  # iteration + 4 state / speed + 120
 )
@@ -153,7 +152,7 @@ def test_the_time_of_the_signal_follows_from_state_and_storage(words, seconds):
     assert done.returncode == 0 and f"USR1@{seconds} " in done.stdout and f"B:USR1@{seconds} " in done.stdout
 
 
-@pytest.mark.parametrize("words", [("100",), ("100", "0"), ("x", "1"), ("100", "1", "1", "1"), ("1000000", "0.1")])
+@each_row("words", [("100",), ("100", "0"), ("x", "1"), ("100", "1", "1", "1"), ("1000000", "0.1")])
 def test_a_time_of_the_signal_that_cannot_be_is_refused(words):
     done = subprocess.run([SCRIPTS / "signal_time.sh", *words], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("signal_time.sh: ")

@@ -1,9 +1,8 @@
 """Files that show the owner of memory have room where the file system is full."""
 
-import pytest
-
 from moc.session.claims import make_room_for_files
 from moc.store.storage import LocalStorage
+from tests.cases import each_row
 
 
 class Left(LocalStorage):
@@ -17,7 +16,7 @@ class Left(LocalStorage):
         return self.free
 
 
-@pytest.mark.parametrize(("free", "gives"), [(0, True), (4096, True), (1 << 30, False)])
+@each_row(("free", "gives"), [(0, True), (4096, True), (1 << 30, False)])
 def test_spare_memory_is_given_up_only_if_the_file_system_is_full(free, gives, tmp_path):
     place = Left(tmp_path, free)
     place.reserve.allocate(1 << 16)

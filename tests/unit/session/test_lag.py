@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +28,8 @@ from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
+from tests.cases import each_row
+from tests.shared import ALL
 
 OPERATORS = model_operators(ModelShape((0, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=16))
 OPTIONS = {"sparse": dict(window=3), "gradient": dict(window=3), "selective": dict(experts=1)}
@@ -156,9 +157,9 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     return saving
 
 
-@settings(deadline=None, max_examples=60)
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@each_row("tier", TIERS)
+@each_row("name", sorted(POLICIES))
+@settings(deadline=None, max_examples=100 if ALL else 25)
 @given(
     speeds=st.lists(Speed, min_size=3, max_size=3),
     fails=st.lists(st.booleans(), min_size=1, max_size=9),
@@ -185,9 +186,9 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
         assert not model.was_waited_for
 
 
-@settings(deadline=None, max_examples=60)
-@pytest.mark.parametrize("tier", TIERS[1:])
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@each_row("tier", TIERS[1:])
+@each_row("name", sorted(POLICIES))
+@settings(deadline=None, max_examples=100 if ALL else 25)
 @given(
     speeds=st.lists(Speed, min_size=3, max_size=3),
     fails=st.lists(st.booleans(), min_size=1, max_size=9),
@@ -239,8 +240,6 @@ def test_one_more_may_begin_up_to_the_bound(outstanding, buffers):
     assert may_begin(outstanding, buffers) == (outstanding + 1 <= buffers + 2)
 
 
-@pytest.mark.parametrize(
-    "writes, ending, may", [(False, 0, True), (False, 1, True), (False, 2, False), (True, 0, False)]
-)
+@each_row("writes, ending, may", [(False, 0, True), (False, 1, True), (False, 2, False), (True, 0, False)])
 def test_a_window_goes_to_storage_if_no_other_is_written_and_few_end_there(writes, ending, may):
     assert window_may_begin(writes, ending) is may

@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.selective_choice import ExpertSizes
 from moc.recovery.expert_versions import most_carried
@@ -15,6 +13,7 @@ from moc.snapshot.buffer_pool import Rotation
 from moc.state.host_memory import most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.worlds import REPOSITORY
 
 PAGE = Path(REPOSITORY) / "docs/how-to/choose-a-policy.md"
@@ -41,8 +40,8 @@ def snapshots_of(policy: str, window: int) -> SnapshotWindow:
     return SnapshotWindow(window, KEPT[policy](window), int(P)) if policy in KEPT else SnapshotWindow()
 
 
-@pytest.mark.parametrize("window", [2, 3, 8])
-@pytest.mark.parametrize("policy", ["full", "sparse", "gradient", "pec", "selective", "auto"])
+@each_row("window", [2, 3, 8])
+@each_row("policy", ["full", "sparse", "gradient", "pec", "selective", "auto"])
 def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of, carries = snapshots_of(policy, window), policy in ("pec", "selective")
@@ -55,8 +54,8 @@ def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
     assert reserved_bytes(most_copies(of.kept, spare_buffers("peers")), S, of.snapshot) + experts == value(copy, window)
 
 
-@pytest.mark.parametrize("window", [2, 3, 8])
-@pytest.mark.parametrize("policy", ["full", "sparse", "gradient"])
+@each_row("window", [2, 3, 8])
+@each_row("policy", ["full", "sparse", "gradient"])
 def test_the_planner_predicts_what_is_allocated(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of = snapshots_of(policy, window)
@@ -71,8 +70,8 @@ def test_every_policy_has_a_row():
     assert columns().keys() == {*POLICIES, "auto"}
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@each_row("behind", [0, 1, 2])
+@each_row("k", [1, 2, 3])
 def test_experts_are_carried_once_and_those_of_each_snapshot_that_may_not_be_safe(k, behind):
     policy = policy_named("pec")(EIGHT, Every(1), k=k)
     before = policy.state_dict()
@@ -106,8 +105,8 @@ def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
     assert found == {f"expert_{d.value}": max(equal[d], skewed[d]) for d in (Detail.FULL, Detail.GRAD)}
 
 
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("policy", KEPT)
+@each_row("window", [2, 3])
+@each_row("policy", KEPT)
 def test_windows_are_known_before_the_first_snapshot(policy, window):
     of = policy_named(policy)(OPERATORS, Every(1), window=window)
     before = of.state_dict()

@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import threading
 
-import pytest
 import torch
 
 from moc.recovery.copy_placement import not_sent, place, redundancy
@@ -23,6 +22,7 @@ from moc.store.manifest import assemble
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.unit.runtime.peers import TOKEN
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 
@@ -115,7 +115,7 @@ class Nodes:
         return self.memory[name].read_manifest(ITERATION).nbytes
 
 
-@pytest.mark.parametrize("names", ["abcd", "aabb", "abab", "aaaa"])
+@each_row("names", ["abcd", "aabb", "abab", "aaaa"])
 def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, names):
     nodes = Nodes(tmp_path, names)
     for rank in range(4):
@@ -126,7 +126,7 @@ def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, nam
     assert sum(entry.elements["master"] for entry in stored) == parameters
 
 
-@pytest.mark.parametrize(("names", "groups"), [("abcd", ((0, 2), (1, 3))), ("aabb", ((0, 1),)), ("abab", ((0, 1),))])
+@each_row(("names", "groups"), [("abcd", ((0, 2), (1, 3))), ("aabb", ((0, 1),)), ("abab", ((0, 1),))])
 def test_copies_are_of_what_is_not_alike_and_a_lost_node_gets_its_own_back(tmp_path, names, groups):
     nodes, told = Nodes(tmp_path, names), list(dict.fromkeys(names))
     alike = {frozenset(map(told.index, of)): amount for of, amount in nodes.alike.nbytes.items()}
@@ -151,7 +151,7 @@ def test_copies_are_of_what_is_not_alike_and_a_lost_node_gets_its_own_back(tmp_p
         nodes.check(rank, nodes.memory[names[rank]])
 
 
-@pytest.mark.parametrize("names", ["abcd", "abab", "aaaa"])
+@each_row("names", ["abcd", "abab", "aaaa"])
 def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monkeypatch):
     nodes, threads = Nodes(tmp_path, names), []
     told, barrier, me = [None] * 4, threading.Barrier(4), threading.local()

@@ -1,7 +1,5 @@
 """Who may keep copies for whom: what is refused, and what is said, before anything is copied."""
 
-import pytest
-
 from moc.errors import codes_in
 from moc.policy import Every
 from moc.policy.full import Full
@@ -14,6 +12,7 @@ from moc.session.settings import Settings
 from moc.session.tiers import Tiers
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.errors import raises
 
 FULL = Full([], Every(1))
@@ -43,7 +42,7 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
         copies_wanted(1, 1)
 
 
-@pytest.mark.parametrize(("fewest", "most"), [(1, 0), (2, 1), (4, 3)])
+@each_row(("fewest", "most"), [(1, 0), (2, 1), (4, 3)])
 def test_copies_that_fewer_nodes_cannot_keep_are_refused_at_the_start(fewest, most):
     assert copies_wanted(None, 6, fewest) == 2
     with raises("too-many-replicas", f"--replicas {most + 1}", f"--nnodes {fewest}:", f"MIN to {most + 2}"):

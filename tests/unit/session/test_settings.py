@@ -13,6 +13,7 @@ from moc.session.engine import Engine
 from moc.session.session import Session, make_policy
 from moc.session.settings import Settings, SettingsError
 from moc.state.operators import Operator
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -54,7 +55,7 @@ REFUSED = [
 """Settings, the code of the error, None for that of another package, and what it names."""
 
 
-@pytest.mark.parametrize(("given", "code", "named"), REFUSED, ids=str)
+@each_row(("given", "code", "named"), REFUSED, ids=str)
 def test_settings_that_are_wrong_are_named(given, code, named):
     with pytest.raises(SettingsError) as refused:
         Settings(**{"directory": "x", "train_iters": 1} | given)
@@ -70,8 +71,8 @@ def test_what_flags_allow_is_allowed():
     )
 
 
-@pytest.mark.parametrize("engine", [Bare, Inherits])
-@pytest.mark.parametrize("policy", ["pec", "selective"])
+@each_row("engine", [Bare, Inherits])
+@each_row("policy", ["pec", "selective"])
 def test_counting_policies_need_an_engine_that_counts(policy, engine):
     with raises("engine-incomplete", f"--ckpt-policy {policy}", "router_tally", engine.__name__):
         make_policy(Settings("x", 1, policy), engine())
@@ -92,7 +93,7 @@ def test_options_that_a_policy_does_not_have_are_named():
         make_policy(Settings("x", 1, "full", options={"window": 3}), Bare())
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "named"),
     [
         (dict(policy="auto"), "--ckpt-policy auto"),

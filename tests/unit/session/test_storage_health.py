@@ -3,13 +3,12 @@
 import threading
 from concurrent.futures import Future
 
-import pytest
-
 from moc.errors import codes_in
 from moc.events import EventLog
 from moc.session.saving.storage import Lag, StorageHealth, tolerable
 from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
+from tests.cases import each_row
 
 
 class Log:
@@ -50,7 +49,7 @@ def test_what_is_under_way_for_too_long_is_told_once_and_counted():
     assert disk.skipped == 3
 
 
-@pytest.mark.parametrize("window", [1, 2, 4])
+@each_row("window", [1, 2, 4])
 def test_a_window_that_is_written_at_once_is_not_slow(window):
     log = Log()
     disk = storage(log, every=1, late_after=1, publishes_in=lambda: window - 1 + 3)
@@ -105,7 +104,7 @@ def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
     assert taken.problem() == "taken [directory-in-use]" and taken.contribution()["storage_closed"] == 1.0
 
 
-@pytest.mark.parametrize(
+@each_row(
     "error, is_tolerable",
     [(OSError(28, "full"), True), (CheckpointError("lacks"), True), (TakenError("taken"), False), (KeyError(1), False)],
 )

@@ -24,6 +24,7 @@ from moc.session.saving.storage import ALL_REDUCES, OUTSTANDING, StorageHealth, 
 from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.unit.policy.test_selective_choice import Told
 
 LAYERS, EXPERTS = 2, 16
@@ -194,8 +195,8 @@ def needed_rate(case: str, beside: bool) -> float:
     return max(windows) / (EVERY if beside else run.policy.schedule.window_length)
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["memory", "disk"])
-@pytest.mark.parametrize("case", CASES)
+@each_row("beside", [True, False], ids=["memory", "disk"])
+@each_row("case", CASES)
 def test_storage_that_keeps_up_is_not_reported(case, beside):
     if not beside and "gradient" in case:
         pytest.skip("gradients need a memory tier")
@@ -205,13 +206,13 @@ def test_storage_that_keeps_up_is_not_reported(case, beside):
     assert not any("lags behind" in text for text in run.said[-1:])
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["memory", "disk"])
-@pytest.mark.parametrize(
+@each_row("beside", [True, False], ids=["memory", "disk"])
+@each_row(
     "fails",
     [{}, dict(fails=0.5), dict(fails_every=2)],
     ids=["slow", "slow and failing", "slow, every second one fails"],
 )
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
     """No state is older than promised for the interval at which storage really took snapshots."""
     if not beside and ("gradient" in case):
@@ -234,7 +235,7 @@ def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
         assert run.health.gauges["storage_age"] == run.ledger.iteration - run.survives.iteration
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_row("case", CASES)
 def test_storage_that_hangs(case):
     """Everything is missing since then, and is reported; what was there is still of use."""
     run = Run(made(case), 1.5 * needed_rate(case, True)).train(40 * EVERY)
@@ -253,8 +254,8 @@ def test_every_policy_is_in_the_table():
     assert {name for name, _ in CASES.values()} == ours
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("slower", [1, 3, 9])
+@each_row("gradients", [True, False])
+@each_row("slower", [1, 3, 9])
 def test_selective_loses_no_more_tokens_than_the_speed_of_storage_requires(gradients, slower):
     """The optimum: with n = experts / (experts of a write) writes in a cycle, a cycle takes n times the interval.
 

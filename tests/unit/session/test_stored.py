@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from moc.policy import Capability, SnapshotPlan, StorageSchedule
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress
@@ -11,6 +9,7 @@ from moc.session.saving.storage import StorageHealth, StorageTier
 from moc.state.operators import Detail
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 
 
 class Policy:
@@ -140,7 +139,7 @@ def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete()
         assert there.newest == 5 and there.has(5) == complete
 
 
-@pytest.mark.parametrize("has_memory_tier", [True, False])
+@each_row("has_memory_tier", [True, False])
 def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(has_memory_tier):
     policy = Policy()
     there, lost = stored(5 if has_memory_tier else None, has_memory_tier, policy), plan(6, False, since=5)

@@ -7,6 +7,7 @@ import pytest
 
 from moc.session.resume.reading import check_state
 from moc.store.manifest import Manifest, OperatorEntry
+from tests.cases import each_row
 
 ENGINE: Any = SimpleNamespace(check=lambda saved, where: None)
 POLICY: Any = SimpleNamespace(name="another")
@@ -18,7 +19,7 @@ def manifest(steps, **state):
     return Manifest(8, "full", 1, {}, operators, {}, POSITION | state)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("steps", "state"),
     [
         ([7, 7], {"optimizer_step": 7}), ([7, 7], {"optimizer_step": 0}), ([7, 3], {}),
@@ -29,7 +30,7 @@ def test_updates_that_agree(steps, state):
     check_state(manifest(steps, **state), "it", ENGINE, POLICY)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("steps", "state"),
     [
         ([7, 3], {"optimizer_step": 7}), ([7, 3], {"optimizer_step": 0}), ([7, 1 << 62], {}),
@@ -43,7 +44,7 @@ def test_updates_that_cannot_be_are_refused(steps, state):
         check_state(manifest(steps, **state), "it", ENGINE, POLICY)
 
 
-@pytest.mark.parametrize("name", POSITION)
+@each_row("name", POSITION)
 def test_a_state_without_a_part_of_its_position_is_refused(name):
     whole = manifest([7])
     del whole.state[name]

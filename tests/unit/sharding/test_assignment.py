@@ -1,6 +1,5 @@
 """MoC's equations 8 and 9 by hand, and bounds that hold for every rule."""
 
-import pytest
 from hypothesis import given, settings
 
 from moc.sharding import (
@@ -16,6 +15,7 @@ from moc.sharding import (
     pec_leaves_ranks_unequal,
 )
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.unit.sharding.strategies import models_in_layouts
 
 SHAPE = ModelShape((1, 1), 8, 16, 8, 8, 8, 32, num_experts=4, expert_ffn_hidden_size=16)
@@ -46,7 +46,7 @@ def test_bounds_by_hand():
     assert forced_bytes(items) == 7
 
 
-@pytest.mark.parametrize(
+@each_row(
     "k, layers, dp, ep, unequal",
     [
         (1, 12, 8, 8, True),  # 12 experts over 8 ranks

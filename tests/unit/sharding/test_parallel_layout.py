@@ -1,6 +1,5 @@
 """Our rank arithmetic is megatron-core's, for any sizes."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ cpu.install()  # comes before megatron.core
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 from moc.sharding import ParallelLayout  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 from tests.unit.sharding.strategies import layouts  # noqa: E402
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -55,7 +55,7 @@ def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, pe
     assert stages == [stage for _ in range(vpp) for stage in range(layout.pp) for _ in range(per_chunk)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "sizes, code, named",
     [
         (dict(world=0), "value-out-of-range", "world"),

@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,13 +19,14 @@ from moc.sharding import (
     rule,
 )
 from moc.state.shape import model_operators
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
 EVERY_SCHEME = [ShardingScheme(a, b) for a in sorted(RULES) for b in sorted(RULES)]
 
 
-@pytest.mark.parametrize("scheme", EVERY_SCHEME, ids=str)
+@each_row("scheme", EVERY_SCHEME, ids=str)
 @settings(max_examples=40)
 @given(items=item_lists())
 def test_every_item_is_saved_by_one_of_its_holders(scheme, items):
@@ -126,7 +126,7 @@ def test_greedy_always_takes_the_least_loaded_holder(here, before):
     assert all(expected.get(item, item.holders[0]) == rank for item, rank in zip(here, savers, strict=True))
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@each_row("name", SCHEMES)
 def test_a_flag_names_a_scheme(name):
     assert parse_scheme(name) == SCHEMES[name]
 
@@ -139,7 +139,7 @@ def test_a_flag_names_two_rules():
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text, named",
     [
         ("EE+XX", ["'EE+XX'", "baseline, EE, EE+EN, EE+AN, AE+AN"]),

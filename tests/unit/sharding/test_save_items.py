@@ -2,13 +2,13 @@
 
 from collections import Counter, defaultdict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.sharding import ParallelLayout, SaveItem, StateBytes, cut_large_items, list_save_items
 from moc.sharding.save_items import partition_flat_buffer
 from moc.state.shape import ModelShape, model_operators
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.sharding.strategies import item_lists, models_in_layouts
 
@@ -99,7 +99,7 @@ def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
     assert sizes["layers.0.expert.2", "optimizer", 0] == 12 * parameters
 
 
-@pytest.mark.parametrize(
+@each_row(
     "layout, code, named",
     [
         (ParallelLayout(6, ep=3), "experts-not-divisible", "ep = 3"),
@@ -112,7 +112,7 @@ def test_what_does_not_divide_is_refused(layout, code, named):
         list_save_items(model_operators(EXPERTS), layout, STATE)
 
 
-@pytest.mark.parametrize("begin", [0, 4096])
+@each_row("begin", [0, 4096])
 def test_pieces_are_a_64th_of_an_even_share_in_whole_pages(begin):
     item = SaveItem("embedding", "weights", None, begin, begin + (64 << 20), (0, 1))
     size = 32 * 1024 * 1024 // 64

@@ -2,7 +2,6 @@
 
 from itertools import combinations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +20,7 @@ from moc.sharding.save_plan import (
     select_fragments,
     unpack_descriptors,
 )
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.sharding.fragment_worlds import (
     NAMES,
@@ -184,7 +184,7 @@ def test_a_large_operator_is_cut_and_the_parts_of_a_rank_are_joined():
     ]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@each_row("sharded", [False, True])
 def test_only_copies_on_the_first_stage_that_holds_any_are_candidates(sharded):
     """Tied embeddings: the last pipeline stage has copies too."""
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moc.simulate.closed_form import at_interval, best_interval, capped_interval, expected_ettr, recovery_s
 from moc.simulate.policies import POLICIES, Options
 from moc.simulate.policy_costs import SimulatedCosts
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
@@ -55,7 +56,7 @@ def test_the_cap_on_overhead():
         capped_interval(9, 3, 0)
 
 
-@pytest.mark.parametrize("change", [{"interval": 0}, {"lag": -1}, {"stall_s": -1}, {"restart_s": math.nan}], ids=str)
+@each_row("change", [{"interval": 0}, {"lag": -1}, {"stall_s": -1}, {"restart_s": math.nan}], ids=str)
 def test_a_policy_that_cannot_be_is_refused(change):
     with pytest.raises(ValueError, match="full: "):
         SimulatedCosts("full", **change)

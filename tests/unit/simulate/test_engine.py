@@ -15,6 +15,7 @@ from moc.simulate.engine import SimulatedJob, _Run, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
 from moc.simulate.policy_costs import SimulatedCosts, Strategy, VaryingNodes, WholePipelines
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
@@ -177,7 +178,7 @@ def test_traces_add_up_too(name, gaps, changes, available):
     assert result.useful_s == pytest.approx(2.0 * result.samples / 512, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@each_row("name", sorted(POLICIES))
 def test_the_same_seed_gives_the_same_run(name):
     def once(seed):
         job = SimulatedJob(2.0, nodes=4, stages=4, seed=seed, spares=2, repair_s=900)
@@ -186,7 +187,7 @@ def test_the_same_seed_gives_the_same_run(name):
     assert once(1) == once(1) != once(2)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"none"}))
+@each_row("name", sorted(set(POLICIES) - {"none"}))
 def test_rarer_failures_leave_more_time(name):
     ettr = [
         fmean(
@@ -202,7 +203,7 @@ def test_rarer_failures_leave_more_time(name):
     assert ettr == sorted(ettr) and ettr[0] < ettr[-1]
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@each_row("name", sorted(POLICIES))
 def test_without_failures_the_overhead_alone_is_lost(name):
     strategy = POLICIES[name](small_setup(), Options(mtbf_s=900))
     stall_s = strategy.saving.per_iteration_s()
@@ -211,7 +212,7 @@ def test_without_failures_the_overhead_alone_is_lost(name):
     assert result.overhead == pytest.approx(stall_s / 2)
 
 
-@pytest.mark.parametrize("saving", [dataclasses.replace(DENSE, stall_s=3), WINDOW], ids=lambda s: s.name)
+@each_row("saving", [dataclasses.replace(DENSE, stall_s=3), WINDOW], ids=lambda s: s.name)
 def test_failures_in_training_time_come_to_the_closed_form(saving):
     saving = dataclasses.replace(saving, replay_s=saving.replay_s + (0 if saving.local else saving.per_iteration_s()))
     faults = Faults(100.0, while_training=True)
@@ -247,9 +248,7 @@ def test_k_rises_when_failures_have_cost_its_share():
     assert constant.saving_s <= result.saving_s
 
 
-@pytest.mark.parametrize(
-    "change", [{"iteration_s": 0}, {"nodes": 0}, {"wall_s": -1}, {"spares": -1}, {"parts": 0}], ids=str
-)
+@each_row("change", [{"iteration_s": 0}, {"nodes": 0}, {"wall_s": -1}, {"spares": -1}, {"parts": 0}], ids=str)
 def test_a_job_that_cannot_be_is_refused(change):
     with raises("value-out-of-range", str(*change.values())):
         SimulatedJob(**{"iteration_s": 1.0, **change})

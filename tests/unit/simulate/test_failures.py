@@ -8,6 +8,7 @@ from statistics import fmean
 import pytest
 
 from moc.simulate.failures import ClusterEvent, Faults, Trace, read_trace
+from tests.cases import each_row
 
 BY_NODE = "0,add,node1\n0,add,node2\n0,add,node3\n60000,remove,node2\n60000,remove,node1\n90500,add,node4\n"
 BY_COUNT = "2021-12-11, 23:59:30, 8\n2021-12-12, 00:00:30, 8\n2021-12-12, 00:01:30, 5\n2021-12-12, 00:02:00, 6\n"
@@ -64,7 +65,7 @@ def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
     assert found.events == (ClusterEvent(60.0, lost=10), ClusterEvent(90.0, lost=10), ClusterEvent(255.0, gained=15))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "message"),
     [
         ("", "is empty"),

@@ -9,6 +9,7 @@ from moc.runtime.seating import NodeCandidate, assign_seats, partial_model_nodes
 from moc.simulate.elastic import AT_ONCE, REGROUP_S, ElasticSettings, Lasting, loss_survival
 from moc.simulate.live_costs import Running, SavedBytes
 from moc.simulate.planner import PlanLimits, best_of, every_candidate
+from tests.cases import each_row
 
 TWO = ElasticSettings(slots=3, least=2, everywhere=0)
 HOT = {0: [900, 40, 30, 30]}
@@ -73,8 +74,8 @@ def choices(parts, nodes, lost, least):
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize(("count", "nodes", "least"), [(2, 4, 2), (2, 7, 4), (3, 8, 3), (3, 9, 6), (2, 6, 6)])
-@pytest.mark.parametrize("lost", range(1, AT_ONCE + 1))
+@each_row(("count", "nodes", "least"), [(2, 4, 2), (2, 7, 4), (3, 8, 3), (3, 9, 6), (2, 6, 6)])
+@each_row("lost", range(1, AT_ONCE + 1))
 def test_parts_of_a_model_keep_what_the_controllers_seats_leave_them(count, nodes, least, lost):
     def smoothly(copies, number):
         return (1 - number / copies) ** 2

@@ -28,6 +28,7 @@ from moc.simulate.planner import PlanLimits, best_of, keeps_to
 from moc.simulate.policy_costs import Strategy
 from moc.simulate.sizes import full_sizes
 from moc.state.host_memory import spare_buffers
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS
 
@@ -77,7 +78,7 @@ def all_settings(run, mtbf_s, limits):
             yield priced(run, found.saving.name, dataclasses.replace(found.options, interval=interval))
 
 
-@pytest.mark.parametrize("number", range(30))
+@each_row("number", range(30))
 def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
     rng = random.Random(number)
     tier, iteration_s = rng.choice(["disk", "memory", "peers"]), rng.uniform(0.5, 8)
@@ -130,7 +131,7 @@ def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
     assert chosen(run, policies=("pec",), plt=1.0, plt_by_policy=limit).best.plt > 0.01
 
 
-@pytest.mark.parametrize("tier", ["memory", "disk"])
+@each_row("tier", ["memory", "disk"])
 def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
     """At the same cost, and with fewer tokens lost than in turn; without counts, both are expected to lose as many."""
     few, equal = ({layer: row for layer in range(3)} for row in ([900, 90, 9, 1, 1, 1, 1, 1], [7] * EXPERTS))
@@ -247,7 +248,7 @@ def test_memory_has_two_windows_where_a_disk_would_have_them():
 CHOICES = [(policy, tier) for policy in NAMES if policy != "gradient" for tier in ("disk", "memory", "peers")]
 
 
-@pytest.mark.parametrize("policy, tier", [*CHOICES, ("gradient", "peers")])
+@each_row("policy, tier", [*CHOICES, ("gradient", "peers")])
 def test_flags_say_all_of_a_choice(policy, tier):
     run = running(tier, saved=dataclasses.replace(SAVED, gradient=1 / 3 if policy == "gradient" else None))
     found = chosen(run, policies=(policy,)).best
@@ -270,8 +271,8 @@ def test_gradients_of_everything_are_offered_with_copies_alone():
     assert price.repeated_updates == 1
 
 
-@pytest.mark.parametrize("experts", [1, 2, 16, 17, 24, 64, 100])
-@pytest.mark.parametrize("tier", ["disk", "memory", "peers"])
+@each_row("experts", [1, 2, 16, 17, 24, 64, 100])
+@each_row("tier", ["disk", "memory", "peers"])
 def test_any_number_of_experts_can_be_priced(tier, experts):
     rng, layers = random.Random(experts), range(2)
     by_k = {k: REST + k * EXPERT for k in candidate_expert_counts(experts)}
@@ -304,7 +305,7 @@ def test_sizes_by_the_sharding_rules():
     assert all(one.compute == pytest.approx(one.full / 6, rel=0.05) for stage in saved.stages for one in stage)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("changes", "code", "named"),
     [(dict(tier="tape"), "value-not-a-choice", "tape"), (dict(copy_rate=0.0), "value-out-of-range", "copy_rate")],
 )

@@ -4,12 +4,11 @@ import dataclasses
 import random
 from statistics import fmean
 
-import pytest
-
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PlanLimits, every_candidate, keeps_to, plan
 from moc.simulate.policies import POLICIES, Options
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
@@ -45,7 +44,7 @@ def scenario(number):
     return setup, rng.choice([600.0, 1800.0, 7200.0]), limits
 
 
-@pytest.mark.parametrize("number", range(30))
+@each_row("number", range(30))
 def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
     setup, mtbf_s, limits = scenario(number)
     chosen = measured(setup, mtbf_s, plan(setup, mtbf_s, limits).best)

@@ -12,6 +12,7 @@ from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
 from moc.simulate.policy_costs import Loss, RecoveryCosts, SimulatedCosts, program_way
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
@@ -105,7 +106,7 @@ def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, se
     assert 0 <= result.ettr <= 1
 
 
-@pytest.mark.parametrize("name", ["blocking", "checkfreq", "full", "pec", "sparse"])
+@each_row("name", ["blocking", "checkfreq", "full", "pec", "sparse"])
 def test_policies_come_back_as_the_program_does_where_that_is_wanted(name):
     papers, program = (
         POLICIES[name](dataclasses.replace(small_setup(), program=parts), Options(mtbf_s=900)).saving
@@ -134,7 +135,7 @@ def test_which_nodes_are_lost_decides_whether_copies_are_left():
     assert (full.survives, full.copies) == (1, copies)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+@each_row("wrong", [-1.0, math.nan, math.inf])
 def test_parts_that_cannot_be_are_refused(wrong):
     with raises("value-out-of-range", "regroup_s", str(wrong)):
         dataclasses.replace(PARTS, regroup_s=wrong)

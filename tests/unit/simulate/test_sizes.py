@@ -13,12 +13,11 @@ from moc.sharding import (
     list_save_items,
 )
 from moc.simulate.sizes import OperatorSize, busiest_operator_bytes, full_sizes, pec_sizes
+from tests.cases import each_row
 from tests.unit.simulate.setups import OPERATORS, PARAMETERS
 
 
-@pytest.mark.parametrize(
-    "layout", [ParallelLayout(8, ep=4), ParallelLayout(16, pp=2, ep=8), ParallelLayout(12, pp=3, ep=2)], ids=str
-)
+@each_row("layout", [ParallelLayout(8, ep=4), ParallelLayout(16, pp=2, ep=8), ParallelLayout(12, pp=3, ep=2)], ids=str)
 def test_sizes_are_those_of_the_sharding_rules(layout):
     items = cut_large_items(list_save_items(OPERATORS, layout, StateBytes(weights=0)))
     whole = bytes_by_rank(items, assign_items(items, SCHEMES["EE+AN"]), layout.world)
@@ -32,7 +31,7 @@ def test_stages_need_not_be_even():
     assert sizes.total == 12 * PARAMETERS and sizes.busiest > sizes.total / 16
 
 
-@pytest.mark.parametrize("replicas", [64, 256])
+@each_row("replicas", [64, 256])
 def test_many_replicas_each_save_as_much_less(replicas):
     layout = ParallelLayout(4 * replicas * 2, pp=2, ep=4)
     sizes, few = full_sizes(OPERATORS, layout), full_sizes(OPERATORS, ParallelLayout(4 * 32 * 2, pp=2, ep=4))

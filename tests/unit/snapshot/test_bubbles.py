@@ -5,6 +5,7 @@ import torch
 
 from moc.snapshot import device_copy as module
 from moc.snapshot.device_copy import PIECE, BubbleGate, Copy, GateSplit, StreamBubbles, ThreadCapturer, split_of
+from tests.cases import each_row
 from tests.unit.snapshot.test_capture import until
 from tests.unit.streams import Stream
 
@@ -39,7 +40,7 @@ def iterate(bubbles: BubbleGate, clock: Clock, *waits: float) -> float:
     return bubbles.take()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("amount", "fitting", "split"),
     [
         (1000, None, GateSplit(beside=1000, piece=PIECE)),  # nothing is known

@@ -10,13 +10,14 @@ import torch
 
 from moc.snapshot import device_copy as module
 from moc.snapshot.device_copy import Both, Copy, FromDevice, Gate, ThreadCapturer, capturer, nbytes
+from tests.cases import each_row
 
 
 def test_the_processor_has_a_thread():
     assert isinstance(capturer(torch.device("cpu")), ThreadCapturer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@each_row("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_what_changes_after_waiting_does_not_arrive(dtype):
     sources = [torch.arange(n).to(dtype) for n in (1, 1000, 100_000)]
     held = [source.clone() for source in sources]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.snapshot.buffer_pool import Rotation, Slot, Use
+from tests.cases import each_row
 from tests.unit.snapshot import rotation_model as model
 from tests.unit.snapshot.rotation_model import Setting, Violation
 
@@ -154,7 +155,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@each_row("name", BROKEN)
 def test_the_model_finds_what_is_wrong(name):
     setting, found = BROKEN[name]
     with pytest.raises(Violation, match=found):
@@ -197,7 +198,7 @@ def test_buffers_are_taken_in_order_and_given_back():
         rotation.committed().holding(10)
 
 
-@pytest.mark.parametrize("spare", [2, 3])
+@each_row("spare", [2, 3])
 def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
     rotation, newest = Rotation.of(spare, keep=True, stores=False), 0
     for iteration in range(1, 6):
@@ -258,7 +259,7 @@ def test_one_vote_can_complete_two_snapshots():
     assert rotation.committed().free() == 0
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5])
+@each_row("number", [2, 3, 4, 5])
 def test_free_buffers_go_until_those_are_left_that_are_needed(number):
     rotation = Rotation((Slot(),) * number, spare=2, keep=False)
     assert len(rotation.trimmed(rotation.most()).slots) == 2

@@ -23,6 +23,7 @@ from moc.store.manifest import OperatorEntry
 from moc.store.shard_file import LocalBlob, ShardReader, compute_digest, read_stored_boxes, tensor_bytes
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.errors import raises
 
 CPU = torch.device("cpu")
@@ -300,7 +301,7 @@ class Fails(LocalStorage):
         super().write(path, parts, is_durable)
 
 
-@pytest.mark.parametrize("failures", [0, 1, 2])
+@each_row("failures", [0, 1, 2])
 def test_a_failed_write_is_repeated_while_the_buffer_is_held(failures, tmp_path):
     saver, fragments = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", failures))), state_of(6, 2)
     snapshot = saver.take(0, 40, share(fragments), OPERATORS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moc.state.adam import Rule, Rules, gradient_factor, kind_of, update
+from tests.cases import each_row
 
 NAME = "decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight"
 CLIP, SCALE, SKIPPED, STEPS = 0.5, 1024.0, 9, 24
@@ -49,14 +50,14 @@ def equal(one: dict, other: dict) -> bool:
     return all(torch.equal(one[slot], other[slot]) for slot in one)
 
 
-@pytest.mark.parametrize("adam", [torch.optim.AdamW, torch.optim.Adam])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("adam", [torch.optim.AdamW, torch.optim.Adam])
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_updates_from_gradients_give_the_bits_of_the_optimizer(adam, dtype):
     state, told = trained(adam, dtype)
     assert sum(norm > CLIP for _, norm, _ in told) > 5 and equal(state, folded(told))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "omission",
     [
         dict(counts=False),  # bias correction

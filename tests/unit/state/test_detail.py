@@ -1,13 +1,12 @@
 """Which slots of an operator a detail holds."""
 
-import pytest
-
 from moc.state.operators import Detail
+from tests.cases import each_row
 
 SLOTS = ("param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("detail", "slots"),
     [
         (Detail.FULL, {"param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer"}),

@@ -2,11 +2,11 @@
 
 import random
 
-import pytest
 import torch
 
 from moc.state.fragments import OwnedSlice, Piece, fragments_of
 from moc.state.region import Region
+from tests.cases import each_row
 
 
 def pieces_of_halves(whole: torch.Tensor, local: torch.Tensor, first_row: int) -> list[Piece]:
@@ -19,7 +19,7 @@ def pieces_of_halves(whole: torch.Tensor, local: torch.Tensor, first_row: int) -
     ]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_random_ranges_cover_each_element_once(seed):
     choose = random.Random(seed)
     shape = [choose.randint(1, 5) for _ in range(3)]
@@ -38,7 +38,7 @@ def test_random_ranges_cover_each_element_once(seed):
     assert all((count == 1).all() for count in seen.values())
 
 
-@pytest.mark.parametrize("replica, sharded, first", [
+@each_row("replica, sharded, first", [
     ((0, 0, 0), False, True), ((0, 0, 1), False, False), ((0, 0, 1), True, True), ((0, 1, 0), True, False),
     ((1, 0, 0), False, False),
 ])  # fmt: skip

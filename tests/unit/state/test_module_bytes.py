@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
+from tests.cases import each_row
 
 VALUES = {
     "none": None,
@@ -60,7 +61,7 @@ def test_existing_tensors_and_generators_are_filled_in_place():
     assert read["counts"] is counts and counts == collections.Counter("aab")
 
 
-@pytest.mark.parametrize("value", [{}, {"deque": [], "maxlen": 1 << 70}, {"list": [{}]}, {"dict": [[{}, 1]]}, {"": 0}])
+@each_row("value", [{}, {"deque": [], "maxlen": 1 << 70}, {"list": [{}]}, {"dict": [[{}, 1]]}, {"": 0}])
 def test_a_header_of_other_values_is_refused(value):
     header = json.dumps({"values": {"a": value}, "tensors": []}).encode()
     text = len(header).to_bytes(8, "little") + header
@@ -84,7 +85,7 @@ class Color(enum.IntEnum):
 Point = collections.namedtuple("Point", "x y")
 
 
-@pytest.mark.parametrize("value", [object(), Color.RED, Point(1, 2), [Point(1, 2)]])
+@each_row("value", [object(), Color.RED, Point(1, 2), [Point(1, 2)]])
 def test_values_of_other_types_are_refused_and_need_no_memory(value):
     assert size_of({"value": value}) == size_of({})
     with pytest.raises(ModuleStateError, match="value"):

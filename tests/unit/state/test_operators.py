@@ -1,8 +1,7 @@
 """Every parameter belongs to one operator, and the operators' sizes follow from the shape of the model alone."""
 
-import pytest
-
 from megatron.pretraining.process import cpu
+from tests.cases import each_row
 from tests.errors import raises
 
 cpu.install()  # comes before megatron.core
@@ -10,7 +9,7 @@ cpu.install()  # comes before megatron.core
 from moc.state.operators import OPERATORS, operator_of  # noqa: E402
 
 
-@pytest.mark.parametrize(
+@each_row(
     "parameter, operator",
     [
         ("embedding.word_embeddings.weight", "embedding"),
@@ -33,7 +32,7 @@ def test_operator_of_a_parameter(parameter, operator):
     assert operator_of(parameter) == operator
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "encoder.layers.3.self_attention.linear_qkv.weight",

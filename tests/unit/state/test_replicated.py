@@ -5,6 +5,7 @@ import torch
 
 from moc.state.operators import Detail
 from moc.state.replicated import ReplicatedState
+from tests.cases import each_row
 from tests.errors import raises
 
 NAMES = ("embedding.weight", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.experts.1.weight",
@@ -37,7 +38,7 @@ def test_operators_are_told_by_names():
         ReplicatedState({"head.weight": torch.nn.Parameter(torch.zeros(1))}, torch.optim.Adam([torch.zeros(1)]), 0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("detail", "slots"),
     [
         (Detail.FULL, ["master", "exp_avg", "exp_avg_sq"]),
@@ -119,8 +120,8 @@ def bits(parameters, optimizer):
     return [one.detach().numpy().tobytes() for one in (*parameters.values(), *tensors)]
 
 
-@pytest.mark.parametrize(("kind", "more"), OPTIMIZERS, ids=str)
-@pytest.mark.parametrize("updates", [0, 1, 2])
+@each_row(("kind", "more"), OPTIMIZERS, ids=str)
+@each_row("updates", [0, 1, 2])
 def test_the_optimizers_state_is_that_of_torch(kind, more, updates):
     def begun():
         parameters = made()[0]
@@ -150,7 +151,7 @@ def test_the_optimizers_state_is_that_of_torch(kind, more, updates):
     assert bits(plain, torchs) == bits(found, other)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "more", "said"),
     [(torch.optim.RMSprop, {}, "RMSprop"), (torch.optim.SGD, dict(momentum=0.9, dampening=0.1), "dampening")],
     ids=str,

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.state.undo_log import FULL_RECORDS, SCANS, UndoLog, UntrackedChangeError, places
+from tests.cases import each_row
 
 
 class Stateful(torch.nn.Linear):
@@ -71,8 +72,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("commits", [0, 1, FULL_RECORDS, FULL_RECORDS + 3])
-@pytest.mark.parametrize("change", CHANGES)
+@each_row("commits", [0, 1, FULL_RECORDS, FULL_RECORDS + 3])
+@each_row("change", CHANGES)
 def test_discard_restores_value(change, commits):
     module = Stateful()
     log = UndoLog([module])

@@ -8,12 +8,13 @@ import pytest
 
 from moc.store.object_storage import ObjectStorage, storage_at
 from moc.store.storage import LocalStorage
+from tests.cases import each_row
 from tests.errors import only_code, raises
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "address, root",
     [
         ("checkpoints/run", "checkpoints/run"),
@@ -35,7 +36,7 @@ def test_object_storage():
     assert (place.name, place.display_path("a/b")) == ("memory://run/one", "memory://run/one/a/b")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "address, remedy",
     [
         ("ftp://host/run", "s3://bucket/prefix, gs://bucket/prefix"),

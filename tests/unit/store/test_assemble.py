@@ -1,9 +1,8 @@
 """What would lack something is not published."""
 
-import pytest
-
 from moc.state.operators import Operator
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, assemble, merge_manifests
+from tests.cases import each_row
 from tests.errors import raises
 
 EXPERT = Operator("layers.0.expert.1", "expert", 0, 1, parameters=10)
@@ -31,7 +30,7 @@ def test_parts_that_are_whole_together_make_a_manifest():
     assert manifest.is_complete and manifest.state == {"scale": 1.0} and manifest.layout == {"world": 2}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "entry, lack",
     [
         (full(exp_avg=4), "1 of 10 exp_avg of layers.0.expert.1"),

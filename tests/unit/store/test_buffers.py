@@ -13,6 +13,7 @@ import torch
 
 from moc.store.buffers import HostBuffer
 from moc.store.errors import CheckpointError
+from tests.cases import each_row
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[3]
@@ -71,8 +72,8 @@ def test_an_empty_buffer():
     buffer.close()
 
 
-@pytest.mark.parametrize("nbytes", [1, 2, 4097])
-@pytest.mark.parametrize("name", ["buffer", None])
+@each_row("nbytes", [1, 2, 4097])
+@each_row("name", ["buffer", None])
 def test_a_buffer_has_the_size_that_was_asked_for(tmp_path, nbytes, name):
     buffer = HostBuffer(nbytes, name and tmp_path / name)
     assert len(buffer.memory) == buffer.values.numel() == buffer.nbytes == nbytes

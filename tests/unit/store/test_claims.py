@@ -4,6 +4,7 @@ import pytest
 
 from moc.store.errors import SupersededError
 from moc.store.ownership import Claim, Holder, refuse_superseded, successors, term_in
+from tests.cases import each_row
 from tests.errors import raises
 
 OURS = Claim("launch", (1, 2), "run")
@@ -20,7 +21,7 @@ def test_the_tag_of_a_name():
     assert one.job != other.job and len(one.job) == 16
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tag", "superseded", "made"),
     [
         ("launch-1-1", True, True),

@@ -15,6 +15,7 @@ from moc.store.ownership import Claim, Fence, Holder
 from moc.store.runs import find_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.errors import raises
 from tests.mutations import changed, signed
 
@@ -85,9 +86,7 @@ def test_headers():
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize(
-    "deep", [DEEP, '{"a":' * 100_000, f'{{"format": "{FORMAT}", "state": {"[" * 990}{"]" * 990}}}']
-)
+@each_row("deep", [DEEP, '{"a":' * 100_000, f'{{"format": "{FORMAT}", "state": {"[" * 990}{"]" * 990}}}'])
 def test_what_is_nested_too_deeply(tmp_path, deep):
     with raises("checkpoint-damaged"):
         Manifest.from_json(deep, "it")
@@ -108,7 +107,7 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
         read_boxes("file", len(whole), lambda start, stop: whole[start:stop])
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/outside", "a/../../b", "..", "a/b", ".hidden", "a\nb", ""])
+@each_row("name", ["../../outside", "/outside", "a/../../b", "..", "a/b", ".hidden", "a\nb", ""])
 def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
     store, target = Store(LocalStorage(tmp_path / "a" / "b")), Store(LocalStorage(tmp_path / "c" / "d"))
     plain = json.loads(manifest().to_json())
@@ -152,7 +151,7 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
     assert checkpoint.shard_files and read_all_boxes(checkpoint)[0] == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("spans", "told"), [([[0, 8], [12, 16]], "byte 8 .* no box"), ([[0, 8], [4, 16]], "byte 4 .* more than one box")]
 )
 def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):

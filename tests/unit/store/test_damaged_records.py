@@ -1,5 +1,6 @@
 """A damaged name of a run or of an owner is printed, ignored and replaced, and never admits a second live owner."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -17,20 +18,27 @@ from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import Run, begin_run, find_run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.unit.store.test_store import saved
 
 ROOT = Path(__file__).parents[3]
 OLD = "0123456789abcdef"
 
 
-@pytest.fixture
-def root():
+@contextlib.contextmanager
+def checkpoints():
     """A directory for checkpoints, in memory where possible: thousands of writes are synced."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as there:
         (Path(there) / "ckpt").mkdir()
         (Path(there) / "victim").write_text("precious")
         yield Path(there) / "ckpt"
         assert (Path(there) / "victim").read_text() == "precious"
+
+
+@pytest.fixture
+def root():
+    with checkpoints() as root:
+        yield root
 
 
 def flips(content):
@@ -70,7 +78,7 @@ DAMAGES = {
     "a directory": os.mkdir,
     "a full directory": a_full_directory,
 }
-damaged = pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+damaged = each_row("damage", DAMAGES.values(), ids=DAMAGES)
 
 
 def with_checkpoints(root, *iterations, run=OLD):
@@ -87,24 +95,26 @@ def owned(root, claim):
 
 
 @damaged
-def test_a_run_is_named_by_its_newest_checkpoint_instead(root, damage, capfd):
-    with_checkpoints(root, 10, 20)
-    damage(root / RUN)
-    cli_output.print_once.cache_clear()
-    assert begin_run(LocalStorage(root), "/data").run == OLD
-    assert str(root / RUN) in capfd.readouterr().err
-    owned(root, Claim("next", run=OLD))
-    capfd.readouterr()
-    assert find_run(LocalStorage(root)) == Run(OLD, "/data", 0.0)
-    assert capfd.readouterr().err == "" and (root / RUN).is_file() and not (root / RUN).is_symlink()
+def test_a_run_is_named_by_its_newest_checkpoint_instead(damage, capfd):
+    with checkpoints() as root:
+        with_checkpoints(root, 10, 20)
+        damage(root / RUN)
+        cli_output.print_once.cache_clear()
+        assert begin_run(LocalStorage(root), "/data").run == OLD
+        assert str(root / RUN) in capfd.readouterr().err
+        owned(root, Claim("next", run=OLD))
+        capfd.readouterr()
+        assert find_run(LocalStorage(root)) == Run(OLD, "/data", 0.0)
+        assert capfd.readouterr().err == "" and (root / RUN).is_file() and not (root / RUN).is_symlink()
 
 
 @damaged
-def test_without_a_checkpoint_a_damaged_name_begins_a_new_run(root, damage):
-    damage(root / RUN)
-    run = begin_run(LocalStorage(root), "/data")
-    owned(root, Claim("next", run=run.run))
-    assert begin_run(LocalStorage(root), "/data").run == run.run
+def test_without_a_checkpoint_a_damaged_name_begins_a_new_run(damage):
+    with checkpoints() as root:
+        damage(root / RUN)
+        run = begin_run(LocalStorage(root), "/data")
+        owned(root, Claim("next", run=run.run))
+        assert begin_run(LocalStorage(root), "/data").run == run.run
 
 
 def test_a_lost_name_is_that_of_the_newest_valid_checkpoint(root):
@@ -157,11 +167,20 @@ class Job:
         self.process.communicate()
 
 
+@contextlib.contextmanager
+def a_job(root):
+    """A job that has a directory until the end."""
+    job = Job(root)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
 @pytest.fixture
 def first(root):
-    job = Job(root)
-    yield job
-    job.end()
+    with a_job(root) as job:
+        yield job
 
 
 def takes(root, job="second", lock_timeout_s=0.0):
@@ -176,18 +195,19 @@ def replace(path, damage):
 
 
 @damaged
-def test_a_damaged_fence_admits_no_second_live_job(root, first, damage, capfd):
-    replace(root / FENCE, damage)
-    cli_output.print_once.cache_clear()
-    with pytest.raises(TakenError, match=str(first.process.pid)):
-        takes(root)
-    assert str(root / FENCE) in capfd.readouterr().err
-    assert lives(root).pid == first.process.pid
-    assert first.does("publish") == "done"  # which is still the owner, and its next generation repairs the fence
-    first.end()
-    second = takes(root, lock_timeout_s=60.0)
-    assert second.read().claim == Claim("second") and (root / FENCE).is_file()
-    assert not (root / FENCE).is_symlink() and not list(root.glob(".fence.*"))
+def test_a_damaged_fence_admits_no_second_live_job(damage, capfd):
+    with checkpoints() as root, a_job(root) as first:
+        replace(root / FENCE, damage)
+        cli_output.print_once.cache_clear()
+        with pytest.raises(TakenError, match=str(first.process.pid)):
+            takes(root)
+        assert str(root / FENCE) in capfd.readouterr().err
+        assert lives(root).pid == first.process.pid
+        assert first.does("publish") == "done"  # which is still the owner, and its next generation repairs the fence
+        first.end()
+        second = takes(root, lock_timeout_s=60.0)
+        assert second.read().claim == Claim("second") and (root / FENCE).is_file()
+        assert not (root / FENCE).is_symlink() and not list(root.glob(".fence.*"))
 
 
 def test_the_owner_replaces_a_damaged_fence(root, first):
@@ -259,17 +279,18 @@ def test_jobs_that_start_at_once_with_a_damaged_fence_have_one_owner(root):
             job.communicate()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../victim")])
-@pytest.mark.parametrize("owner", ["second", "other"])
-def test_a_lock_file_that_is_no_file_does_not_block(root, make, owner):
+@each_row("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../victim")])
+@each_row("owner", ["second", "other"])
+def test_a_lock_file_that_is_no_file_does_not_block(make, owner):
     """Neither the lock file of the job itself, nor that of the owner that the fence names."""
-    make(root / f".lock.{Claim(owner).tag}")
-    if owner == "other":
-        (root / FENCE).write_text(Holder(Claim(owner), "host", 1).to_json())
-        assert takes(root).read().claim == Claim("second")
-    else:
-        with pytest.raises(OSError):
-            takes(root)
+    with checkpoints() as root:
+        make(root / f".lock.{Claim(owner).tag}")
+        if owner == "other":
+            (root / FENCE).write_text(Holder(Claim(owner), "host", 1).to_json())
+            assert takes(root).read().claim == Claim("second")
+        else:
+            with pytest.raises(OSError):
+                takes(root)
 
 
 LOCKS = """

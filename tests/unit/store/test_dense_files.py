@@ -5,14 +5,24 @@ import json
 import os
 import re
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from moc.store import dense_files as files
 from moc.store.errors import SupersededError
 from moc.store.ownership import Claim, Fence
+from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.store.turns import Actor
+
+
+@pytest.fixture
+def memory():
+    """A directory in memory where possible: hundreds of saves are synced."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        yield Path(directory)
 
 
 def save(root, iteration, content):
@@ -41,7 +51,7 @@ def test_a_saved_checkpoint_is_found_whole(tmp_path):
     assert files.list_iterations(tmp_path) == [12]
 
 
-@pytest.mark.parametrize("target", ["nothing", "iter_0000003", "../outside"])
+@each_row("target", ["nothing", "iter_0000003", "../outside"])
 def test_a_link_under_the_name_of_a_checkpoint_stops_no_save(tmp_path, target):
     root = tmp_path / "checkpoints"
     (tmp_path / "outside").mkdir()
@@ -72,11 +82,11 @@ def die_at(monkeypatch, step):
         monkeypatch.setattr(module, name, mortal(getattr(module, name)))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration again"])
-def test_killed_at_any_step_of_a_save(again, tmp_path):
+@each_row("again", [False, True], ids=["a new iteration", "the same iteration again"])
+def test_killed_at_any_step_of_a_save(again, memory):
     killed = completed = 0
     for step in range(40):
-        root = tmp_path / str(step)
+        root = memory / f"{again}, {step}"
         save(root, 1, "old")
         with pytest.MonkeyPatch.context() as monkeypatch:
             die_at(monkeypatch, step)
@@ -104,7 +114,7 @@ def test_damage_is_named(tmp_path):
     assert "missing" in files.find_damage(directory, listed)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "code"),
     [
         ("", "checkpoint-damaged"),
@@ -149,11 +159,11 @@ def saves(root, claim, iteration, content):
     return action
 
 
-@pytest.mark.parametrize("iteration", [1, 2], ids=["the same iteration again", "a new iteration"])
-def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(iteration, tmp_path):
+@each_row("iteration", [1, 2], ids=["the same iteration again", "a new iteration"])
+def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(iteration, memory):
     done = refused = 0
     for step in itertools.count():
-        root = tmp_path / str(step)
+        root = memory / f"{iteration}, {step}"
         saves(root, OLD, 1, "first")()
         old, begins = Actor(saves(root, OLD, iteration, "old")), Fence(root, NEW)
         old.step(step)

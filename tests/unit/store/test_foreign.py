@@ -18,6 +18,7 @@ from moc.store.runs import RUN_FILE as RUN
 from moc.store.runs import begin_run, find_run
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.unit.store.test_store import saved
 
 
@@ -28,7 +29,7 @@ def place(tmp_path):
     return LocalStorage(tmp_path / "place")
 
 
-@pytest.mark.parametrize("run", ["x/../../../../elsewhere", "..", "/etc", "0123456789ABCDEF", "0" * 15, "", 7, None])
+@each_row("run", ["x/../../../../elsewhere", "..", "/etc", "0123456789ABCDEF", "0" * 15, "", 7, None])
 def test_a_run_cannot_name_a_path(place, run):
     place.write(RUN, [json.dumps({"run": run, "address": "/data", "made": 1.0}).encode()])
     assert find_run(place) is None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moc.state.region import Region
 from moc.store.header import extract_sub_file
 from moc.store.shard_file import BoxTensor, write_shard_file
+from tests.cases import each_row
 
 SLOTS = ("master", "exp_avg", "param")
 NAMES = ("output_layer.weight", *(f"decoder.layers.0.mlp.experts.experts.{e}.linear_fc1.weight" for e in range(4)))
@@ -39,9 +40,7 @@ def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept
     )
 
 
-@pytest.mark.parametrize(
-    "harm", [lambda h: h[:100], lambda h: b"\xff" * 8 + h[8:], lambda h: h.replace(b"F32", b"F31")]
-)
+@each_row("harm", [lambda h: h[:100], lambda h: b"\xff" * 8 + h[8:], lambda h: h.replace(b"F32", b"F31")])
 def test_a_header_that_cannot_be_read_is_refused(harm, tmp_path: Path):
     entry = write_shard_file(tmp_path / "all", TENSORS)
     header = harm((tmp_path / "all").read_bytes()[: entry.header_bytes])

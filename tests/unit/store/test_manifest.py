@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport, merge_reports
+from tests.cases import each_row
 from tests.errors import raises
 
 COUNT = st.integers(0, 2**62)
@@ -54,7 +55,7 @@ def test_what_a_rank_says_is_read(part):
     assert RankReport.from_json(part.to_json()) == part
 
 
-@pytest.mark.parametrize("character", ["0", "9", "a", '"', "{", "}", ",", "\\", "é", "\0"])
+@each_row("character", ["0", "9", "a", '"', "{", "}", ",", "\\", "é", "\0"])
 def test_every_character_counts(character):
     text = SMALL.to_json()
     for position, before in enumerate(text):
@@ -78,13 +79,13 @@ def test_a_damaged_manifest_is_refused_or_says_the_same(data):
         assert str(error).startswith("here ")
 
 
-@pytest.mark.parametrize("keep", range(0, 400, 13))
+@each_row("keep", range(0, 400, 13))
 def test_half_a_manifest_is_refused(keep):
     with raises("checkpoint-damaged", "here"):
         Manifest.from_json(SMALL.to_json()[:keep], "here")
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "{}", '{"format": 1, "xxh3_128": 2}'])
+@each_row("text", ["[]", "3", "null", '"x"', "{}", '{"format": 1, "xxh3_128": 2}'])
 def test_other_json_is_refused(text):
     with raises("checkpoint-format-unknown" if "format" in text else "checkpoint-damaged", "here"):
         Manifest.from_json(text, "here")
@@ -129,7 +130,7 @@ def test_parts_add_up():
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     "other",
     [OperatorEntry("full", 4, {"master": 1}), OperatorEntry("compute", 3, {"master": 1})],
     ids=["step", "detail"],

@@ -20,6 +20,7 @@ from moc.store.runs import Run, begin_run, record_run
 from moc.store.shard_file import MissingTensorError, ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.cases import each_row
 from tests.mutated_snapshots import OF_DIRECTORY, OF_SNAPSHOT, mutate
 from tests.shared import ALL
 from tests.unit.store.test_store import WORLD, saved, tensor_of
@@ -70,7 +71,7 @@ def is_read(store, iteration):
     return True
 
 
-@pytest.mark.parametrize("what", [*OF_SNAPSHOT, *OF_DIRECTORY])
+@each_row("what", [*OF_SNAPSHOT, *OF_DIRECTORY])
 def test_a_job_starts_from_a_valid_snapshot(pristine, what, capsys):
     rng, starts, root = random.Random(f"signed {what}"), Counter(), pristine.parent / "ckpt"
     for number in range(MUTATIONS):

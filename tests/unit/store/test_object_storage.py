@@ -26,6 +26,7 @@ from moc.store.object_storage import ObjectStorage
 from moc.store.ownership import Claim
 from moc.store.shard_file import BoxTensor, DamagedTensorError, FileLayout, ShardReader, compute_digest, tensor_bytes
 from moc.store.store import Store, shard_file_name
+from tests.cases import each_row
 from tests.errors import raises
 from tests.s3_server import s3_server
 
@@ -429,7 +430,7 @@ def refused(operation, url, because):
         OPERATIONS[operation](ObjectStorage(url, PART))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@each_row("operation", OPERATIONS)
 def test_a_missing_bucket_is_one_sentence(server, operation):
     refused(operation, "s3://no-such-bucket/run", "the bucket does not exist: make it, or correct the address")
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from moc.store.reserved_memory import RESERVE_FILE, SpaceReserve, allocate_file, find_free_file, reserve_files
+from tests.cases import each_row
 
 
 def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_path):
@@ -57,7 +58,7 @@ def test_room_is_given_up_until_there_is_too_little(tmp_path):
     assert (tmp_path / RESERVE_FILE).stat().st_size == 4096
 
 
-@pytest.mark.parametrize("plant", ["link", "hard link", "FIFO"])
+@each_row("plant", ["link", "hard link", "FIFO"])
 def test_a_file_of_others_is_not_shortened(tmp_path, plant):
     precious, planted = tmp_path / "precious", tmp_path / "memory" / RESERVE_FILE
     precious.write_bytes(bytes(1 << 16))

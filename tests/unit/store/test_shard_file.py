@@ -24,6 +24,7 @@ from moc.store.shard_file import (
     write_shard_file,
 )
 from moc.store.storage import LocalBlob
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -67,12 +68,16 @@ def test_any_split_reads_back_under_any_other(tmp_path, case):
         assert torch.equal(into.view(box.shape), whole[box.slices()])
 
 
-@pytest.fixture
-def file(tmp_path):
+def written_file(tmp_path):
     """The first two rows of a tensor of four."""
     path = tmp_path / "rank_00000.safetensors"
     write_shard_file(path, [BoxTensor("layer.weight", "exp_avg", (4, 3), Region((0, 0), (2, 3)), torch.ones(2, 3))])
     return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written_file(tmp_path)
 
 
 def test_what_is_missing_is_named(file):
@@ -83,8 +88,9 @@ def test_what_is_missing_is_named(file):
         reader.read_into("layer.weight", "exp_avg_sq", Region((0, 0), (1, 3)), into=torch.empty(3))
 
 
-@pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_a_truncated_file_is_named(file, keep):
+@each_row("keep", [0, 7, 100, -1])
+def test_a_truncated_file_is_named(tmp_path, keep):
+    file = written_file(tmp_path)
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(MissingTensorError, match=re.escape(str(file))):
         ShardReader([file])
@@ -205,7 +211,7 @@ def test_a_file_is_opened_when_it_is_needed(file, tmp_path):
         lazy.read_region("layer.weight", "exp_avg", Region((1, 0), (2, 3)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"data_offsets": [-24, 0]},
@@ -218,7 +224,8 @@ def test_a_file_is_opened_when_it_is_needed(file, tmp_path):
     ],
     ids=str,
 )
-def test_a_header_that_lies_is_refused(file, change):
+def test_a_header_that_lies_is_refused(tmp_path, change):
+    file = written_file(tmp_path)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -277,7 +284,7 @@ def test_another_shape_is_refused_where_nothing_is_padded(tmp_path):
         read_values(fragment((6, 3), Region((0, 0), (6, 3)), padded=False), ShardReader([tmp_path / "file"]))
 
 
-@pytest.mark.parametrize(("index", "expected"), [(2, [2, 2, 2]), (7, [1, 1, 1]), (10, [1, 1, 1])])
+@each_row(("index", "expected"), [(2, [2, 2, 2]), (7, [1, 1, 1]), (10, [1, 1, 1])])
 def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, expected, tmp_path):
     tensors = [
         BoxTensor(f"module_state.output.{i}", "param", (3,), Region((0,), (3,)), torch.full((3,), i).byte())
@@ -331,7 +338,7 @@ def test_damage_is_not_loaded(tmp_path):
     read_values(fragment((6, 3), Region((0, 0), (2, 3))), reader)  # the other entry is whole
 
 
-@pytest.mark.parametrize("lead", [0, 12, 1 << 20])
+@each_row("lead", [0, 12, 1 << 20])
 def test_reading_ahead_leaves_nothing_out(tmp_path, lead):
     values = saved(tmp_path / "file", 6)
     fragments = [fragment((8, 3), Region((row, 0), (1, 3))) for row in range(8)]
@@ -354,7 +361,7 @@ class Recorded(list):
         return super().__getitem__(number)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lead", "beforehand"), [(0, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4, 5]), (13, [2, 3, 4, 5, 5]), (36, [3, 4, 5, 5, 5])]
 )
 def test_reading_ahead_keeps_to_its_lead(tmp_path, lead, beforehand):

@@ -15,12 +15,13 @@ from benchmarks.papers.reproduction import Reproduction, Row
 from moc.simulate.cost import CLUSTERS
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.policy_costs import SimulatedCosts
+from tests.cases import each_row
 from tests.unit.policy.routing import RECORDED
 
 A100 = CLUSTERS["a100-moevement-fitted"]
 
 
-@pytest.mark.parametrize("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
+@each_row("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
 def test_what_is_predicted_is_no_input(model):
     where = moevement.Conditions(A100, moevement.AT_RANDOM)
     blind = dataclasses.replace(model, ettr={}, gemini_intervals={})
@@ -33,13 +34,13 @@ def test_at_ten_minutes_recovery_times_tell_of_fewer_failures():
     assert 51 < moevement._failures_at_ten_minutes() < 63
 
 
-@pytest.mark.parametrize("model", papers.TABLE_7, ids=lambda model: model.name)
+@each_row("model", papers.TABLE_7, ids=lambda model: model.name)
 def test_a_checkpoint_to_disk_stalls_for_no_less_than_one_to_memory(model):
     assert model.checkfreq_overhead_s * model.checkfreq_interval >= model.gemini_stall_s - 1e-9
     assert model.checkfreq_overhead_s >= 0.03 * model.iteration_s
 
 
-@pytest.mark.parametrize("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
+@each_row("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
 def test_an_oracle_reckons_with_the_failures_that_come(law):
     law = getattr(moevement, law)
     saving = SimulatedCosts("full", interval=1, restart_s=300)
@@ -118,7 +119,7 @@ def test_loads_that_are_none_are_refused(tmp_path):
             moetion.read_loads(tmp_path / name)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("row", "errors", "bounds", "told"),
     [
         (Row("", 0.9, 0.85), [5.0], [], "-5.0"),
@@ -149,7 +150,7 @@ def test_the_common_law_has_a_headline_of_its_own():
     assert "worst 20.0, of 1 " in common and "0 of 1 bounds" in common and "factors" not in common
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         *("moc-fig10", "moc-fig13", "moc-fig15", "lazarus-fig4"),

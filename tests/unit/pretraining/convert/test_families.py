@@ -18,6 +18,7 @@ from megatron.pretraining.convert.hugging_face.model_record import as_options, r
 from megatron.pretraining.entry.configuration import described as arguments_of
 from megatron.pretraining.entry.offline import config_of_words
 from moc.store.errors import CheckpointError
+from tests.cases import each_row
 from tests.errors import raises
 
 RUN = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200,
@@ -67,7 +68,7 @@ def arguments(options: dict, file) -> dict:
     return arguments_of(config_of_words(["--config", str(file)]).arguments)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_there_and_back_it_is_the_same_model(name, tmp_path):
     family, flags = MODELS[name]
     model = arguments(RUN | SIZES | flags, tmp_path / "run.yaml")
@@ -93,7 +94,7 @@ def test_a_vocabulary_that_is_not_known_has_its_padding():
     assert model["vocab_size"] == 256
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("option", "value"),
     [("multi_latent_attention", True), ("window_size", [16, 0]), ("mtp_num_layers", 1), ("softmax_type", "learnable")],
 )
@@ -103,7 +104,7 @@ def test_what_no_family_computes_is_refused_by_name(option, value):
         family_for(model_of(ffn_hidden_size=40, **{option: value}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changes",
     [
         dict(num_layers=-1),
@@ -136,7 +137,7 @@ def test_shared_experts_that_a_family_always_has_are_made_up():
     assert glm.config_of(model_of(**SIGMOID))["n_shared_experts"] == 1
 
 
-@pytest.mark.parametrize("name", ["qwen-moe-14b", "deepseek-moe-16b"])
+@each_row("name", ["qwen-moe-14b", "deepseek-moe-16b"])
 def test_presets_that_a_family_can_say(name, tmp_path):
     model = arguments({key: RUN[key] for key in RUN if key != "seq_length"} | dict(model=name), tmp_path / "run.yaml")
     assert [family.name for family in families_for(model)] == ["qwen2_moe"]
@@ -209,8 +210,8 @@ SOME = [  # family, flags that it cannot say, what the sentence names
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("flags", ANY)
+@each_row("name", FAMILIES)
+@each_row("flags", ANY)
 def test_what_no_family_can_say(name, flags):
     changes, words = ANY[flags]
     own = PLAIN[name] if flags != "no experts" else {}
@@ -223,7 +224,7 @@ def test_biases_of_all_layers_cannot_be_said():
         FAMILIES["mixtral"].config_of(model_of(add_bias_linear=True))
 
 
-@pytest.mark.parametrize(("name", "flags", "words"), SOME)
+@each_row(("name", "flags", "words"), SOME)
 def test_what_a_family_cannot_say(name, flags, words):
     FAMILIES[name].config_of(model_of(**PLAIN[name]))
     with raises("family-cannot-express", words):
@@ -275,7 +276,7 @@ KEYS = [  # family (or any), keys that we cannot compute, what the sentence name
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "keys", "words"), KEYS)
+@each_row(("name", "keys", "words"), KEYS)
 def test_keys_that_we_cannot_compute_are_named(name, keys, words):
     for family in [FAMILIES[name]] if name else FAMILIES.values():
         config = family.config_of(model_of(**PLAIN[family.name]))

@@ -1,5 +1,6 @@
 """Tensors of transformers are rows of ours: there and back no bit differs, and nothing is missing without a word."""
 
+import contextlib
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from megatron.pretraining.model.parameters import unpartitioned_buffers, unparti
 from moc.inspect.coverage import operator_or_other  # noqa: E402
 from moc.state.region import Region  # noqa: E402
 from moc.store.shard_file import TensorBox  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
 
 ROWS, PADDED = 200, 256  # of the embedding
@@ -103,9 +105,9 @@ def same(one, other):
     assert one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-@pytest.fixture
-def real():
-    """Shape of every tensor of the real model, as its only worker holds it."""
+@contextlib.contextmanager
+def one_worker():
+    """Is the only worker of a job; yields a function that returns the shape of every tensor of a model."""
 
     def shapes(flags):
         config = run_configuration(model_of(**flags), 32)
@@ -116,18 +118,21 @@ def real():
         pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
         return {piece.name: tuple(piece.global_shape) for held in pieces for piece in held}
 
-    yield shapes
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        yield shapes
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_map_has_what_the_real_model_has(name, real):
-    assert ours_of(mapped(name)[1]) == real(ALL[name][1])
+@each_row("name", ALL)
+def test_the_map_has_what_the_real_model_has(name):
+    with one_worker() as real:
+        assert ours_of(mapped(name)[1]) == real(ALL[name][1])
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row("name", MODELS)
+@each_row("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back_every_bit_is_the_same(name, dtype, tmp_path):
     contents, names, family, model = drawn(name, dtype)
     written(contents, names, family, model, tmp_path / "hf", size=30_000)
@@ -138,7 +143,7 @@ def test_there_and_back_every_bit_is_the_same(name, dtype, tmp_path):
         same(back.read(entry.name, "param", entry.region), contents.values[entry.name][: entry.global_shape[0]])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_the_library_reads_the_same_files_as_we_do(name, tmp_path):
     contents, names, family, model = drawn(name)
     path = written(contents, names, family, model, tmp_path / "hf")
@@ -229,7 +234,7 @@ def test_a_directory_of_a_hub_cache_whose_files_are_links_is_read(tmp_path):
     assert list(read_directory(tmp_path / "link")) == ["weight"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2"])
+@each_row("name", ["mixtral", "qwen2"])
 def test_the_norm_before_experts_has_two_names(name, tmp_path):
     contents, names, family, model = drawn(name)
     one = written(contents, names, family, model, tmp_path / "one")
@@ -241,7 +246,7 @@ def test_the_norm_before_experts_has_two_names(name, tmp_path):
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_each_of_our_tensors_that_is_missing_is_named(name):
     _, names, _ = mapped(name)
     shapes = ours_of(names)
@@ -250,7 +255,7 @@ def test_each_of_our_tensors_that_is_missing_is_named(name):
             names.fitted({n: shape for n, shape in shapes.items() if n != one})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each_row("name", MODELS)
 def test_each_of_their_tensors_that_is_missing_is_named(name):
     _, names, _ = mapped(name)
     shapes = names.their_shapes()
@@ -463,7 +468,7 @@ def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
             program.main([str(root), str(tmp_path / "new"), *words])
 
 
-@pytest.mark.parametrize("apart", [1.0, 2e-3, math.nan])
+@each_row("apart", [1.0, 2e-3, math.nan])
 def test_models_that_compute_something_else_are_told(apart):
     theirs = numpy.full((2, 3, 4), 10.0, numpy.float32)
     assert "at most" in _judged(theirs + 1e-4, theirs)

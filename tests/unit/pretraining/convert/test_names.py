@@ -1,8 +1,7 @@
 """Stock names by arithmetic are those that megatron-core gives the real model, of every kind that there is."""
 
+import contextlib
 import math
-
-import pytest
 
 from megatron.pretraining.process import cpu
 from tests.errors import raises
@@ -24,6 +23,7 @@ from megatron.pretraining.convert.torch_dist import (  # noqa: E402
 from megatron.pretraining.entry.configuration import described as described_by_arguments  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.state.region import Region  # noqa: E402
+from tests.cases import each_row  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 
 TINY = dict(micro_batch_size=1, train_iters=1, lr=1e-3, mock_data=True, tokenizer_type="NullTokenizer", vocab_size=100,
@@ -56,9 +56,9 @@ MODELS = {
 }
 
 
-@pytest.fixture
-def build():
-    """Builds a real model as its only worker would."""
+@contextlib.contextmanager
+def one_worker():
+    """Is the only worker of a job; yields a function that builds a model."""
 
     def build(flags: dict):
         config = config_of(TINY | flags)
@@ -67,9 +67,11 @@ def build():
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         return built(config, 128), {"shape": {}, "model": described_by_arguments(config.arguments)}
 
-    yield build
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        yield build
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def described(model) -> tuple[dict[tuple, tuple], set[str]]:
@@ -96,11 +98,12 @@ def memory(tensor) -> tuple:
     return tensor.data_ptr(), tuple(tensor.shape)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_places_are_those_of_the_real_model(build, name):
-    model, shape = build(MODELS[name])
-    boxes, objects = described(model)
-    tensors = unpartitioned(model)
+@each_row("name", MODELS)
+def test_places_are_those_of_the_real_model(name):
+    with one_worker() as build:
+        model, shape = build(MODELS[name])
+        boxes, objects = described(model)
+        tensors = unpartitioned(model)
     places = stock_places({name: shape for name, (_, shape) in tensors.items()}, stacks_layers(shape))
     assert {place: tensors[name] for name, place in places.items()} == boxes
     extra = [ShardedObject(key, None, whole, at).unique_key for key, whole, at in extra_states(places)]
@@ -116,8 +119,8 @@ WHOLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("name", WHOLE)
+@each_row("stacked", [True, False])
+@each_row("name", WHOLE)
 def test_a_model_of_which_something_is_missing_or_differs(name, stacked):
     filled = sum(place.region.numel for place in stock_places(WHOLE, stacked).values())
     assert filled == sum(map(math.prod, WHOLE.values()))

@@ -20,6 +20,7 @@ from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
 from moc.store.shard_file import TensorBox
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.inspect.checkpoints import publish_again
@@ -191,7 +192,7 @@ def test_nothing_is_unpickled_before_hashes_are_compared(tmp_path, capsys):
     assert not trace.exists() and not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("target", ["snapshot", "torch_dist"])
+@each_row("target", ["snapshot", "torch_dist"])
 def test_damage_is_named_and_nothing_is_published(tmp_path, capsys, target):
     path = snapshot(tmp_path / "a") / "rank_00001.safetensors"
     last = 8 * path.stat().st_size - 1
@@ -208,7 +209,7 @@ def test_damage_is_named_and_nothing_is_published(tmp_path, capsys, target):
     convert(tmp_path / "c", tmp_path / "b", "--to", target)  # what the failed conversions have left does not matter
 
 
-@pytest.mark.parametrize("name", ["optimizer/rank_00001.safetensors", "__1_0.distcp", "common.pt", ".metadata"])
+@each_row("name", ["optimizer/rank_00001.safetensors", "__1_0.distcp", "common.pt", ".metadata"])
 def test_damage_in_dense_checkpoints(tmp_path, capsys, name):
     path = dense(tmp_path / "a") / name
     flip(path, 8 * path.stat().st_size - 1)
@@ -216,7 +217,7 @@ def test_damage_in_dense_checkpoints(tmp_path, capsys, name):
     assert only_code(said) == "checkpoint-damaged" and name in said
 
 
-@pytest.mark.parametrize(
+@each_row(
     "lost, words",
     [
         ("rank_00001.*", "there is no exp_avg_sq of"),
@@ -236,7 +237,7 @@ def without(pattern):
     return {name: shape for name, shape in shapes().items() if not re.search(pattern, name)}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "model, words",
     [
         (Model(without(r"layers\.1\.")), "layers.1.attention is not there, nor are 4 other operators"),
@@ -309,7 +310,7 @@ def test_a_full_disk(tmp_path, target, limit, run_tool):
     convert(tmp_path / "a", tmp_path / "b", "--to", target)
 
 
-@pytest.mark.parametrize("target, write", [("snapshot", snapshot), ("torch_dist", dense)])
+@each_row("target, write", [("snapshot", snapshot), ("torch_dist", dense)])
 def test_nothing_is_replaced(tmp_path, capsys, target, write):
     snapshot(tmp_path / "a")
     there = write(tmp_path / "b")
@@ -318,7 +319,7 @@ def test_nothing_is_replaced(tmp_path, capsys, target, write):
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("target", ["snapshot", "torch_dist"])
+@each_row("target", ["snapshot", "torch_dist"])
 def test_nor_is_what_another_program_has_written(tmp_path, capsys, target):
     snapshot(tmp_path / "a")
     other = checkpoint(tmp_path / "b") / "mp_rank_00" / "model.pt"
@@ -335,7 +336,7 @@ def test_a_save_that_goes_on_is_not_disturbed(tmp_path, capsys):
     assert (tmp_path / "b" / ".iter_0000009.incomplete").exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "argv",
     [
         [],

@@ -10,6 +10,7 @@ import pytest
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.window import _check_loss, _run, window_in
 from moc.inspect.coverage import operator_or_other
+from tests.cases import each_row
 from tests.errors import only_code, raises
 from tests.unit.pretraining.convert.models import Model
 from tests.unit.pretraining.convert.test_program import refused, snapshot
@@ -106,7 +107,7 @@ def test_why_the_program_failed(capfd):
     _run([sys.executable, "-c", ""], *places)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("loss", "elsewhere", "taken"),
     [(5.0001, True, True), (4.9999, True, True), (5.0001, False, False), (5.1, True, False), (None, True, False)],
 )

@@ -10,6 +10,7 @@ import pytest
 import sentencepiece
 
 from megatron.pretraining.convert.hugging_face.tokenizer import write_tokenizer
+from tests.cases import each_row
 from tests.errors import raises
 
 TEXT = ["one two three four five six <unk> seven", "def f(x):\n    return x\n", "  two  spaces"] * 20
@@ -132,7 +133,7 @@ def test_invalid_generation_settings_are_refused(write_theirs, file, content, co
         write_theirs(tokenizer_config=NAMED, **{file: content})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("recorded", "words"),
     [
         (None, "does not record"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.pretraining.data import documents as reading
 from megatron.pretraining.data.documents import BadText, Reader, find_files
+from tests.cases import each_row
 from tests.errors import raises
 
 
@@ -36,13 +37,13 @@ def write(path, data) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@each_row("suffix", ["", ".gz", ".zst"])
 def test_a_file_is_one_document_compressed_or_not(tmp_path, suffix):
     text = "\n  tabs\t and  \r\nlines \n\n" * 5 + "é中😀 no end of line"
     assert documents(write(tmp_path / f"a.txt{suffix}", text)) == [text]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@each_row("suffix", ["", ".gz", ".zst"])
 def test_json_lines(tmp_path, suffix):
     lines = '{"text": "one\\ntwo", "x": 1}\n\n  \n{"text": ""}\n{"text": "\\u00e9"}'
     assert documents(write(tmp_path / f"a.jsonl{suffix}", lines)) == ["one\ntwo", "", "é"]
@@ -73,7 +74,7 @@ def test_a_bad_pattern_is_refused():
         reading.on_regex("(")
 
 
-@pytest.mark.parametrize("text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * reading.PIECE_BYTES, "é" * 65536 + "\n"])
+@each_row("text", ["é中😀x" * 30_000, "中文\n" * 40_000, "a" * reading.PIECE_BYTES, "é" * 65536 + "\n"])
 def test_long_texts_are_cut_between_characters(tmp_path, text):
     path = write(tmp_path / "a.txt", text)
     pieces = list(Reader([path]))
@@ -97,7 +98,7 @@ def test_lines_never_lose_a_character(text, limit):
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "data", "message"),
     [
         ("a.txt", b"fine\nfine\nbad \xff\n", r"a\.txt, line 3: not UTF-8"),
@@ -115,8 +116,8 @@ def test_bad_text_is_named_with_file_and_line(tmp_path, name, data, message):
         documents(write(tmp_path / name, data))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("keep", [3, 0.5, -5])
+@each_row("suffix", [".gz", ".zst"])
+@each_row("keep", [3, 0.5, -5])
 def test_a_truncated_file_is_noticed(tmp_path, suffix, keep):
     path = tmp_path / f"a.txt{suffix}"
     whole = "".join(f"line {i} {i * i}\n" for i in range(2000))
@@ -126,7 +127,7 @@ def test_a_truncated_file_is_noticed(tmp_path, suffix, keep):
         documents(path)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@each_row("suffix", [".gz", ".zst"])
 def test_a_file_that_is_not_compressed_after_all(tmp_path, suffix):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(b"just text\n")

@@ -28,6 +28,7 @@ from megatron.pretraining.data.identity import (
 )
 from megatron.pretraining.process import cpu
 from moc.errors import code_of
+from tests.cases import each_row
 from tests.errors import raises
 
 cpu.install()
@@ -114,7 +115,7 @@ def test_a_pair_of_another_tokenizer_is_a_problem(tmp_path):
     assert problems(prefix, Words("a", "c", "b")) == ["data-of-other-tokenizer"]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@each_row("suffix", [".bin", ".idx"])
 def test_a_pair_with_other_contents_than_recorded_is_a_problem(tmp_path, suffix):
     prefix = write_pair(tmp_path / "a")
     write_fingerprint(prefix, None)
@@ -140,7 +141,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@each_row("damage", DAMAGES)
 def test_a_damaged_pair_is_refused(tmp_path, damage):
     prefix = write_pair(tmp_path / "a")
     write_fingerprint(prefix, None)
@@ -165,7 +166,7 @@ def test_an_unreadable_pair_is_refused(tmp_path):
         problems(prefix)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokenizer", "sizes", "fits"),
     [
         (Words("a", "b"), (None, 8), False),
@@ -207,7 +208,7 @@ V, W = VocabularyIdentity(3, "1" * 32), VocabularyIdentity(3, "2" * 32)
 A, B = source("a"), source("b")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("saved", "here", "expected"),
     [
         (data(A), data(A), []),
@@ -250,7 +251,7 @@ def test_the_digest_ignores_paths():
     assert len({one.digest for one in (data(A), data(source("a", order="3" * 32)), *others)}) == 6
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("first", "other", "named"),
     [
         (data(A), data(source("x", "b")), "x of the train split"),

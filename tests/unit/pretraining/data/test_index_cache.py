@@ -9,6 +9,7 @@ import numpy
 import pytest
 
 from megatron.pretraining.process import cpu
+from tests.cases import each_row
 from tests.errors import raises
 from tests.shared import ALL
 
@@ -43,7 +44,7 @@ def test_a_plain_array_is_mapped(tmp_path, load):
     assert gpt_dataset.numpy.concatenate is numpy.concatenate
 
 
-@pytest.mark.parametrize("kind", ["object array", "pickle", "nothing", "text", "archive", "no archive"])
+@each_row("kind", ["object array", "pickle", "nothing", "text", "archive", "no archive"])
 def test_anything_else_is_refused_and_does_not_run(tmp_path, load, kind):
     path, ran = tmp_path / "index.npy", tmp_path / "ran"
     if kind == "object array":
@@ -63,7 +64,7 @@ def test_anything_else_is_refused_and_does_not_run(tmp_path, load, kind):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("whose", ["directory", "file"])
+@each_row("whose", ["directory", "file"])
 def test_what_belongs_to_another_user_is_refused(tmp_path, load, whose, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     numpy.save(tmp_path / "plain.npy", numpy.arange(3))

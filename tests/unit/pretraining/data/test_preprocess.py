@@ -27,6 +27,7 @@ from megatron.pretraining.data import preprocess as program
 from megatron.pretraining.data.documents import PairWriter
 from megatron.pretraining.data.tokenizer import build_tokenizer
 from megatron.pretraining.process import cpu
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.pretraining.test_tokenizer import hugging_face_directory
 
@@ -101,7 +102,7 @@ def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model,
         assert sorted(os.listdir(name)) == ["in.jsonl", *written]
 
 
-@pytest.mark.parametrize("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
+@each_row("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
 def test_nothing_is_written_into_a_foreign_file_with_a_second_name_nor_into_a_fifo(plant, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
     plant(tmp_path / "out_text_document.bin.partial", tmp_path / "precious")
@@ -111,7 +112,7 @@ def test_nothing_is_written_into_a_foreign_file_with_a_second_name_nor_into_a_fi
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-@pytest.mark.parametrize("partial", ["bin", "idx"])
+@each_row("partial", ["bin", "idx"])
 def test_nothing_is_written_through_a_planted_link(partial, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
     link = tmp_path / f"out_text_document.{partial}.partial"
@@ -162,7 +163,7 @@ def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
     assert json.loads(read.stdout) == documents(prefix), read.stderr
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@each_row("suffix", ["", ".gz", ".zst"])
 def test_compressed_input_makes_the_same_dataset(tmp_path, corpus, suffix):
     data = b'{"text": "1 2 3"}\n{"text": "4"}\n'
     data = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data)
@@ -179,7 +180,7 @@ def test_keys_make_datasets_of_their_own(tmp_path):
     assert documents(tmp_path / "o_a_document") == [[3], [5, 6]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "wanted"),
     [
         ([], [[1, 10, 2, 3]]),
@@ -201,7 +202,7 @@ def test_a_very_long_line_is_cut_between_words(tmp_path):
     assert documents(tmp_path / "o_text_document") == [numbers, numbers]
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(65_498, numpy.uint16), (65_499, numpy.int32)])
+@each_row(("size", "dtype"), [(65_498, numpy.uint16), (65_499, numpy.int32)])
 def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
     write_json(tmp_path / "in.jsonl", [f"{size - 1} 0"])
     args = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--append-eod"]
@@ -210,7 +211,7 @@ def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
     assert documents(tmp_path / "o_text_document") == [[size - 1, 0, size]]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "data", "message"),
     [
         ("in.jsonl", b'{"text": "1"}\n{"text": "2\n', "in.jsonl, line 2: not JSON"),
@@ -231,7 +232,7 @@ def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
         ("in.txt", b"", "[input-empty]"),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
+@each_row("workers", [1, 2])
 def test_bad_input_leaves_nothing_behind(tmp_path, capsys, name, data, message, workers):
     (tmp_path / name).write_bytes(data)
     args = ["--input", tmp_path / name, "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", workers]
@@ -262,7 +263,7 @@ def test_bad_documents_are_skipped_and_counted(tmp_path, capsys):
     assert err.count("skipped: ") == 5 and "b.txt, line 2: not UTF-8" in err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("args", "message"),
     [
         (["--input", "missing"], "[input-missing]"),
@@ -335,8 +336,8 @@ def test_two_writers_do_not_mix(tmp_path, capsys):
     assert documents(tmp_path / "o_text_document") == [[9]]
 
 
-@pytest.mark.parametrize("renames", [0, 1])
-@pytest.mark.parametrize("overwrite", [False, True])
+@each_row("renames", [0, 1])
+@each_row("overwrite", [False, True])
 def test_stopped_between_renames_there_is_no_pair(tmp_path, monkeypatch, renames, overwrite):
     args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
     if overwrite:
@@ -475,7 +476,7 @@ def test_a_pool_has_ended_when_it_is_left():
     assert not multiprocessing.active_children() and set(threading.enumerate()) == before
 
 
-@pytest.mark.parametrize("data, code", [(b"", 1), (b"1 2\n", 0)], ids=["empty", "one line"])
+@each_row("data, code", [(b"", 1), (b"1 2\n", 0)], ids=["empty", "one line"])
 def test_more_workers_than_lines(tmp_path, capsys, data, code):
     (tmp_path / "in.txt").write_bytes(data)
     args = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", 8]
@@ -519,7 +520,7 @@ def test_a_bar_on_a_terminal(tmp_path, corpus, monkeypatch, capsys, model):
 TEXTS = ["a <end> b\n" * 20_000, "<end>", "", "c"]  # the first is encoded in several parts
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "begin", "end", "inside"),
     [
         (["--append-eod"], [1], [0], [20_000, 1, 0]),

@@ -1,8 +1,7 @@
 """The planner's operators are those of any model that Megatron-LM's options describe."""
 
-import pytest
-
 from megatron.pretraining.planning.model import config_of, meta_operators
+from tests.cases import each_row
 from tests.errors import raises
 
 SMALL = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --make-vocab-size-divisible-by 1".split()
@@ -79,7 +78,7 @@ def test_a_depth_of_multi_token_prediction_is_a_layer_behind_the_others():
     assert found["layers.2.attention"][0] > found["layers.1.attention"][0]  # and its projection and norms
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "workers"),
     [
         ("--tensor-model-parallel-size 2", 2),

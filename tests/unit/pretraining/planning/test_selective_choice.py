@@ -9,6 +9,7 @@ import pytest
 from megatron.pretraining.planning import sizes
 from megatron.pretraining.planning.selective_choice import read_routing
 from moc.cli_output import ToolError
+from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.policy.routing import RECORDED
@@ -184,7 +185,7 @@ OFF = "--ckpt-policy selective --ckpt-dir . --selective-gradients off".split()
 COUNTS = numpy.ones((20, 2, 4), dtype=numpy.int32)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("tokens", "name", "sentence"),
     [
         (COUNTS, "loads", "has no array called tokens"),
@@ -203,7 +204,7 @@ def test_a_recording_of_no_use_is_refused_in_one_sentence(capsys, tmp_path, toke
     assert sentence in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("shape", [(1 << 22, 1, 1), (1 << 20, 1, 1), (12, 1 << 20, 1), (12, 1, 1 << 22)])
+@each_row("shape", [(1 << 22, 1, 1), (1 << 20, 1, 1), (12, 1 << 20, 1), (12, 1, 1 << 22)])
 def test_a_small_recording_of_many_numbers_is_refused(tmp_path, shape):
     numpy.savez_compressed(tmp_path / "loads.npz", tokens=numpy.zeros(shape, "u1"))
     with pytest.raises(ToolError):
@@ -215,7 +216,7 @@ def test_a_large_recording_is_read(tmp_path):
     assert len(read_routing(str(tmp_path / "loads.npz"))) == 20_000
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no archive", b"PK\x03\x04 torn"])
+@each_row("content", [None, b"", b"no archive", b"PK\x03\x04 torn"])
 def test_what_is_no_recording_is_refused_in_one_sentence(capsys, tmp_path, content):
     file = tmp_path / "loads.npz"
     if content is not None:
@@ -232,7 +233,7 @@ def test_what_is_no_recording_is_refused_in_one_sentence(capsys, tmp_path, conte
 PEERS = [*MODEL, "--snapshot-gbs", "1", "--tier", "peers", "--replicate-gbs", "1"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("argv", "sentence"),
     [
         (MODEL, "--explain-selective needs --snapshot-gbs, or a --cluster"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megatron.pretraining.planning import simulate
+from tests.cases import each_row
 from tests.errors import only_code
 
 TRACE = "2021-12-11, 10:00:00, 8\n2021-12-11, 10:20:00, 6\n2021-12-11, 11:00:00, 8\n"
@@ -72,7 +73,7 @@ def test_bandwidths_that_were_measured_take_the_place_of_the_preset_s(capsys):
     assert rates == [1e9, 2e9, 3e9]
 
 
-@pytest.mark.parametrize("flags", [[], ["--tp", "2"], ["--tp", "4", "--pp", "1", "--ep", "1"]], ids=str)
+@each_row("flags", [[], ["--tp", "2"], ["--tp", "4", "--pp", "1", "--ep", "1"]], ids=str)
 def test_layouts_of_a_model_from_flags(capsys, flags):
     shape = ["--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "128"]
     experts = ["--num-experts", "8", "--vocab-size", "1000", "--disable-bias-linear"]
@@ -88,7 +89,7 @@ LONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["words", "a file", "the dialect"])
+@each_row("form", ["words", "a file", "the dialect"])
 def test_the_layout_is_that_of_megatron_s_options(form, capsys, tmp_path):
     short = told(capsys, *MICRO, "--tp", "2", "--pp", "2", "--ep", "2")
     words = [word for name, size in LONG.items() for word in (f"--{name}", str(size))]
@@ -157,7 +158,7 @@ def test_jobs_that_go_on_with_fewer_nodes(capsys, tmp_path):
     assert "full+shrink, from storage 1 times: other number of nodes (2 of 4 nodes lost)" in out
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "why"),
     [
         (["--policy", "elastic+shrink"], "[flag-has-no-effect]"),
@@ -210,7 +211,7 @@ def test_policies_come_back_as_the_program_does(capsys, tmp_path):
     assert program["full"]["recovery_each_s"] > 5.0  # 3 s until all are connected, and so on, and what is replayed
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("flags", "message"),
     [
         (["--cluster", "b200:8"], "there is no cluster 'b200'"),
@@ -261,7 +262,7 @@ def test_the_global_batch_has_megatron_s_flag(capsys):
     assert both[0] == both[1] != told(capsys, *DEEPSEEK)
 
 
-@pytest.mark.parametrize("flag", ["--plot", "--csv"])
+@each_row("flag", ["--plot", "--csv"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flag, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("text")
     monkeypatch.setattr(simulate, "_faults", lambda *args: 1 / 0)

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from megatron.pretraining.planning import sizes
+from tests.cases import each_row
 from tests.unit.conftest import REPOSITORY
 
 WHOLE_SAVING = {1: 12, 2: 12, 3: 28}  # percent; section 6.2.1 gives the range, 12 to 28
@@ -24,7 +25,7 @@ def rows(capsys, *argv) -> dict:
     return {row["k"]: row for row in plan(capsys, *argv)["rows"]}
 
 
-@pytest.mark.parametrize("case", [1, 2, 3])
+@each_row("case", [1, 2, 3])
 def test_reductions_are_at_least_those_of_the_paper(capsys, case):
     table = rows(capsys, "--case", str(case))
     assert list(table) == [*range(1, 17), None]
@@ -35,8 +36,8 @@ def test_reductions_are_at_least_those_of_the_paper(capsys, case):
         assert 1 - first["bottleneck"]["EE+AN"] / first["bottleneck"]["EE+EN"] >= 0.061
 
 
-@pytest.mark.parametrize("case", [1, 2, 3])
-@pytest.mark.parametrize("more", [[], ["--keep-master"], ["--checkpoint", "5"], ["--no-zero"]], ids=str)
+@each_row("case", [1, 2, 3])
+@each_row("more", [[], ["--keep-master"], ["--checkpoint", "5"], ["--no-zero"]], ids=str)
 def test_the_bottleneck_is_within_3_percent_of_what_whole_experts_allow(capsys, case, more):
     for row in rows(capsys, "--case", str(case), *more).values():
         assert 0 <= row["over_percent"] < 3
@@ -109,7 +110,7 @@ def test_table_for_people(capsys):
     assert text.count("\n") > 16 + 16
 
 
-@pytest.mark.parametrize(
+@each_row(
     "argv, sentence",
     [
         (["--case", "1", "--ep", "2"], "drop --world and --ep"),
@@ -193,7 +194,7 @@ def test_a_cluster_s_sheet_says_what_was_not_measured(capsys):
 DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100".split()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("argv", "sentence"),
     [
         (EXPLAIN[:-2], "--explain-k needs --mtbf-hours too"),
