@@ -550,9 +550,9 @@ EVENTS = {
         },
     ),
     "log_failed": EventType(
-        "A log that could not be written can be written again.",
+        "A log that could not be written can be written again, or its values are lost at the end.",
         {
-            "what": "events or tensorboard",
+            "what": "events, tensorboard, wandb or mlflow",
             "lasted_s": "for how long it could not",
             "lost": "lines or values that are lost",
         },

@@ -25,7 +25,19 @@ from megatron.pretraining.engine.owned import sharded_part
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
-from megatron.pretraining.logging.records import EventRecorder
+from megatron.pretraining.logging.records import EventRecorder, print_rank_0
+from megatron.pretraining.logging.startup import (
+    describe_data,
+    describe_devices,
+    describe_layout,
+    describe_logs,
+    describe_parameters,
+    describe_policy,
+    gather_facts,
+    stage_lines,
+    summary_lines,
+    versions,
+)
 from megatron.pretraining.parts import TrainingRun, WorkerParts
 from megatron.pretraining.process.nodes import goes_on_in_process, per_node
 from megatron.pretraining.process.phases import Phases
@@ -140,12 +152,31 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
         exact=is_exact(config, world.device.type == "cuda"),
     )
+    if world.job.term[1] == 0:  # a replaced worker joins others that have been described
+        _describe(parts, session, engine, topology)
     parts.remains.trained = True
     lacks = _missed(parts, session, checkpoints, engine.saved_by)
     parts.began = position.iteration if parts.began is None else parts.began
     data = parts.streams, splits, parts.train_iters, parts.vocabulary_rows, parts.rebalancer, guests
     run = config, world, program, stepper, checkpoints, session, parts.auto, log
     return TrainingRun(*run, *data, stops=stops, missed=lacks)
+
+
+def _describe(parts: WorkerParts, session: Session, engine: MegatronEngine, topology: Topology) -> None:
+    """Prints what the run is, before its first iteration; a collective call."""
+    config, world = parts.config, parts.world
+    workers = gather_facts(world, count_parameters(parts.chunks))
+    samples = parts.train_iters * topology.global_batch_size
+    summary: dict[str, str | list[str]] = {
+        "versions": versions(),
+        "devices": describe_devices(workers),
+        "layout": [describe_layout(config, world), *stage_lines(workers, engine.stages)],
+        "parameters": describe_parameters(engine.operators, config.moe.moe_router_topk or 1),
+        "data": describe_data(parts.data_sizes, samples, config.data.seq_length),
+        "policy": describe_policy(session.policy, config.snapshot.ckpt_tier),
+        "logs": describe_logs(config),
+    }
+    print_rank_0(world, " the run, besides the options above:", *summary_lines(summary))
 
 
 def _splits_with_data(parts: WorkerParts) -> set[str]:

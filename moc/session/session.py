@@ -160,6 +160,11 @@ class Session(VoteParticipant):
         saving.begin_again()
         self._running = parts, saving
 
+    @property
+    def policy(self) -> Policy | None:
+        """Policy in force; None without snapshots."""
+        return None if self._running is None else self._running[0].policy
+
     def ballot(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`VoteParticipant`."""
         if self._running is None:

@@ -231,6 +231,11 @@ class LoggingFlags(FlagGroup):
     log_num_zeros_in_grad: bool
     tensorboard_dir: str | None
     log_dir: str | None = flag(None, "Directory of events.jsonl and of this run's logs.", metavar="DIR")
+    mlflow_experiment: str | None = flag(
+        None,
+        "Experiment of MLflow that receives this run's scalars; MLFLOW_TRACKING_URI names the server.",
+        metavar="NAME",
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import FlagGroups
@@ -29,6 +30,14 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
         config.faults.wanted and not config.logging.log_dir,
         "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults. Fix: add it",
         code="flag-needs-another",
+    )
+
+
+def _check_writers(config: FlagGroups, problems: Problems) -> None:
+    problems.refuse(
+        config.logging.mlflow_experiment and find_spec("mlflow") is None,
+        "--mlflow-experiment needs the package mlflow, which is missing. Fix: pip install mlflow-skinny",
+        code="package-missing",
     )
 
 
@@ -127,4 +136,5 @@ _OF_OWN_FLAGS = (
     _check_intervals,
     _check_faults,
     _check_determinism,
+    _check_writers,
 )

@@ -36,7 +36,7 @@ from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_split_datasets, data_identity, streams_of
+from megatron.pretraining.entry.streams import build_split_datasets, data_identity, data_sizes, streams_of
 from megatron.pretraining.model.corrections import PaddedVocabulary, defects_of
 from megatron.pretraining.model.parameters import EXACT, initialize_weights
 from megatron.pretraining.parts import TrainingRun, WorkerParts
@@ -137,6 +137,7 @@ class StockProgram:
         policy = auto_policy(config, log)
         sizes = args.train_iters, args.padded_vocab_size or 0
         parts = WorkerParts(config, world, *state, self, streams, *sizes, log, policy, data_identity(datasets))
+        parts.data_sizes = data_sizes(datasets["train"])
         if plans is not None:
             track_moving_state(parts, plans, nodes)
         return parts

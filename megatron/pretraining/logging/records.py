@@ -47,7 +47,7 @@ class EventRecorder(ABC):
         """Reports another generation; the files move with rank 0."""
         first, self._world = self._world.rank == 0, world
         if first != (world.rank == 0):
-            self.close()
+            self.events.close()
             self._open()
 
     def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:

@@ -358,7 +358,7 @@ def test_the_program(log, tmp_path, capsys):
     assert (first["name"], first["ettr"], second["iterations"]) == (str(plain), 10 / 14, 11)
     assert second["each"][0]["lost_tokens"] == 0.25 and second["gauges"]["skewness"]["last"] == 0.5
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png"]
+    assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png", "report_dark.png"]
 
 
 def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
