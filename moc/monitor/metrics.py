@@ -21,6 +21,7 @@ _OF_ITERATION = {
     "grad_norm": ("moc_gradient_norm", "L2 norm of all gradients before clipping."),
     "loss_scale": ("moc_loss_scale", "Loss scale of fp16."),
     "elapsed_s": ("moc_iteration_seconds", "Seconds of the newest iteration."),
+    "mfu": ("moc_mfu_ratio", "Model FLOPs utilization of the newest iteration; absent on a CPU."),
     "plt": ("moc_tokens_lost_ratio", "Share of the experts' tokens that recoveries have lost."),
     "tokens_owed": ("moc_tokens_owed", "Lost tokens that experts still have to compensate."),
     "mlt": ("moc_tokens_at_risk_iterations", "Iterations of tokens that the loss of a worker would lose."),

@@ -165,7 +165,7 @@ def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, t
 def test_a_directory_for_the_output_of_workers_that_is_gone_costs_nothing(flags, undisturbed, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
-    with Launched("EP2", flags, tmp_path / "job", "--log-dir", str(output)) as job:
+    with Launched("EP2", flags, tmp_path / "job", "--worker-log-dir", str(output)) as job:
         for generation, iteration in enumerate((3, 7), 1):
             job.reach(iteration)
             shutil.rmtree(output)

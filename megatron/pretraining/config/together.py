@@ -41,6 +41,16 @@ def _check_writers(config: FlagGroups, problems: Problems) -> None:
     )
 
 
+def _check_monitor(config: FlagGroups, problems: Problems) -> None:
+    logging = config.logging
+    ports = logging.metrics_port, logging.dashboard_port
+    problems.refuse(
+        ports != (None, None) and not logging.log_dir,
+        "--metrics-port and --dashboard-port of the program need --log-dir, whose events they show. Fix: add it",
+        code="flag-needs-another",
+    )
+
+
 def _check_determinism(config: FlagGroups, problems: Problems) -> None:
     problems.refuse(
         config.training.deterministic_mode and config.training.allow_nondeterministic,
@@ -137,4 +147,5 @@ _OF_OWN_FLAGS = (
     _check_faults,
     _check_determinism,
     _check_writers,
+    _check_monitor,
 )

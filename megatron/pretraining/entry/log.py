@@ -6,6 +6,7 @@ recovery repeats appears in the profile each time that it is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -45,6 +46,30 @@ _OF_RECORD = ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens")
 """Fields of an iteration that MLflow gets from us, since Megatron-LM has no writer for it."""
 
 
+_PEAK_TFLOPS = {
+    "B300": 2250, "B200": 2250, "GB200": 2500, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835,
+    "H100": 989, "H20": 148, "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10": 125,
+    "RTX 4090": 165, "V100": 125,
+}  # fmt: skip
+"""Dense bf16 peak (fp16 for V100) by a part of the device's name, in TFLOP/s, from NVIDIA's data sheets."""
+
+
+def peak_flops(given_tflops: float | None, device: torch.device) -> float | None:
+    """Returns the peak of a device in FLOP/s: as given, or by its name; None if it is unknown, and on a CPU."""
+    if device.type != "cuda":
+        return None
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    return peak_of_name(torch.cuda.get_device_properties(device).name)
+
+
+def peak_of_name(name: str) -> float | None:
+    """Returns the peak of a device in FLOP/s by its name, such as ``NVIDIA H200``; None if it is unknown."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    found = [model for model in _PEAK_TFLOPS if set(model.split()) <= set(words)]
+    return _PEAK_TFLOPS[max(found, key=len)] * 1e12 if found else None
+
+
 class _Mean(float):
     """Mean number of micro batches per data-parallel rank, to divide sums; products with it are integers."""
 
@@ -68,6 +93,7 @@ class StockLog(EventRecorder):
         self._mlflow: MlflowWriter | None = None
         super().__init__(config, world)
         args = get_args()
+        self._peak_flops = peak_flops(config.logging.peak_tflops, world.device)
         if config.logging.mlflow_experiment and args.rank == args.world_size - 1:  # as Megatron-LM's writers
             self._mlflow = MlflowWriter(config.logging.mlflow_experiment, world.job.id, listeners_of_run())
         if isinstance(wandb := get_wandb_writer(), WandbWriter):
@@ -103,6 +129,13 @@ class StockLog(EventRecorder):
                 if self._mlflow is not None:
                     values = {name: getattr(record, name) for name in _OF_RECORD} | {"elapsed_s": elapsed}
                     self._mlflow.add_scalars(_prefixed(values), record.iteration)
+
+    def _measure(self, record: StepRecord, elapsed: float) -> dict[str, float]:
+        peak, args = self._peak_flops, get_args()
+        if peak is None or elapsed <= 0:
+            return {}
+        flops = training.num_floating_point_operations(args, record.samples)
+        return {"mfu": flops / (elapsed * peak * self._world.size)}
 
     @property
     def _load(self) -> ExpertLoad | None:

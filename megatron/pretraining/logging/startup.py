@@ -150,8 +150,8 @@ def describe_policy(policy: Policy | None, tier: str) -> str:
     window = f", and the replay of {replays} in a window" if replays else ""
     exact = "" if recovers_exactly(policy) else ", and tokens of experts"
     return (
-        f"{policy.name}, {tier}, each {counted(apart, 'iteration')}; a lost worker is expected to cost "
-        f"{apart / 2:g} iterations computed again, at most {apart}{window}{exact}"
+        f"{policy.name}, {tier}, {counted(apart, 'iteration')} apart; expected cost of a lost worker: "
+        f"{apart / 2:g} of an iteration's time for work computed again, at most {apart}{window}{exact}"
     )
 
 

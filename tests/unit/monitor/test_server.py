@@ -228,3 +228,35 @@ def test_event_file_without_a_launcher_is_served(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_launcher_that_is_killed_leaves_no_directory(tmp_path):
+    directory = tmp_path / "moc-monitor-y"
+    directory.mkdir()
+    words = [sys.executable, "-m", "moc.monitor.server", "--directory", str(directory), "--metrics-port", "0"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.Popen({words}, stdin=subprocess.PIPE).wait()"],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "metrics: " in launcher.stderr.readline()
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.read()  # to the end of the monitor
+    assert not directory.exists()
+    launcher.stderr.close()
+
+
+def test_monitor_reports_the_file_that_it_waits_for(tmp_path):
+    words = ["moc.monitor.server", str(tmp_path), "--metrics-port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert any(str(tmp_path / "events.jsonl") in line for line in lines), lines
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

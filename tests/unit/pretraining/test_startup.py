@@ -45,7 +45,7 @@ def test_epochs(data, epochs):
 def test_failure_costs_half_an_interval():
     interval = SimpleNamespace(iterations=4)
     policy = policy_named("full")(OPERATORS, interval)
-    assert "2 iterations computed again, at most 4" in startup.describe_policy(policy, "memory")
+    assert "2 of an iteration's time for work computed again, at most 4" in startup.describe_policy(policy, "memory")
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
