@@ -90,7 +90,7 @@ def styled(theme: str = "light") -> Iterator[Any]:
         yield pyplot
 
 
-def _settings(theme: str) -> dict[str, Any]:
+def _settings(theme: str) -> Any:
     from cycler import cycler
 
     colors = THEMES[theme]
@@ -135,7 +135,7 @@ def paper() -> str:
     return _current("axes.facecolor")
 
 
-def _current(name: str) -> Any:
+def _current(name: Any) -> Any:
     import matplotlib
 
     return matplotlib.rcParams[name]

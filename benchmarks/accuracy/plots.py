@@ -31,10 +31,11 @@ def _grid(panel, plan: Plan, rows: dict, what: str, title: str, scale: float, fo
     numbers = [[float("nan") if v is None else v * scale for v in row] for row in values]
     limit = 1.5 * max((abs(n) for row in numbers for n in row if n == n), default=0.0) or 1.0  # pale, behind text
     colours, lowest = ("coolwarm", -limit) if what == "difference" else ("Reds", 0.0)
-    panel.imshow(numbers, cmap=colours, vmin=lowest, vmax=limit, aspect="auto", alpha=0.7)
+    panel.imshow(numbers, cmap=colours, vmin=lowest, vmax=limit, aspect="auto")
     for y, row in enumerate(numbers):
         for x, number in enumerate(row):
-            panel.text(x, y, form % number, ha="center", va="center")
+            panel.text(x, y, form % number, ha="center", va="center", color="black")
+    panel.grid(False)
     panel.set_xticks(range(len(plan.intervals)), plan.intervals)
     panel.set_yticks(range(len(plan.ks)), plan.ks)
     panel.set(title=title, xlabel="I_ckpt, iterations", ylabel="K_pec")

@@ -133,6 +133,8 @@ def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
     failed |= {"late snapshot": state.of_type("save_skipped").count, "log": state.of_type("log_failed").count}
     failed |= {"copy": state.of_type("copy_missing").count, "abandoned snapshot": state.of_type("abandoned").count}
     yield _counter("moc_failed_writes", "Snapshots, checkpoints, copies and logs not written.", "what", failed)
+    lost = state.of_type("log_failed").sum("lost")
+    yield _counter("moc_log_values_lost", "Lines and values of logs that are lost.", lost)
     if (placement := state.newest.get("placement")) is not None:
         yield _gauge("moc_snapshot_replicas", "Copies of each node's snapshots.", placement.get("replicas", 0))
         survival = placement.get("survival", {})

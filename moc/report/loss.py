@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
 from moc.files.event_log import events_file, read_events
@@ -166,7 +167,7 @@ def draw_loss_curves(path: str, runs: list[LossCurve], title: str, smoothing: in
     if smoothing < 0:
         raise ToolError("--smoothing is negative. Fix: pass 0 or more", code="value-out-of-range")
     heights = [3, 1] if extra else [1]
-    how = dict(sharex=True, figsize=(9, 7.5 if extra else 5.5), height_ratios=heights)
+    how: dict[str, Any] = dict(sharex=True, figsize=(9, 7.5 if extra else 5.5), height_ratios=heights)
     names = distinct_names([run.directory for run in runs])
     for _, panels in drawings(path, len(heights), **how):
         draw_losses(panels[0, 0], dict(zip(names, runs, strict=True)), title, smoothing)

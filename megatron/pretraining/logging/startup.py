@@ -10,6 +10,7 @@ from importlib.metadata import version
 from itertools import pairwise
 
 import torch
+from torch.cuda import nccl
 
 from megatron.pretraining.config import Config
 from moc.cli_output import counted, human
@@ -74,7 +75,7 @@ def versions() -> str:
     packages = {name: version(name) for name in ("moc-megatron", "torch", "megatron-core")}
     found = [*(f"{name} {number}" for name, number in packages.items()), f"Python {platform.python_version()}"]
     if torch.cuda.is_available():
-        found += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+        found += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, nccl.version()))}"]
     return ", ".join(found)
 
 

@@ -101,8 +101,13 @@ class BackgroundWriter(ABC):
         self._drop(count)
         if not self._hangs:
             self._hangs = True
-            sentence = f"{self._what} cannot be written (no answer); training continues, and drops the values. Fix: "
-            self._listeners.say(warning(f"{sentence}look at the service or its network", code="log-unwritable"))
+            self._listeners.say(
+                warning(
+                    f"{self._what} cannot be written, since a write hangs; training continues, and drops the values. "
+                    "Fix: look at the service or its network",
+                    code="log-unwritable",
+                )
+            )
 
     def _drop(self, count: int) -> None:
         with self._counting:
