@@ -21,7 +21,7 @@ THEMES = {
         colors="#56b4e9 #f0883e #3fb98a #e29bc4 #f0d442 #6f9bff #a0a0a0 #c49a6c #b39ddb #d6d65c",
     ),
 }  # fmt: skip
-"""Colours by theme; those of series are distinct to colour-blind readers (Okabe and Ito)."""
+"""Colours by theme.  Colour-blind readers can distinguish the colours of series (Okabe and Ito)."""
 
 MARKS_PAD = 32
 """Points between a panel with marks and its title, for their labels."""

@@ -141,6 +141,9 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     phases.done("load")
 
     splits = _splits_with_data(parts)
+    if world.job.term[1] == 0:  # a replaced worker joins others that have been described
+        _describe(parts, session, engine, topology)
+        phases.done("describe")
     log.events.write(
         "start",
         iteration=position.iteration,
@@ -152,8 +155,6 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         startup_s=phases.seconds,
         exact=is_exact(config, world.device.type == "cuda"),
     )
-    if world.job.term[1] == 0:  # a replaced worker joins others that have been described
-        _describe(parts, session, engine, topology)
     parts.remains.trained = True
     lacks = _missed(parts, session, checkpoints, engine.saved_by)
     parts.began = position.iteration if parts.began is None else parts.began

@@ -206,7 +206,7 @@ def _raise_descriptor_limit() -> None:
 
 
 def _copy_output(path: str) -> None:
-    """Copies this process's output to a file, beside the console; on failure, only the console gets it.
+    """Copies this process's output to a file and to the console; on failure, only to the console.
 
     A process ``tee`` for each stream outlives this process, so that its last output is in the file, too.
     """

@@ -238,8 +238,8 @@ class LoggingFlags(FlagGroup):
     )
     peak_tflops: float | None = flag(
         None,
-        "Peak of a device in TFLOP/s, for the model FLOPs utilization (MFU). By default, that of dense bf16, by the "
-        "name of the device.",
+        "Peak of a device in TFLOP/s, for the model FLOPs utilization (MFU). The default is the dense bf16 peak of "
+        "the device's model.",
         limits="> 0",
         metavar="X",
     )

@@ -1,4 +1,4 @@
-"""Describes a run on the console before its first iteration: what the options and earlier messages do not show."""
+"""Describes a run on the console before its first iteration, in addition to its options and earlier messages."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def describe_parameters(operators: Sequence[Operator], experts_per_token: int) -> str:
-    """Returns the parameters of the model, and those that compute one token."""
+    """Returns the number of parameters of the model, and the number that a token uses."""
     total = sum(operator.parameters for operator in operators)
     layers: dict[int | None, list[int]] = {}
     for operator in operators:
@@ -143,7 +143,7 @@ def describe_data(data: DataSizes | None, samples: int, seq_length: int) -> str:
 
 
 def describe_policy(policy: Policy | None, tier: str) -> str:
-    """Returns the policy, and what a failure is expected to cost; ``tier`` is the first one of its snapshots."""
+    """Returns the policy with the expected cost of a failure; ``tier`` is the first tier of its snapshots."""
     if policy is None:
         return "none; a failure costs all iterations since the last checkpoint of --save"
     apart = policy.schedule.iterations_apart
