@@ -86,7 +86,8 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
         panel.grid(False, axis="y")
         arrow = dict(arrowstyle="<->", color=ink(), shrinkA=0, shrinkB=0)
         panel.annotate("", (0, WORKERS - 0.45), (trains, WORKERS - 0.45), arrowprops=arrow)
-        panel.text(trains / 2, WORKERS - 0.4, f"no useful work for {trains:.2f} s", ha="center", va="top")
+        box = dict(facecolor=paper(), edgecolor="none", pad=1)
+        panel.text(trains / 2, WORKERS - 0.38, f"no useful work for {trains:.2f} s", ha="center", va="top", bbox=box)
         panel.set_ylim(WORKERS, -0.5)
         add_legend(panel)
 
