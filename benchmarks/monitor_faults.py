@@ -95,7 +95,7 @@ class Readers:
                     self.updates += line.startswith(b"data: ")
 
 
-def differences(readers: Readers, job: Job) -> dict[str, tuple[float | None, float]]:
+def differences(readers: Readers, job: Job) -> Mapping[str, tuple[float | None, float]]:
     """Returns metrics that differ from the events, while all workers are stopped for a moment."""
     workers = [psutil.Process(pid) for pid in job.workers().values()]
     for worker in workers:

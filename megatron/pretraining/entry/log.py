@@ -184,6 +184,8 @@ class StockLog(EventRecorder):
             writer.add_scalars(_prefixed(values), step)
 
     def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if not self._writers:
+            return
         step = fields.get("iteration") or self._reported or 0
         with self._harmless():
             self._plot({f"{event}/{name}": fields[name] for name in _PLOTTED.get(event, ()) if name in fields}, step)

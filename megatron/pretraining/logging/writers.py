@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +20,12 @@ from typing import Any
 
 from moc.backoff import Trouble
 from moc.errors import warning
-from moc.snapshot.background import Background
 
 PREFIX = "moc/"
 """Prefix of the names of our scalars, which distinguishes them from Megatron-LM's."""
 
-_MOST_WAITING = 1000  # batches of values; reached only if a write hangs
+_MOST_WAITING = 10_000  # batches of values; reached only if a write hangs
+_POLL_S = 0.2
 _CLOSING_S = 10.0
 
 
@@ -55,15 +54,17 @@ class BackgroundWriter(ABC):
 
     def __init__(self, what: str, service: str, connect: Callable[[], Any], listeners: Listeners):
         self._what, self._service, self._connect, self._listeners = what, service, connect, listeners
-        self._thread, self._trouble = Background(service), Trouble()
-        self._target: Any = None
-        self._waiting: deque[tuple[Future, int]] = deque()
-        self._dropped, self._counting = 0, threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=service, daemon=True)
+        self._trouble, self._target = Trouble(), None
+        self._waiting: deque[tuple[Callable[[Any], object], int]] = deque()
+        self._in_flight = self._dropped = 0
+        self._counting, self._closing = threading.Lock(), threading.Event()
         self._dropped_at, self._hangs = 0.0, False
 
     def begin(self) -> None:
         """Connects to the service; returns immediately."""
         self._submit(lambda target: None, 0)
+        self._thread.start()
 
     @abstractmethod
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -83,20 +84,19 @@ class BackgroundWriter(ABC):
 
     def close(self) -> None:
         """Writes the remaining values, if the service takes them within ten seconds; reports the others as lost."""
-        closed = self._thread.submit(self._close)
-        self._thread.end()
-        wait([closed], timeout=_CLOSING_S)
-        left = sum(count for future, count in self._waiting if not future.done())
+        self._closing.set()
+        self._thread.join(_CLOSING_S)
+        left = self._in_flight + sum(count for _, count in [*self._waiting])
         if left or self._dropped:
             self._listeners.lost(self._service, left + self._dropped, self._lasted_s())
 
     def _submit(self, write: Callable[[Any], object], count: int) -> None:
-        """Queues a write of so many values; drops them if a thousand writes wait."""
-        while self._waiting and self._waiting[0][0].done():
-            self._waiting.popleft()
-            self._hangs = False
+        """Queues a write of so many values; drops them if too many writes wait.
+
+        The thread looks at the queue a few times a second: to wake it for each value would cost training more.
+        """
         if len(self._waiting) < _MOST_WAITING:
-            self._waiting.append((self._thread.submit(self._write, write, count), count))
+            self._waiting.append((write, count))
             return
         self._drop(count)
         if not self._hangs:
@@ -108,6 +108,18 @@ class BackgroundWriter(ABC):
                     code="log-unwritable",
                 )
             )
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._closing.wait(_POLL_S)
+            while self._waiting:
+                write, self._in_flight = self._waiting.popleft()
+                self._write(write, self._in_flight)
+                self._in_flight = 0
+        with contextlib.suppress(Exception):
+            if self._target is not None:
+                self._end(self._target)
 
     def _drop(self, count: int) -> None:
         with self._counting:
@@ -138,15 +150,11 @@ class BackgroundWriter(ABC):
                 )
             return
         if self._trouble or self._dropped:
+            self._hangs = False
             with self._counting:
                 dropped, lasted_s, self._dropped = self._dropped, self._lasted_s(), 0
             self._trouble.over()
             self._listeners.lost(self._service, dropped, lasted_s)
-
-    def _close(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._target is not None:
-                self._end(self._target)
 
 
 class Board(BackgroundWriter):
