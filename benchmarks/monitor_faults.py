@@ -76,6 +76,12 @@ class Readers:
         with urllib.request.urlopen(self.url("metrics"), timeout=10) as answer:
             return parse(answer.read().decode())
 
+    def answers(self) -> bool:
+        """Returns whether the monitor runs."""
+        with contextlib.suppress(OSError):
+            return bool(self.metrics())
+        return False
+
     def end(self) -> None:
         """Ends both."""
         self._ended.set()
@@ -97,6 +103,7 @@ class Readers:
 
 def differences(readers: Readers, job: Job) -> Mapping[str, tuple[float | None, float]]:
     """Returns metrics that differ from the events, while all workers are stopped for a moment."""
+    job.wait_for(readers.answers, "a monitor")  # it starts again after a kill
     workers = [psutil.Process(pid) for pid in job.workers().values()]
     for worker in workers:
         worker.suspend()
@@ -128,7 +135,7 @@ def main() -> int:
             os.kill(job.workers()[kill % 2], signal.SIGKILL)
             job.wait_for(lambda kill=kill: len(job.events.of("generation")) > kill, f"generation {kill + 1}")
             job.reach(job.iteration + BETWEEN)
-            if kill % 10 == 9:
+            if kill % 10 == 4:
                 monitors += kill_monitor(job)
                 print(f"{kill + 1} kills, {readers.scrapes} scrapes, {readers.updates} updates", flush=True)
         wrong = differences(readers, job)
