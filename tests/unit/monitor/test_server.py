@@ -15,8 +15,9 @@ from moc.errors import codes_in
 from moc.monitor.job_view import JobView
 from moc.monitor.page import render_content
 from moc.monitor.problems import find_problems
+from moc.monitor.summary import summarize
 from moc.report.run_state import RunFold, fold_events
-from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control
+from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control, parse_metrics
 from tests.unit.report.test_program import Story, saved
 from tests.worlds import REPOSITORY
 
@@ -200,6 +201,17 @@ def test_problems_are_found_and_a_healthy_run_has_none():
     assert found(healthy.usual(2), view=view) == []  # a program need not write the event of a generation
     ended = JobView().updated(agent_state() | {"control": control(end={"reason": "lost", "code": 137})}, 1.0)
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
+
+
+def test_mfu_is_shown_where_it_is_known():
+    from moc.monitor.metrics import render_metrics
+
+    for fields, shown in (({}, None), ({"mfu": 0.412}, "41.2 %")):
+        state = fold_events(Story().start().usual(2, **fields).events)
+        assert summarize(state, JobView(), 0.0).figures.get("MFU") == shown
+        assert parse_metrics(render_metrics(state, JobView(), 0.0, {}).decode()).get("moc_mfu_ratio") == fields.get(
+            "mfu"
+        )
 
 
 def test_cost_of_the_monitor():

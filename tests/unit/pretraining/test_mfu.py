@@ -1,12 +1,15 @@
-"""The peak of a device, by which the MFU is computed."""
+"""The model FLOPs utilization, by the peak of the devices."""
 
 import pytest
 import torch
 
 from megatron.pretraining.process import cpu
+from moc.state.record import StepRecord
+from tests.replicas import replicas_world
 
 cpu.install()
 
+from megatron.pretraining.entry import log  # noqa: E402
 from megatron.pretraining.entry.log import peak_flops, peak_of_name  # noqa: E402
 
 
@@ -27,3 +30,15 @@ def test_peak_by_name(name, tflops):
 
 def test_a_cpu_has_no_peak():
     assert peak_flops(100.0, torch.device("cpu")) is None
+
+
+def test_mfu_is_flops_of_the_model_by_the_peak_of_all_devices(monkeypatch):
+    monkeypatch.setattr(log, "get_args", lambda: None)
+    monkeypatch.setattr(log.training, "num_floating_point_operations", lambda args, samples: 1e12 * samples)
+    stock = object.__new__(log.StockLog)
+    stock._peak_flops, stock._world = 100e12, replicas_world(0, 4)
+    record = StepRecord(1, 2.0, 1.0, 1.0, False, 64, 1e-3, samples=8)
+    assert stock._measure(record, elapsed=0.05) == {"mfu": pytest.approx(8 / (0.05 * 100 * 4))}
+    assert stock._measure(record, elapsed=0.0) == {}  # reported for another worker
+    stock._peak_flops = None
+    assert stock._measure(record, elapsed=0.05) == {}
