@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--disabled", action="store_true", help="without writers, events, page and metrics")
     own, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="monitor-cost-") as directory:
-        flags = [*KIND, *SIZES, *([] if own.disabled else enabled(directory)), "--log-interval", "1", *flags]
+        monitoring = [] if own.disabled else enabled(directory)
         import_module("moc.megatron")  # before the first import of megatron-core
         from megatron.pretraining.entry.log import StockLog
         from megatron.pretraining.logging.writers import Board, MlflowWriter, WandbWriter
@@ -73,14 +73,14 @@ def main() -> int:
         of_log = [(StockLog, name) for name in ("_plot", "_plot_event", "_measure")]
         of_writers = [(Board, "add_scalar"), (WandbWriter, "log"), (MlflowWriter, "add_scalars")]
         with clocked([*of_log, *of_writers]) as inside:
-            run, stop, _ = begin([*flags, "--train-iters", "1000"])
+            run, stop, _ = begin([*KIND, *SIZES, *monitoring, "--log-interval", "1", "--train-iters", "1000", *flags])
             measured = measure(run, stop, own.iterations, inside)
         seconds, duration = (fmean(one) for one in zip(*measured, strict=True))
         run.log.close()
     share = seconds / duration
     print(f"{seconds * 1e6:.0f} µs of {duration * 1e3:.0f} ms in each iteration: {share:.4%}")
     goal = 0.0001 if own.disabled else GOAL
-    result = {"machine": machine(), "flags": flags, "goal": goal, "share": share}
+    result = {"machine": machine(), "flags": flags, "disabled": own.disabled, "goal": goal, "share": share}
     write_json(own.output, result | {"inside_s": seconds, "iteration_s": duration})
     return 0 if say({f"monitoring takes at most {goal:.2%} of an iteration": share <= goal}) else 1
 
