@@ -115,8 +115,6 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
     for tag in ("moc/snapshot/copy_s", "moc/snapshot/bytes", "moc/generation/met_s", "moc/resume/seconds"):
         assert board.Scalars(tag), tag
     assert len(board.Tensors("moc/recovery/text_summary")) == KILLS
-    outputs = [(job.log / "workers" / f"rank_{rank:05d}.log").read_text() for rank in range(2)]  # by default
-    assert "generation 1: worker 0" in outputs[0] and " iteration " in outputs[1] and " iteration " in job.console
     passed = (tmp_path / "passed").read_text()
     assert passed.count('"type": "generation"') == KILLS and '"type": "iteration"' not in passed
 
