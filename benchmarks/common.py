@@ -6,13 +6,10 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from moc.cli_output import replacing
 
 
 def command_line(description: str | None, output: str = "JSON file") -> argparse.ArgumentParser:
@@ -93,18 +90,3 @@ def show(width: int, parts: Iterable[tuple[object, Iterable[str]]]) -> None:
         console.print(shown)
         for line in lines:
             console.print(line, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def drawing(path: Path, rows: int = 1, columns: int = 1, dpi: int = 120, **how) -> Iterator[tuple[Any, Any]]:
-    """Yields a figure and its 2-d array of panels, and writes it as PNG at the end; ``how`` goes to matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(rows, columns, squeeze=False, **how)
-    yield figure, panels
-    with replacing(path) as name:
-        figure.savefig(name, format="png", dpi=dpi)
-    pyplot.close(figure)

@@ -25,8 +25,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import command_line, drawing, machine, write_json
+from benchmarks.common import command_line, machine, write_json
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, SHARED, ZERO2, Job, launcher, look, running
+from moc.plots import drawings
 
 WORKERS, VICTIM, SURVIVOR = 2, 1, 0
 FIGURES = {"uss_mb": "MB of its own", "rss_mb": "MB resident", "threads": "threads", "descriptors": "descriptors"}
@@ -84,7 +85,7 @@ def follow(job: Job, kills: int) -> dict[str, list[dict]]:
 
 def draw(samples: dict[str, list[dict]], output: Path) -> None:
     """Draws one panel for each figure, with one line for each process."""
-    with drawing(output, 2, 2, figsize=(10, 6), layout="constrained", sharex=True) as (_, panels):
+    for figure, panels in drawings(output, 2, 2, figsize=(10, 6.5), sharex=True):
         for panel, (name, text) in zip(panels.flat, FIGURES.items(), strict=True):
             for who, values in samples.items():
                 panel.plot([one[name] for one in values], label=who, linewidth=1)
@@ -92,7 +93,9 @@ def draw(samples: dict[str, list[dict]], output: Path) -> None:
             panel.set_ylim(bottom=0)
         for panel in panels[-1]:
             panel.set_xlabel("workers killed")
-        panels[0][0].legend()
+        figure.suptitle("Resources of a job after each kill of a worker")
+        handles = panels[0][0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4)
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import drawing
 from benchmarks.live.job import IN_MEMORY, MODEL, PP2_EP2, PROGRAM, Job, launcher
+from moc.plots import add_legend, drawings, faint, ink, paper
 
 WORKERS, VICTIM = 4, 2
 KILL_AT, ITERATIONS = 20, 26
@@ -55,36 +55,41 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
     (generation,) = (one for one in events if one["type"] == "generation")
     forked = next(at for at, line in said if at > killed and re.match(f"mocrun: worker {VICTIM} is process", line))
     left = generation["time"] - generation["met_s"]
-    bars: dict[str, Any] = dict(height=0.7, edgecolor="white")
-    with drawing(path, dpi=110, figsize=(9, 3.1), layout="constrained") as (_, [[panel]]):
+    for _, [[panel]] in drawings(path, dpi=110, figsize=(9, 3.6)):
+        bars: dict[str, Any] = dict(height=0.7, edgecolor=paper())
         for worker in range(WORKERS):
             for at, number, elapsed in (*before, *after):
                 panel.barh(worker, elapsed, left=at - elapsed - killed, color="C0", **bars)
-                panel.text(at - elapsed / 2 - killed, worker, number, color="white", ha="center", va="center")
+                panel.text(at - elapsed / 2 - killed, worker, number, color=paper(), ha="center", va="center")
             begun, ended = before[-1][0], killed if worker == VICTIM else left
             panel.barh(worker, ended - begun, left=begun - killed, color="C0", alpha=0.45, **bars)
             if worker == VICTIM:
                 panel.barh(worker, generation["time"] - forked, left=forked - killed, color="C2", **bars)
             else:
-                panel.barh(worker, generation["time"] - left, left=left - killed, color="0.85", **bars)
+                panel.barh(worker, generation["time"] - left, left=left - killed, color=faint(), **bars)
             loads = after[0][0] - after[0][2] - generation["time"]
-            panel.barh(worker, loads, left=generation["time"] - killed, color="C1", **bars)
-        panel.plot(0, VICTIM, "X", color="C3", markersize=14, label="kill -9")
-        panel.axvline(generation["time"] - killed, color="0.4", linestyle=":", linewidth=1)
+            panel.barh(worker, loads, left=generation["time"] - killed, color="C3", **bars)
+        panel.plot(0, VICTIM, "X", color="C1", markersize=14, label="kill -9")
+        panel.axvline(generation["time"] - killed, color=ink(), linestyle=":", linewidth=1)
         panel.barh(0, 0, color="C0", label="iteration")
         panel.barh(0, 0, color="C0", alpha=0.45, label="interrupted")
-        panel.barh(0, 0, color="0.85", label="waits, and keeps its state")
+        panel.barh(0, 0, color=faint(), label="waits, and keeps its state")
         panel.barh(0, 0, color="C2", label=f"new worker 2, forked after {1000 * (forked - killed):.0f} ms")
-        panel.barh(0, 0, color="C1", label=f"connected after {generation['time'] - killed:.2f} s; worker 2 loads")
+        panel.barh(0, 0, color="C3", label=f"connected after {generation['time'] - killed:.2f} s; worker 2 loads")
         panel.set(yticks=range(WORKERS), yticklabels=[f"worker {worker}" for worker in range(WORKERS)])
         panel.set(xlabel="seconds since the kill")
-        panel.invert_yaxis()
         trains = after[0][0] - after[0][2] - killed
         title = f"Training continues {trains:.2f} s after the kill"
         if same:
-            title += f", and all {ITERATIONS} losses and gradient norms equal the values of a run without it"
-        panel.set_title(title, fontsize=10)
-        panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3, fontsize=8, frameon=False)
+            title += f";\nall {ITERATIONS} losses and gradient norms equal the values of a run without it"
+        panel.set_title(title)
+        panel.grid(False, axis="y")
+        arrow = dict(arrowstyle="<->", color=ink(), shrinkA=0, shrinkB=0)
+        panel.annotate("", (0, WORKERS - 0.45), (trains, WORKERS - 0.45), arrowprops=arrow)
+        box = dict(facecolor=paper(), edgecolor="none", pad=1)
+        panel.text(trains / 2, WORKERS - 0.38, f"no useful work for {trains:.2f} s", ha="center", va="top", bbox=box)
+        panel.set_ylim(WORKERS, -0.5)
+        add_legend(panel)
 
 
 def main() -> int:

@@ -29,9 +29,10 @@ from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import command_line, drawing, machine, write_json
+from benchmarks.common import command_line, machine, write_json
 from benchmarks.ettr.predict import Half, Way, expected, halves, predicted
 from benchmarks.live.job import MODEL, PP2_EP2, PROGRAM, Events, Job, launcher
+from moc.plots import add_legend, drawings, faint
 from moc.simulate.policy_costs import RecoveryCosts
 from moc.simulate.profile import Profile, fitted, profile_of
 
@@ -186,14 +187,15 @@ def draw(found: Mapping[str, Mapping[float, Mapping[str, float]]], output: Path)
     """Draws predicted over measured ETTR, and the allowed band."""
     values = [one[kind] for by in found.values() for one in by.values() for kind in ("measured", "predicted")]
     ends = [min(values) - 0.05, max(values) + 0.05]
-    with drawing(output, figsize=(6, 5.5), layout="constrained") as (_, [[panel]]):
-        panel.fill_between(ends, [e - GOAL for e in ends], [e + GOAL for e in ends], color="0.9", label="3 points")
+    for _, [[panel]] in drawings(output, figsize=(6, 7)):
+        panel.fill_between(ends, [e - GOAL for e in ends], [e + GOAL for e in ends], color=faint(), label="3 points")
         for number, (name, by) in enumerate(found.items()):
             for (mean, one), marker in zip(by.items(), "ovsD^", strict=False):
                 how = dict(color=f"C{number}", label=f"{name}, {mean:g}", linestyle="")
                 panel.plot(one["measured"], one["predicted"], marker, **how)
         panel.set(xlabel="ETTR, measured", ylabel="ETTR, predicted", xlim=ends, ylim=ends)
-        panel.legend(fontsize="x-small", title="policy, iterations from fault to fault", title_fontsize="x-small")
+        panel.set_title("ETTR of the simulator and of real runs")
+        add_legend(panel, title="policy, iterations from fault to fault", columns=2)
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

@@ -195,17 +195,6 @@ def print_traceback(error: BaseException) -> None:
     sys.stderr.write(escape_controls("".join(traceback.format_exception(error))))
 
 
-def pyplot() -> Any:
-    """Returns matplotlib's ``pyplot`` for files; text between dollars is not parsed as mathematics."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def check_output(path: str | os.PathLike[str]) -> None:
     """Raises OSError if no file can be created in the directory of ``path``; for use before long work."""
     remove_owned(Path(_created_beside(path)))

@@ -272,6 +272,7 @@ EVENTS = {
             "elapsed_s": "seconds since the previous iteration, without evaluations and saves",
         },
         {
+            "mfu": "model FLOPs utilization: FLOPs of the model, by the peak of all devices; absent on a CPU",
             "plt": "proportion of the experts' tokens that recoveries have lost so far",
             "k_snapshot": "experts of each layer in a snapshot in memory",
             "selective_experts": "experts of each layer in a snapshot, in the mean over layers",
@@ -568,13 +569,17 @@ EVENTS = {
         },
     ),
     "log_failed": EventType(
-        "A log that could not be written can be written again.",
+        "A log that could not be written can be written again, or its values are lost at the end.",
         {
-            "what": "events or tensorboard",
+            "what": "events, tensorboard, wandb or mlflow",
             "lasted_s": "for how long it could not",
             "lost": "lines or values that are lost",
         },
         {"tries": "failed attempts"},
+    ),
+    "end": EventType(
+        "A loss has ended the job; written by the launcher on the node of the first worker.",
+        {"reason": "which worker or node was lost, and how", "code": "exit code of the job"},
     ),
     "exit": EventType(
         "The job ends in good order.",

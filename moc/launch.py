@@ -28,6 +28,7 @@ from pathlib import Path
 import moc
 from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
 from moc.errors import UserError, with_code
+from moc.files.event_log import EVENTS_FILE, append_event
 from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.addresses import interface_address
 from moc.runtime.agent import Agent, ProgramRefusedError
@@ -47,6 +48,10 @@ _log = logging.getLogger("moc")
 
 _NOT_OF_SPARES = ("--", "--standalone", "-m", "--module")
 """Flags that the launcher does not pass on to spares that it starts."""
+
+
+_WORKER_LOGS = "workers"
+"""Name of the directory in a run's log directory with a file for the output of each worker."""
 
 
 class LaunchError(UserError):
@@ -85,7 +90,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("max-restarts", 1000, "workers lost by a signal that are replaced before the job gives up", type=int)
     text = "generations in a row that may lose a worker at one iteration before the job gives up"
     add("max-standstill", MAX_STANDSTILL, text, type=int)
-    add("log-dir", None, "directory for the output of each worker", type=Path)
+    text = (
+        "directory for the output of each worker, which is on the console, too; by default workers/ in the program's\n"
+    )
+    names = "--worker-log-dir", "--worker_log_dir", "--log-dir", "--log_dir"  # the last ones are torchrun's
+    parser.add_argument(*names, type=Path, help=f"{text}--log-dir, if it has one")
     add("silence-timeout", 30.0, "seconds without a heartbeat after which a worker or a node is lost", type=float)
     caps = ",".join(f"{section}={seconds:g}" for section, seconds in progress.HANG_CAPS.items())
     add("hang-timeout", caps, "most seconds that a worker may be in a section before it is replaced; less is learned")
@@ -140,7 +149,7 @@ def parse(arguments: list[str]) -> LauncherFlags:
         is_single_machine=address is None,
         max_restarts=own.max_restarts,
         max_standstill=own.max_standstill,
-        log_dir=own.log_dir,
+        log_dir=own.worker_log_dir,
         silence_timeout_s=own.silence_timeout,
         hang_caps=progress.parse_hang_caps(own.hang_timeout),
         max_wait_s=own.max_wait,
@@ -292,6 +301,8 @@ async def _run(flags: LauncherFlags, token: bytes, reports: bool) -> int:
     signals = Signals()
     if flags.log_dir is not None:
         _make_log_dir(flags.log_dir)
+    elif flags.run_log_dir is not None:
+        flags = dataclasses.replace(flags, log_dir=flags.run_log_dir / _WORKER_LOGS)  # made by the first worker
     async with MonitorProcess(flags.monitor) as monitor:
         return await _run_node(flags, token, signals, reports, monitor)
 
@@ -327,7 +338,7 @@ def _make_log_dir(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(
-            f"--log-dir {directory} cannot be made: {error.strerror}. Fix: correct the path or its permissions",
+            f"--worker-log-dir {directory} cannot be made: {error.strerror}. Fix: correct the path or its permissions",
             code="output-not-writable",
         ) from None
 
@@ -364,6 +375,8 @@ async def _run_agent(
         try:
             with signals.deliver_to(agent.signal):
                 code, led = await agent.run()
+            if agent.loss_at_end is not None:
+                _record_end(agent.loss_at_end, code, flags.run_log_dir, monitor)
             if reports and agent.stopped_by is not None:
                 _log.error("%s", stop_message(agent.stopped_by, code, agent.iteration))
             return code, led
@@ -374,9 +387,18 @@ async def _run_agent(
             _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
 
 
+def _record_end(reason: str, code: int, logs: Path | None, monitor: MonitorProcess) -> None:
+    """Appends the loss that has ended the job to the events of the run, which has no worker left to do this."""
+    path = monitor.events_file or (None if logs is None else logs / EVENTS_FILE)
+    if path is not None:
+        with contextlib.suppress(OSError):  # not written yet, or storage is away
+            append_event(path, "end", reason=reason, code=code)
+
+
 async def _run_spare(flags: LauncherFlags, endpoints: list[str], node: int, signals: Signals) -> None:
     """Runs the launcher of a spare on this machine; it ends when this process dies."""
-    place = "--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)
+    place = ["--node-rank", str(node), "--rdzv-endpoint", ",".join(endpoints)]
+    place += [] if flags.log_dir is None else ["--worker-log-dir", str(flags.log_dir)]
     spare = await child_processes.start("moc.launch", *flags.launcher_arguments, *place, *flags.command)
 
     def pass_on(number: int) -> None:
@@ -398,7 +420,7 @@ def main() -> int:
         flags = dataclasses.replace(flags, monitor=MonitorFlags())
     else:
         try:
-            check_arguments(flags)
+            flags = dataclasses.replace(flags, run_log_dir=check_arguments(flags))
         except TakenError as error:
             print_lines(f"mocrun: error: {with_code(error)}", error=True)
             return REFUSED_EXIT_CODE

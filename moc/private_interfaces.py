@@ -436,6 +436,10 @@ _MEGATRON = (
             preprocess_common_state_dict_fn"""), by_keyword=True), "calls", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.wandb_utils:on_save_checkpoint_success", Parameters(_words("""checkpoint_path tracker_filename
             save_dir iteration"""), only=True), "delays", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.wandb_utils:on_load_checkpoint_success", Parameters(_words("checkpoint_path load_dir"),
+         only=True), "delays", f"{_ENTRY}/checkpoints.py"),
+        (f"{_TRAINING}.wandb_utils:on_save_checkpoint_success", Refers(("get_wandb_writer",)),
+         "replaces a function inside", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.checkpointing:save_checkpoint", Refers(_words("""get_checkpoint_name schedule_async_save
             get_checkpoint_tracker_filename""")), "replaces functions inside", f"{_ENTRY}/checkpoints.py"),
         (f"{_TRAINING}.checkpointing:load_checkpoint", Refers(("read_metadata",)), "replaces functions inside",
@@ -459,6 +463,8 @@ _MEGATRON = (
         (f"{_CORE}.models.gpt.moe_module_specs:get_moe_module_spec_for_backend", Refers(("MoELayer",)),
          "replaces a class inside", f"{_ENTRY}/elastic.py"),
         (f"{_TRAINING}.training:training_log", Refers(("get_num_microbatches",)), "replaces a function inside",
+         f"{_ENTRY}/log.py"),
+        (f"{_CORE}.timers:Timers.write", Refers(("SummaryWriter", "wandb")), "replaces types inside",
          f"{_ENTRY}/log.py"),
         (f"{_TRAINING}.training:preprocess_common_state_dict", Parameters(("common_state_dict",)), "passes",
          f"{_ENTRY}/checkpoints.py"),

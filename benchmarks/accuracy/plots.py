@@ -7,23 +7,23 @@ from pathlib import Path
 
 from benchmarks.accuracy.cells import Plan
 from benchmarks.accuracy.report import summary, yardsticks
-from benchmarks.common import drawing
+from moc.plots import add_legend, drawings, faint, ink
 
-_COLOURS = {"baseline": "black", "W": "tab:blue", "O": "tab:green", "WO": "tab:red", "WO-2L": "tab:orange"}
+_COLOURS = {"baseline": "C6", "W": "C0", "O": "C2", "WO": "C1", "WO-2L": "C3"}
 _WINDOW = 8  # iterations over which a training loss is averaged
 
 
 def plot(samples: list[dict], plan: Plan, path: Path) -> None:
     """Draws all panels from the samples of the JSON file."""
     rows = {(row["kind"], row["cell"]): row for row in summary(samples, plan)}
-    with drawing(path, 2, 3, dpi=110, figsize=(18, 10)) as (figure, [above, below]):
+    for figure, [above, below] in drawings(path, 2, 3, dpi=110, figsize=(18, 11)):
         _grid(above[0], plan, rows, "plt", "(a) lost tokens, % (PLT)", 100, "%.2f")
         _grid(above[1], plan, rows, "difference", "(b) validation loss - that without a fault, 1/1000", 1000, "%+.1f")
         _against_plt(above[2], samples)
         _curves(below[0], samples)
         _differences(below[1], samples)
         _selections(below[2], plan, rows)
-        figure.tight_layout()
+        figure.suptitle("Accuracy with pec: lost tokens and validation loss")
 
 
 def _grid(panel, plan: Plan, rows: dict, what: str, title: str, scale: float, form: str) -> None:
@@ -31,10 +31,11 @@ def _grid(panel, plan: Plan, rows: dict, what: str, title: str, scale: float, fo
     numbers = [[float("nan") if v is None else v * scale for v in row] for row in values]
     limit = 1.5 * max((abs(n) for row in numbers for n in row if n == n), default=0.0) or 1.0  # pale, behind text
     colours, lowest = ("coolwarm", -limit) if what == "difference" else ("Reds", 0.0)
-    panel.imshow(numbers, cmap=colours, vmin=lowest, vmax=limit, aspect="auto", alpha=0.7)
+    panel.imshow(numbers, cmap=colours, vmin=lowest, vmax=limit, aspect="auto")
     for y, row in enumerate(numbers):
         for x, number in enumerate(row):
-            panel.text(x, y, form % number, ha="center", va="center")
+            panel.text(x, y, form % number, ha="center", va="center", color="black")
+    panel.grid(False)
     panel.set_xticks(range(len(plan.intervals)), plan.intervals)
     panel.set_yticks(range(len(plan.ks)), plan.ks)
     panel.set(title=title, xlabel="I_ckpt, iterations", ylabel="K_pec")
@@ -48,10 +49,10 @@ def _against_plt(panel, samples: list[dict]) -> None:
         panel.scatter(lost, differences, marker=marker, label=selection)
     spread = yardsticks(samples)["spread_over_seeds"]
     if spread is not None:
-        panel.axhspan(-spread, spread, color="0.9", zorder=0, label="spread over seeds without a fault")
-    panel.axvline(3.75, color="0.6", linestyle=":", label="3.75 %")
+        panel.axhspan(-spread, spread, color=faint(), zorder=0, label="spread over seeds without a fault")
+    panel.axvline(3.75, color=faint(), linestyle=":", label="3.75 %")
     panel.set(title="(c) each run", xlabel="PLT, %", ylabel="validation loss - that without a fault")
-    panel.legend()
+    add_legend(panel)
 
 
 def _curves(panel, samples: list[dict]) -> None:
@@ -62,9 +63,9 @@ def _curves(panel, samples: list[dict]) -> None:
         losses = [statistics.mean(of_run[i] for of_run in points) for i in iterations]
         panel.plot(iterations, losses, color=_COLOURS[method], label=method)
     _mark_faults(panel, samples)
-    panel.set(title="(d) two nodes, faults dotted", xlabel="iteration", ylabel="validation loss")
+    panel.set(title="(d) two nodes, faults dotted", xlabel="iteration", ylabel="validation loss, nats per token")
     if panel.lines:
-        panel.legend()
+        add_legend(panel)
 
 
 def _differences(panel, samples: list[dict]) -> None:
@@ -78,8 +79,8 @@ def _differences(panel, samples: list[dict]) -> None:
             means = [statistics.mean(off[max(0, i - _WINDOW) : i]) for i in range(1, len(off) + 1)]
             panel.plot(range(1, len(off) + 1), means, color=_COLOURS[method], label=method)
     _mark_faults(panel, samples)
-    panel.axhline(0, color="black", linewidth=0.8)
-    panel.set(title=f"(e) training loss - baseline's, mean of {_WINDOW}", xlabel="iteration")
+    panel.axhline(0, color=ink(), linewidth=0.8)
+    panel.set(title=f"(e) training loss - baseline's, mean of {_WINDOW}", xlabel="iteration", ylabel="nats per token")
 
 
 def _selections(panel, plan: Plan, rows: dict) -> None:
@@ -91,7 +92,7 @@ def _selections(panel, plan: Plan, rows: dict) -> None:
         panel.bar_label(bars, texts, fontsize=8)
     panel.set_xticks(range(len(plan.by_load)), [f"K={k} I={i}" for k, i in plan.by_load])
     panel.set(title="(f) by selection: PLT, and above it (b) of that run", ylabel="PLT, %")
-    panel.legend()
+    add_legend(panel)
 
 
 def _by_method(samples: list[dict]) -> dict[str, list[dict]]:
@@ -104,4 +105,4 @@ def _by_method(samples: list[dict]) -> dict[str, list[dict]]:
 
 def _mark_faults(panel, samples: list[dict]) -> None:
     for fault in next((s["faults"] for s in samples if s["kind"] == "curve"), ()):
-        panel.axvline(fault, color="0.6", linestyle=":")
+        panel.axvline(fault, color=faint(), linestyle=":")

@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks import common
 from benchmarks.overhead.figures import LEVELS, TARGETS
 from benchmarks.overhead.methods import METHODS
+from moc.plots import drawings
 
 WIDTH = 150  # columns of a table
 _SECONDS = {  # columns: key of a summary, and digits
@@ -79,17 +80,17 @@ def _sentences(label: str, ratios: dict[str, float]) -> list[str]:
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
     """Draws an iteration with a snapshot for each method, one panel per layout."""
-    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
+    for figure, [panels] in drawings(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4.5)):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             _bars(panel, told)
             panel.set(title=layout, xlabel="seconds of an iteration with a snapshot")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
-        figure.tight_layout(rect=(0, 0.13, 1, 1))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.suptitle("Iterations with a snapshot")
 
 
 def plot_durations(layouts: dict[str, dict], path: Path) -> None:
     """Draws T_snapshot and T_persist of each method, and forward and backward, which can hide the first (Figure 11)."""
-    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4)) as (figure, [panels]):
+    for figure, [panels] in drawings(path, columns=len(layouts), dpi=150, figsize=(8 * len(layouts), 4.5)):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             count, labels = len(told["methods"]), [METHODS[name].label for name in told["methods"]]
             for shift, (part, color) in enumerate((("t_snapshot", "#dd8452"), ("t_persist", "#3b6ea5"))):
@@ -101,8 +102,8 @@ def plot_durations(layouts: dict[str, dict], path: Path) -> None:
             panel.set_yticks([count - 1.19 - place for place in range(count)], labels)
             panel.set(title=layout, xlabel="seconds")
             panel.margins(x=0.12)
-        panels[0].legend(fontsize=8, loc="lower right")
-        figure.tight_layout()
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.suptitle("Duration of snapshots, and of forward and backward (F&B)")
 
 
 def segments(told: dict) -> dict[str, list[float]]:

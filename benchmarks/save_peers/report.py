@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import common
 from benchmarks.save_peers.cases import CASES, OURS
+from moc.plots import add_legend, drawings
 
 WIDTH = 120  # columns of a table
 TARGETS = {  # ours relative to peers and to the machine
@@ -101,7 +102,7 @@ def lines(told: dict) -> list[str]:
 
 def plot(layouts: dict[str, dict], path: Path) -> None:
     """Draws bars of stall and overhead for each save method; one panel per layout."""
-    with common.drawing(path, columns=len(layouts), dpi=150, figsize=(7 * len(layouts), 4.5)) as (figure, [panels]):
+    for figure, [panels] in drawings(path, columns=len(layouts), dpi=150, figsize=(7 * len(layouts), 5)):
         for panel, (layout, told) in zip(panels, layouts.items(), strict=True):
             names = list(told["cases"])[::-1]
             places = range(len(names))
@@ -112,5 +113,5 @@ def plot(layouts: dict[str, dict], path: Path) -> None:
             panel.set_yticks(places, [CASES[name].label for name in names])
             panel.margins(x=0.12)
             panel.set(title=layout, xlabel="seconds for each save")
-            panel.legend()
-        figure.tight_layout()
+            add_legend(panel)
+        figure.suptitle("Time of a save that training waits for")

@@ -23,6 +23,7 @@ from megatron.pretraining.engine.schedule import Schedule, Turns, drop_unfinishe
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
 from megatron.pretraining.logging.records import EventRecorder
+from megatron.pretraining.logging.startup import DataSizes
 from megatron.pretraining.process.initialize import world_of
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -166,6 +167,7 @@ class WorkerParts:
         train_iters: iterations of the whole run.
         vocabulary_rows: rows of the embedding.
         data: identity of the data that this worker reads, or once the generation has started, any worker.
+        data_sizes: sizes of the training data, if this worker reads files.
         session: session of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
         remains: state that this worker keeps when another worker is lost.
@@ -188,6 +190,7 @@ class WorkerParts:
     log: EventRecorder
     auto: AutoPolicy | None
     data: DataIdentity | None = None
+    data_sizes: DataSizes | None = None
     session: Session | None = None
     checkpoints: Saves | None = None
     remains: LocalRemains = field(default_factory=LocalRemains)

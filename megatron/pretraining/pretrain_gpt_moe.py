@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 
 from moc.runtime import environment
+from moc.runtime.program import RunDirectories
 from moc.runtime.progress import PROGRESS
 from moc.runtime.termination import die_by_signal, end_on_signals, stop_message
 
@@ -33,11 +34,11 @@ def end_at_once(program: str) -> None:
 _ENTRY = "megatron.pretraining.entry"
 
 
-def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> str | None:
+def check_arguments(arguments: list[str], least_nodes: int, nodes: int, per_node: int) -> RunDirectories | None:
     """Exits with a message if the command line has a wrong option, value or path, for a launcher that starts workers.
 
     The process that the workers are forked from also checks combinations (:mod:`megatron.pretraining.entry.words`).
-    Returns the directory or URL of the snapshots, if it is known.
+    Returns the directories of the run, if they are known.
     """
     words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
     return words.check_arguments(sys.argv[0], arguments, (least_nodes, nodes, per_node), defaults)

@@ -19,6 +19,19 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.engine.schedule import Turns
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
+from megatron.pretraining.logging.records import print_rank_0
+from megatron.pretraining.logging.startup import (
+    describe_data,
+    describe_devices,
+    describe_layout,
+    describe_logs,
+    describe_parameters,
+    describe_policy,
+    gather_facts,
+    stage_lines,
+    summary_lines,
+    versions,
+)
 from megatron.pretraining.parts import Callback, TrainingRun, WorkerParts
 from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
@@ -62,6 +75,9 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     phases.done("load")
 
     splits = _splits_with_data(parts)
+    if world.job.term[1] == 0:  # a replaced worker joins others that have been described
+        _describe(parts, session, engine, topology)
+        phases.done("describe")
     log.events.write(
         "start",
         iteration=position.iteration,
@@ -120,6 +136,23 @@ def _callbacks(parts: WorkerParts, engine: MegatronEngine, session: Session) -> 
         *(() if parts.moving is None else parts.moving.callbacks(parts, engine, session)),
         *(() if parts.auto is None else (PolicySwitch(parts.auto),)),
     )
+
+
+def _describe(parts: WorkerParts, session: Session, engine: MegatronEngine, topology: Topology) -> None:
+    """Prints what the run is, before its first iteration; a collective call."""
+    config, world = parts.config, parts.world
+    workers = gather_facts(world, count_parameters(parts.chunks))
+    samples = parts.train_iters * topology.global_batch_size
+    summary: dict[str, str | list[str]] = {
+        "versions": versions(),
+        "devices": describe_devices(workers),
+        "layout": [describe_layout(config, world), *stage_lines(workers, engine.stages)],
+        "parameters": describe_parameters(engine.operators, config.moe.moe_router_topk or 1),
+        "data": describe_data(parts.data_sizes, samples, config.data.seq_length),
+        "policy": describe_policy(session.policy, config.snapshot.ckpt_tier),
+        "logs": describe_logs(config),
+    }
+    print_rank_0(world, " the run, besides the options above:", *summary_lines(summary))
 
 
 def _splits_with_data(parts: WorkerParts) -> set[str]:

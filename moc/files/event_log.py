@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 from moc.errors import UserError
 from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Seconds
-from moc.files.safe_directory import SafeDirectory
+from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.files.text import short_repr
 
 EVENTS_FILE = "events.jsonl"
@@ -40,7 +42,7 @@ _FIELDS_BY_TYPE = {
     float | None: "loss grad_norm learning_rate perplexity",
     _Measured: "hhi skewness plt upstream_log_bytes upstream_log_iterations sparse_window gradient_window k_snapshot "
     "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
-    "storage_age storage_overdue mlt_storage max_violation dropped_share",
+    "storage_age storage_overdue mlt_storage max_violation dropped_share mfu",
 }
 _KnownFields = msgspec.defstruct(
     "_Fields",
@@ -117,6 +119,22 @@ def _event_of(fields: dict[str, Any]) -> Event:
             code="events-newer",
         )
     return Event(fields)
+
+
+def append_event(path: str | Path, event_type: str, **fields: object) -> None:
+    """Appends an event to an existing file, for processes other than the workers.
+
+    Raises:
+        OSError: the file does not exist, or cannot be written.
+    """
+    line = json.dumps({"type": event_type, "time": round(time.time(), 3), **fields}).encode() + b"\n"
+    descriptor = open_without_links(path, os.O_RDWR | os.O_APPEND)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a killed worker
+        os.write(descriptor, b"\n" * is_torn + line)
+    finally:
+        os.close(descriptor)
 
 
 class EventFollower:

@@ -21,6 +21,7 @@ _OF_ITERATION = {
     "grad_norm": ("moc_gradient_norm", "L2 norm of all gradients before clipping."),
     "loss_scale": ("moc_loss_scale", "Loss scale of fp16."),
     "elapsed_s": ("moc_iteration_seconds", "Seconds of the newest iteration."),
+    "mfu": ("moc_mfu_ratio", "Model FLOPs utilization of the newest iteration; absent on a CPU."),
     "plt": ("moc_tokens_lost_ratio", "Share of the experts' tokens that recoveries have lost."),
     "tokens_owed": ("moc_tokens_owed", "Lost tokens that experts still have to compensate."),
     "mlt": ("moc_tokens_at_risk_iterations", "Iterations of tokens that the loss of a worker would lose."),
@@ -132,6 +133,8 @@ def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
     failed |= {"late snapshot": state.of_type("save_skipped").count, "log": state.of_type("log_failed").count}
     failed |= {"copy": state.of_type("copy_missing").count, "abandoned snapshot": state.of_type("abandoned").count}
     yield _counter("moc_failed_writes", "Snapshots, checkpoints, copies and logs not written.", "what", failed)
+    lost = state.of_type("log_failed").sum("lost")
+    yield _counter("moc_log_values_lost", "Lines and values of logs that are lost.", lost)
     if (placement := state.newest.get("placement")) is not None:
         yield _gauge("moc_snapshot_replicas", "Copies of each node's snapshots.", placement.get("replicas", 0))
         survival = placement.get("survival", {})

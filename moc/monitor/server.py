@@ -23,14 +23,15 @@ from pathlib import Path
 
 from moc.cli_output import Parser, ToolError, escapes_output, log_to_stderr, refused
 from moc.errors import warning
-from moc.files.event_log import events_file
+from moc.files.event_log import EVENTS_FILE, events_file
+from moc.files.safe_directory import remove_owned
 from moc.monitor import page
 from moc.monitor.process import EventHook, Monitor
 from moc.monitor.summary import summarize
 from moc.runtime.addresses import is_loopback, listening_socket
-from moc.runtime.child_processes import attach_to_parent
+from moc.runtime.child_processes import PARENT
 from moc.runtime.environment import EVENTS_LINK
-from moc.runtime.monitor_process import CANNOT_SERVE, PAGE_FILE, TOKEN_VARIABLE
+from moc.runtime.monitor_process import CANNOT_SERVE, END_S, PAGE_FILE, TOKEN_VARIABLE
 
 _log = logging.getLogger("moc")
 
@@ -212,12 +213,17 @@ async def run(arguments: argparse.Namespace) -> int:
     runners = await _serve(arguments, monitor, token)
     if not runners and arguments.on_event is None:
         return CANNOT_SERVE
-    tasks = [monitor.follow_events(), monitor.run_hook()]
+    tasks = [asyncio.create_task(monitor.follow_events()), asyncio.create_task(monitor.run_hook())]
     if link is not None:
         reader = asyncio.StreamReader(_LINE_BYTES)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        tasks.append(monitor.read_launcher(reader))
-    await asyncio.gather(*tasks)
+        await monitor.read_launcher(reader)
+        await asyncio.wait(tasks, timeout=END_S)
+    else:
+        expected = source_path if (source_path := Path(source)).suffix == ".jsonl" else source_path / EVENTS_FILE
+        if not expected.exists():
+            _log.warning("waiting for %s, which does not exist yet", expected)
+        await asyncio.gather(*tasks)
     for runner in runners:
         await runner.cleanup()
     return 0
@@ -258,14 +264,17 @@ def main(argv: list[str] | None = None) -> int:
                 "there is nothing to do. Fix: give --dashboard-port, --metrics-port or --on-event", code="nothing-to-do"
             ),
         )
-    if arguments.directory is not None:
-        attach_to_parent()
+    launcher = int(os.environ.pop(PARENT, os.getppid()))
     os.nice(10)
     log_to_stderr()
     try:
         return asyncio.run(run(arguments))
     except KeyboardInterrupt:
         return 0
+    finally:
+        if arguments.directory is not None and os.getppid() != launcher:  # it was killed, and cannot clean up
+            with contextlib.suppress(OSError):
+                remove_owned(arguments.directory)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
         "loss, nats per token": "-" if loss is None else f"{loss:.4f}",
         "tokens per second": speed,
         "seconds of an iteration": f"{state.iteration_s:.3g}",
+        **({"MFU": f"{100 * mfu:.1f} %"} if (mfu := newest.get("mfu")) is not None else {}),
         "ETTR": f"{state.ettr:.3f}",
         "workers": f"{state.workers:,}",
         "recoveries": f"{len(state.recoveries):,}",

@@ -47,7 +47,7 @@ def summarize_moves(state: RunState) -> Moves | None:
 
 
 GAUGES = (
-    *("hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
+    *("mfu", "hhi", "skewness", "plt", "upstream_log_bytes", "upstream_log_iterations"),
     *("sparse_window", "gradient_window", "k_snapshot", "k_persist", "snapshot_interval"),
     *("selective_experts", "selective_copies", "selective_gradients", "mlt", "mlt_peers", "bubble_share"),
     *("storage_age", "storage_overdue", "mlt_storage", "max_violation", "dropped_share"),

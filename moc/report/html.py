@@ -14,17 +14,21 @@ _STYLE = """\
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 1.5rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top; white-space: pre-line; }
-th { opacity: .7; } div { overflow-x: auto; } img { max-width: 100%; background: #fff; }
+th { opacity: .7; } div { overflow-x: auto; } img { max-width: 100%; }
 """
 
 Section = tuple[str, Sequence[str], Iterable[Sequence[str]]]
 """Title of a table, titles of its columns, and its rows."""
 
 
-def write_html(path: str, title: str, picture: bytes, sections: Iterable[Section]) -> None:
-    """Writes a picture (PNG) and tables to an HTML file; replaces it atomically.  Tables without rows are left out."""
-    encoded = base64.b64encode(picture).decode()
-    image = f'<img alt="progress, and uses of the wall clock" src="data:image/png;base64,{encoded}">'
+def write_html(path: str, title: str, light: bytes, dark: bytes, sections: Iterable[Section]) -> None:
+    """Writes a picture (PNG, light and dark) and tables to an HTML file; replaces it atomically.
+
+    Tables without rows are left out.
+    """
+    urls = [f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in (light, dark)]
+    image = f'<img alt="progress, and uses of the wall clock" src="{urls[0]}">'
+    image = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls[1]}">{image}</picture>'
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = f"<h1>{escape(title)}</h1>{image}{''.join(_section(*section) for section in sections)}"
     with replacing(path) as name:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from moc.cli_output import Parser, ToolError, escapes_output, print_lines, pyplot, refused, replacing
+from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
 from moc.files.event_log import events_file, read_events
+from moc.plots import MARKS_PAD, Mark, add_legend, add_marks, distinct_names, drawings, ink
 from moc.simulate.profile import ByIteration
 
 EXTRA_FIELDS = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
-RESUME_COLOR = "0.75"
 
 EPILOG = """\
 examples:
@@ -23,7 +25,7 @@ examples:
       --extra learning-rate grad-norm
 
 The thin line is the training loss of each iteration, the thick one their moving average, dots are the
-validation loss; a light vertical line marks where a run was resumed."""
+validation loss; dashed lines mark where a run resumed, and why. NAME_dark.png is the same for dark pages."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
                 "there is no loss to draw in these events. Fix: give events of a run that has trained",
                 code="run-too-short",
             )
-        figure = draw_loss_curves(runs, args.title, args.smoothing, args.extra)
-        with replacing(args.output) as name:
-            figure.savefig(name, format="png", dpi=120)
+        draw_loss_curves(args.output, runs, args.title, args.smoothing, args.extra)
     except (ToolError, ValueError, OSError) as error:
         return refused("plot_loss", error, args.output)
     points = sum(len(run.training) for run in runs)
@@ -86,20 +86,23 @@ def _event_files(args: argparse.Namespace) -> list[Path]:
 class LossCurve:
     """Contents of one events.jsonl, by iteration."""
 
-    name: str
+    directory: Path
     training: ByIteration[Mapping] = field(default_factory=ByIteration)
     """Events of type "iteration"."""
     validation: ByIteration[float] = field(default_factory=ByIteration)
-    resumed_at: list[int] = field(default_factory=list)
+    resumed: list[Mark] = field(default_factory=list)
+    """Where the run resumed, and after which loss."""
+    _time: float = 0.0  # of the newest iteration
+    _lost: str = ""  # reason of the newest loss, until the run resumes
 
     def select_iterations(self, start: int, end: int | None) -> LossCurve:
         """Returns the part of the run from iteration `start` to `end`, inclusive; None is the run's own end."""
         stop = math.inf if end is None else end
         return LossCurve(
-            self.name,
+            self.directory,
             ByIteration((i, event) for i, event in self.training.items() if start <= i <= stop),
             ByIteration((i, loss) for i, loss in self.validation.items() if start <= i <= stop),
-            [i for i in self.resumed_at if start <= i <= stop],
+            [mark for mark in self.resumed if start <= mark.at <= stop],
         )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -110,10 +113,16 @@ class LossCurve:
     def add(self, event: Mapping) -> None:
         """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
         kind, iteration = event.get("type"), event.get("iteration")
+        if kind == "generation":
+            rank = event.get("rank")
+            how = "killed" if event.get("signal") == signal.SIGKILL else "lost"
+            self._lost = "node lost" if rank is None else f"worker {rank} {how}"
         if not isinstance(iteration, int):
             return
+        if kind == "iteration":
+            self._time = event.get("time", 0.0)
         if kind == "start":
-            self._discard_after(iteration)
+            self._discard_after(iteration, event.get("time", 0.0) - self._time)
         elif kind == "iteration" and not event.get("skipped"):
             self.training[iteration] = event
         elif kind == "iteration":
@@ -121,14 +130,15 @@ class LossCurve:
         elif kind == "evaluation" and event.get("split", "valid") == "valid" and _is_finite(event.get("loss")):
             self.validation[iteration] = event["loss"]
 
-    def _discard_after(self, iteration: int) -> None:
+    def _discard_after(self, iteration: int, dead_s: float) -> None:
         # iterations after the checkpoint are undone, even if the resumed run has not reached them yet
         self.training.undo(iteration)
         self.validation.undo(iteration)
-        while self.resumed_at and self.resumed_at[-1] > iteration:
-            self.resumed_at.pop()
+        while self.resumed and self.resumed[-1].at > iteration:
+            self.resumed.pop()
         if iteration > 0:
-            self.resumed_at.append(iteration)
+            self.resumed.append(Mark(iteration, self._lost or "restarted", max(0.0, dead_s), iteration))
+        self._lost = ""
 
 
 def _is_finite(value) -> bool:
@@ -137,60 +147,60 @@ def _is_finite(value) -> bool:
 
 def read_loss_curve(path: Path) -> LossCurve:
     """Reads an events.jsonl, whose directory names the run; raises OSError and ValueError as :func:`read_events`."""
-    run = LossCurve(path.absolute().parent.name)
+    run = LossCurve(path.absolute().parent)
     for event in read_events(path):
         run.add(event)
     return run
 
 
 def smooth(values: list[float], width: int) -> list[float]:
-    """Returns the moving average with up to `width` neighbours on each side; fewer, symmetrically, near the ends."""
-    sums = [0.0, *itertools.accumulate(values)]
-    means = []
-    for i in range(len(values)):
-        near = min(width, i, len(values) - 1 - i)
-        means.append((sums[i + near + 1] - sums[i - near]) / (2 * near + 1))
-    return means
+    """Returns the moving average with `width` neighbours on each side, for values that have as many.
+
+    The result has `2 * width` values less: an average of fewer values would bend at the ends.
+    """
+    sums, count = [0.0, *itertools.accumulate(values)], 2 * width + 1
+    return [(sums[begin + count] - sums[begin]) / count for begin in range(len(values) - count + 1)]
 
 
-def draw_loss_curves(runs: list[LossCurve], title: str, smoothing: int, extra: list[str]):
-    """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel; returns the figure."""
+def draw_loss_curves(path: str, runs: list[LossCurve], title: str, smoothing: int, extra: list[str]) -> None:
+    """Draws the runs, one colour each, with up to two keys of `EXTRA` in a second panel, as a PNG and its dark twin."""
     if smoothing < 0:
         raise ToolError("--smoothing is negative. Fix: pass 0 or more", code="value-out-of-range")
     heights = [3, 1] if extra else [1]
-    figure, panels = pyplot().subplots(
-        len(heights),
-        sharex=True,
-        squeeze=False,
-        figsize=(9, 7 if extra else 5),
-        height_ratios=heights,
-        layout="constrained",
-    )
-    for number, run in enumerate(runs):
-        _draw_loss(panels[0, 0], run, f"C{number}", smoothing, run.name if len(runs) > 1 else "")
-    panels[0, 0].set(ylabel="loss", title=title)
-    panels[0, 0].legend()
-    if extra:
-        _draw_extra(panels[1, 0], runs, extra)
-    for panel in panels[:, 0]:
-        panel.grid(alpha=0.3)
-        resumed = sorted({i for run in runs for i in run.resumed_at})
-        panel.vlines(resumed, 0, 1, transform=panel.get_xaxis_transform(), color=RESUME_COLOR, linewidth=1, zorder=0)
-    panels[-1, 0].set_xlabel("iteration")
-    return figure
+    how: dict[str, Any] = dict(sharex=True, figsize=(9, 7.5 if extra else 5.5), height_ratios=heights)
+    names = distinct_names([run.directory for run in runs])
+    for _, panels in drawings(path, len(heights), **how):
+        draw_losses(panels[0, 0], dict(zip(names, runs, strict=True)), title, smoothing)
+        if extra:
+            _draw_extra(panels[1, 0], runs, extra)
+        panels[-1, 0].set_xlabel("iteration")
+        add_legend(panels[0, 0])
+
+
+def draw_losses(panel, runs: Mapping[str, LossCurve], title: str, smoothing: int) -> None:
+    """Draws training and validation losses of runs by name, and marks where they resumed."""
+    for number, (name, run) in enumerate(runs.items()):
+        _draw_loss(panel, run, f"C{number}", smoothing, f"{name}, " if len(runs) > 1 else "")
+    for number, run in enumerate(runs.values()):
+        add_marks(panel, run.resumed, f"C{number}" if len(runs) > 1 else ink())
+    shown = title or f"Loss of {', '.join(runs)}"
+    panel.set_title(shown, pad=MARKS_PAD if any(run.resumed for run in runs.values()) else None)
+    panel.set_ylabel("loss, nats per token")
 
 
 def _draw_loss(panel, run: LossCurve, color: str, smoothing: int, name: str) -> None:
-    label = f"{name} training" if name else "training"
     iterations, losses = run.series("loss")
-    raw = {"linewidth": 0.6, "alpha": 0.45} if smoothing else {"linewidth": 1, "label": label}
-    panel.plot(iterations, losses, color=color, **raw)
-    if smoothing:
-        panel.plot(iterations, smooth(losses, smoothing), color=color, linewidth=1.8, label=label)
+    width = min(smoothing, (len(losses) - 1) // 8)
+    if width > 0:
+        panel.plot(iterations, losses, color=color, linewidth=0.6, alpha=0.45, label=f"{name}training")
+        label = f"{name}mean of {2 * width + 1} iterations"
+        panel.plot(iterations[width:-width], smooth(losses, width), color=color, linewidth=1.8, label=label)
+    else:
+        panel.plot(iterations, losses, color=color, linewidth=1, label=f"{name}training")
     if run.validation:
         points = sorted(run.validation.items())
-        style = {"marker": "o", "markersize": 5, "markeredgecolor": "black", "linestyle": "none"}
-        panel.plot(*zip(*points, strict=True), color=color, label=label.replace("training", "validation"), **style)
+        style = {"marker": "o", "markersize": 5, "markeredgecolor": ink(), "linestyle": "none"}
+        panel.plot(*zip(*points, strict=True), color=color, label=f"{name}validation", **style)
 
 
 def _draw_extra(panel, runs: list[LossCurve], extra: list[str]) -> None:

@@ -11,26 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moc.cli_output import Parser, console, escapes_output, human, print_lines, pyplot, refused, replacing
+from moc.cli_output import Parser, console, escapes_output, human, print_lines, refused, replacing
 from moc.errors import code_of
 from moc.files.event_log import events_file, read_events
 from moc.files.safe_directory import SafeDirectory
+from moc.plots import THEMES, theme_path
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
 from moc.report.html import Section, write_html
+from moc.report.pictures import PART_TITLES, draw_report
 from moc.report.wall_clock import PHASES, Event, RecoveryTimes
-
-PART_TITLES = {
-    "useful_s": "useful work",
-    "stalls_s": "stalls for snapshots",
-    "slower_s": "slower iterations",
-    "again_s": "computing again",
-    "recoveries_s": "recoveries",
-    "stopped_s": "until started again",
-    "start_up_s": "start-up",
-    "pauses_s": "evaluation, saves",
-    "other_s": "other",
-}
-"""Titles of the fields of :class:`moc.report.wall_clock.Spent`, in table order."""
 
 _MOST_PICTURE_BYTES = 64 << 20
 _SETTINGS = {
@@ -356,79 +345,11 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
 }
 
 
-def draw_report(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    """Draws runs, with the events of each, into a PNG; replaces it atomically."""
-    varies = any(len({period.workers for period in run.periods}) > 1 for run in runs)
-    panels = [_draw_progress, *([_draw_workers] if varies else []), _draw_parts]
-    panels += [_draw_skewness] if any("skewness" in run.gauges for run in runs) else []
-    plots = pyplot()
-    figure, axes = plots.subplots(len(panels), figsize=(9, 3.2 * len(panels)), layout="constrained", squeeze=False)
-    try:
-        for panel, draw in zip(axes[:, 0], panels, strict=True):
-            draw(panel, runs, events)
-        with replacing(path) as name:
-            figure.savefig(name, format="png", dpi=120)
-    finally:
-        plots.close(figure)
-
-
-def _draw_progress(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
-        trained = [event for event in run_events if event["type"] == "iteration"]
-        times, iterations = zip(*((e["time"] - run.began, e["iteration"]) for e in trained), strict=True)
-        panel.plot(times, iterations, color=f"C{number}", label=f"{run.name} (ETTR {run.ettr:.3f})")
-        for recovery in run.each:
-            panel.axvline(recovery.time - run.began, color=f"C{number}", linewidth=0.8, linestyle=":")
-    panel.set(xlabel="seconds since the begin; dotted: after a recovery", ylabel="iteration")
-    panel.grid(alpha=0.3)
-    panel.legend(loc="upper left")
-
-
-def _draw_workers(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    for number, run in enumerate(runs):
-        edges = [(edge, one.workers) for one in run.periods for edge in (one.began_s, one.ended_s)]
-        panel.plot(*zip(*edges, strict=True), color=f"C{number}", linewidth=0.8, linestyle=":")
-        for period in run.periods:
-            panel.plot(
-                (period.began_s, period.ended_s), (period.workers, period.workers), color=f"C{number}", linewidth=2.5
-            )
-    panel.set(xlabel="seconds since the start; dotted: no worker trained", ylabel="workers that train", ylim=(0, None))
-    panel.yaxis.get_major_locator().set_params(integer=True)
-    panel.grid(alpha=0.3)
-
-
-def _draw_parts(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    left = [0.0] * len(runs)
-    for number, (name, title) in enumerate(PART_TITLES.items()):
-        shares = [max(0.0, _drawn_seconds(run, name)) / run.wall_s for run in runs]
-        if any(shares):
-            panel.barh([run.name for run in runs], shares, left=left, color=f"C{number}", label=title)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
-    panel.set(xlabel="share of the wall clock")
-    panel.invert_yaxis()
-    panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, fontsize="small")
-
-
-def _drawn_seconds(run: Report, name: str) -> float:
-    """Returns the seconds to draw; a negative ``slower_s`` is subtracted from the useful time."""
-    faster_s = min(0.0, run.spent.slower_s) if name == "useful_s" else 0.0
-    return getattr(run.spent, name) + faster_s
-
-
-def _draw_skewness(panel, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
-    for number, (run, run_events) in enumerate(zip(runs, events, strict=True)):
-        points = {event["iteration"]: event["skewness"] for event in run_events if "skewness" in event}
-        if points:
-            panel.plot(points.keys(), points.values(), color=f"C{number}", label=run.name)
-    panel.set(xlabel="iteration", ylabel="skewness of experts", ylim=(0, None))
-    panel.grid(alpha=0.3)
-    panel.legend()
-
-
 def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         draw_report(f"{directory}/report.png", runs, events)
-        picture = SafeDirectory(directory).read("report.png", _MOST_PICTURE_BYTES)
+        names = [theme_path("report.png", theme).name for theme in THEMES]
+        light, dark = (SafeDirectory(directory).read(name, _MOST_PICTURE_BYTES) for name in names)
     names = [run.name for run in runs]
     sections: list[Section] = [
         (title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines])
@@ -437,7 +358,7 @@ def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Eve
     for run in runs:
         sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, map(incident_cells, run.each)))
         sections.append((f"Choices of {run.name}", (), ([line] for line in choice_lines(run))))
-    write_html(path, f"Report of {', '.join(names)}", picture, sections)
+    write_html(path, f"Report of {', '.join(names)}", light, dark, sections)
 
 
 EPILOG = """\
@@ -459,7 +380,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("events", nargs="+", metavar="EVENTS", help="events.jsonl files, or directories with one")
     parser.add_argument("--json", metavar="FILE", help="write all figures, and every recovery, to FILE")
     parser.add_argument("--html", metavar="FILE", help="write the report and its picture to one HTML file")
-    parser.add_argument("--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness")
+    parser.add_argument(
+        "--plot", metavar="PNG", help="draw progress, parts of the wall clock and skewness, and the same as *_dark.png"
+    )
     return parser
 
 

@@ -95,7 +95,8 @@ class RunState:
         periods: periods of training, with the number of workers in each.
         validation: newest validation loss, by split.
         recent: newest events of types that do not occur in each iteration.
-        ended: reason of the orderly exit; None if training has begun since, or did not end in good order.
+        ended: reason of the exit, or of the loss that ended the job; None if it is not known, or training has begun
+            since.
         time: Unix seconds of the newest event; 0 without events.
     """
 
@@ -182,8 +183,8 @@ class RunFold:
             times[:] = [time, times[1] + 1] if times else [time, 1]
         elif kind == "evaluation":
             self._validation[event["split"]] = event["loss"]
-        if kind in ("start", "exit"):
-            self._ended = event.get("reason") if kind == "exit" else None
+        if kind in ("start", "exit", "end"):
+            self._ended = None if kind == "start" else event.get("reason")
 
     def snapshot(self) -> RunState:
         """Returns the state after all events that were added."""

@@ -94,6 +94,7 @@ class Agent:
         self._unacknowledged: dict[
             str, tuple[_WorkerProcess, int]
         ] = {}  # workers whose exit the controller has not acknowledged
+        self._runs_first_worker = False
         self._end: asyncio.Future[dict] = asyncio.get_running_loop().create_future()
         self._address = self._replica_server = ""  # set by run()
         self._lease = Lease.create()
@@ -183,6 +184,14 @@ class Agent:
         lease_s = None if math.isinf(left) else round(left, 3)
         node = {"node": self._flags.node_rank, "per_node": self._flags.nproc_per_node, "workers": workers}
         return node | {"control": self._link.state, "leader": self._link.leader, "lease_s": lease_s}
+
+    @property
+    def loss_at_end(self) -> str | None:
+        """The loss that has ended the job, if this node ran the first worker; None in good order, or while it runs."""
+        if not (self._runs_first_worker and self._end.done()):
+            return None
+        end = self._end.result()
+        return end["reason"] if end["code"] and end["code"] != DEPARTED and end["asked"] is None else None
 
     @property
     def stopped_by(self) -> int | None:
@@ -360,6 +369,7 @@ class Agent:
         )
         worker.is_joining, worker.size, worker.partial_model_parts = order["guest"], order["size"], order["helpers"]
         self._workers[worker.name] = worker
+        self._runs_first_worker |= worker.rank == 0
         self._generation = max(self._generation, generation)
         values = {
             "RANK": worker.rank,
@@ -380,6 +390,7 @@ class Agent:
             environment.SILENCE_TIMEOUT: self._flags.silence_timeout_s,
         } | self._interface_variables()
         logs = self._flags.log_dir
+        values |= {} if logs is None else {environment.OUTPUT_DIRECTORY: logs}
         output = None if logs is None else str(logs / f"rank_{worker.rank:05d}.log")
         self._send_to_forkserver(
             {"start": worker.name, "output": output, "environment": {k: str(v) for k, v in values.items()}}

@@ -605,6 +605,7 @@ class Controller:
 def _end_fields(end: End) -> dict:
     return {
         "code": end.code,
+        "reason": end.reason,
         "leaving": end.workers_exiting,
         "gives_back": end.released_memory,
         "asked": end.stop_signal,

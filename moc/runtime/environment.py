@@ -44,6 +44,9 @@ MONITOR = "MOC_MONITOR"
 EVENTS_LINK = "events"
 """Name of the link to the event file in that directory."""
 
+OUTPUT_DIRECTORY = "MOC_OUTPUT"
+"""Directory of the files with the workers' output; unset without such files."""
+
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables with the network interfaces of gloo and NCCL."""
 

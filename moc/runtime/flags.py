@@ -36,7 +36,7 @@ class LauncherFlags:
     is_single_machine: bool  # single-machine job, whose spares are child processes of this launcher
     max_restarts: int  # lost workers that are replaced before the job gives up
     max_standstill: int  # generations in a row that may lose a worker at one iteration before the job gives up
-    log_dir: Path | None  # for the workers' output; None to inherit this process's streams
+    log_dir: Path | None  # for copies of the workers' output; None for no copies
     silence_timeout_s: float  # seconds of silence after which a worker or a node is lost
     hang_caps: dict[str, float]  # by section, most seconds of a worker in it: see moc.runtime.progress
     max_wait_s: float  # seconds to wait for missing nodes
@@ -47,6 +47,7 @@ class LauncherFlags:
     launcher_arguments: list[str]  # the flags as given, for spares
     command: list[str]  # script and arguments
     monitor: MonitorFlags = MonitorFlags()
+    run_log_dir: Path | None = None  # of the program's events, if it is known
 
     @property
     def max_workers(self) -> int:

@@ -176,7 +176,7 @@ class Forkserver:
             os.environ.update(order["environment"])
             _raise_descriptor_limit()
             if order["output"] is not None:
-                _redirect_output(order["output"])
+                _copy_output(order["output"])
             if not self._can_fork:
                 flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
                 code = (
@@ -205,16 +205,24 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _redirect_output(path: str) -> None:
-    """Redirects this process's output to a file; on failure the launcher's output is kept."""
+def _copy_output(path: str) -> None:
+    """Copies this process's output to a file and to the console; on failure, only to the console.
+
+    A process ``tee`` for each stream outlives this process, so that its last output is in the file, too.
+    """
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        output = open_without_links(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = open_without_links(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            reader, writer = os.pipe()
+            command = ["tee", "-a", "-i", f"/dev/fd/{file}"]
+            subprocess.Popen(command, stdin=reader, stdout=stream, pass_fds=(file,), start_new_session=True)
+            os.close(reader)
+            os.dup2(writer, stream)
+            os.close(writer)
+        os.close(file)
     except OSError as error:
         print_lines(f"mocrun: {path} cannot be written ({error.strerror}): its worker writes here", error=True)
-        return
-    os.dup2(output, 1)
-    os.dup2(output, 2)
 
 
 def run_worker(script: str, arguments: list[str]) -> NoReturn:

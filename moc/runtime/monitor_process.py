@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moc.errors import warning
+from moc.files.event_log import EVENTS_FILE
 from moc.files.safe_directory import remove_owned
 from moc.runtime import child_processes, environment, protocol
 from moc.runtime.addresses import is_loopback
@@ -36,9 +37,38 @@ CANNOT_SERVE = 3
 _INTERVAL_S = 1.0
 _MAX_UNREAD = 1 << 20  # bytes in the pipe's buffer after which lines are dropped
 _MAX_BACKOFF_S = 60.0
-_END_S = 5.0  # for the last events and their hook
+END_S = 5.0
+"""Seconds for the last events and their hook, at the end of a job."""
 
 _log = logging.getLogger("moc")
+
+
+def serve_events(directory: str | Path, flags: MonitorFlags) -> subprocess.Popen:
+    """Starts a process that serves page and metrics of an event file until this process ends.
+
+    For a job without a launcher of ours: members of the job and workers of the node are not shown.
+
+    Args:
+        directory: directory of the event file, which need not exist yet.
+        flags: ports and address.
+
+    Raises:
+        OSError: no process can be started.
+    """
+    words = [str(Path(directory, EVENTS_FILE)), *_words_of(flags, {})]
+    return subprocess.Popen(
+        child_processes.module_command("moc.monitor.server", *words, parent=os.getpid()), stdout=child_processes.STDERR
+    )
+
+
+def _words_of(flags: MonitorFlags, more: dict[str, object]) -> list[str]:
+    values = {
+        "--address": flags.address,
+        "--metrics-port": flags.metrics_port,
+        "--dashboard-port": flags.dashboard_port,
+        "--on-event": flags.on_event,
+    } | more
+    return [word for name, value in values.items() if value is not None for word in (name, str(value))]
 
 
 class MonitorProcess:
@@ -58,6 +88,13 @@ class MonitorProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task | None = None
         self._sent: tuple | None = None  # version of the controller's state that the process has
+
+    @property
+    def events_file(self) -> Path | None:
+        """The event file of the run; None without a monitor, and before a worker has opened it."""
+        with contextlib.suppress(OSError):
+            return None if self._directory is None else Path(os.readlink(self._directory / environment.EVENTS_LINK))
+        return None
 
     async def __aenter__(self) -> MonitorProcess:
         if self._flags.is_wanted:
@@ -85,7 +122,7 @@ class MonitorProcess:
                 self._feed()  # the end of the job
                 assert self._process.stdin is not None  # a pipe
                 self._process.stdin.close()  # the process reads the last events, and ends
-                await asyncio.wait([self._task], timeout=_END_S)
+                await asyncio.wait([self._task], timeout=END_S)
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._process is not None:
@@ -129,16 +166,7 @@ class MonitorProcess:
             since = time.time()
 
     def _arguments(self, since: float) -> list[str]:
-        flags = self._flags
-        values = {
-            "--directory": self._directory,
-            "--address": flags.address,
-            "--metrics-port": flags.metrics_port,
-            "--dashboard-port": flags.dashboard_port,
-            "--on-event": flags.on_event,
-            "--since": since,
-        }
-        words = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+        words = _words_of(self._flags, {"--directory": self._directory, "--since": since})
         return [*words, *(["--prints-token"] if self._new_token else [])]
 
     async def _feed_until_ended(self, process: asyncio.subprocess.Process) -> int:

@@ -4,8 +4,8 @@ A program is a file, a module (``mocrun -m``), or an installed command such as `
 import these functions at its top level, if a ``__main__`` guard makes loading it safe:
 
 * ``check_arguments(arguments, least_nodes, nodes, per_node)``: exits with a message if the arguments cannot work.  The
-  launcher calls it in its own process before it starts any worker, so it must not import torch.  It may return the
-  directory of the job's snapshots, which another job must not be using.
+  launcher calls it in its own process before it starts any worker, so it must not import torch.  It may return
+  :class:`RunDirectories`, or only the directory of the job's snapshots, which another job must not be using.
 * ``warm_up()``: imports the modules that workers need, for a process that forks them.
 
 The launcher checks the flags of a Megatron-LM script by a cached parser.  Then a child of the forkserver runs the
@@ -14,6 +14,7 @@ script until it has checked them.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib
@@ -27,6 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +49,19 @@ _PARSE_TIMEOUT_S = 60.0
 _only_checks = False
 
 
+@dataclass(frozen=True)
+class RunDirectories:
+    """Directories of a run, as its command line names them.
+
+    Attributes:
+        snapshots: directory or URL of the snapshots; None without snapshots.
+        logs: directory of ``events.jsonl``; None without one.
+    """
+
+    snapshots: str | None = None
+    logs: str | None = None
+
+
 def imports_megatron(source: str) -> bool:
     """Returns whether a script imports ``megatron.training`` or the entry point, and the launcher allows that."""
     modules = "|".join(re.escape(name) for name in (WATCHED_PACKAGES[-1], ENTRY_MODULE))
@@ -54,7 +69,7 @@ def imports_megatron(source: str) -> bool:
     return os.environ.get(DISABLE_VARIABLE) != "1" and imports.search(source) is not None
 
 
-def check_flag_values(script: str, arguments: list[str], workers: tuple[int, int, int]) -> str | None:
+def check_flag_values(script: str, arguments: list[str], workers: tuple[int, int, int]) -> RunDirectories | None:
     """Exits if an option or its value is wrong, or after printing the help or the configuration; for a launcher.
 
     Args:
@@ -63,7 +78,7 @@ def check_flag_values(script: str, arguments: list[str], workers: tuple[int, int
         workers: minimum nodes, nodes, and workers of each node.
 
     Returns:
-        The directory or URL of the job's snapshots; None if there is none, or if it is not known.
+        The directories of the run; None if they are not known.
     """
     return importlib.import_module(_FLAG_CHECK_MODULE).check_arguments(script, arguments, workers)
 
@@ -195,18 +210,33 @@ _EXIT_S = 5.0
 """Time for another job in the same directory to exit; its workers may still be ending."""
 
 
-def check_arguments(flags: LauncherFlags) -> None:
+def check_arguments(flags: LauncherFlags) -> Path | None:
     """Calls the program's ``check_arguments()``, if it has one, and refuses a snapshot directory in use.
+
+    Returns:
+        The directory of the run's logs; None if it has none.
 
     Raises:
         SystemExit: the program refuses its arguments, or has printed the requested output.
         TakenError: another job is using the directory of the job's snapshots.
     """
-    directory = _call_check(flags)
+    found = _call_check(flags)
+    found = found if isinstance(found, RunDirectories) else RunDirectories(found if isinstance(found, str) else None)
+    directory, logs = found.snapshots, found.logs or _value_of("--log-dir", flags.command[1:])
     # other nodes of the same job may already train, and own the directory
     if isinstance(directory, str) and "://" not in directory and not flags.has_other_nodes:
         with contextlib.suppress(OSError):  # the workers report it
             refuse_owned(Path(directory), _EXIT_S)
+    return Path(logs) if logs else None
+
+
+def _value_of(option: str, arguments: list[str]) -> str | None:
+    """Returns the last value of an option in the command line of a program whose options are not known."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(option, dest="value")
+    with contextlib.suppress(argparse.ArgumentError):
+        return parser.parse_known_args(arguments)[0].value
+    return None
 
 
 def _call_check(flags: LauncherFlags) -> object:

@@ -161,6 +161,11 @@ class Session(CommitParticipant):
         saving.begin_again()
         self._running = parts, saving
 
+    @property
+    def policy(self) -> Policy | None:
+        """Policy in force; None without snapshots."""
+        return None if self._running is None else self._running[0].policy
+
     def contribution(self) -> dict[str, Any]:
         """Returns the progress of this worker's snapshots; see :class:`CommitParticipant`."""
         if self._running is None:

@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from moc.cli_output import print_json, print_lines, pyplot, replacing
+from moc.cli_output import print_json, print_lines, replacing
+from moc.plots import add_legend, drawings
 from moc.simulate.engine import Result, SimulatedJob
 from moc.simulate.failures import Faults
 from moc.simulate.planner import PolicyChoice
@@ -132,15 +133,12 @@ def write_csv(path: str, means: Mapping[str, Result]) -> None:
 
 
 def plot(path: str, results: Mapping[str, Result]) -> None:
-    """Draws goodput over time of results by title, as a PNG."""
-    plots = pyplot()
-    figure, panel = plots.subplots(figsize=(9, 4.5), layout="constrained")
-    for number, (title, some) in enumerate(results.items()):
-        hours = [(part + 0.5) * some.wall_s / len(some.goodput) / 3600 for part in range(len(some.goodput))]
-        panel.plot(hours, some.goodput, color=f"C{number}", label=f"{title} ({some.ettr:.3f})")
-        panel.axhline(some.samples / some.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
-    panel.set(xlabel="hours", ylabel="goodput (samples/s)", ylim=(0, None))
-    panel.legend(title="policy (ETTR)", loc="lower left")
-    with replacing(path) as name:
-        figure.savefig(name, format="png", dpi=120)
-    plots.close(figure)
+    """Draws goodput over time of results by title, as a PNG and its dark twin."""
+    for _, [[panel]] in drawings(path, figsize=(9, 5)):
+        for number, (title, some) in enumerate(results.items()):
+            hours = [(part + 0.5) * some.wall_s / len(some.goodput) / 3600 for part in range(len(some.goodput))]
+            panel.plot(hours, some.goodput, color=f"C{number}", label=f"{title} ({some.ettr:.3f})")
+            panel.axhline(some.samples / some.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
+        panel.set_title("Simulated goodput; dashed: mean over the run")
+        panel.set(xlabel="hours since the begin", ylabel="goodput, samples per second", ylim=(0, None))
+        add_legend(panel, title="policy (ETTR)")

@@ -45,6 +45,6 @@ CASES = {
     "token-malformed": launcher(SEVERAL, "MOC_TOKEN", 70, MOC_TOKEN="secret"),
     "token-file-unreadable": launcher(SEVERAL, "/no/token", 70, MOC_TOKEN_FILE="/no/token"),
     "token-file-exposed": launcher(SEVERAL, "token", 70, make=token_file(mode=0o644), MOC_TOKEN_FILE="token"),
-    "output-not-writable": launcher("--log-dir script.py/x", "--log-dir", 70),
+    "output-not-writable": launcher("--worker-log-dir script.py/x", "--worker-log-dir", 70),
     "address-not-of-machine": launcher("--rdzv-endpoint 192.0.2.1:29500", "192.0.2.1", 70),
 }

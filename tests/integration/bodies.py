@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from megatron.pretraining.entry import gpt
 from megatron.pretraining.entry.log import StockLog
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args, replaced
+from megatron.pretraining.logging import writers
 from megatron.pretraining.model.parameters import unpartitioned_parameters, unwrap
 from megatron.pretraining.process import stopping
 from megatron.pretraining.process import topology as first_worker
@@ -72,6 +74,14 @@ def train_unchecked(flags: dict) -> dict:
     """As :func:`train`, where directories cannot be written any more after they were checked."""
     with mock.patch.object(loop, "check_outputs"):
         return train(flags)
+
+
+def train_with_services(flags: dict, record: str) -> dict:
+    """Trains as :func:`train` with a W&B that hangs, and an MLflow that writes to a file."""
+    sys.path.insert(0, str(Path(__file__).with_name("services")))
+    os.environ["MLFLOW_TRACKING_URI"] = record
+    writers._CLOSING_S = 0.2
+    return train(flags)
 
 
 def _watch(told: dict) -> None:

@@ -1,9 +1,12 @@
 """Our own launcher: workers are lost, the others live on, and the run ends as if nothing had been."""
 
+import importlib.util
 import os
+import re
 import shutil
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -165,7 +168,7 @@ def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, t
 def test_a_directory_for_the_output_of_workers_that_is_gone_costs_nothing(flags, undisturbed, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
-    with Launched("EP2", flags, tmp_path / "job", "--log-dir", str(output)) as job:
+    with Launched("EP2", flags, tmp_path / "job", "--worker-log-dir", str(output)) as job:
         for generation, iteration in enumerate((3, 7), 1):
             job.reach(iteration)
             shutil.rmtree(output)
@@ -266,8 +269,13 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
 
 def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
     own = ["--standalone", "--max-restarts", "1"]
-    with Launched("EP2", flags, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
+    served = dict(metrics_port=0) if importlib.util.find_spec("aiohttp") else {}
+    with Launched("EP2", flags | served, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
         job.reach(5)
+        if served:  # by the first worker
+            job.tells("metrics: http")
+            (url,) = re.findall(r"metrics: (http\S+)", job.console)
+            assert b"moc_iteration " in urllib.request.urlopen(url, timeout=60).read()
         os.kill(job.children("pretrain_gpt_moe.py")[1], signal.SIGKILL)
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 

@@ -19,9 +19,11 @@ def logged(data, tmp_path_factory):
         train_iters=4, log_interval=2, eval_interval=2, eval_iters=1, save=str(directory / "saved"), save_interval=3,
         log_dir=str(directory), tensorboard_dir=str(directory / "tensorboard"), log_throughput=True,
         log_num_zeros_in_grad=True, moe_z_loss_coeff=0.001, timing_log_level=2, log_timers_to_tensorboard=True,
-        log_validation_ppl_to_tensorboard=True, log_params_norm=True,
+        log_validation_ppl_to_tensorboard=True, log_params_norm=True, wandb_project="project", wandb_exp_name="run",
+        wandb_save_dir=str(directory / "wandb"), mlflow_experiment="experiment",
     )  # fmt: skip
-    results = start_world(size, "tests.integration.bodies:train", flags=flags).wait()
+    body, record = "tests.integration.bodies:train_with_services", str(directory / "mlflow")
+    results = start_world(size, body, flags=flags, record=record).wait()
     assert [result.exit for result in results] == [0] * 4, results[0].output
     return results, directory
 
@@ -69,3 +71,20 @@ def test_tensorboard(logged):
     logged_losses = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in logged_losses if event["type"] == "iteration"]
     assert [point.value for point in board.Scalars("lm loss")] == pytest.approx(losses)
+    assert "forward-backward-time" in tags and "moc/max_violation/layer_1" in tags
+
+
+def test_service_that_hangs_costs_only_its_values(logged):
+    _, directory = logged
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    (lost,) = (event for event in events if event["type"] == "log_failed")
+    assert lost["what"] == "wandb" and lost["lost"] > 4 * 5
+
+
+def test_mlflow(logged):
+    _, directory = logged
+    calls = [json.loads(line) for line in (directory / "mlflow").read_text().splitlines()]
+    losses = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    losses = {event["iteration"]: event["loss"] for event in losses if event["type"] == "iteration"}
+    written = {call[2]: call[1]["moc/loss"] for call in calls if call[0] == "metrics" and "moc/loss" in call[1]}
+    assert written == losses and calls[-1] == ["end"]

@@ -112,8 +112,9 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
     assert job.wait() == 0, job.console[-4000:]
     assert job.left() == []
     board = EventAccumulator(str(tmp_path / "board")).Reload()
-    for tag in ("snapshot/copy_s", "snapshot/bytes", "generation/met_s"):
+    for tag in ("moc/snapshot/copy_s", "moc/snapshot/bytes", "moc/generation/met_s", "moc/resume/seconds"):
         assert board.Scalars(tag), tag
+    assert len(board.Tensors("moc/recovery/text_summary")) == KILLS
     passed = (tmp_path / "passed").read_text()
     assert passed.count('"type": "generation"') == KILLS and '"type": "iteration"' not in passed
 

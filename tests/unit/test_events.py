@@ -9,9 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from moc.errors import codes_in
 from moc.events import EventLog, event_directory
-from moc.files.event_log import SCHEMA
+from moc.files.event_log import SCHEMA, append_event
 from moc.runtime import environment
 from tests.cases import each_row
 from tests.errors import only_code
@@ -183,3 +185,16 @@ def test_listener_gets_events_without_a_file():
     heard = []
     EventLog(None, listen=lambda event, fields: heard.append((event, fields))).write("note", value=1)
     assert heard == [("note", {"value": 1})]
+
+
+def test_event_of_another_process_follows_a_torn_line(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with pytest.raises(FileNotFoundError):
+        append_event(path, "end", reason="r", code=1)
+    path.write_text('{"type": "iter')
+    append_event(path, "end", reason="worker 1 was lost", code=1)
+    append_event(path, "end", reason="again", code=1)
+    assert [event["reason"] for event in map(json.loads, path.read_text().splitlines()[1:])] == [
+        "worker 1 was lost",
+        "again",
+    ]

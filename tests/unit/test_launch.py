@@ -4,6 +4,7 @@ import json.tool
 import os
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -170,6 +171,30 @@ def check_arguments(arguments, least_nodes, nodes, per_node):
 if __name__ == "__main__":
     raise AssertionError("it is only loaded")
 """
+
+
+LOGGING = """
+def check_arguments(arguments, *workers):
+    from moc.runtime.program import RunDirectories
+    return RunDirectories(logs="of-config")
+if __name__ == "__main__":
+    raise AssertionError("it is only loaded")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "logs"),
+    [
+        (LOGGING, [], "of-config"),
+        ("print()", ["--log-dir", "a", "--log-dir=b", "--log-dirs", "c"], "b"),
+        ("print()", ["--log-dir"], None),
+        ("print()", [], None),
+    ],
+)
+def test_directory_of_the_logs_is_the_programs(tmp_path, source, words, logs):
+    script = tmp_path / "program.py"
+    script.write_text(source)
+    assert check_arguments(parse([str(script), *words])) == (logs and Path(logs))
 
 
 def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_path, monkeypatch):

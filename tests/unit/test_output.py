@@ -149,15 +149,6 @@ def test_a_traceback_is_escaped(capsys):
     assert is_clean(capsys.readouterr().err)
 
 
-def test_a_name_with_dollars_is_drawn(tmp_path):
-    plots = cli_output.pyplot()
-    figure, panel = plots.subplots()
-    panel.plot([1], [1], label=r"$\frac{$")
-    panel.legend()
-    figure.savefig(tmp_path / "plot.png")
-    plots.close(figure)
-
-
 @each_row("linked", [False, True])
 def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
     """As root, a program could otherwise replace /dev/null."""

@@ -233,6 +233,27 @@ class LoggingFlags(FlagGroup):
     log_num_zeros_in_grad: bool
     tensorboard_dir: str | None
     log_dir: str | None = flag(None, "Directory of events.jsonl and of this run's logs.", metavar="DIR")
+    mlflow_experiment: str | None = flag(
+        None,
+        "Experiment of MLflow that receives this run's scalars; MLFLOW_TRACKING_URI names the server.",
+        metavar="NAME",
+    )
+    peak_tflops: float | None = flag(
+        None,
+        "Peak of a device in TFLOP/s, for the model FLOPs utilization (MFU). The default is the dense bf16 peak of "
+        "the device's model.",
+        limits="> 0",
+        metavar="X",
+    )
+    metrics_port: int | None = flag(
+        None,
+        "Port of Prometheus metrics, which the first worker serves; 0 for any. For jobs without mocrun, whose flag of "
+        "this name also shows nodes and workers.",
+        limits=">= 0, <= 65535",
+    )
+    dashboard_port: int | None = flag(
+        None, "Port of the page of the job, in the same way; 0 for any.", limits=">= 0, <= 65535"
+    )
 
 
 @dataclass(frozen=True)

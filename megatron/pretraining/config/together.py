@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import FlagGroups
@@ -28,6 +29,24 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
     problems.refuse(
         config.faults.wanted and not config.logging.log_dir,
         "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults. Fix: add it",
+        code="flag-needs-another",
+    )
+
+
+def _check_writers(config: FlagGroups, problems: Problems) -> None:
+    problems.refuse(
+        config.logging.mlflow_experiment and find_spec("mlflow") is None,
+        "--mlflow-experiment needs the package mlflow, which is missing. Fix: pip install mlflow-skinny",
+        code="package-missing",
+    )
+
+
+def _check_monitor(config: FlagGroups, problems: Problems) -> None:
+    logging = config.logging
+    ports = logging.metrics_port, logging.dashboard_port
+    problems.refuse(
+        ports != (None, None) and not logging.log_dir,
+        "--metrics-port and --dashboard-port of the program need --log-dir, whose events they show. Fix: add it",
         code="flag-needs-another",
     )
 
@@ -127,4 +146,6 @@ _OF_OWN_FLAGS = (
     _check_intervals,
     _check_faults,
     _check_determinism,
+    _check_writers,
+    _check_monitor,
 )

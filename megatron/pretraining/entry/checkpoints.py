@@ -17,7 +17,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from megatron.training import checkpointing, training
+from megatron.training import checkpointing, get_wandb_writer, training
 
 from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
@@ -34,6 +34,7 @@ from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.model import check_shape
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
+from megatron.pretraining.logging.writers import WandbWriter
 from megatron.pretraining.parts import WorkerParts
 from moc.fault_points import reach
 from moc.files.safe_directory import write_durably
@@ -153,7 +154,13 @@ class StockCheckpoints(Saves):
         fragmented = self._needs_fragments or state is not None
         # Megatron-LM refuses other sizes of tensor and pipeline parallelism for optimizer state in its own files
         shards = args.use_distributed_optimizer and not fragmented
-        with reads_checkpoint(root), replaced(args, use_distributed_optimizer=shards):
+        utils: Any = checkpointing.wandb_utils
+        report = functools.partial(_report_to_wandb, utils.on_load_checkpoint_success)
+        with (
+            reads_checkpoint(root),
+            replaced(args, use_distributed_optimizer=shards),
+            replaced(utils, on_load_checkpoint_success=report),
+        ):
             chunks, optimizer = self._parts_of_megatron(fragmented)
             scheduler = parts.scheduler if state is None else None
             loaded: Any = training.load_checkpoint(chunks, optimizer, scheduler, checkpointing_context={})
@@ -277,9 +284,9 @@ class StockCheckpoints(Saves):
         final = str(dense_files.checkpoint_path(root, iteration))
         if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()
-            stock: Any = checkpointing
-            stock.wandb_utils.on_save_checkpoint_success(
-                final, str(root / dense_files.TRACKER_FILE), str(root), iteration
+            utils: Any = checkpointing.wandb_utils
+            _report_to_wandb(
+                utils.on_save_checkpoint_success, final, str(root / dense_files.TRACKER_FILE), str(root), iteration
             )
 
     @contextlib.contextmanager
@@ -320,6 +327,18 @@ class StockCheckpoints(Saves):
             if damage := first_reported(dense_files.find_damage(directory, mine)):
                 raise dense_files.damage_error(damage)
         return manifest
+
+
+def _report_to_wandb(report: Callable[..., None], *words: object) -> None:
+    """Lets a function of Megatron-LM report a checkpoint to W&B in the background, since the service may hang."""
+    utils: Any = checkpointing.wandb_utils
+
+    def run(wandb: Any) -> None:
+        with replaced(utils, get_wandb_writer=lambda: wandb):
+            report(*words)
+
+    if isinstance(board := get_wandb_writer(), WandbWriter):
+        board.submit(run)
 
 
 def _refuse_other_padding(directory: Path, rows: int) -> None:

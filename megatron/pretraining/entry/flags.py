@@ -37,12 +37,12 @@ from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.errors import reported
-from megatron.pretraining.logging.board import Board
+from megatron.pretraining.logging.writers import Board, Listeners, WandbWriter
 from megatron.pretraining.process.nodes import per_node, workers_of_job
 from megatron.pretraining.process.paths import check_paths
 from megatron.pretraining.process.topology import is_first_worker
 from moc.cli_output import print_lines
-from moc.events import EventLog
+from moc.events import EventLog, event_directory
 from moc.runtime.environment import min_nodes
 from moc.runtime.program import end_if_checking, only_checks_flags
 
@@ -234,7 +234,7 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
         ranks = {"data_parallel_size": 1} if command_line.read().own.get("elastic") else {}
         with reported(Path(sys.argv[0]).name), replaced(args, **ranks):  # they need not share a batch evenly
             try:
-                with _harmless_board(args.tensorboard_dir):
+                with _background_writers(args):
                     real(args, *more, **options)
             except Exception as error:
                 raise ConfigError(
@@ -250,24 +250,44 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _harmless_board(directory: str | None) -> Iterator[None]:
-    """Gives Megatron-LM a TensorBoard writer that drops values if it cannot write, instead of ending the run."""
-    if directory is None or find_spec("tensorboard") is None:
+def _background_writers(args: argparse.Namespace) -> Iterator[None]:
+    """Gives Megatron-LM writers that drop values if a service fails or hangs, instead of ending or delaying the run."""
+    with contextlib.ExitStack() as stack:
+        if args.tensorboard_dir is not None and find_spec("tensorboard") is not None:
+            board = functools.partial(_board, listeners_of_run())
+            stack.enter_context(replaced(import_module("torch.utils.tensorboard"), SummaryWriter=board))
+        if getattr(args, "wandb_project", "") and find_spec("wandb") is not None:
+            wandb = WandbWriter(import_module("wandb"), listeners_of_run())
+            stack.enter_context(_module(wandb=wandb))
         yield
-        return
 
-    def board(log_dir: str, max_queue: int) -> Board:
-        return Board(log_dir, max_queue, functools.partial(print_lines, flush=True), lost)
 
-    def lost(values: int, seconds: float) -> None:
+def _board(listeners: Listeners, log_dir: str, max_queue: int) -> Board:
+    return Board(log_dir, max_queue, listeners)
+
+
+@contextlib.contextmanager
+def _module(**modules: Any) -> Iterator[None]:
+    """Lets an import find other modules."""
+    before = {name: sys.modules[name] for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        sys.modules.update(before)
+
+
+def listeners_of_run() -> Listeners:
+    """Returns functions that print failures of a writer, and record them in ``events.jsonl``."""
+
+    def lost(service: str, values: int, seconds: float) -> None:
         log_dir: Any = command_line.read().own.get("log_dir")
-        events = EventLog(log_dir)
-        events.write("log_failed", what="tensorboard", lasted_s=round(seconds, 3), lost=values)
+        events = EventLog(event_directory(log_dir))
+        events.write("log_failed", what=service, lasted_s=round(seconds, 3), lost=values)
         events.close()
-        print_lines(f"TensorBoard's files can be written again, after {seconds:.0f} s; {values} values are lost")
+        print_lines(f"{service}: after {seconds:.0f} s, {values} values are lost", flush=True)
 
-    with replaced(import_module("torch.utils.tensorboard"), SummaryWriter=board):
-        yield
+    return Listeners(functools.partial(print_lines, flush=True), lost)
 
 
 def print_args(title: str, args: argparse.Namespace) -> None:

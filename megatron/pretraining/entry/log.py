@@ -6,13 +6,14 @@ recovery repeats appears in the profile each time that it is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, timers
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,9 +22,11 @@ from megatron.training import get_tensorboard_writer, get_wandb_writer, training
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.engine.routing import ExpertLoad
+from megatron.pretraining.entry.flags import listeners_of_run
 from megatron.pretraining.entry.schedule import Reports
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
 from megatron.pretraining.logging.records import EventRecorder
+from megatron.pretraining.logging.writers import PREFIX, BackgroundWriter, Board, MlflowWriter, WandbWriter
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.job import World
 from moc.state.record import StepRecord
@@ -34,8 +37,37 @@ _PLOTTED = {
     "persist": ("bytes", "write_s", "publish_s"),
     "stall": ("seconds",),
     "generation": ("generation", "noticed_s", "met_s"),
+    "resume": ("seconds",),
+    "lost": ("plt",),
 }
-"""By type of event, the fields that TensorBoard plots."""
+"""By type of event, the fields that writers plot."""
+
+_OF_RECORD = ("loss", "learning_rate", "grad_norm", "loss_scale", "tokens")
+"""Fields of an iteration that MLflow gets from us, since Megatron-LM has no writer for it."""
+
+
+_PEAK_TFLOPS = {
+    "B300": 2250, "B200": 2250, "GB200": 2500, "H200": 989, "GH200": 989, "H100 PCIe": 756, "H100 NVL": 835,
+    "H100": 989, "H20": 148, "H800": 989, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10": 125,
+    "RTX 4090": 165, "V100": 125,
+}  # fmt: skip
+"""Dense bf16 peak (fp16 for V100) by a part of the device's name, in TFLOP/s, from NVIDIA's data sheets."""
+
+
+def peak_flops(given_tflops: float | None, device: torch.device) -> float | None:
+    """Returns the peak of a device in FLOP/s: as given, or by its name; None if it is unknown, and on a CPU."""
+    if device.type != "cuda":
+        return None
+    if given_tflops is not None:
+        return given_tflops * 1e12
+    return peak_of_name(torch.cuda.get_device_properties(device).name)
+
+
+def peak_of_name(name: str) -> float | None:
+    """Returns the peak of a device in FLOP/s by its name, such as ``NVIDIA H200``; None if it is unknown."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    found = [model for model in _PEAK_TFLOPS if set(model.split()) <= set(words)]
+    return _PEAK_TFLOPS[max(found, key=len)] * 1e12 if found else None
 
 
 class _Mean(float):
@@ -58,7 +90,14 @@ class StockLog(EventRecorder):
         self._optimizer = optimizer
         self._totals: dict[str, Any] = {}
         self._reports_memory, self._is_first = True, False
+        self._mlflow: MlflowWriter | None = None
         super().__init__(config, world)
+        args = get_args()
+        self._peak_flops = peak_flops(config.logging.peak_tflops, world.device)
+        if config.logging.mlflow_experiment and args.rank == args.world_size - 1:  # as Megatron-LM's writers
+            self._mlflow = MlflowWriter(config.logging.mlflow_experiment, world.job.id, listeners_of_run())
+        if isinstance(wandb := get_wandb_writer(), WandbWriter):
+            wandb.begin_run(world.job.id)
 
     def begin(self, reports: Reports, topology: Topology) -> None:
         """Begins a generation: means cover its iterations only, since a replaced worker has no earlier values.
@@ -77,15 +116,26 @@ class StockLog(EventRecorder):
         args.consumed_train_samples = consumed_samples
         # by position, and not by sums, which a resumed run does not have
         args.num_floating_point_operations_so_far = training.num_floating_point_operations(args, consumed_samples)
-        with replaced(training, get_num_microbatches=self._mean_micro_batches):
+        writers = dict(SummaryWriter=Board, wandb=get_wandb_writer())  # whose types the timers compare
+        with replaced(training, get_num_microbatches=self._mean_micro_batches), replaced(timers, **writers):
             self._print(record)
         self._is_first = False
         if (load := self._load) is not None:
             self.message(sentence_of(load))
             gauges = {**gauges, **scalars_of(load)}
-        if gauges and record.iteration % args.tensorboard_log_interval == 0:
+        if record.iteration % args.tensorboard_log_interval == 0:
             with self._harmless():
-                self._scalars(gauges, record.iteration)
+                self._plot(gauges, record.iteration)
+                if self._mlflow is not None:
+                    values = {name: getattr(record, name) for name in _OF_RECORD} | {"elapsed_s": elapsed}
+                    self._mlflow.add_scalars(_prefixed(values), record.iteration)
+
+    def _measure(self, record: StepRecord, elapsed: float) -> dict[str, float]:
+        peak, args = self._peak_flops, get_args()
+        if peak is None or elapsed <= 0:
+            return {}
+        flops = training.num_floating_point_operations(args, record.samples)
+        return {"mfu": flops / (elapsed * peak * self._world.size)}
 
     @property
     def _load(self) -> ExpertLoad | None:
@@ -124,20 +174,24 @@ class StockLog(EventRecorder):
         losses = {self.reports.loss_name: record.loss, **reported}
         return {name: torch.tensor([value], device=torch.cuda.current_device()) for name, value in losses.items()}
 
-    def _scalars(self, gauges: Mapping[str, float], iteration: int) -> None:
-        if (writer := get_tensorboard_writer()) is not None:
-            for name, value in gauges.items():
-                writer.add_scalar(name, value, iteration)
-        if (wandb := get_wandb_writer()) is not None:
-            wandb.log(dict(gauges), iteration)
+    @property
+    def _writers(self) -> list[BackgroundWriter]:
+        writers = get_tensorboard_writer(), get_wandb_writer(), self._mlflow
+        return [writer for writer in writers if isinstance(writer, BackgroundWriter)]
+
+    def _plot(self, values: Mapping[str, float], step: int) -> None:
+        for writer in self._writers if values else ():
+            writer.add_scalars(_prefixed(values), step)
 
     def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        if not self._writers:
+            return
         step = fields.get("iteration") or self._reported or 0
-        values = {f"{event}/{name}": fields[name] for name in _PLOTTED.get(event, ()) if name in fields}
-        if values and (writer := get_tensorboard_writer()) is not None:
-            with self._harmless():
-                for name, value in values.items():
-                    writer.add_scalar(name, value, step)
+        with self._harmless():
+            self._plot({f"{event}/{name}": fields[name] for name in _PLOTTED.get(event, ()) if name in fields}, step)
+            for writer in self._writers if event == "generation" else ():
+                text = f"generation {fields['generation']}, {fields['cause']}: {fields['reason']}"
+                writer.add_text(f"{PREFIX}recovery", text, step)
 
     def _repeat(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         self._write(record, consumed_samples, 0.0, gauges)  # Megatron-LM's log is a collective call
@@ -153,8 +207,12 @@ class StockLog(EventRecorder):
     def close(self) -> None:
         """Flushes and closes everything."""
         super().close()
-        if (writer := get_tensorboard_writer()) is not None:
-            writer.flush()
+        for writer in self._writers:
+            writer.close()
+
+
+def _prefixed(values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{PREFIX}{name}": value for name, value in values.items()}
 
 
 def sentence_of(load: ExpertLoad) -> str:

@@ -37,7 +37,7 @@ from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_split_datasets, data_identity, streams_of
+from megatron.pretraining.entry.streams import build_split_datasets, data_identity, data_sizes, streams_of
 from megatron.pretraining.model.corrections import PaddedVocabulary, defects_of
 from megatron.pretraining.model.parameters import EXACT, initialize_weights
 from megatron.pretraining.parts import Callback, TrainingRun, WorkerParts
@@ -151,6 +151,7 @@ class StockProgram:
             log=log,
             auto=auto_policy(config, log),
             data=data_identity(datasets),
+            data_sizes=data_sizes(datasets["train"]),
             moving=moving,
         )
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tokenize import TokenError
@@ -47,6 +47,7 @@ from megatron.pretraining.data import identity
 from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
+from megatron.pretraining.logging.startup import DataSizes
 from megatron.pretraining.process.topology import Topology
 from moc.errors import cause_of, with_code
 from moc.files.safe_directory import remove_owned
@@ -380,16 +381,34 @@ def data_identity(datasets: Mapping[str, Sequence[Any]]) -> DataIdentity | None:
 
 
 def _sources(split: str, datasets: Sequence[Any]) -> Iterator[Source]:
+    for dataset in _files_of(datasets):
+        prefix = dataset.dataset.path_prefix
+        names = "document_index", "sample_index", "shuffle_index"
+        arrays = [array for name in names if (array := getattr(dataset, name, None)) is not None]
+        order = identity.digest_of_samples(arrays) if arrays else None
+        yield Source(split, prefix, identity.fingerprint(prefix), order)
+
+
+def data_sizes(datasets: Sequence[Any]) -> DataSizes | None:
+    """Returns the sizes of the data that a split's datasets read; None if they read no files of megatron-core."""
+    documents = tokens = 0
+    for dataset in _files_of(datasets[:1]):  # virtual stages have the same
+        indexed = dataset.dataset
+        total = len(indexed.document_indices) - 1
+        stored = os.path.getsize(f"{indexed.path_prefix}.bin") // indexed.index.dtype_size
+        documents += len(dataset.indices)
+        tokens += round(stored * len(dataset.indices) / max(total, 1))
+    return DataSizes(documents, tokens) if documents else None
+
+
+def _files_of(datasets: Iterable[Any]) -> Iterator[Any]:
+    """Yields the datasets of a blend that read local pairs of files."""
     for dataset in datasets:
         if isinstance(dataset, BlendedDataset):
-            yield from _sources(split, dataset.datasets)
+            yield from _files_of(dataset.datasets)
         elif isinstance(dataset, MegatronDataset) and isinstance(dataset.dataset, IndexedDataset):
-            prefix = dataset.dataset.path_prefix
-            if identity.is_local_pair(prefix):
-                names = "document_index", "sample_index", "shuffle_index"
-                arrays = [array for name in names if (array := getattr(dataset, name, None)) is not None]
-                order = identity.digest_of_samples(arrays) if arrays else None
-                yield Source(split, prefix, identity.fingerprint(prefix), order)
+            if identity.is_local_pair(dataset.dataset.path_prefix):
+                yield dataset
 
 
 def _tokenizer() -> Any:

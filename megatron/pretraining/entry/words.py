@@ -31,6 +31,7 @@ from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.process.paths import check_paths
 from moc.cli_output import print_lines
 from moc.errors import with_code
+from moc.runtime.program import RunDirectories
 
 _OF_SCRIPTS: Mapping[str, Any] = {"eval_interval": 1}
 """Values that stand for the defaults of a script, which are not known."""
@@ -42,7 +43,7 @@ def check_arguments(
     arguments: Sequence[str],
     workers: tuple[int, int, int],
     defaults: Mapping[str, Any] | None = None,
-) -> str | None:
+) -> RunDirectories | None:
     """Exits with a message if a script refuses its options, or after printing the help or the configuration.
 
     As :func:`refuse_early`, for a launcher.
@@ -61,7 +62,7 @@ def refuse_early(
     arguments: Sequence[str],
     workers: tuple[int, int, int],
     defaults: Mapping[str, Any] | None = None,
-) -> str | None:
+) -> RunDirectories | None:
     """Exits with a message if a script refuses its options, or after printing the help.
 
     Args:
@@ -71,7 +72,7 @@ def refuse_early(
         defaults: the script's defaults of options, by name, if they are known.
 
     Returns:
-        The directory or URL of the snapshots; None without snapshots, or if it is not known.
+        The directories of the run; None if they are not known.
     """
     name = os.path.basename(script)
     if any(word in ("-h", "--help") for word in arguments):
@@ -87,7 +88,8 @@ def refuse_early(
         print_lines(*lines, error=True, flush=True)
         sys.exit(2)
     own = converted(read.own)
-    return snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
+    snapshots = snapshot_dir(own.get("ckpt_dir"), values.save) if own.get("ckpt_policy") else None
+    return RunDirectories(snapshots, own.get("log_dir"))
 
 
 def parse_early(script: str, arguments: Sequence[str]) -> tuple[Any, CommandLine] | None:

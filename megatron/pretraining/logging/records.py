@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from megatron.pretraining.config import Config
 from moc.backoff import Harmless
 from moc.cli_output import print_lines
 from moc.events import EventLog, event_directory
+from moc.runtime.flags import MonitorFlags
 from moc.runtime.job import World
+from moc.runtime.monitor_process import serve_events
 from moc.state.record import StepRecord
 
 
@@ -34,12 +37,16 @@ class EventRecorder(ABC):
     def __init__(self, config: Config, world: World):
         self._config, self._world = config, world
         self._last = time.perf_counter()
+        self._monitor: subprocess.Popen | None = None
         self._harmless = Harmless(self.message, "a report of training", "training continues")
         self._open()
 
     def _open(self) -> None:
         directory = event_directory(self._config.logging.log_dir) if self._world.rank == 0 else None
         self.events = EventLog(directory, self.message, self._plot_event)
+        logging = self._config.logging
+        if directory is not None and (logging.metrics_port, logging.dashboard_port) != (None, None):
+            self._monitor = serve_events(directory, MonitorFlags(logging.metrics_port, logging.dashboard_port))
         self._reported: int | None = None  # by this worker, since it opened the files
         self._evaluated: int | None = None  # same
 
@@ -47,19 +54,24 @@ class EventRecorder(ABC):
         """Reports another generation; the files move with rank 0."""
         first, self._world = self._world.rank == 0, world
         if first != (world.rank == 0):
-            self.close()
+            self._close_events()
             self._open()
 
     def iteration(self, record: StepRecord, consumed_samples: int, gauges: Mapping[str, float]) -> None:
         """Reports a completed iteration, with further ``gauges`` to plot."""
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
+        gauges = {**gauges, **self._measure(record, elapsed)}
         self._write(record, consumed_samples, elapsed, gauges)
         self._show(record, consumed_samples, elapsed, gauges)
 
     @abstractmethod
     def _plot_event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Plots an event; each worker calls this."""
+
+    def _measure(self, record: StepRecord, elapsed: float) -> dict[str, float]:
+        """Returns gauges of an iteration that took ``elapsed`` seconds."""
+        return {}
 
     @abstractmethod
     def _show(self, record: StepRecord, consumed_samples: int, elapsed: float, gauges: Mapping[str, float]) -> None:
@@ -121,7 +133,14 @@ class EventRecorder(ABC):
 
     def close(self) -> None:
         """Flushes and closes the event log."""
+        self._close_events()
+
+    def _close_events(self) -> None:
         self.events.close()
+        if self._monitor is not None:
+            self._monitor.kill()
+            self._monitor.wait()
+            self._monitor = None
 
 
 def perplexity_of(loss: float) -> float:

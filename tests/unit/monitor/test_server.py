@@ -15,8 +15,9 @@ from moc.errors import codes_in
 from moc.monitor.job_view import JobView
 from moc.monitor.page import render_content
 from moc.monitor.problems import find_problems
+from moc.monitor.summary import summarize
 from moc.report.run_state import RunFold, fold_events
-from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control
+from tests.unit.monitor.monitored import Monitored, agent_state, assert_metrics_equal_events, control, parse_metrics
 from tests.unit.report.test_program import Story, saved
 from tests.worlds import REPOSITORY
 
@@ -202,6 +203,17 @@ def test_problems_are_found_and_a_healthy_run_has_none():
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
 
+def test_mfu_is_shown_where_it_is_known():
+    from moc.monitor.metrics import render_metrics
+
+    for fields, shown in (({}, None), ({"mfu": 0.412}, "41.2 %")):
+        state = fold_events(Story().start().usual(2, **fields).events)
+        assert summarize(state, JobView(), 0.0).figures.get("MFU") == shown
+        assert parse_metrics(render_metrics(state, JobView(), 0.0, {}).decode()).get("moc_mfu_ratio") == fields.get(
+            "mfu"
+        )
+
+
 def test_cost_of_the_monitor():
     assert len(json.dumps(agent_state(workers=8)["workers"])) <= 8 * 150  # bytes, once per second
     story = Story().start()
@@ -228,3 +240,35 @@ def test_event_file_without_a_launcher_is_served(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_launcher_that_is_killed_leaves_no_directory(tmp_path):
+    directory = tmp_path / "moc-monitor-y"
+    directory.mkdir()
+    words = [sys.executable, "-m", "moc.monitor.server", "--directory", str(directory), "--metrics-port", "0"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess; subprocess.Popen({words}, stdin=subprocess.PIPE).wait()"],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "metrics: " in launcher.stderr.readline()
+    launcher.kill()
+    launcher.wait()
+    launcher.stderr.read()  # to the end of the monitor
+    assert not directory.exists()
+    launcher.stderr.close()
+
+
+def test_monitor_reports_the_file_that_it_waits_for(tmp_path):
+    words = ["moc.monitor.server", str(tmp_path), "--metrics-port", "0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert any(str(tmp_path / "events.jsonl") in line for line in lines), lines
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from moc.plots import add_legend, styled
 from moc.report import loss
-from moc.report.loss import read_loss_curve, smooth
+from moc.report.loss import draw_losses, read_loss_curve, smooth
 from tests.errors import only_code
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -42,7 +43,7 @@ def test_losses_by_iteration(events):
     run = read_loss_curve(path)
     assert run.series("loss") == ([1, 2], [5.0, 4.5])
     assert run.validation == {2: 4.6}
-    assert run.resumed_at == [] and run.name == "run"
+    assert run.resumed == [] and run.directory.name == "run"
 
 
 def test_a_resumed_run_undoes_what_came_after_its_checkpoint(events):
@@ -51,7 +52,7 @@ def test_a_resumed_run_undoes_what_came_after_its_checkpoint(events):
     path = events(*before, stale, {"type": "start", "iteration": 5}, iteration(6, 66.0), iteration(7, 77.0))
     run = read_loss_curve(path)
     assert run.series("loss") == ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 66, 77])
-    assert run.resumed_at == [5] and run.validation == {}
+    assert [mark.at for mark in run.resumed] == [5] and run.validation == {}
 
 
 def test_the_later_line_of_an_iteration_wins(events):
@@ -77,11 +78,9 @@ def test_what_is_no_number_is_not_drawn(events):
 
 
 def test_smoothing():
-    assert smooth([2.0, 2.0, 2.0], 5) == pytest.approx([2.0, 2.0, 2.0])
-    assert smooth([1.0, 2.0, 6.0, 4.0], 1) == pytest.approx([1.0, 3.0, 4.0, 4.0])
-    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0], 10) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])  # no lag
+    assert smooth([1.0, 2.0, 6.0, 4.0], 1) == pytest.approx([3.0, 4.0])  # complete windows only
     assert smooth([1.0, 3.0], 0) == [1.0, 3.0]
-    assert smooth([], 3) == []
+    assert smooth([1.0, 3.0], 1) == smooth([], 3) == []
 
 
 def test_draws_everything_asked_for(events, tmp_path, capsys):
@@ -98,20 +97,37 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
     )
     assert status == 0
     assert output.read_bytes().startswith(PNG)
-    assert [path.name for path in output.parent.iterdir()] == ["loss.png"]
+    assert sorted(path.name for path in output.parent.iterdir()) == ["loss.png", "loss_dark.png"]
     assert re.findall(r"\d+", capsys.readouterr().out.rpartition("(")[2]) == ["21", "2"]
 
 
-def test_the_figure_shows_the_curves(events):
-    run = read_loss_curve(events(iteration(1, 5.0), {"type": "start", "iteration": 1}, iteration(2, 3.0)))
-    figure = loss.draw_loss_curves([run], "a title", 3, [])
-    (panel,) = figure.axes
-    raw, smoothed = panel.lines
-    (resumed,) = panel.collections
-    assert panel.get_title() == "a title"
-    assert list(raw.get_ydata()) == [5.0, 3.0]
-    assert list(smoothed.get_ydata()) == pytest.approx(smooth([5.0, 3.0], 3))
-    assert [segment.tolist() for segment in resumed.get_segments()] == [[[1, 0], [1, 1]]]
+def test_the_figure_shows_curves_and_labelled_losses(events):
+    lost = {
+        "type": "generation",
+        "time": 30.0,
+        "reason": "killed",
+        "noticed_s": 0.1,
+        "met_s": 0.2,
+        "rank": 3,
+        "signal": 9,
+    }
+    before = [iteration(i, 5 - i / 40, time=float(i)) for i in range(1, 21)]
+    after = [iteration(i, 5 - i / 40, time=30.0 + i) for i in range(20, 41)]
+    run = read_loss_curve(events(*before, lost, {"type": "start", "iteration": 19, "time": 32.5}, *after))
+    with styled() as pyplot:
+        figure, panel = pyplot.subplots()
+        draw_losses(panel, {"run": run}, "", 3)
+        add_legend(panel)
+        figure.canvas.draw()
+        raw, smoothed, _ = panel.lines
+        assert list(raw.get_ydata()) == run.series("loss")[1]
+        ends = [line.get_ydata()[-1] - line.get_ydata()[-2] for line in (raw, smoothed)]
+        assert ends == pytest.approx([-1 / 40, -1 / 40])  # the mean of a straight line is straight, to its end
+        assert [text.get_text() for text in panel.texts] == ["worker 3 killed\nresumed after 12.5 s"]
+        assert panel.get_title(loc="left") and "nats per token" in panel.get_ylabel()
+        below = panel.get_legend().get_window_extent().y1
+        assert below < panel.get_window_extent().y0  # where it covers no data
+        pyplot.close(figure)
 
 
 def test_a_part_of_a_run(events):

@@ -99,6 +99,13 @@ def test_a_run_without_faults():
     assert run.recoveries.count == 0 and run.saving is None
 
 
+def test_job_is_stopped_from_the_loss_that_ended_it():
+    story = Story().start().usual(4).tell("end", 1.0, reason="worker 1 was lost", code=1)
+    assert fold_events(story.events).ended == "worker 1 was lost"
+    run = story.start(10.0, iteration=4).usual(2).report
+    assert spent(run) == {"start_up": 4, "useful": 6, "recoveries": 1 + 4, "stopped": 6} and run.ended is None
+
+
 def test_what_is_given_up_and_computed_again():
     story = Story().start().usual(10).tell("inject", 0.25, action="kill", rank=2).generation(0.5)
     run = story.resume(1.0, kept=0).start(0.25, iteration=8).train(3.0).usual(9).report
@@ -359,7 +366,7 @@ def test_the_program(log, tmp_path, capsys):
     assert (first["name"], first["ettr"], second["iterations"]) == (str(plain), 10 / 14, 11)
     assert second["each"][0]["lost_tokens"] == 0.25 and second["gauges"]["skewness"]["last"] == 0.5
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png"]
+    assert sorted(path.name for path in figures.parent.iterdir()) == ["report.json", "report.png", "report_dark.png"]
 
 
 def test_html_report_is_one_file_with_escaped_text(log, tmp_path):

@@ -121,7 +121,7 @@ def test_table_csv_and_picture(capsys, tmp_path):
         lines = list(csv.DictReader(file))
     assert [line["policy"] for line in lines] == list(simulate.POLICIES)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gcp.txt", "out.csv", "out.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gcp.txt", "out.csv", "out.png", "out_dark.png"]
 
 
 def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):

@@ -1,0 +1,89 @@
+"""Measures the cost of writers, metrics and page for training, as a share of the iteration.
+
+    torchrun --standalone --nproc-per-node 1 benchmarks/monitor_cost.py --output docs/results/monitor_cost_cpu.json
+
+Clocks around the functions that run in the training thread sum the time inside them.  The time is divided by the
+duration of the same iterations.  First everything is enabled: TensorBoard, stand-ins of W&B and MLflow that take a
+millisecond for each call, page and metrics of the first worker, snapshots in each iteration.  Functions that call each
+other count twice, so the share is an upper bound.  ``--disabled`` turns everything off.
+
+Other flags are passed to the program.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import command_line, machine, say, write_json
+from benchmarks.live.job import IN_MEMORY, KIND
+from benchmarks.module_state_cost import SIZES, clocked, measure
+from benchmarks.save_peers.trainer import begin
+
+GOAL = 0.002
+SERVICE_S = 0.001  # for each call
+CALLS = {
+    "wandb": ("init", "log", "finish"),
+    "mlflow": ("set_experiment", "search_runs", "start_run", "log_metrics", "set_tag", "end_run"),
+}
+
+
+def stand_in(name: str) -> ModuleType:
+    """Returns a module in the place of a service, whose functions take a millisecond."""
+
+    def call(*arguments, **options) -> tuple:
+        time.sleep(SERVICE_S)
+        return ()
+
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(dict.fromkeys(CALLS[name], call))
+    return module
+
+
+def enabled(directory: str) -> list[str]:
+    """Returns the flags that enable everything."""
+    sys.modules.update({name: stand_in(name) for name in CALLS})
+    flags = ["--log-dir", directory, "--tensorboard-dir", f"{directory}/board", "--tensorboard-log-interval", "1"]
+    flags += ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", directory]
+    flags += ["--mlflow-experiment", "e", "--metrics-port", "0", "--dashboard-port", "0"]
+    return [*flags, *IN_MEMORY, "--ckpt-dir", f"{directory}/snapshots"]
+
+
+def main() -> int:
+    """Measures, prints the share, writes JSON; returns 1 if the goal is missed."""
+    parser = command_line(__doc__)
+    parser.add_argument("--iterations", type=int, default=60, help="default: 60")
+    parser.add_argument("--disabled", action="store_true", help="without writers, events, page and metrics")
+    own, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="monitor-cost-") as directory:
+        monitoring = [] if own.disabled else enabled(directory)
+        import_module("moc.megatron")  # before the first import of megatron-core
+        from megatron.pretraining.entry.log import StockLog
+        from megatron.pretraining.logging.writers import Board, MlflowWriter, WandbWriter
+
+        of_log = [(StockLog, name) for name in ("_plot", "_plot_event", "_measure")]
+        of_writers = [(Board, "add_scalar"), (WandbWriter, "log"), (MlflowWriter, "add_scalars")]
+        with clocked([*of_log, *of_writers]) as inside:
+            run, stop, _ = begin([*KIND, *SIZES, *monitoring, "--log-interval", "1", "--train-iters", "1000", *flags])
+            measured = measure(run, stop, own.iterations, inside)
+        seconds, duration = (fmean(one) for one in zip(*measured, strict=True))
+        run.log.close()
+    share = seconds / duration
+    print(f"{seconds * 1e6:.0f} µs of {duration * 1e3:.0f} ms in each iteration: {share:.4%}")
+    goal = 0.0001 if own.disabled else GOAL
+    result = {"machine": machine(), "flags": flags, "disabled": own.disabled, "goal": goal, "share": share}
+    write_json(own.output, result | {"inside_s": seconds, "iteration_s": duration})
+    return 0 if say({f"monitoring takes at most {goal:.2%} of an iteration": share <= goal}) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The description of a run: ranks, parameters, data and the cost of a failure are computed from facts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.pretraining.logging import startup
+from megatron.pretraining.logging.startup import DataSizes, WorkerFacts
+from moc.policy import policy_named
+from moc.state.operators import Operator
+
+OPERATORS = [
+    Operator("embedding", "embedding", None, None, 1000),
+    *(Operator(f"layers.1.expert.{number}", "expert", 1, number, 400) for number in range(8)),
+]
+
+
+def worker(stage, parameters=10, **device):
+    return WorkerFacts(**dict(node="a", device="", allocated_bytes=0, device_bytes=0) | device, stage=stage,
+                       parameters=parameters)  # fmt: skip
+
+
+def test_active_parameters_are_those_of_chosen_experts():
+    assert startup.describe_parameters(OPERATORS, 2) == "4,200 in total, 1,800 active for each token"
+
+
+def test_stages_have_their_workers_and_layers():
+    lines = startup.stage_lines([worker(0), worker(1, 7), worker(0, 12), worker(1)], [0, 0, 1])
+    assert lines == [
+        "workers 0, 2; layers 1-2; up to 12 parameters each",
+        "workers 1, 3; layers 3; up to 10 parameters each",
+    ]
+
+
+def test_devices_are_described_by_the_fullest():
+    cards = [worker(0, device="card", allocated_bytes=size, device_bytes=10**10) for size in (10**9, 3 * 10**9)]
+    assert startup.describe_devices(cards) == "2 x card on 1 machine; at most 3.0 GB of 10.0 GB are allocated"
+
+
+@pytest.mark.parametrize(("data", "epochs"), [(DataSizes(5, 1000), "3.2 epochs"), (None, "3,200 tokens")])
+def test_epochs(data, epochs):
+    assert epochs in startup.describe_data(data, 100, 32)
+
+
+def test_failure_costs_half_an_interval():
+    interval = SimpleNamespace(iterations=4)
+    policy = policy_named("full")(OPERATORS, interval)
+    assert "2 of an iteration's time for work computed again, at most 4" in startup.describe_policy(policy, "memory")
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
+def test_ranges(numbers, text):
+    assert startup.ranges(numbers) == text
