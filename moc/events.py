@@ -522,6 +522,10 @@ EVENTS = {
         "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
         {"reason": "what is lost"},
     ),
+    "storage_awaited": EventType(
+        "Remaining workers lacked state after a loss: the recovery has listed storage, and waited until it answered.",
+        {"where": "the storage", "seconds": "until it was listed"},
+    ),
     "generation": EventType(
         "Every worker is connected again after one was lost.",
         {

@@ -114,7 +114,7 @@ class Session(VoteParticipant):
         nodes = nodes_of(settings.nodes, engine.world)
         copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
-        claim = claimed(settings, engine.world, mine, log)
+        claim = claimed(settings, engine.world, self.remains, log)
         tiers = tiers_of(settings, engine.world, nodes, claim)
         beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if tiers.memory is not None or settings.upstream_logging:
@@ -140,7 +140,7 @@ class Session(VoteParticipant):
             tidies=not beside,
             deterministic=settings.deterministic,
         )
-        health = storage_health(settings, parts, start, log, in_background=beside)
+        health = storage_health(settings, parts, start, log, in_background=beside or not start.has_listed_storage)
         sizes = SizesByPlan(parts)
         try:
             policy.on_sizes(sizes)
@@ -258,6 +258,7 @@ class Session(VoteParticipant):
             parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
             self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
+            self.remains.stored = saving.storage.held
         self._end()
 
     def close(self) -> None:
@@ -322,8 +323,9 @@ class Session(VoteParticipant):
 
 
 def _patience_s(parts: Components) -> float:
-    """Returns the seconds allowed for a pending storage write; 0 with a memory tier, which needs no storage."""
-    return _ENDING_S if parts.tiers.memory is None else 0.0
+    """Returns the seconds allowed for a pending storage write; 0 if the run resumes from memory or from live state."""
+    needs_it = parts.tiers.memory is None and not parts.world.job.may_change_members
+    return _ENDING_S if needs_it else 0.0
 
 
 def make_policy(settings: Settings, engine: Engine) -> Policy:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -22,10 +24,9 @@ from moc.session.resume.rank_transfers import exchange
 from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
-from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
+from moc.session.resume.survivors import LiveState, LocalRemains, Survivors, publish_what_is_whole
 from moc.session.tiers import LOOKING_S
 from moc.session.tokens import TokenTracker
-from moc.snapshot.background import within
 from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
@@ -56,6 +57,9 @@ class SnapshotLoader:
     Args:
         only: iteration of the snapshot to start from; None for the newest.
         deterministic: a replay must have the digests of the original iterations.
+
+    Attributes:
+        has_listed_storage: storage has been taken and listed; otherwise nothing waits for it.
     """
 
     def __init__(
@@ -82,27 +86,24 @@ class SnapshotLoader:
         )
         self._damage: str | None = None
         self._noted: set[str] = set()
-        self._unseen = False  # storage has not been listed
+        self._committer = parts.committer
+        self.has_listed_storage = False
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports invalid ones.
 
-        If survivors and memory suffice to resume, nothing waits for a hanging storage.
+        Storage is listed when the job starts.  After a loss, the run knows what it has listed and committed there, so
+        :meth:`load` lists it again only if a plan reads it.  Without a memory tier, a job of constant members always
+        lists it: lost workers may have saved a snapshot that nobody has committed.
         """
-        return self._look(left)
-
-    def find_again(self) -> list[AvailableCheckpoint]:
-        """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
-        return self._in_memory() if self._unseen else self._look()
-
-    def _look(self, left: Survivors | None = None) -> list[AvailableCheckpoint]:
         kept = self._in_memory()
-        goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
-        return self._in_storage(patient=not goes_on) + kept
+        knows = left.again and (self._memory is not None or self._world.job.may_change_members)
+        return (list(left.stored) if knows else self._in_storage(left)) + kept
 
-    def has_memory_of(self, left: Survivors) -> bool:
-        """Whether the job has trained before, with a memory tier that holds its last snapshots."""
-        return left.again and self._memory is not None
+    def find_again(self, left: Survivors) -> list[AvailableCheckpoint]:
+        """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
+        lists = self._memory is None or self.has_listed_storage
+        return (self._in_storage(left) if lists else list(left.stored)) + self._in_memory()
 
     def _in_memory(self) -> list[AvailableCheckpoint]:
         there, check = [], self._check
@@ -119,23 +120,36 @@ class SnapshotLoader:
     def _check(self, manifest: Manifest, where: str) -> None:
         check_state(manifest, where, self._engine, self._policy)
 
-    def _in_storage(self, patient: bool) -> list[AvailableCheckpoint]:
-        name = self._storage.storage.name
-        seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
-        seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
-        self._unseen = seen is None
-        if self._unseen:
-            self._log.message(
-                warning(
-                    f"{name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it. Fix: "
-                    "repair it, or name another --ckpt-dir",
-                    code="storage-silent",
-                )
-            )
-            return []
-        stored, problems = seen
+    def _in_storage(self, left: Survivors) -> list[AvailableCheckpoint]:
+        """Lists storage, however long that takes."""
+        with self._reporting_wait(left.again):
+            if self._memory is None:
+                publish_what_is_whole(left, self._tiers, self._committer.commit_reported, self._world)
+            failure = f"cannot look for snapshots in {self._storage.storage.name}"
+            stored, problems = run_on_rank0(self._look_in_storage, failure)
+        self.has_listed_storage = True
         self._note_all(problems)
         return in_storage(stored)
+
+    @contextlib.contextmanager
+    def _reporting_wait(self, again: bool) -> Iterator[None]:
+        """Context of a wait for storage; with ``again``, a recovery depends on it."""
+        name, begun = self._storage.storage.name, time.perf_counter()
+        silent = warning(
+            f"{name} has not answered for {LOOKING_S:.0f} s: the run waits for it, because the remaining workers lack "
+            "state that it has. Fix: repair it",
+            code="storage-silent",
+        )
+        timer = threading.Timer(LOOKING_S, self._log.message, [silent])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if again:
+            seconds = round(time.perf_counter() - begun, 6)
+            self._log.events.write("storage_awaited", where=name, seconds=seconds)
 
     def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
         """Takes ownership of storage, so that no older generation can commit, and lists it.
@@ -171,13 +185,18 @@ class SnapshotLoader:
         return found, problems
 
     def load(
-        self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
+        self,
+        held: list[AvailableCheckpoint],
+        newest_dense: Callable[[], int | None],
+        left: Survivors,
+        mine: LocalRemains | None,
     ) -> ResumeResult | None:
         """Fills model, optimizer and schedule by the newest plan that succeeds; returns None if there is no plan.
 
         Args:
             held: available checkpoints.
-            oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
+            newest_dense: returns the iteration of a dense checkpoint, which is preferred to older snapshots; None if
+                there is none.  Not called if workers still have the state of the plan's iteration.
             left: state that workers still have.
             mine: state that this worker has, and loses if it loads.
 
@@ -188,8 +207,13 @@ class SnapshotLoader:
         found = bool(held)
         if left.again:
             self._rebuilder.tell(cut_off=True)
-        while plan := next(self._plans(held, left), None):
-            if oldest is not None and plan.iteration < oldest:
+        while True:
+            plan = next(self._plans(held, left), None)
+            if not self.has_listed_storage and (plan is None or plan.reads_storage):
+                held = self._in_storage(left) + [one for one in held if one.tier != STORAGE]
+                found = found or bool(held)
+                continue
+            if plan is None or (plan.iteration not in left.live.values() and plan.iteration < (newest_dense() or 0)):
                 break
             self._check_change(held, plan.iteration)
             if plan.stages and (damaged := self._damaged_logs(plan)):
@@ -208,9 +232,7 @@ class SnapshotLoader:
                 self._note(damage.text)
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
             left = left.only(plan.keep - changed)
-        if self._unseen:
-            return self.load(self._in_storage(patient=True) + held, oldest, left, mine)
-        if oldest is None and (found or self._damage):
+        if newest_dense() is None and (found or self._damage):
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
                 self._refuse(held)
