@@ -210,14 +210,18 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: 
 def _settle(config: Config, parts: WorkerParts, replicas: Replicas) -> bool:
     """Agrees on the location of state; returns whether it is where a running job has placed it.
 
-    If some state is on no worker, the workers discard their live state and load the newest checkpoint.
+    If experts are on no worker, they are loaded, and their holders lack them until then.  If other state is on no
+    worker, the workers discard their live state and load the newest checkpoint.
     """
     settled = settle(config, replicas, parts.shards, parts.remains.trained, parts.world.job.partial_model_parts)
     if settled.lost:
         reason = f"no worker that is left holds {settled.lost}"
-        parts.log.message(f"{reason}: all go back to the newest checkpoint")
-        parts.log.events.write("fallback", reason=reason)
-        parts.remains.live = None
+        goes_on = "a checkpoint is read for them" if settled.experts else "all go back to the newest checkpoint"
+        parts.log.message(f"{reason}: {goes_on}")
+        parts.log.events.write("fallback", reason=reason, experts=settled.experts)
+        parts.remains.lacking |= settled.lacking
+        if not settled.experts:
+            parts.remains.live = None
     return settled.under_way
 
 

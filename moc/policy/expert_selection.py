@@ -33,8 +33,8 @@ class Limit:
     Attributes:
         capacity: capacity of each bin, such as bytes by rank; at least 0.
         costs: cost of each expert in each bin.
-        gradients: cost of an expert's gradients in each bin, where known. Otherwise gradients in place of a state cost
-            as much as it does, and gradients in addition to a state cost nothing: the expert counts once.
+        gradients: cost of an expert's gradients in each bin, where known. Otherwise gradients in place of a state have
+            its cost, and gradients in addition to a state cost nothing: the expert counts once.
     """
 
     capacity: Mapping[int, float]

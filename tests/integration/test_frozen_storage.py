@@ -14,7 +14,7 @@ PROGRAM = "tests/integration/frozen_pretrain_gpt_moe.py"
 
 def test_a_node_is_lost_while_storage_is_frozen(data, tmp_path, record_property):
     """It has the controller, and the worker that lists storage and commits snapshots; one is under way."""
-    flags = dict(elastic_everywhere="0", elastic_rebalance_interval=0)
+    flags: dict = dict(elastic_everywhere="0", elastic_rebalance_interval=0)
     saves = dict(ckpt_policy="full", snapshot_interval=2, ckpt_keep=99, ckpt_dir=str(tmp_path / "snapshots"))
     frozen = tmp_path / "job" / "frozen"
     with job_of(data, tmp_path, [], program=PROGRAM, layout="DP3", candidates=3, **flags, **saves) as job:

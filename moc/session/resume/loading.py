@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,20 +10,20 @@ from typing import NoReturn
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.policy import Capability, recovers_exactly
-from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.inventory import in_memory, look
 from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, live_states, plans, reason
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
+from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
+from moc.session.resume.listing import StorageListing
 from moc.session.resume.rank_transfers import exchange
 from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
-from moc.session.resume.survivors import LiveState, LocalRemains, Survivors, publish_what_is_whole
-from moc.session.tiers import LOOKING_S
+from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord
@@ -57,9 +55,6 @@ class SnapshotLoader:
     Args:
         only: iteration of the snapshot to start from; None for the newest.
         deterministic: a replay must have the digests of the original iterations.
-
-    Attributes:
-        has_listed_storage: storage has been taken and listed; otherwise nothing waits for it.
     """
 
     def __init__(
@@ -86,15 +81,19 @@ class SnapshotLoader:
         )
         self._damage: str | None = None
         self._noted: set[str] = set()
-        self._committer = parts.committer
-        self.has_listed_storage = False
+        self._listing = StorageListing(parts.tiers, parts.committer.commit_reported, engine.world, self._check, log)
+
+    @property
+    def has_listed_storage(self) -> bool:
+        """Whether storage has been taken and listed; otherwise nothing has waited for it."""
+        return self._listing.is_done
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports invalid ones.
 
-        Storage is listed when the job starts.  After a loss, the run knows what it has listed and committed there, so
-        :meth:`load` lists it again only if a plan reads it.  Without a memory tier, a job of constant members always
-        lists it: lost workers may have saved a snapshot that nobody has committed.
+        Storage is listed when the job starts.  Survivors know the checkpoints that the run has listed and committed, so
+        :meth:`load` lists storage again only if a plan reads it.  Without a memory tier, a job of constant members
+        always lists it: lost workers may have saved a snapshot that is not committed.
         """
         kept = self._in_memory()
         knows = left.again and (self._memory is not None or self._world.job.may_change_members)
@@ -121,68 +120,9 @@ class SnapshotLoader:
         check_state(manifest, where, self._engine, self._policy)
 
     def _in_storage(self, left: Survivors) -> list[AvailableCheckpoint]:
-        """Lists storage, however long that takes."""
-        with self._reporting_wait(left.again):
-            if self._memory is None:
-                publish_what_is_whole(left, self._tiers, self._committer.commit_reported, self._world)
-            failure = f"cannot look for snapshots in {self._storage.storage.name}"
-            stored, problems = run_on_rank0(self._look_in_storage, failure)
-        self.has_listed_storage = True
+        found, problems = self._listing.find(left)
         self._note_all(problems)
-        return in_storage(stored)
-
-    @contextlib.contextmanager
-    def _reporting_wait(self, again: bool) -> Iterator[None]:
-        """Context of a wait for storage; with ``again``, a recovery depends on it."""
-        name, begun = self._storage.storage.name, time.perf_counter()
-        silent = warning(
-            f"{name} has not answered for {LOOKING_S:.0f} s: the run waits for it, because the remaining workers lack "
-            "state that it has. Fix: repair it",
-            code="storage-silent",
-        )
-        timer = threading.Timer(LOOKING_S, self._log.message, [silent])
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-        if again:
-            seconds = round(time.perf_counter() - begun, 6)
-            self._log.events.write("storage_awaited", where=name, seconds=seconds)
-
-    def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
-        """Takes ownership of storage, so that no older generation can commit, and lists it.
-
-        If storage cannot be used, but there is a memory tier, the list is empty.
-
-        Raises:
-            CheckpointError: all snapshots belong to another model or optimizer.
-        """
-        try:
-            self._storage.take()
-        except OSError as error:
-            if self._memory is None:
-                raise
-            unusable = CheckpointError(
-                f"{self._storage.storage.name} cannot be used ({error.strerror or error}). Fix: correct its "
-                "permissions or repair it",
-                code="storage-unwritable",
-            )
-            return [], [with_code(unusable)]
-        others: list[CheckpointError] = []
-
-        def check(manifest: Manifest, where: str) -> None:
-            try:
-                self._check(manifest, where)
-            except CheckpointError as error:
-                others.append(error)
-                raise
-
-        found, problems = look(self._storage, check)
-        if others and not found:
-            raise others[-1]  # of the newest
-        return found, problems
+        return found
 
     def load(
         self,
@@ -225,7 +165,7 @@ class SnapshotLoader:
             if saved is not None:
                 synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
-                    mine.live = LiveState(position_of(saved), saved)
+                    mine.live, mine.lacking = LiveState(position_of(saved), saved), frozenset()
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
             self._rebuilder.tell(cut_off=True)
             for damage in bad.values():
@@ -285,9 +225,11 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if Capability.LIVE_EXPERTS in policy.requires and not recovers_exactly(policy):
-            held = held + live_states(left.live, left.pieces, policy.name)
-        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
+        # results of a job with changing members depend on the lost workers anyway
+        keeps_experts = Capability.LIVE_EXPERTS in policy.requires or self._world.job.may_change_members
+        if keeps_experts and not recovers_exactly(policy):
+            held = held + live_states(left.live, left.pieces, policy.name, left.lacking)
+        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced, left.lacking)
         return plans(inventory, policy.operators, recovers_exactly(policy), only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
@@ -345,7 +287,9 @@ class SnapshotLoader:
         else:
             saved = self._restore_from(plan.way, manifests, left)
         result = None
-        if not (left.resized and (plan.keep or plan.copies)):  # otherwise survivors move their state afterwards
+        is_live = plan.keep or plan.copies or (plan.way is not None and plan.way.base.tier == LIVE)
+        self._digests.stale = plan.way.stale if plan.way else ()
+        if not (left.resized and is_live):  # otherwise survivors move their state afterwards
             result = self._verify(plan, manifests)
         if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
             return None, *self._blame(plan, result)

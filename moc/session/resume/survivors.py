@@ -54,7 +54,8 @@ class LocalRemains:
         buffers: of its snapshots, which the next generation uses again.
         workers: number of workers of the previous generation; 0 before the first.
         digests: digests of the state.
-        stored: checkpoints in storage that the run knows of, since it has listed or committed them.
+        stored: checkpoints in storage that the run has listed or committed.
+        lacking: operators of this worker without state; they must be loaded.
     """
 
     trained: bool = False
@@ -67,6 +68,7 @@ class LocalRemains:
     workers: int = 0
     digests: KnownDigests = field(default_factory=KnownDigests)
     stored: tuple[AvailableCheckpoint, ...] = ()
+    lacking: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Survivors:
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
         resized: the number of workers has changed.
-        stored: checkpoints in storage that the run knows of; no other worker of the run has removed them.
+        stored: checkpoints in storage that the run has listed or committed.
+        lacking: by rank, operators whose state it lacks, though it has the others.
     """
 
     again: bool = False
@@ -96,6 +99,7 @@ class Survivors:
     reduced: Mapping[int, int] = field(default_factory=dict)
     resized: bool = False
     stored: tuple[AvailableCheckpoint, ...] = ()
+    lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def only(self, ranks: Collection[int]) -> Survivors:
         """Returns a copy with state only on these ranks, and without replay progress."""
@@ -114,7 +118,7 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
-    told = gather((remains.trained, at, engine.reduced, remains.workers))
+    told = gather((remains.trained, at, engine.reduced, remains.lacking, remains.workers))
     again = any(trained for trained, *_ in told)
     live = {rank: iteration for rank, (_, iteration, *_) in enumerate(told) if iteration is not None}
     resized = any(workers not in (0, world.size) for *_, workers in told)
@@ -131,8 +135,9 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
     held = dict(enumerate(gather(part_ids(engine.state))))
-    reduced = {rank: iteration for rank, (_, _, iteration, _) in enumerate(told) if iteration is not None}
-    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized, stored)
+    reduced = {rank: iteration for rank, (_, _, iteration, *_) in enumerate(told) if iteration is not None}
+    lacking = {rank: names for rank, (*_, names, _) in enumerate(told) if names}
+    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized, stored, lacking)
 
 
 def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:

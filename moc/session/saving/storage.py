@@ -407,7 +407,7 @@ class StorageTier:
 
     @property
     def held(self) -> tuple[AvailableCheckpoint, ...]:
-        """Checkpoints in storage that a run could resume from, as far as all workers know."""
+        """Checkpoints in storage that a run could resume from; identical on all workers."""
         return tuple(self._held.values())
 
     def begins(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
