@@ -24,6 +24,7 @@ from moc.elastic.allocation import (
     min_replicas_per_domain,
 )
 from moc.elastic.dispatch import tokens_per_rank_in_domains
+from moc.elastic.objective import LossModel
 from moc.elastic.placement import EMPTY, choose_everywhere, place_by_load, replicas_by_node
 from moc.files import decode
 from moc.files.decode import MAX_COUNT, Count
@@ -320,7 +321,8 @@ def _place_in_domains(
     if len(domains) > 1:
         min_replicas = min_replicas_per_domain(min_replicas, [feasible[nodes] for nodes in domains])
     if settings.everywhere is None:
-        everywhere = min(choose_everywhere(rows, nodes, slots, min_replicas, same_groups) for nodes in sizes)
+        losses = LossModel(settings.mtbf_s)
+        everywhere = min(choose_everywhere(rows, nodes, slots, min_replicas, same_groups, losses) for nodes in sizes)
     tables_of_size = {
         nodes: {
             layer: place_by_load(row, nodes, slots, min_replicas, everywhere, same_groups)

@@ -32,6 +32,20 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
     )
 
 
+def _check_failure_rate(config: FlagGroups, problems: Problems) -> None:
+    snapshot = config.snapshot
+    kind = POLICIES.get(snapshot.ckpt_policy or "")
+    is_used = (
+        config.elastic.elastic or snapshot.ckpt_policy == AUTO or (kind and kind.flags.uses_failure_rate(snapshot))
+    )
+    problems.refuse(
+        snapshot.mtbf_hours is not None and not is_used,
+        "--mtbf-hours needs --elastic, --pec-k auto or --ckpt-policy auto, which reckon with it. Fix: add one of them, "
+        "or drop --mtbf-hours",
+        code="flag-needs-another",
+    )
+
+
 def _check_determinism(config: FlagGroups, problems: Problems) -> None:
     problems.refuse(
         config.training.deterministic_mode and config.training.allow_nondeterministic,
@@ -127,4 +141,5 @@ _OF_OWN_FLAGS = (
     _check_intervals,
     _check_faults,
     _check_determinism,
+    _check_failure_rate,
 )
