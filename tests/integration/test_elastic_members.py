@@ -296,6 +296,7 @@ def test_only_lost_experts_are_old_after_a_loss(data, tmp_path, policy):
     of_lost = {(layer, expert): newest[expert_operator(layer, expert)] for layer, expert in lost}
     stale = {one: manifest for one, manifest in of_lost.items() if manifest.iteration < at}
     assert fallback["experts"] == len(lost) > 0 and resumed["stale"] == len(stale) > 0
+    assert len(job.events("storage_awaited")) == 1  # what is lost has to come from there
     ledger = after.state["ledger"]
     for number, layer in enumerate(ledger["layers"]):
         for expert, given in enumerate(ledger["given"][number]):
