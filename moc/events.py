@@ -539,7 +539,11 @@ EVENTS = {
     ),
     "fallback": EventType(
         "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
-        {"reason": "what is lost"},
+        {"reason": "what is lost", "experts": "number of lost experts; 0 if other state is lost"},
+    ),
+    "storage_awaited": EventType(
+        "Remaining workers lacked state after a loss: the recovery has listed storage, and waited until it answered.",
+        {"where": "the storage", "seconds": "until it was listed"},
     ),
     "generation": EventType(
         "Every worker is connected again after one was lost.",

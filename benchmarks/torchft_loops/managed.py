@@ -5,7 +5,7 @@ import sys
 from datetime import timedelta
 
 import torch
-import torchft
+import torchft  # pyright: ignore[reportMissingImports]  # in no extra
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader

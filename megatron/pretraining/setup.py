@@ -40,7 +40,7 @@ from megatron.pretraining.session import PolicySwitch, settings_of
 from moc.fault_points import reach
 from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
 from moc.session.session import Session
-from moc.session.tiers import LOOKING_S
+from moc.session.tiers import LIVE_LOOKING_S, LOOKING_S
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
@@ -201,12 +201,14 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: 
 
     def known() -> list:
         by_run = record is not None or log.has(at)
-        return [log.was_evaluated(at), checkpoints.newest_saved(LOOKING_S), by_run, record is not None and record.stop]
+        newest = checkpoints.newest_saved(LIVE_LOOKING_S if here else LOOKING_S)
+        saved = at if newest is None else newest  # without an answer, nothing counts as missed: the next save is due
+        return [log.was_evaluated(at), saved, by_run, record is not None and record.stop]
 
     if not at:
         return Duties()
-    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for saves and evaluations")
     here = any(gather(parts.began is not None and parts.began < at))
+    evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for saves and evaluations")
     by_job = here or any(gather(saved_by == job.id))
     done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)
     return missed(parts.config, at, stops, done)

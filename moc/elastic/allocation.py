@@ -30,6 +30,7 @@ class PlanSettings:
         everywhere: number of hottest experts on every node (h); None to choose it by load.
         ranks: ranks of a node.
         max_domain_ranks: maximum ranks that dispatch tokens to each other, if these have room for all experts.
+        mtbf_s: seconds between losses of nodes in the job, for the choice of h.
     """
 
     slots: int
@@ -37,6 +38,7 @@ class PlanSettings:
     everywhere: int | None = None
     ranks: int = 1
     max_domain_ranks: int = MAX_DOMAIN_RANKS
+    mtbf_s: float = 3600.0
 
     def domain_sizes(self, nodes: int, experts: int) -> tuple[int, ...]:
         """Returns the number of nodes of each domain."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -24,6 +24,7 @@ from moc.elastic.allocation import (
     min_replicas_per_domain,
 )
 from moc.elastic.dispatch import tokens_per_rank_in_domains
+from moc.elastic.objective import LossModel
 from moc.elastic.placement import EMPTY, choose_everywhere, place_by_load, replicas_by_node
 from moc.files import decode
 from moc.files.decode import MAX_COUNT, Count
@@ -139,6 +140,34 @@ class Plan:
         order = sorted(range(len(members)), key=lambda number: (positions[number], members[number]))
         columns = numpy.argsort(order)
         return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables, (len(members),))
+
+    def with_lost_experts(self, target: Plan) -> Plan:
+        """Returns this plan with every lost expert on a rank, in an empty slot or in place of another replica; pure.
+
+        Ranks that hold the expert in ``target``, a plan for the same ranks, are preferred.  The state of lost experts
+        must be loaded.
+        """
+        tables = {}
+        for layer, table in self.tables.items():
+            table = table.copy()
+            for expert in range(self.experts):
+                if not (table == expert).any():
+                    rank, slot = self._slot_for(table, target.holders(layer, expert))
+                    table[rank, slot] = expert
+            table.sort(axis=1)
+            tables[layer] = numpy.stack([numpy.roll(row, -int((row == EMPTY).sum())) for row in table])
+        return replace(self, tables=tables)
+
+    def _slot_for(self, table: numpy.ndarray, preferred: Sequence[int]) -> tuple[int, int]:
+        """Returns rank and slot for a lost expert: the slot is empty, or its expert has another replica."""
+        counts = numpy.bincount(table[table != EMPTY], minlength=self.experts)
+        spare = [
+            (rank not in preferred, -int(counts[held]) if held != EMPTY else -self.num_ranks - 1, rank, slot)
+            for rank, row in enumerate(table.tolist())
+            for slot, held in enumerate(row)
+            if held == EMPTY or counts[held] > 1
+        ]
+        return min(spare)[2:]  # the target has a slot for each expert, so this plan has one, too
 
     @cached_property
     def digest(self) -> str:
@@ -292,7 +321,8 @@ def _place_in_domains(
     if len(domains) > 1:
         min_replicas = min_replicas_per_domain(min_replicas, [feasible[nodes] for nodes in domains])
     if settings.everywhere is None:
-        everywhere = min(choose_everywhere(rows, nodes, slots, min_replicas, same_groups) for nodes in sizes)
+        losses = LossModel(settings.mtbf_s)
+        everywhere = min(choose_everywhere(rows, nodes, slots, min_replicas, same_groups, losses) for nodes in sizes)
     tables_of_size = {
         nodes: {
             layer: place_by_load(row, nodes, slots, min_replicas, everywhere, same_groups)

@@ -26,8 +26,9 @@ that all their workers survive and that the state they need is available.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from moc.policy import POLICIES, Policy, recovers_exactly
 from moc.recovery.sources import (
@@ -49,19 +50,27 @@ Pieces = Mapping[int, Mapping[str, str]]
 """By rank and operator, an ID of the rank's part: ranks with the same ID have the same elements."""
 
 
-def live_states(live: Mapping[int, int], pieces: Pieces, policy: str) -> list[AvailableCheckpoint]:
+Lacking = Mapping[int, Collection[str]]
+"""By rank with state, the operators among its pieces whose state it lacks; absent if it has all."""
+
+
+def live_states(
+    live: Mapping[int, int], pieces: Pieces, policy: str, lacking: Lacking = MappingProxyType({})
+) -> list[AvailableCheckpoint]:
     """Returns the operators that survivors have completely, by iteration of their state.
 
     Args:
         live: by rank, the iteration of its state.
         pieces: of all ranks, new workers included.
         policy: name of the policy in force.
+        lacking: exceptions from ``live``.
     """
     found = []
     for iteration in sorted(set(live.values())):
-        held = {one for rank, at in live.items() if at == iteration for one in pieces[rank].items()}
-        lacking = {name for of_rank in pieces.values() for name, piece in of_rank.items() if (name, piece) not in held}
-        whole = {name: Detail.FULL.value for name, _ in sorted(held) if name not in lacking}
+        there = [rank for rank, at in live.items() if at == iteration]
+        held = {one for rank in there for one in pieces[rank].items() if one[0] not in lacking.get(rank, ())}
+        torn = {name for of_rank in pieces.values() for name, piece in of_rank.items() if (name, piece) not in held}
+        whole = {name: Detail.FULL.value for name, _ in sorted(held) if name not in torn}
         if whole:
             found.append(AvailableCheckpoint(iteration, LIVE, whole, policy))
     return found
@@ -91,23 +100,31 @@ def still_needed(
     return list(used.values())
 
 
-def given(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> list[tuple[str, int, int]]:
+def given(
+    way: RecoveryPath, live: Mapping[int, int], pieces: Pieces, lacking: Lacking = MappingProxyType({})
+) -> list[tuple[str, int, int]]:
     """Returns copies of survivor state to ranks that lack it: operator, source and target."""
     kept, busy, found = kept_of(way), Counter(), []
+
+    def has(rank: int, name: str) -> bool:
+        return live.get(rank) == kept[name] and name not in lacking.get(rank, ())
+
     for target, of_rank in sorted(pieces.items()):
         for name, piece in of_rank.items():
-            if name in kept and live.get(target) != kept[name]:
-                holders = [rank for rank, at in live.items() if at == kept[name] and pieces[rank].get(name) == piece]
+            if name in kept and not has(target, name):
+                holders = [rank for rank in live if has(rank, name) and pieces[rank].get(name) == piece]
                 source = min(holders, key=lambda rank: (busy[rank], rank))
                 busy[source] += 1
                 found.append((name, source, target))
     return found
 
 
-def whole_ranks(way: RecoveryPath, live: Mapping[int, int], pieces: Pieces) -> frozenset[int]:
+def whole_ranks(
+    way: RecoveryPath, live: Mapping[int, int], pieces: Pieces, lacking: Lacking = MappingProxyType({})
+) -> frozenset[int]:
     """Returns the ranks that keep all their state at the path's iteration."""
     kept = kept_of(way)
-    there = [rank for rank, at in live.items() if kept and at == way.iteration]
+    there = [rank for rank, at in live.items() if kept and at == way.iteration and not lacking.get(rank)]
     return frozenset(rank for rank in there if all(kept.get(name) == way.iteration for name in pieces[rank]))
 
 
@@ -122,6 +139,7 @@ class JobInventory:
             same tensors.
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients its worker still has.
+        lacking: by rank, the operators among its pieces whose state its worker lacks, though it has the others.
     """
 
     held: Sequence[AvailableCheckpoint]
@@ -129,6 +147,7 @@ class JobInventory:
     pieces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     logs: Logs | None = None
     reduced: Mapping[int, int] = field(default_factory=dict)
+    lacking: Lacking = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,6 +187,12 @@ class RecoveryPlan:
         return frozenset(self.courses)
 
     @property
+    def reads_storage(self) -> bool:
+        """Whether some worker reads a checkpoint in storage."""
+        ways = filter(None, [self.way, *(course.way for course in self.courses.values())])
+        return any(one.tier == STORAGE for way in ways for one in way.used())
+
+    @property
     def begin(self) -> int:
         """Iterations completed where the first worker starts to load or replay."""
         first = [] if self.way is None else [self.way.moments[0].iteration]
@@ -203,12 +228,14 @@ def plans(
         off, copies to all are preferred, since checkpoints of the same iteration may have older experts.
     """
     ways = {way.iteration: way for way in recoveries(inventory.held, operators, exact, only)}
-    live = inventory.live if only is None else {}
+    live, lacking = inventory.live if only is None else {}, inventory.lacking
     for iteration in sorted({*ways, *live.values()}, reverse=True):
-        keep = frozenset(rank for rank, at in live.items() if at == iteration)
+        keep = frozenset(rank for rank, at in live.items() if at == iteration and not lacking.get(rank))
         way, copies = ways.get(iteration), _copies(keep, inventory.pieces)
         by_stages = _by_stages(iteration, live, ways.values(), inventory, operators) if exact else None
-        behind = frozenset(r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r))
+        behind = frozenset(
+            r for r, at in live.items() if at + 1 == iteration == inventory.reduced.get(r) and not lacking.get(r)
+        )
         if copies is not None:
             behind = frozenset()  # copying is enough
         elif behind:  # only they may have some operator
@@ -218,8 +245,9 @@ def plans(
         elif copies is not None and (way is None or way.base.tier != MEMORY or way.folds):
             yield RecoveryPlan(iteration, keep, copies, complete=behind)
         elif way is not None and len(way.moments) == 1:
-            keep = (keep if exact else frozenset()) | whole_ranks(way, inventory.live, inventory.pieces)
-            copies = tuple(RankCopy(*one) for one in given(way, inventory.live, inventory.pieces))
+            state = inventory.live, inventory.pieces, lacking
+            keep = (keep if exact else frozenset()) | whole_ranks(way, *state)
+            copies = tuple(RankCopy(*one) for one in given(way, *state))
             yield RecoveryPlan(iteration, keep, copies, way)
         elif by_stages is not None:
             yield by_stages

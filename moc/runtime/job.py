@@ -96,6 +96,11 @@ class Job:
             self.id = broadcast_from_rank0(new_id)
 
     @property
+    def may_change_members(self) -> bool:
+        """Whether workers continue in the same processes when nodes are lost or join."""
+        return self.recreate_groups is not None
+
+    @property
     def joins_running_job(self) -> bool:
         """Whether this worker joins others that already train: as a replacement, or on a new node."""
         return False

@@ -143,9 +143,10 @@ class AutoPolicy:
 
     def _chosen(self, tiers: Tiers, mine: LocalRemains | None, first: bool) -> Mapping[str, object]:
         self._ranks = sorted(Counter(tiers.nodes).values(), reverse=True)
-        told = gather((_newest(tiers, mine, first), 0 if mine is None else mine.workers))
+        told = gather((_live(mine), 0 if mine is None else mine.workers))
         more = any(0 < workers < len(told) for _, workers in told)
         known = [one for one, _ in told if one is not None]
+        known = known or [*filter(None, gather(_newest(tiers, first)))]
         self._take_up(max(known, key=lambda one: one[0])[1] if known else None, more)
         if self._flags:
             with contextlib.suppress(ValueError):
@@ -360,10 +361,15 @@ def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None
     return None
 
 
-def _newest(tiers: Tiers, mine: LocalRemains | None, first: bool) -> tuple[int, Any] | None:
-    """Returns the newest iteration that this worker has or can read, and the ``auto`` state stored with it."""
-    if mine is not None and mine.live is not None:
-        return mine.live.position.iteration, mine.live.state.get("auto")
+def _live(mine: LocalRemains | None) -> tuple[int, Any] | None:
+    """Returns the iteration of this worker's state, and the ``auto`` state that belongs to it."""
+    if mine is None or mine.live is None:
+        return None
+    return mine.live.position.iteration, mine.live.state.get("auto")
+
+
+def _newest(tiers: Tiers, first: bool) -> tuple[int, Any] | None:
+    """Returns the newest iteration that this worker can read, and the ``auto`` state stored with it."""
     found = [_newest_in(tiers.memory)] if tiers.memory is not None and tiers.leads_node else []
     if first:
         found.append(within(LOOKING_S if any(found) else None, _newest_in, tiers.storage))

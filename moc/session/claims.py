@@ -21,7 +21,7 @@ from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage, Storage
 
 
-def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Listener) -> Claim:
+def claimed(settings: Settings, world: World, remains: LocalRemains, log: Listener) -> Claim:
     """Returns the claim under which this generation commits snapshots; a collective call.
 
     A job reads the run from storage when it starts.  Later the survivors know it, and storage is not accessed.
@@ -29,13 +29,12 @@ def claimed(settings: Settings, world: World, mine: LocalRemains | None, log: Li
     Raises:
         CheckpointError: on all workers: storage cannot be used.
     """
-    run = next((told for told in gather(mine.run if mine is not None else None) if told), None)
+    run = next((told for told in gather(remains.run) if told), None)
     if run is None:
         place = storage_at(settings.directory)
         run = run_on_rank0(lambda: begin_run(place, settings.directory).run, f"cannot use {place.name} for snapshots")
         log.message(f"run {run}: its snapshots are in {place.name}")
-    if mine is not None:
-        mine.run = run
+    remains.run = run
     return Claim(world.job.id, world.job.term, run)
 
 

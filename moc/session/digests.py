@@ -168,6 +168,9 @@ class Digests(CommitParticipant):
         engine: engine whose state they describe.
         interval: iterations between digests; 0 for none.
         known: digests that survive the generation.
+
+    Attributes:
+        stale: operators whose recovered state is of another iteration, and has no digest.
     """
 
     def __init__(self, engine: Engine, interval: int, known: KnownDigests):
@@ -177,6 +180,7 @@ class Digests(CommitParticipant):
         self._thread = background("snapshot-digest") if engine.world.device.type == "cpu" else None
         self._is_pending = False  # no all-reduce has added these sums yet
         self._replayed: tuple[int, Tensor, Collection[str]] | None = None
+        self.stale: Collection[str] = ()
         self.renew()
 
     def renew(self) -> None:
@@ -302,15 +306,16 @@ class Digests(CommitParticipant):
         if self._digest is None:
             yield
             return
+        stale: Collection[str] = ()
         if self._sums is not None and self._sums[0] == iteration:
             before = self._total(self._sums[1].result())
         else:  # after a recovery, in which an interrupted move may have left state on several workers
-            before = self._reference(iteration, {}, 0)
+            before, stale = self._reference(iteration, {}, 0), self.stale
         yield
         self.renew()
         assert self._digest is not None  # as before
         sums = self._digest.compute()
-        if before is not None and (wrong := differing_operators(self._total(sums), before)):
+        if before is not None and (wrong := differing_operators(self._total(sums), before, stale)):
             raise CheckpointError(
                 f"a move of state between workers has changed {named(wrong)} after iteration {iteration}. Fix: start "
                 "again, which loads the newest snapshot; if it happens again, report it",

@@ -115,7 +115,7 @@ class Session(CommitParticipant):
         nodes = nodes_of(settings.node_of_rank, engine.world)
         copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
-        claim = claimed(settings, engine.world, mine, log)
+        claim = claimed(settings, engine.world, self.remains, log)
         tiers = tiers_of(settings, engine.world, nodes, claim)
         beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if tiers.memory is not None or settings.upstream_logging:
@@ -141,7 +141,7 @@ class Session(CommitParticipant):
             tidies=not beside,
             deterministic=settings.deterministic,
         )
-        health = storage_health(settings, parts, start, log, in_background=beside)
+        health = storage_health(settings, parts, start, log, in_background=beside or not start.has_listed_storage)
         sizes = SizesByPlan(parts)
         try:
             policy.on_sizes(sizes)
@@ -264,6 +264,7 @@ class Session(CommitParticipant):
             parts.digests.keep(self.position.iteration)
             self.remains.live = None if state is None else LiveState(self.position, state)
             self.remains.begun, self.remains.workers = saving.begun, self._engine.world.size
+            self.remains.stored = saving.storage.held
         self._end()
 
     def close(self) -> None:
@@ -328,8 +329,9 @@ class Session(CommitParticipant):
 
 
 def _patience_s(parts: Components) -> float:
-    """Returns the seconds allowed for a pending storage write; 0 with a memory tier, which needs no storage."""
-    return _ENDING_S if parts.tiers.memory is None else 0.0
+    """Returns the seconds allowed for a pending storage write; 0 if the run resumes from memory or from live state."""
+    needs_it = parts.tiers.memory is None and not parts.world.job.may_change_members
+    return _ENDING_S if needs_it else 0.0
 
 
 def policy_of(settings: Settings, operators: Sequence[Operator]) -> Policy:

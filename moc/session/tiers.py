@@ -20,7 +20,10 @@ from moc.store.storage import LocalStorage
 from moc.store.store import Store
 
 LOOKING_S = 5.0
-"""Seconds that storage may take to list its snapshots, if a run can resume without it."""
+"""Seconds that storage may take to list its checkpoints, if a run can resume without them."""
+
+LIVE_LOOKING_S = 0.5
+"""The same, if workers still have the state of the newest iteration."""
 
 
 @dataclass(frozen=True)

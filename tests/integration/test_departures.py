@@ -71,6 +71,22 @@ def test_two_nodes_leave_together_and_come_back(data, tmp_path, held):
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
 
 
+def test_a_node_leaves_while_the_others_recover(data, tmp_path, held):
+    """The first worker waits in its iteration, so that it is not in the new generation yet."""
+    with job_of(data, tmp_path, [], **FIXED) as job:
+        job.is_in(5, workers=4)
+        job.lose(3)
+        job.tells("training continues on 3 of 4 nodes")
+        asked_to_leave(job, 2)
+        job.go_on(5)
+        assert job.launchers[2].wait(120) == DEPARTED, job.console[-4000:]
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert_as_of_fixed_members(job, data, close=WITHIN, **FIXED)
+    assert [event["cause"] for event in job.events("generation")] == ["node-lost", "node-departed"]
+    assert {event["tier"] for event in job.events("resume")} == {"live"} and not job.events("fallback")
+
+
 def test_too_few_nodes_would_remain_so_all_save_and_exit(data, tmp_path, held):
     with job_of(data, tmp_path, [], layout="DP3", exit_signal_handler=True, **FIXED) as job:
         asked_to_leave(job, 1, 2)

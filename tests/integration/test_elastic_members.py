@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+from moc.elastic.plan import Plan
+from moc.elastic.transfers import expert_operator
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -272,6 +274,36 @@ def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_p
     assert_as_of_fixed_members(job, data, again=True)
     assert "no worker that is left holds expert" in job.events("fallback")[-1]["reason"]
     assert job.events("resume")[-1]["tier"] == "storage"
+
+
+@pytest.mark.parametrize("policy", [dict(ckpt_policy="pec", pec_k=1), *ALL * [dict(ckpt_policy="selective")]])
+def test_only_lost_experts_are_old_after_a_loss(data, tmp_path, policy):
+    """The others keep the state of the last iteration, which nobody repeats; the ledger has each lost token."""
+    tight = dict(elastic_everywhere="0", elastic_slots=2, elastic_rebalance_interval=0)  # two nodes hold the same
+    saved = dict(snapshot_interval=1, ckpt_blocking=True, ckpt_keep=99) | policy
+    saved |= dict(selective_experts=1) if policy["ckpt_policy"] == "selective" else {}
+    with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **tight, **saved) as job:
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)]
+    resumed, fallback = job.events("resume")[-1], job.events("fallback")[-1]
+    store, at = Store(LocalStorage(tmp_path / "snapshots")), resumed["iteration"]
+    before, after = (store.read_manifest(iteration) for iteration in (at, ITERATIONS))
+    lost = Plan.from_json(before.state["elastic"]["0"]).lost_experts((0, 1))
+    newest = {}
+    for manifest in map(store.read_manifest, range(1, at + 1)):
+        newest |= {name: manifest for name, entry in manifest.operators.items() if entry.detail == "full"}
+    of_lost = {(layer, expert): newest[expert_operator(layer, expert)] for layer, expert in lost}
+    stale = {one: manifest for one, manifest in of_lost.items() if manifest.iteration < at}
+    assert fallback["experts"] == len(lost) > 0 and resumed["stale"] == len(stale) > 0
+    assert len(job.events("storage_awaited")) == 1  # what is lost has to come from there
+    ledger = after.state["ledger"]
+    for number, layer in enumerate(ledger["layers"]):
+        for expert, given in enumerate(ledger["given"][number]):
+            tokens = given - ledger["learned"][number][expert]
+            source = stale.get((layer, expert), before)
+            of = (manifest.state["ledger"]["given"][number][expert] for manifest in (before, source))
+            assert tokens == next(of) - next(of), (layer, expert)
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses shards")

@@ -130,11 +130,11 @@ class Saves(ABC):
         """The error of the last failed save; empty after a success."""
         return self._attempts.problem
 
-    def newest_saved(self, seconds: float) -> int:
-        """Returns the iteration of the newest checkpoint in ``--save``; 0 if none is found in ``seconds``."""
+    def newest_saved(self, seconds: float) -> int | None:
+        """Returns the iteration of the newest checkpoint in ``--save``, or 0; None without an answer in ``seconds``."""
         save = self._config.checkpoint.save
         with contextlib.suppress(CheckpointError):  # a save is due then, and reports the error
-            return (within(seconds, dense_files.latest_iteration, save) if save else None) or 0
+            return within(seconds, lambda: dense_files.latest_iteration(save) or 0) if save else 0
         return 0
 
     def save(self, position: Position) -> None:

@@ -100,7 +100,7 @@ class _EveryPolicy(FlagGroup):
     mtbf_hours: float | None = flag(
         None,
         "Mean hours between failures of the job, for choices by expected cost; by default 24, or with --ckpt-policy "
-        "auto as measured.",
+        "auto as measured. With --elastic, also for the placement of experts, by default 1.",
         limits="> 0.0",
     )
     exact_only: bool = flag(False, "With --ckpt-policy auto: only policies whose recovery is exact.")
@@ -182,14 +182,6 @@ class _EveryPolicy(FlagGroup):
                 problems.check(self._ask, one, problems)
         problems.check(self._validate_upstream_logs, problems, kind is not None and kind.can_replay)
         problems.check(self._validate_tier, problems)
-        problems.refuse(
-            self.mtbf_hours is not None
-            and self.ckpt_policy != AUTO
-            and not (kind and kind.flags.uses_failure_rate(self)),
-            "--mtbf-hours needs --pec-k auto, which reckons with it, or --ckpt-policy auto. Fix: add one of them, or "
-            "drop --mtbf-hours",
-            code="flag-needs-another",
-        )
 
     def _ask(self, kind: RegisteredPolicy, problems: Problems) -> None:
         for refused in itertools.islice(kind.flags.conflicts_in(self), 1):  # others may follow from the first one

@@ -255,9 +255,15 @@ def check_everywhere(config: Config, nodes: int, ranks: int, left: str = "") -> 
 
 def plan_settings(config: Config, ranks: int) -> PlanSettings:
     """Returns the settings of the placement, on nodes with ``ranks`` workers of a pipeline stage."""
-    elastic, (slots, experts) = config.elastic, _slots_and_experts(config)
+    elastic, (slots, experts), hours = config.elastic, _slots_and_experts(config), config.snapshot.mtbf_hours
+    known = {} if hours is None else {"mtbf_s": 3600.0 * hours}
     return PlanSettings(
-        min(slots, experts), elastic.elastic_min_replicas, elastic.everywhere, ranks, elastic.elastic_domain
+        slots=min(slots, experts),
+        min_replicas=elastic.elastic_min_replicas,
+        everywhere=elastic.everywhere,
+        ranks=ranks,
+        max_domain_ranks=elastic.elastic_domain,
+        **known,
     )
 
 

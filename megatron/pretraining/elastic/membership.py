@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.pretraining.config import Config
+from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.placement import (
     Nodes,
     NodesOfStages,
@@ -41,7 +42,7 @@ from megatron.pretraining.engine.megatron import MegatronEngine
 from megatron.pretraining.parts import Callback, MembersChange, TrainingRun
 from moc.cli_output import counted
 from moc.elastic.plan import Loads, Plan
-from moc.elastic.transfers import ShardAssignment, count_new_replicas
+from moc.elastic.transfers import ShardAssignment, count_new_replicas, expert_operator
 from moc.fault_points import reach
 from moc.runtime.collectives import gather
 from moc.runtime.device import synchronize_and_check
@@ -78,10 +79,14 @@ class Settled(NamedTuple):
     Attributes:
         under_way: whether some have trained, so that the plans in force belong to a started run.
         lost: state without a holder, as the subject of a sentence; empty if nothing is lost.
+        experts: number of experts without a holder, if these are all that is lost; the other state stays.
+        lacking: operators among them that this worker has a slot for.
     """
 
     under_way: bool
     lost: str = ""
+    experts: int = 0
+    lacking: frozenset[str] = frozenset()
 
 
 def settle(
@@ -91,8 +96,8 @@ def settle(
 
     A layer whose move has landed on one worker lands on all. Workers that have not ``trained`` take over the plans of
     the others, not the state. If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
-    :attr:`Shards.wanted` is the assignment. If something is lost, these are in force immediately, and all workers must
-    load their state.
+    :attr:`Shards.wanted` is the assignment. If only experts are lost, they have slots in the plans in force. Otherwise
+    the wanted plans are in force immediately, and all workers must load their state.
 
     Args:
         config: the flags.
@@ -130,14 +135,30 @@ def settle(
         if number == stage and awaited is not None and as_now(awaited) == plans[number]:
             replicas.land(plans[number])
     wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
-    lost = f"pipeline stage {empty[0] + 1}" if empty else _lost(plans) if changed else ""
+    lost = f"pipeline stage {empty[0] + 1}" if empty else ""
     if shards is not None and not settle_shards(shards, nodes[stage], trained):
         lost = lost or "a shard of the optimizer's state"
-    replicas.take(wanted if lost and wanted else plans, nodes)
-    replicas.wanted = None if lost else wanted
-    if shards is not None and lost:
+    if not lost:
+        return _settle_experts(replicas, plans, wanted, nodes)
+    replicas.take(wanted or plans, nodes)
+    replicas.wanted = None
+    if shards is not None:
         shards.begin(nodes[stage])
     return Settled(True, lost)
+
+
+def _settle_experts(replicas: Replicas, plans: Plans, wanted: Plans | None, nodes: NodesOfStages) -> Settled:
+    """Puts the plans of the survivors in force, with slots for experts that none of them holds."""
+    lost = {stage: plan.lost_experts(plan.members) for stage, plan in plans.items()} if wanted else {}
+    whole = {stage: plan.with_lost_experts(wanted[stage]) if wanted else plan for stage, plan in plans.items()}
+    replicas.take(whole, nodes)
+    replicas.wanted = wanted
+    if not any(lost.values()):
+        return Settled(True)
+    stage, rank = parallel_state.get_pipeline_model_parallel_rank(), dist.get_rank(exchange_group())
+    lacking = (one for one in lost.get(stage, ()) if one[1] in whole[stage].experts_of(one[0], rank))
+    names = frozenset(expert_operator(*one) for one in lacking)
+    return Settled(True, _subject([one for of in lost.values() for one in of]), sum(map(len, lost.values())), names)
 
 
 def _without_state(told: Sequence[ReportedState]) -> list[int]:
@@ -150,9 +171,8 @@ def _members_differ(known: Mapping[str, Plan], one: ReportedState, nodes: NodesO
     return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
 
 
-def _lost(plans: Plans) -> str:
+def _subject(lost: Sequence[tuple[int, int]]) -> str:
     """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
-    lost = [one for plan in plans.values() for one in plan.lost_experts(plan.members)]
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
 

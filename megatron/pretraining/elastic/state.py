@@ -73,15 +73,19 @@ class ElasticState:
     def settle(self, parts: WorkerParts) -> None:
         """As :meth:`MovingState.settle`.
 
-        If some state is on no worker, the workers discard their live state and load the newest checkpoint.
+        If experts are on no worker, they are loaded, and their holders lack them until then. If other state is on no
+        worker, the workers discard their live state and load the newest checkpoint.
         """
         helpers = parts.world.job.partial_model_parts
         settled = settle(parts.config, self.replicas, self.shards, parts.remains.trained, helpers)
         if settled.lost:
             reason = f"no worker that is left holds {settled.lost}"
-            parts.log.message(f"{reason}: all go back to the newest checkpoint")
-            parts.log.events.write("fallback", reason=reason)
-            parts.remains.live = None
+            goes_on = "a checkpoint is read for them" if settled.experts else "all go back to the newest checkpoint"
+            parts.log.message(f"{reason}: {goes_on}")
+            parts.log.events.write("fallback", reason=reason, experts=settled.experts)
+            parts.remains.lacking |= settled.lacking
+            if not settled.experts:
+                parts.remains.live = None
         self._under_way = settled.under_way
 
     def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> tuple[Callback, ...]:

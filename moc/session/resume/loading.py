@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from moc.errors import cause_of, warning, with_code
 from moc.files import decode
 from moc.policy import Capability, recovers_exactly
-from moc.recovery.inventory import Summary, in_memory, in_storage, look
+from moc.recovery.inventory import in_memory, look
 from moc.recovery.plan import JobInventory, RecoveryPlan, exact_resume_error, live_states, plans, reason
 from moc.recovery.sources import BEFORE, LIVE, MEMORY, STORAGE, AvailableCheckpoint, RecoveryPath, recoveries
-from moc.runtime.collectives import gather, run_on_rank0, synchronize_all
+from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
 from moc.session.resume.adoption import AdoptedParts
+from moc.session.resume.listing import StorageListing
 from moc.session.resume.rank_transfers import exchange
 from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
-from moc.session.tiers import LOOKING_S
 from moc.session.tokens import TokenTracker
-from moc.snapshot.background import within
 from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
@@ -82,27 +81,28 @@ class SnapshotLoader:
         )
         self._damage: str | None = None
         self._noted: set[str] = set()
-        self._unseen = False  # storage has not been listed
+        self._listing = StorageListing(parts.tiers, parts.committer.commit_reported, engine.world, self._check, log)
+
+    @property
+    def has_listed_storage(self) -> bool:
+        """Whether storage has been taken and listed; otherwise nothing has waited for it."""
+        return self._listing.is_done
 
     def find(self, left: Survivors) -> list[AvailableCheckpoint]:
         """Finds the available checkpoints; reports invalid ones.
 
-        If survivors and memory suffice to resume, nothing waits for a hanging storage.
+        Storage is listed when the job starts.  Survivors know the checkpoints that the run has listed and committed, so
+        :meth:`load` lists storage again only if a plan reads it.  Without a memory tier, a job of constant members
+        always lists it: lost workers may have saved a snapshot that is not committed.
         """
-        return self._look(left)
-
-    def find_again(self) -> list[AvailableCheckpoint]:
-        """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
-        return self._in_memory() if self._unseen else self._look()
-
-    def _look(self, left: Survivors | None = None) -> list[AvailableCheckpoint]:
         kept = self._in_memory()
-        goes_on = left is not None and self.has_memory_of(left) and next(self._plans(kept, left), None) is not None
-        return self._in_storage(patient=not goes_on) + kept
+        knows = left.again and (self._memory is not None or self._world.job.may_change_members)
+        return (list(left.stored) if knows else self._in_storage(left)) + kept
 
-    def has_memory_of(self, left: Survivors) -> bool:
-        """Whether the job has trained before, with a memory tier that holds its last snapshots."""
-        return left.again and self._memory is not None
+    def find_again(self, left: Survivors) -> list[AvailableCheckpoint]:
+        """Finds the available checkpoints after the repair of snapshots that lost workers had not saved."""
+        lists = self._memory is None or self.has_listed_storage
+        return (self._in_storage(left) if lists else list(left.stored)) + self._in_memory()
 
     def _in_memory(self) -> list[AvailableCheckpoint]:
         there, check = [], self._check
@@ -119,65 +119,24 @@ class SnapshotLoader:
     def _check(self, manifest: Manifest, where: str) -> None:
         check_state(manifest, where, self._engine, self._policy)
 
-    def _in_storage(self, patient: bool) -> list[AvailableCheckpoint]:
-        name = self._storage.storage.name
-        seeing = lambda: within(None if patient else LOOKING_S, self._look_in_storage)  # noqa: E731
-        seen = run_on_rank0(seeing, f"cannot look for snapshots in {name}")
-        self._unseen = seen is None
-        if self._unseen:
-            self._log.message(
-                warning(
-                    f"{name} has not answered for {LOOKING_S:.0f} s: the run resumes from memory without it. Fix: "
-                    "repair it, or name another --ckpt-dir",
-                    code="storage-silent",
-                )
-            )
-            return []
-        stored, problems = seen
+    def _in_storage(self, left: Survivors) -> list[AvailableCheckpoint]:
+        found, problems = self._listing.find(left)
         self._note_all(problems)
-        return in_storage(stored)
-
-    def _look_in_storage(self) -> tuple[list[Summary], list[str]]:
-        """Takes ownership of storage, so that no older generation can commit, and lists it.
-
-        If storage cannot be used, but there is a memory tier, the list is empty.
-
-        Raises:
-            CheckpointError: all snapshots belong to another model or optimizer.
-        """
-        try:
-            self._storage.take()
-        except OSError as error:
-            if self._memory is None:
-                raise
-            unusable = CheckpointError(
-                f"{self._storage.storage.name} cannot be used ({error.strerror or error}). Fix: correct its "
-                "permissions or repair it",
-                code="storage-unwritable",
-            )
-            return [], [with_code(unusable)]
-        others: list[CheckpointError] = []
-
-        def check(manifest: Manifest, where: str) -> None:
-            try:
-                self._check(manifest, where)
-            except CheckpointError as error:
-                others.append(error)
-                raise
-
-        found, problems = look(self._storage, check)
-        if others and not found:
-            raise others[-1]  # of the newest
-        return found, problems
+        return found
 
     def load(
-        self, held: list[AvailableCheckpoint], oldest: int | None, left: Survivors, mine: LocalRemains | None
+        self,
+        held: list[AvailableCheckpoint],
+        newest_dense: Callable[[], int | None],
+        left: Survivors,
+        mine: LocalRemains | None,
     ) -> ResumeResult | None:
         """Fills model, optimizer and schedule by the newest plan that succeeds; returns None if there is no plan.
 
         Args:
             held: available checkpoints.
-            oldest: iteration of a dense checkpoint, preferred to older snapshots; None if there is none.
+            newest_dense: returns the iteration of a dense checkpoint, which is preferred to older snapshots; None if
+                there is none.  Not called if workers still have the state of the plan's iteration.
             left: state that workers still have.
             mine: state that this worker has, and loses if it loads.
 
@@ -188,8 +147,13 @@ class SnapshotLoader:
         found = bool(held)
         if left.again:
             self._rebuilder.tell(cut_off=True)
-        while plan := next(self._plans(held, left), None):
-            if oldest is not None and plan.iteration < oldest:
+        while True:
+            plan = next(self._plans(held, left), None)
+            if not self.has_listed_storage and (plan is None or plan.reads_storage):
+                held = self._in_storage(left) + [one for one in held if one.tier != STORAGE]
+                found = found or bool(held)
+                continue
+            if plan is None or (plan.iteration not in left.live.values() and plan.iteration < (newest_dense() or 0)):
                 break
             self._check_change(held, plan.iteration)
             if plan.stages and (damaged := self._damaged_logs(plan)):
@@ -201,16 +165,14 @@ class SnapshotLoader:
             if saved is not None:
                 synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
-                    mine.live = LiveState(position_of(saved), saved)
+                    mine.live, mine.lacking = LiveState(position_of(saved), saved), frozenset()
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
             self._rebuilder.tell(cut_off=True)
             for damage in bad.values():
                 self._note(damage.text)
             held = list(filter(None, (one.without(bad[one.key].operators) if one.key in bad else one for one in held)))
             left = left.only(plan.keep - changed)
-        if self._unseen:
-            return self.load(self._in_storage(patient=True) + held, oldest, left, mine)
-        if oldest is None and (found or self._damage):
+        if newest_dense() is None and (found or self._damage):
             self._check_change(held)
             if not self._nothing_stored_yet(held, left):
                 self._refuse(held)
@@ -263,9 +225,11 @@ class SnapshotLoader:
 
     def _plans(self, held: list[AvailableCheckpoint], left: Survivors) -> Iterator[RecoveryPlan]:
         policy, only = self._policy, None if left.again else self._only
-        if Capability.LIVE_EXPERTS in policy.requires and not recovers_exactly(policy):
-            held = held + live_states(left.live, left.pieces, policy.name)
-        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced)
+        # results of a job with changing members depend on the lost workers anyway
+        keeps_experts = Capability.LIVE_EXPERTS in policy.requires or self._world.job.may_change_members
+        if keeps_experts and not recovers_exactly(policy):
+            held = held + live_states(left.live, left.pieces, policy.name, left.lacking)
+        inventory = JobInventory(held, left.live, left.pieces, left.logs, left.reduced, left.lacking)
         return plans(inventory, policy.operators, recovers_exactly(policy), only)
 
     def _damaged_logs(self, plan: RecoveryPlan) -> dict[int, list[int]]:
@@ -323,7 +287,9 @@ class SnapshotLoader:
         else:
             saved = self._restore_from(plan.way, manifests, left)
         result = None
-        if not (left.resized and (plan.keep or plan.copies)):  # otherwise survivors move their state afterwards
+        is_live = plan.keep or plan.copies or (plan.way is not None and plan.way.base.tier == LIVE)
+        self._digests.stale = plan.way.stale if plan.way else ()
+        if not (left.resized and is_live):  # otherwise survivors move their state afterwards
             result = self._verify(plan, manifests)
         if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
             return None, *self._blame(plan, result)

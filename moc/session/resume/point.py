@@ -29,7 +29,8 @@ class ResumePoint:
         newer: like ``experts``, but superseded; they are moved aside for the snapshots that the run takes again.
         before: like ``newer``, but moved aside already.
         again: plan of this position's snapshot, if it was started and is lost.
-        stored: checkpoints in storage up to this position; empty if storage has not answered.
+        stored: known checkpoints in storage up to this position.
+        has_listed_storage: storage has been taken and listed to resume; otherwise this is due in the background.
         begun: by iteration, the started snapshots among ``in_memory``; their parts and copies may still be lost.
     """
 
@@ -42,4 +43,5 @@ class ResumePoint:
     before: tuple[int, ...] = ()
     again: SnapshotPlan | None = None
     stored: tuple[AvailableCheckpoint, ...] = ()
+    has_listed_storage: bool = True
     begun: Mapping[int, StartedSnapshot] = field(default_factory=dict)

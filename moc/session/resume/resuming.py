@@ -55,29 +55,35 @@ def resume(
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
+    mine, left = remains if remains.trained else None, survivors(remains, engine)
+    if left.again:
+        only = None
     if only is not None:
         look = functools.partial(has_gone_back, parts.tiers, only)
         if run_on_rank0(look, "cannot look for snapshots"):
             log.message(f"an earlier launch went back to iteration {only}: the run continues from its newest snapshot")
             only = None
     loader = SnapshotLoader(engine, parts, remains, log, only, deterministic)
-    mine, left = remains if remains.trained else None, survivors(remains, engine)
-    publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
+    publish = functools.partial(publish_what_is_whole, left, parts.tiers, parts.committer.commit_reported, parts.world)
+    if parts.tiers.memory is not None:  # in storage, the loader does it
+        publish()
     if parts.peers is not None:
         parts.peers.restore(log)
     loader.adopted.adopt()
     _reduce_superseded(parts)
     held = loader.find(left)
     run = parts.tiers.storage.storage.run
-    oldest = elsewhere.newest(LOOKING_S if loader.has_memory_of(left) and held else None, run)
-    loaded = loader.load(held, oldest=oldest, left=left, mine=mine)
+    # storage that nothing was read from is not waited for
+    dense = functools.cache(lambda: elsewhere.newest(None if loader.has_listed_storage else LOOKING_S, run))
+    loaded = loader.load(held, newest_dense=dense, left=left, mine=mine)
     if left.again and not loaded:  # workers that start over do not use old snapshots
-        _tidy_up(parts, ResumePoint(Position(oldest or 0)))
+        _tidy_up(parts, ResumePoint(Position(dense() or 0)))
     if mine is not None and not loaded:
         raise NoRecoveryPoint
     if loaded and loaded.plan.stages:  # replaying stages have saved lost snapshots again
-        publish_what_is_whole(left, parts.tiers, parts.committer.commit_reported, parts.world)
-        loaded = dataclasses.replace(loaded, held=loader.find_again())
+        if parts.tiers.memory is not None:
+            publish()
+        loaded = dataclasses.replace(loaded, held=loader.find_again(left))
     if loaded and loader.adopted.used:  # later recoveries must not use other members' snapshots
         loaded = dataclasses.replace(loaded, held=[one for one in loaded.held if one.tier == STORAGE])
     start = _point(loaded, parts, left) if loaded else ResumePoint(elsewhere.load() or Position())
@@ -91,8 +97,9 @@ def resume(
         start = dataclasses.replace(start, experts=older)
     leads, node = parts.tiers.leads_node, parts.tiers.node
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
-    _tidy_up(parts, start, storage=tidies)
-    return start
+    has_listed = loader.has_listed_storage
+    _tidy_up(parts, start, storage=tidies and has_listed)
+    return dataclasses.replace(start, has_listed_storage=has_listed)
 
 
 def has_gone_back(tiers: Tiers, iteration: int) -> bool:

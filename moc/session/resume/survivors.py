@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from moc.recovery.sources import AvailableCheckpoint
 from moc.recovery.stage_replay import Logs
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.job import World
@@ -53,6 +54,8 @@ class LocalRemains:
         buffers: of its snapshots, which the next generation uses again.
         workers: number of workers of the previous generation; 0 before the first.
         digests: digests of the state.
+        stored: checkpoints in storage that the run has listed or committed.
+        lacking: operators of this worker without state; they must be loaded.
     """
 
     trained: bool = False
@@ -64,6 +67,8 @@ class LocalRemains:
     buffers: KeptBuffers = field(default_factory=KeptBuffers)
     workers: int = 0
     digests: KnownDigests = field(default_factory=KnownDigests)
+    stored: tuple[AvailableCheckpoint, ...] = ()
+    lacking: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,8 @@ class Survivors:
         logs: upstream logs; None without logging.
         reduced: by rank, the iteration whose reduced gradients it has; absent if there is none.
         resized: the number of workers has changed.
+        stored: checkpoints in storage that the run has listed or committed.
+        lacking: by rank, operators whose state it lacks, though it has the others.
     """
 
     again: bool = False
@@ -91,6 +98,8 @@ class Survivors:
     logs: Logs | None = None
     reduced: Mapping[int, int] = field(default_factory=dict)
     resized: bool = False
+    stored: tuple[AvailableCheckpoint, ...] = ()
+    lacking: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
     def only(self, ranks: Collection[int]) -> Survivors:
         """Returns a copy with state only on these ranks, and without replay progress."""
@@ -109,13 +118,15 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
     world = engine.world
     own = remains.live if remains.trained else None
     at = own.position.iteration if own is not None else None
-    told = gather((remains.trained, at, engine.reduced, remains.workers))
+    told = gather((remains.trained, at, engine.reduced, remains.lacking, remains.workers))
     again = any(trained for trained, *_ in told)
     live = {rank: iteration for rank, (_, iteration, *_) in enumerate(told) if iteration is not None}
     resized = any(workers not in (0, world.size) for *_, workers in told)
     begun = _of_first(remains.begun if remains.trained and not resized else {}, world)
+    first = next((rank for rank, (trained, *_) in enumerate(told) if trained), None)
+    stored = next(filter(None, gather(remains.stored if world.rank == first else ())), ())
     if not live:
-        return Survivors(again, begun=begun, resized=resized)
+        return Survivors(again, begun=begun, resized=resized, stored=stored)
     speaks = own is not None and world.rank == min(rank for rank, other in live.items() if other == at)
     states = dict(one for one in gather((at, own.state) if own is not None and speaks else None) if one is not None)
     steps: dict[int, dict[str, int]] = {iteration: {} for iteration in states}
@@ -124,8 +135,9 @@ def survivors(remains: LocalRemains, engine: Engine) -> Survivors:
             steps[live[rank]] |= counted
     logs = _logs(engine, remains.records, remains.progress) if engine.tap.feeds else None
     held = dict(enumerate(gather(part_ids(engine.state))))
-    reduced = {rank: iteration for rank, (_, _, iteration, _) in enumerate(told) if iteration is not None}
-    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized)
+    reduced = {rank: iteration for rank, (_, _, iteration, *_) in enumerate(told) if iteration is not None}
+    lacking = {rank: names for rank, (*_, names, _) in enumerate(told) if names}
+    return Survivors(again, live, states, begun, held, steps, logs, reduced, resized, stored, lacking)
 
 
 def _of_first(mine: Mapping[int, StartedSnapshot], world: World) -> dict[int, StartedSnapshot]:

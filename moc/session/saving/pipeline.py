@@ -209,6 +209,8 @@ class SavingPipeline:
     def begin_again(self) -> None:
         """Begins the snapshot of the resumed position if it is lost, or was due and had not begun."""
         plan, start = self._start.again, self._start
+        if plan is not None and self.storage.owes(plan):
+            return
         if plan is not None:  # the policy counts it as begun
             storage = self.storage.part_of(plan, self._stages.window_may_begin)
             self.storage.begins(plan, storage)
@@ -463,6 +465,7 @@ def storage_health(
         log=log,
         publishes_in=lambda: parts.policy.schedule.window_length - 1 + ALL_REDUCES,
         prepare=(lambda: parts.committer.in_background(make_ready)) if prepares else None,
+        is_closed=in_background,
     )
 
 

@@ -20,6 +20,7 @@ from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress, Stage
+from moc.session.tiers import LOOKING_S
 from moc.store.errors import CheckpointError, TakenError
 
 LATE_AFTER = 100
@@ -108,6 +109,7 @@ class StorageHealth:
             later snapshots of its window.
         newest: iteration of the newest snapshot in storage; None if there is none.
         prepare: starts to prepare storage in the background, on one worker; nothing is written there before.
+        is_closed: some worker prepares storage.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class StorageHealth:
         log: Listener,
         prepare: Callable[[], Future] | None = None,
         publishes_in: Callable[[], int] = lambda: 0,
+        is_closed: bool = True,
     ):
         self._publishes_in = publishes_in
         self._name, self.every, self._log = name, every, log
@@ -130,9 +133,10 @@ class StorageHealth:
         self._failing, self._late, self._waits, self._lags = Trouble(), Trouble(), Trouble(), Trouble()
         self._lag: Lag | None = None
         self._prepare, self._ready = prepare, None if prepare is None else prepare()
+        self._asked, self._is_silent = time.monotonic(), False
         self.rests = False
         """Storage has failed, and is not used for a while."""
-        self.closed = True
+        self.closed = is_closed
         """Storage is not ready yet, as of the last all-reduce."""
 
     @property
@@ -270,6 +274,7 @@ class StorageHealth:
         if self._ready is None or self._prepare is None:
             return True
         if not self._ready.done():
+            self._report_silence()
             return False
         error = tolerable(self._ready)
         if error is None:
@@ -281,6 +286,18 @@ class StorageHealth:
                 self._log.message(f"WARNING: {self._name} cannot be used, and training continues: {with_code(error)}")
             self._ready = self._prepare()
         return False
+
+    def _report_silence(self) -> None:
+        if self._is_silent or time.monotonic() - self._asked < LOOKING_S:
+            return
+        self._is_silent = True
+        self._log.message(
+            warning(
+                f"{self._name} has not answered for {LOOKING_S:.0f} s: training continues, and no snapshot goes there "
+                f"until it answers; {self._newest_there()}. Fix: repair it",
+                code="storage-silent",
+            )
+        )
 
     def _age_s(self) -> float | None:
         return None if self._stored_at is None else round(time.monotonic() - self._stored_at, 3)
@@ -352,7 +369,7 @@ class StorageTier:
             has_room: storage may receive another snapshot, or another window.
         """
         if not self._has_memory_tier:
-            if self.health.rests:
+            if self._is_barred:
                 return Planned()
             plan = self._policy.storage.plan(iteration, load, again=self._lacks_due)
             return Planned(plan, plan)
@@ -365,10 +382,33 @@ class StorageTier:
         return self._part_of(plan, self._takes(plan.iteration, has_room)) if self._has_memory_tier else plan
 
     def passes(self, iteration: int, load: Load | None) -> None:
-        """Records that no snapshot is taken after an iteration; storage owes one if it rests and one was due."""
-        if not self._has_memory_tier and self.health.rests and Capability.WINDOWS not in self._policy.requires:
-            self._lacks_due = self._lacks_due or self._policy.plan(iteration, load) is not None
-            self._first = self._first or (iteration if self._lacks_due else None)
+        """Records that no snapshot is taken after an iteration; storage owes one if it takes none and one was due."""
+        if self._has_memory_tier or not self._is_barred:
+            return
+        if Capability.WINDOWS in self._policy.requires:
+            if self.health.closed:
+                self._policy.schedule.restart_window()
+            return
+        self._lacks_due = self._lacks_due or self._policy.plan(iteration, load) is not None
+        self._first = self._first or (iteration if self._lacks_due else None)
+
+    def owes(self, plan: SnapshotPlan) -> bool:
+        """Records that a snapshot, counted as begun, cannot be taken again yet; returns False if it can."""
+        if self._has_memory_tier or not self._is_barred:
+            return False
+        self._policy.schedule.restart_window()
+        self._lacks_due, self._first = True, self._first or plan.iteration
+        return True
+
+    @property
+    def _is_barred(self) -> bool:
+        """Whether storage takes no snapshot now."""
+        return self.health.rests or self.health.closed
+
+    @property
+    def held(self) -> tuple[AvailableCheckpoint, ...]:
+        """Checkpoints in storage that a run could resume from; identical on all workers."""
+        return tuple(self._held.values())
 
     def begins(self, plan: SnapshotPlan, storage: SnapshotPlan | None) -> None:
         """Records the start of a snapshot, with the part of it that goes to storage."""

@@ -238,6 +238,12 @@ def test_h_is_the_smallest_that_balances_the_work():
     assert choose_everywhere([[1] * 8], 8, 2, 2) == 0
 
 
+def test_frequent_losses_weigh_survival_more_than_balance():
+    loads = {0: [40, 5, 2, 40, 40, 1, 5, 2]}
+    rarely, often = (make_plan(range(4), loads, PlanSettings(3, 1, mtbf_s=mtbf_s)) for mtbf_s in (3600.0, 60.0))
+    assert [int((plan.replica_counts() == 4).sum()) for plan in (rarely, often)] == [1, 0]
+
+
 def test_planning_needs_no_torch():
     program = "import sys; from moc.elastic import transfers, plan, survival; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3]).returncode == 0

@@ -197,3 +197,8 @@ def test_experts_are_whole():
     split = parse(f"{ELASTIC} --tensor-model-parallel-size 2 --sequence-parallel")
     assert split.parallel.expert_tensor_parallel_size == 1
     assert parse("", without("--num-experts")).parallel.expert_tensor_parallel_size == 1
+
+
+def test_placement_reckons_with_the_flag_for_the_mtbf():
+    assert plan_settings(parse(f"{ELASTIC} {SAVED} --mtbf-hours 0.5"), 1).mtbf_s == 1800.0
+    assert plan_settings(parse(f"{ELASTIC} {SAVED}"), 1).mtbf_s == 3600.0

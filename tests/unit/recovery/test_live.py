@@ -109,3 +109,18 @@ def test_a_lost_expert_is_brought_up_to_date_by_gradients_and_live_ones_are_not(
         assert {name: [one.key for one in its] for name, its in plan.way.folds.items()} == {
             NAMES[2]: [(5, MEMORY), (6, MEMORY)]
         }
+
+
+def test_a_lost_expert_is_loaded_and_those_beside_it_stay():
+    pieces = {rank: {"embedding": "same"} | dict.fromkeys(NAMES, "whole") for rank in range(2)}
+    live, lacking = {0: 9, 1: 9}, {0: {NAMES[0]}, 1: {NAMES[0]}}
+    for lacks, source, copies in (
+        (lacking, (7, MEMORY), ()),
+        ({0: {NAMES[0]}}, (9, LIVE), (RankCopy(NAMES[0], 1, 0),)),
+    ):
+        held = [saved(7, 0, 1, 2), *live_states(live, pieces, "selective", lacks)]
+        plan = next(plans(JobInventory(held, live, pieces, lacking=lacks), OPERATORS, exact=False))
+        assert plan.iteration == 9 and set(copies) <= set(plan.copies)
+        assert sources(plan) == dict.fromkeys(["embedding", *NAMES], (9, LIVE)) | {NAMES[0]: source}
+    exact = next(plans(JobInventory([saved(7, 0, 1, 2)], live, pieces, lacking=lacking), OPERATORS, exact=True))
+    assert exact.iteration == 7 and not exact.keep and not exact.copies  # all go back

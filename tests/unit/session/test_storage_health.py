@@ -134,3 +134,15 @@ def test_state_that_is_missing_is_a_gauge_and_a_warning_that_is_not_repeated():
     assert len(log.said) == 2
     disk.lags(Lag(age=31, overdue=3, operators=40, oldest=31))
     assert len(log.said) == 2  # within a minute of the first warning
+
+
+def test_storage_that_does_not_answer_is_closed_and_reported_once(monkeypatch):
+    monkeypatch.setattr("moc.session.saving.storage.LOOKING_S", 0.0)
+    log, answers = Log(), Future()
+    disk = storage(log, prepare=lambda: answers)
+    for _ in range(2):
+        disk.receive(disk.contribution())
+    assert disk.closed and codes_in("\n".join(log.said)) == ["storage-silent"]
+    answers.set_result(None)
+    disk.receive(disk.contribution())
+    assert not disk.closed and len(log.said) == 1

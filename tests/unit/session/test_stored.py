@@ -71,6 +71,18 @@ def test_without_memory_every_snapshot_goes_to_storage():
     assert there.plan(3, None, has_room=False) == (plan(3), plan(3))
 
 
+def test_without_memory_a_snapshot_stays_due_while_storage_is_closed():
+    policy = Policy()
+    there = stored(None, has_memory_tier=False, policy=policy)
+    assert not there.owes(plan(3))
+    there.health.closed, policy.given = True, plan(3)
+    assert there.plan(3, None, has_room=True) == (None, None)
+    there.passes(3, None)
+    assert there.owes(plan(3))
+    there.health.closed, policy.given = False, None
+    assert there.plan(4, None, has_room=True) == (plan(4), plan(4))  # that of iteration 3 was due
+
+
 def test_beside_memory_a_window_goes_there_from_its_first_snapshot_on_or_not_at_all():
     there = stored(every=5)
 

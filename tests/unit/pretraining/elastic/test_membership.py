@@ -8,6 +8,7 @@ import pytest
 
 from moc.elastic.allocation import PlanSettings
 from moc.elastic.plan import make_plan
+from moc.elastic.transfers import expert_operator
 from moc.session.resume.point import NoRecoveryPoint
 from tests.unit.pretraining.flags import parse
 
@@ -60,7 +61,7 @@ def settled(membership, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 
     ]
     monkeypatch.setattr(membership, "gather", lambda own: next(answers)(own))
     monkeypatch.setattr(membership, "place", lambda: places[0])
-    monkeypatch.setattr(membership.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(membership.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(membership.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     monkeypatch.setenv("MOC_PLACES", "9")
     return held, membership.settle(config, held, None, trained)
@@ -108,14 +109,19 @@ def test_a_layer_that_has_landed_with_others_lands_with_those_that_are_left(memb
     assert held.landed == held.plans[0] == after.restricted_to((1, 2, 3), [True] * 3)
 
 
-def test_what_nobody_holds_is_lost_and_the_new_plan_is_in_force_at_once(membership, monkeypatch):
+def test_lost_experts_take_slots_and_the_others_stay(membership, monkeypatch):
     old = plan_of(membership, 4)
     layer0 = old.tables[0].copy()
     layer0[:2] = range(6)
     gone = replace(old, tables={**old.tables, 0: layer0})
+    monkeypatch.setattr(membership, "exchange_group", lambda: None)
     held, told = settled(membership, monkeypatch, gone, [gone], places=(0, 1))
-    assert told.lost.startswith("expert ") and " of layer 1 and " in told.lost
-    assert held.wanted is None and held.plans[0].lost_experts((0, 1)) == ()
+    lost, now = gone.restricted_to((0, 1), [True, True]).lost_experts((0, 1)), held.plans[0]
+    assert told.lost.startswith("expert ") and " of layer 1 and " in told.lost and told.experts == len(lost)
+    assert held.wanted[0].members == (0, 1) and now.lost_experts((0, 1)) == ()
+    assert told.lacking == {expert_operator(*one) for one in lost if one[1] in now.experts_of(one[0], 0)}
+    for layer, expert in {(layer, expert) for layer in range(4) for expert in range(8)} - {*lost}:
+        assert {*now.holders(layer, expert)} <= {*gone.holders(layer, expert)}  # no other expert has moved
 
 
 def test_whoever_has_not_trained_and_has_built_for_others_starts_over(membership, monkeypatch):
