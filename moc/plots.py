@@ -32,7 +32,7 @@ _DPI = 120
 
 
 @dataclass(frozen=True)
-class Mark:
+class LossMark:
     """A loss after which a run resumed.
 
     Attributes:
@@ -151,13 +151,13 @@ def add_legend(panel: Any, title: str | None = None, columns: int = 3) -> None:
         panel.legend(ncols=columns, title=title, title_fontsize="small", **place)
 
 
-def add_marks(panel: Any, marks: Iterable[Mark], color: str) -> None:
+def add_marks(panel: Any, marks: Iterable[LossMark], color: str) -> None:
     """Adds vertical lines with labels above the panel, and areas of dead time; close marks share one label.
 
     The limits of the horizontal axis must be set or follow from data that were drawn before.
     """
     left, right = panel.get_xlim()
-    groups: list[list[Mark]] = []
+    groups: list[list[LossMark]] = []
     for mark in sorted(marks, key=lambda one: one.at):
         panel.axvline(mark.at, color=color, linewidth=0.9, linestyle="--", zorder=0)
         if mark.begin < mark.at:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
 from moc.files.event_log import events_file, read_events
-from moc.plots import MARKS_PAD, Mark, add_legend, add_marks, distinct_names, drawings, ink
+from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, ink
 from moc.simulate.profile import ByIteration
 
 EXTRA_FIELDS = {"learning-rate": "learning_rate", "grad-norm": "grad_norm"}
@@ -90,7 +90,7 @@ class LossCurve:
     training: ByIteration[Mapping] = field(default_factory=ByIteration)
     """Events of type "iteration"."""
     validation: ByIteration[float] = field(default_factory=ByIteration)
-    resumed: list[Mark] = field(default_factory=list)
+    resumed: list[LossMark] = field(default_factory=list)
     """Where the run resumed, and after which loss."""
     _time: float = 0.0  # of the newest iteration
     _lost: str = ""  # reason of the newest loss, until the run resumes
@@ -137,7 +137,7 @@ class LossCurve:
         while self.resumed and self.resumed[-1].at > iteration:
             self.resumed.pop()
         if iteration > 0:
-            self.resumed.append(Mark(iteration, self._lost or "restarted", max(0.0, dead_s), iteration))
+            self.resumed.append(LossMark(iteration, self._lost or "restarted", max(0.0, dead_s), iteration))
         self._lost = ""
 
 

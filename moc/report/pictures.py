@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 
-from moc.plots import MARKS_PAD, Mark, add_legend, add_marks, distinct_names, drawings, paper
+from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, paper
 from moc.report.figures import Report
 from moc.report.wall_clock import Event, RecoveryTimes
 
@@ -48,11 +48,11 @@ def _draw_progress(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
     add_legend(panel)
 
 
-def _mark_of(recovery: RecoveryTimes, began: float) -> Mark:
+def _mark_of(recovery: RecoveryTimes, began: float) -> LossMark:
     """Returns the mark where training resumed, seconds since the begin of the run."""
     who = "restarted" if recovery.rank is None else f"worker {recovery.rank} {_fate(recovery)}"
     at = recovery.time - began
-    return Mark(at, who, recovery.outside_s, max(0.0, at - recovery.outside_s))
+    return LossMark(at, who, recovery.outside_s, max(0.0, at - recovery.outside_s))
 
 
 def _fate(recovery: RecoveryTimes) -> str:

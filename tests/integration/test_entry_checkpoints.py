@@ -59,7 +59,7 @@ def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     outputs = [(tmp_path / f"second/workers/rank_{rank:05d}.log").read_text() for rank in range(2)]  # by default
     assert outputs[0] and " iteration " in outputs[1] and " iteration " in ended.output
     (end,) = ended.of("end")
-    assert end["code"] == ended.code and "killed by signal 9" in end["reason"]
+    assert end["code"] == ended.code and "signal 9" in end["reason"]
     assert dense_files.latest_iteration(tmp_path / "saved") == 4
     assert dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4)) == before
     again = run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --load saved", log="third")

@@ -101,7 +101,7 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
     """Neither its removal nor a file in its place ends a run; what was to be written is, when that works again."""
     directory, said = tmp_path / "log", []
     log = EventLog(directory, said.append)
-    log.write("fallback", reason="x")
+    log.write("fallback", reason="x", experts=0)
     shutil.rmtree(directory)
     log.write("save", iteration=1, elapsed_s=0)  # it is made again
     assert len(lines(directory)) == 1 and not said
@@ -123,7 +123,7 @@ def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
     plant(tmp_path / "log" / "events.jsonl", tmp_path / "precious")
     said = []
     log = EventLog(tmp_path / "log", said.append)
-    log.write("fallback", reason="x")
+    log.write("fallback", reason="x", experts=0)
     assert len(said) == 1 and (tmp_path / "precious").read_text() == "precious"
     (tmp_path / "log" / "events.jsonl").unlink()
     assert told_by(log, tmp_path / "log") == ["fallback", "log_failed"]
@@ -192,9 +192,9 @@ def test_event_of_another_process_follows_a_torn_line(tmp_path):
     with pytest.raises(FileNotFoundError):
         append_event(path, "end", reason="r", code=1)
     path.write_text('{"type": "iter')
-    append_event(path, "end", reason="worker 1 was lost", code=1)
+    append_event(path, "end", reason="worker lost", code=1)
     append_event(path, "end", reason="again", code=1)
     assert [event["reason"] for event in map(json.loads, path.read_text().splitlines()[1:])] == [
-        "worker 1 was lost",
+        "worker lost",
         "again",
     ]

@@ -70,7 +70,7 @@ def test_service_that_hangs_delays_nobody(told):
     writer.begin_run("job7")
     for step in range(30_000):  # returns, although the service does not
         writer.log({"loss": 1.0}, step)
-    writer.add_text("moc/recovery", "worker 1 was lost", 7)
+    writer.add_text("moc/recovery", "worker lost", 7)
     assert 20_000 <= writer._dropped <= 20_002 and len(told.said) == 1
     assert service.options == {"project": "p", "config": {"lr": 1.0}, "id": "job7", "resume": "allow"}
     service.released.set()
@@ -105,10 +105,10 @@ def test_replacement_continues_its_mlflow_run(told, monkeypatch):
     monkeypatch.setattr(writers, "import_module", lambda name: service)
     first = MlflowWriter("pre-training", "job7", told.listeners)
     first.add_scalars({"moc/loss": 2.0}, 5)
-    first.add_text("moc/recovery", "worker 1 was lost", 6)
+    first.add_text("moc/recovery", "worker lost", 6)
     first.close()
     assert calls == ["pre-training", {"tags": {"moc.job": "job7"}}, ({"moc/loss": 2.0}, 5),
-                     ("moc/recovery/6", "worker 1 was lost")]  # fmt: skip
+                     ("moc/recovery/6", "worker lost")]  # fmt: skip
     runs.append(SimpleNamespace(info=SimpleNamespace(run_id="r1")))
     MlflowWriter("pre-training", "job7", told.listeners).close()
     assert calls[-1] == {"run_id": "r1"} and told.lost == []
