@@ -38,4 +38,4 @@ def test_as_many_experts_as_hide(data, tmp_path):
     seen = {e["iteration"]: e for e in events if e["type"] == "iteration"}
     assert len(seen) == 60 == len(run.records) and seen[60].items() >= {"plt": 0.0, "k_snapshot": k}.items()
     board = EventAccumulator(str(tmp_path / "t")).Reload()
-    assert board.Scalars("k_snapshot")[-1].value == seen[60]["k_snapshot"] and board.Scalars("plt")
+    assert board.Scalars("moc/k_snapshot")[-1].value == seen[60]["k_snapshot"] and board.Scalars("moc/plt")
