@@ -3,14 +3,18 @@
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
-import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # public, but not in __all__
+from megatron.pretraining.process import cpu
 
-from megatron.pretraining.elastic.moe_layer import ElasticDispatcher
-from moc.elastic.dispatch import level_capacities
+cpu.install()
+
+import numpy  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron.pretraining.elastic.moe_layer import ElasticDispatcher  # noqa: E402
+from moc.elastic.dispatch import level_capacities  # noqa: E402
 
 TOKENS, EXPERTS, TOPK, HIDDEN = 512, 8, 2, 64
 
