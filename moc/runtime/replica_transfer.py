@@ -279,10 +279,8 @@ async def copy_snapshot(
         DamagedTensorError, CheckpointError: its contents contradict its manifest, or it cannot be written.
     """
     async with _RemoteSnapshot(request, await async_connections.open_connection(request.address, token)) as remote:
-        size = await remote.size(manifests.MANIFEST_FILE)
-        text = b"".join([bytes(data) async for data in remote.read(manifests.MANIFEST_FILE, [(0, size)])])
         name = f"{manifests.MANIFEST_FILE} of iteration {request.iteration} in the memory of node {request.held_by}"
-        manifest = Manifest.from_json(text.decode(errors="replace"), name)
+        text, manifest = await remote.manifest(name)
         if manifest.iteration != request.iteration or not all(map(_FILE.fullmatch, manifest.files)):
             raise CheckpointError(
                 f"{name} is of iteration {manifest.iteration}. Fix: start without the snapshots of this node's memory",
@@ -444,10 +442,36 @@ class _RemoteSnapshot:
         wanted = self.request
         return f"{file} of iteration {wanted.iteration} of node {wanted.of}, in the memory of node {wanted.held_by},"
 
-    async def size(self, file: str) -> int:
-        """Returns the size of a file, in bytes."""
-        await self._send_request(file, 0, 0)
-        return (await self._receive_data()).header["size"]
+    async def manifest(self, name: str) -> tuple[bytes, Manifest]:
+        """Returns the manifest and its bytes.
+
+        The other node may replace it between two requests, so that their parts do not fit together. It is damaged only
+        if it has the same bytes when it is read again.
+
+        Args:
+            name: name of the file, for messages.
+
+        Raises:
+            CheckpointError: the manifest is damaged.
+        """
+        before: bytes | None = None
+        while True:
+            text = await self._read_file(manifests.MANIFEST_FILE)
+            try:
+                return text, Manifest.from_json(text.decode(errors="replace"), name)
+            except CheckpointError:
+                if text == before:
+                    raise
+            before = text
+
+    async def _read_file(self, file: str) -> bytes:
+        """Reads a file whose size is unknown; of one version if it has at most :data:`REQUEST_BYTES`."""
+        await self._send_request(file, 0, REQUEST_BYTES)
+        first = await self._receive_data()
+        start = len(first.body)
+        return b"".join(
+            [bytes(first.body), *[bytes(data) async for data in self.read(file, [(start, first.header["size"])])]]
+        )
 
     async def header(self, file: str, entry: FileEntry) -> bytes:
         """Reads the bytes before a file's data; raises DamagedTensorError if they do not match their hash."""

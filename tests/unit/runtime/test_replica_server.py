@@ -1,11 +1,13 @@
 """What keeps copies of other nodes' snapshots: whole or not there, and nothing else of a node can be read."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from moc.runtime.replica_server import ReplicaClient, ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
 from moc.state.region import Region
 from moc.store.errors import CheckpointError
-from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
+from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, OperatorEntry, compute_digest
 from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name, is_shard_file, shard_file_name
@@ -118,6 +120,33 @@ def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
     assert b.copy(of_a(replica_servers, 3))[0].bytes == 0  # it is here
     assert not snapshots(tmp_path / "b").iterations()
+
+
+def test_a_manifest_that_is_replaced_meanwhile_is_read_whole(replica_servers, lead, tmp_path):
+    """A node replaces its manifest when it carries or folds experts; its size changes."""
+    lead(replica_servers[0], "a")
+    b = lead(replica_servers[1], "b")
+    short = publish(tmp_path / "a", 3)
+    versions = [replace(short, state={"much": "x" * size}).to_json().encode() for size in (1, 50_000)]
+    path, ended = tmp_path / "a" / checkpoint_name(3) / MANIFEST_FILE, threading.Event()
+
+    def exchange() -> None:
+        for text in itertools.cycle(versions):
+            path.with_name("new").write_bytes(text)
+            path.with_name("new").replace(path)
+            if ended.is_set():
+                return
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    try:
+        for _ in range(100):
+            b.copy(of_a(replica_servers, 3))
+    finally:
+        ended.set()
+        thread.join()
+    copied = snapshots(tmp_path / "b" / "of_a").read_manifest(3)
+    assert copied.to_json().encode() in versions
 
 
 def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
