@@ -170,6 +170,7 @@ class WorkerParts:
         data_sizes: sizes of the training data, if this worker reads files.
         session: session of the current generation, once it has started.
         checkpoints: dense checkpoints of ``--save``, once the generation has started.
+        saved: iteration of the newest complete dense checkpoint that this worker knows of; 0 without one.
         remains: state that this worker keeps when another worker is lost.
         log_memory: memory of its upstream logs, also kept.
         moving: state that moves between workers; None if the number of nodes is fixed.
@@ -193,6 +194,7 @@ class WorkerParts:
     data_sizes: DataSizes | None = None
     session: Session | None = None
     checkpoints: Saves | None = None
+    saved: int = 0
     remains: LocalRemains = field(default_factory=LocalRemains)
     log_memory: LogMemory = field(default_factory=LogMemory)
     moving: MovingState | None = None
@@ -215,6 +217,7 @@ class WorkerParts:
         """Closes the interrupted session and resets everything except the state to between iterations."""
         self.met(loss)
         if self.checkpoints is not None:
+            self.saved = max(self.saved, self.checkpoints.published)
             self.checkpoints.close()
         if self.session is not None:
             self.session.interrupt()

@@ -202,13 +202,15 @@ def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: 
     def known() -> list:
         by_run = record is not None or log.has(at)
         newest = checkpoints.newest_saved(LIVE_LOOKING_S if here else LOOKING_S)
-        saved = at if newest is None else newest  # without an answer, nothing counts as missed: the next save is due
+        saved = published if newest is None else newest  # storage has not answered
         return [log.was_evaluated(at), saved, by_run, record is not None and record.stop]
 
     if not at:
         return Duties()
     here = any(gather(parts.began is not None and parts.began < at))
+    published = max(gather(parts.saved))
     evaluated, saved, by_run, stops = run_on_rank0(known, "cannot look for saves and evaluations")
+    parts.saved = saved
     by_job = here or any(gather(saved_by == job.id))
     done = Done(at if evaluated else 0, saved, by_run=by_run, by_job=by_job, by_workers=here)
     return missed(parts.config, at, stops, done)

@@ -112,6 +112,7 @@ class Saves(ABC):
     Attributes:
         format: format of the checkpoints.
         last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
+        published: the iteration of the newest save of this generation that is complete; 0 without one.
         run: name of the run; empty until it is known.
     """
 
@@ -122,6 +123,7 @@ class Saves(ABC):
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)
         self.last_saved: int | None = None
+        self.published = 0
         self.run = ""
         self._before: int | None = None  # value of last_saved before the save in progress
 
@@ -264,6 +266,7 @@ class Saves(ABC):
             writer.publish, root, iteration, self._world.size, retain, self._fence, self.format, self.lineage()
         )
         run_on_rank0(complete, "cannot complete a checkpoint")
+        self.published = iteration
         self._attempts.succeeded(iteration)
 
 

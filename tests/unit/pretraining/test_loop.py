@@ -1,11 +1,13 @@
 """What the training loop does beside training."""
 
 import ctypes
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron.pretraining.process import cpu
+from tests.cases import each_row
 
 BLOCK, BLOCKS = 32 << 10, 2000  # small enough to lie in the heap
 
@@ -30,3 +32,27 @@ def test_what_is_free_in_the_heap_goes_back_to_the_system():
     for pin in pins:
         c.free(pin)
     assert before - after > len(holes) * BLOCK / 2
+
+
+@each_row(("saved", "misses"), [(3, True), (6, False)])
+def test_workers_know_the_newest_save_if_storage_does_not_answer(saved, misses, monkeypatch):
+    cpu.install()
+    from megatron.pretraining import setup
+
+    monkeypatch.setattr(setup, "gather", lambda value: [value])
+    monkeypatch.setattr(setup, "run_on_rank0", lambda action, problem: action())
+    intervals = dict(
+        validation=SimpleNamespace(eval_interval=None),
+        checkpoint=SimpleNamespace(save_interval=3),
+        training=SimpleNamespace(exit_interval=None),
+    )
+    parts = SimpleNamespace(
+        config=SimpleNamespace(**intervals),
+        log=SimpleNamespace(has=lambda iteration: True, was_evaluated=lambda iteration: False),
+        world=SimpleNamespace(job=SimpleNamespace(id="job")),
+        began=0,
+        saved=saved,
+    )
+    session = SimpleNamespace(position=SimpleNamespace(iteration=6), record=SimpleNamespace(stop=False))
+    silent = SimpleNamespace(newest_saved=lambda seconds: None)
+    assert setup._missed(parts, session, silent, "job").saves == misses and parts.saved == saved
