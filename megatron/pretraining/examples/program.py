@@ -53,6 +53,12 @@ def examples() -> dict[str, Example]:
             "the Trainer of Hugging Face transformers, protected by moc.transformers",
             ("examples/hugging_face_trainer.py",),
         ),
+        "accelerate_loop": Example(
+            "a loop of Hugging Face accelerate, protected by moc.accelerate", ("examples/accelerate_loop.py",)
+        ),
+        "lightning_trainer": Example(
+            "a training of Lightning, protected by moc.lightning", ("examples/lightning_trainer.py",)
+        ),
         "pure_torch": Example("an engine of plain PyTorch under mocrun", ("examples/pure_torch.py",)),
         "spot_trace": Example("a trace of 48 nodes for moc-simulate", ("examples/spot_trace.txt",)),
     }

@@ -29,10 +29,11 @@ def test_the_files_move_with_rank_0(tmp_path, capsys):
     for place in (second, replace(second, rank=0, size=1), replace(second, rank=0), second):
         log.move(place)
         log.message(f"rank {place.rank} of {place.size}")
-        log.events.write("note", rank=place.rank, size=place.size)
+        log.events.write("save", iteration=place.rank, elapsed_s=place.size)
     log.close()
     written = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert ['"rank": 0, "size": 1}' in line for line in written] == [True, False] and '"size": 2}' in written[1]
+    assert [json.loads(line)["iteration"] for line in written] == [0, 0]
+    assert [json.loads(line)["elapsed_s"] for line in written] == [1, 2]
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["rank 0 of 1", "rank 0 of 2"]
 
 
