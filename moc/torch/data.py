@@ -175,18 +175,29 @@ class Batches:
         order: dict[str, Any] = (
             {"batch_sampler": rest} if batch_sampler is not None else {"sampler": rest, "batch_size": None}
         )
-        more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-        return DataLoader(
-            seeded,
-            **order,
-            **more,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-        )
+        return reordered(loader, seeded, **order)
+
+
+def reordered(loader: DataLoader, dataset: Any, **order: Any) -> DataLoader:
+    """Returns a loader of a data set in another order, with the options of an existing loader.
+
+    Args:
+        loader: loader whose options are used.
+        dataset: data set of the new loader.
+        order: ``batch_sampler``, or ``sampler`` and ``batch_size``, as for ``DataLoader``.
+    """
+    if loader.num_workers:
+        order["prefetch_factor"] = loader.prefetch_factor
+    return DataLoader(
+        dataset,
+        **order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
 
 
 class _SeededDataset:

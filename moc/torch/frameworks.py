@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moc.runtime.job import Job
 from moc.session.settings import SettingsError
-from moc.torch.data import DealtBatches, PositionError
+from moc.torch.data import DealtBatches, PositionError, reordered
 from moc.torch.loop import init
 
 _HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -87,18 +87,7 @@ def shared_loader(loader: Any, seed: int, job: Job, accumulate: int) -> DataLoad
             "more data, smaller batches or fewer workers",
             code="data-without-position",
         )
-    more: dict[str, Any] = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        **more,
-    )
+    return reordered(loader, loader.dataset, batch_sampler=batches)
 
 
 class Stepping:

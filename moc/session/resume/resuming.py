@@ -97,9 +97,8 @@ def resume(
         start = dataclasses.replace(start, experts=older)
     leads, node = parts.tiers.leads_node, parts.tiers.node
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
-    has_listed = loader.has_listed_storage
-    _tidy_up(parts, start, storage=tidies and has_listed)
-    return dataclasses.replace(start, has_listed_storage=has_listed)
+    _tidy_up(parts, start, storage=tidies and loader.has_listed_storage)
+    return dataclasses.replace(start, has_listed_storage=loader.has_listed_storage)
 
 
 def has_gone_back(tiers: Tiers, iteration: int) -> bool:
