@@ -140,7 +140,7 @@ def train(engine, session, iterations):
         totals = sum_over_workers({"loss": loss, **session.contribution()}, engine.world)  # from here on all can update
         mean, batch = totals["loss"] / engine.world.size, BATCH * engine.world.size
         record = StepRecord(position.iteration + 1, mean, 0.0, 1.0, False, batch * (SEQUENCE - 2), 1e-3, batch)
-        session.on_totals(totals)  # waits for copies of what the update is about to change
+        session.on_totals(totals)  # waits for copies of the state that the update changes
         engine.apply(record)
         position = session.completed(record, begun)  # from here on a lost worker does not undo the iteration
         progress("save")  # may take longer, at the end above all

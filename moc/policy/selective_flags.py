@@ -155,7 +155,8 @@ FLAGS = (
         str,
         "reload",
         "Experts of surviving workers after the loss of another one: reloaded from snapshots like all others, or kept "
-        "as they are. With keep, no worker rolls back if survivors have all dense state.",
+        "as they are. With keep, no worker rolls back if survivors have all dense state. With --elastic, experts are "
+        "always kept.",
         choices=SURVIVORS,
     ),
     PolicyFlag(
