@@ -72,9 +72,9 @@ def test_service_that_hangs_delays_nobody(told):
         writer.log({"loss": 1.0}, step)
     writer.add_text("moc/recovery", "worker lost", 7)
     assert 20_000 <= writer._dropped <= 20_002 and len(told.said) == 1
-    assert service.options == {"project": "p", "config": {"lr": 1.0}, "id": "job7", "resume": "allow"}
     service.released.set()
     assert told.again.wait(60)
+    assert service.options == {"project": "p", "config": {"lr": 1.0}, "id": "job7", "resume": "allow"}
     writer.close()
     assert sum(values for _, values, _ in told.lost) == 30_001 - len(service.calls) + 1
     assert service.calls[0] == ({"loss": 1.0}, 0, True) and service.calls[-1] == "finished"
