@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up an environment (see setup.sh --help), then runs the tests.
 #
-# Usage: ./scripts/test.sh [--quick] [--with REQUIREMENT]... [--no-venv] [PYTEST_ARGUMENTS...]
+# Usage: ./scripts/test.sh [--quick | --all] [--with REQUIREMENT]... [--no-venv] [PYTEST_ARGUMENTS...]
 #
 #   --quick             leave out what bears the mark "slow": jobs and worlds of several processes
+#   --all               also run what tests/left_out.txt names, and every case of a test: more than an hour on two cores
 #   --with REQUIREMENT  test this version instead, such as torch==2.15.0 or megatron-core==0.20.0, in an environment of
 #                       its own, .venv-with-NAME; the versions that the package supports do not limit it
 #   --no-venv           use the active environment instead of .venv
@@ -23,6 +24,7 @@ arguments=(-n "$((cores < 8 ? 2 * cores : 16))" --dist loadfile)
 while (($#)); do
     case $1 in
         --quick) arguments+=(-m "not slow") ;;
+        --all) export MOC_TESTS_ALL=1 ;;
         --with)
             [[ ${2:--} != -* ]] || die "cannot use --with: a requirement is missing. Fix: add one, such as torch==2.15.0."
             WITH+=("$2")

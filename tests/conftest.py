@@ -44,8 +44,12 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
-    """Slow tests begin first, so that short ones keep all workers busy at the end."""
+def pytest_collection_modifyitems(config, items):
+    """Deselects the tests of ``left_out.txt``. Slow tests begin first, so that short ones keep all workers busy."""
+    if not shared.ALL and not any("::" in argument for argument in config.args):
+        left_out = {f"tests/{name}" for name in shared.left_out()}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

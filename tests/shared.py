@@ -10,9 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 ALL = bool(os.environ.get("MOC_TESTS_ALL"))
-"""Whether to test every case where a part of them has to do."""
+"""Whether to run the complete suite: the tests of ``left_out.txt``, and every case where a part is enough otherwise."""
 
 VARIABLE = "MOC_TESTS_SHARED"  # directory of this run of pytest: see tests/conftest.py
+
+
+def left_out() -> list[str]:
+    """Node ids, relative to ``tests``, of the tests that only the complete suite runs."""
+    lines = Path(__file__).with_name("left_out.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
 
 
 def once(key: object, compute: Callable[[], object]) -> object:

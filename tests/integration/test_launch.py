@@ -328,7 +328,7 @@ def test_every_signal_is_reported_in_one_line(number, saves, flags, tmp_path):
 
 
 def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
-    evaluates = dict(train_iters=5000, eval_interval=2, eval_iters=100_000, exit_signal_handler=True)
+    evaluates = dict(train_iters=10, eval_interval=2, eval_iters=5000, exit_signal_handler=True)
     with Launched("EP2", flags | evaluates, tmp_path / "job") as job:
         job.reach(2)
         job.process.send_signal(signal.SIGINT)
