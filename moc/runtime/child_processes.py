@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -183,6 +184,26 @@ def attach_without_gpus(parent: int) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}").startswith(GPU_DEVICES):
                 os.dup2(null, int(descriptor), inheritable=False)  # the CUDA library may close this number again
     os.close(null)
+
+
+def begin_reader(begin: Callable[[int], None] | None, number: int) -> None:
+    """Initializes a reader process of a DataLoader, which dies with its worker and does not use the worker's GPU.
+
+    A reader of a killed worker has the worker's sockets open and may wait forever: its pipe to the worker has another
+    end in each reader.  A reader that a fork server starts only has torch's own check, every 5 s.
+
+    Args:
+        begin: ``worker_init_fn`` of the loader.
+        number: number of the reader.
+    """
+    worker = multiprocessing.parent_process()
+    if worker is not None and worker.pid is not None:
+        if not worker.is_alive():
+            os._exit(1)
+        if os.getppid() == worker.pid:
+            attach_without_gpus(worker.pid)
+    if begin is not None:
+        begin(number)
 
 
 def is_dying(pid: int) -> bool:

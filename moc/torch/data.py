@@ -11,6 +11,7 @@ A position is the number of batches that a worker has read.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from moc.errors import UserError
+from moc.runtime.child_processes import begin_reader
 
 
 class PositionError(UserError, ValueError):
@@ -85,6 +87,8 @@ class Batches:
         self.is_stateful = isinstance(data, Stateful) and isinstance(data, Iterable)
         if self.is_stateful:
             self._first_state = data.state_dict()
+            if getattr(data, "num_workers", 0):
+                data.worker_init_fn = functools.partial(begin_reader, getattr(data, "worker_init_fn", None))
             return
         is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
         is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)
@@ -195,7 +199,7 @@ def reordered(loader: DataLoader, dataset: Any, **order: Any) -> DataLoader:
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=functools.partial(begin_reader, loader.worker_init_fn),
         multiprocessing_context=loader.multiprocessing_context,
     )
 

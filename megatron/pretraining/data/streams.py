@@ -6,7 +6,6 @@ reads ahead from it, without reading earlier samples.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.process.topology import Topology
-from moc.runtime.child_processes import attach_without_gpus
+from moc.runtime.child_processes import begin_reader
 
 Batch = dict[str, torch.Tensor]
 
@@ -71,7 +70,7 @@ class BatchStream:
             num_workers=self._num_workers,
             pin_memory=topology.world.device.type == "cuda",
             generator=torch.Generator(),  # otherwise a new reader would draw its seed from training's random generator
-            worker_init_fn=partial(_belong, os.getpid()),
+            worker_init_fn=partial(begin_reader, None),
         )
 
     def _indices_from(self, topology: Topology, consumed_samples: int) -> Iterator[list[int]]:
@@ -83,11 +82,6 @@ class BatchStream:
                     return
                 yield [i % total for i in indices]
             consumed_samples += topology.global_batch_size
-
-
-def _belong(parent: int, _: int) -> None:
-    """Ends a reader with its worker, which torch's readers notice within 5 s; the reader holds no GPU."""
-    attach_without_gpus(parent)
 
 
 class _IndexLists:

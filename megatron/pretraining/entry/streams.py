@@ -51,7 +51,7 @@ from megatron.pretraining.logging.startup import DataSizes
 from megatron.pretraining.process.topology import Topology
 from moc.errors import cause_of, with_code
 from moc.files.safe_directory import remove_owned
-from moc.runtime.child_processes import attach_without_gpus
+from moc.runtime.child_processes import begin_reader
 from moc.runtime.collectives import first_reported
 from moc.store.errors import CheckpointError
 
@@ -295,15 +295,8 @@ class StockStream:
             )
         loader: Any = build_pretraining_data_loader(dataset, consumed_samples)
         if isinstance(loader, torch.utils.data.DataLoader) and loader.num_workers:
-            loader.worker_init_fn = functools.partial(_begin_reader, os.getpid(), loader.worker_init_fn)
+            loader.worker_init_fn = functools.partial(begin_reader, loader.worker_init_fn)
         return iter(loader)
-
-
-def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int) -> None:
-    """Makes a reader process die with its worker, without the worker's GPU, and initializes it as its loader does."""
-    attach_without_gpus(parent)
-    if begin is not None:
-        begin(number)
 
 
 def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
