@@ -52,6 +52,20 @@ def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:
     store.wait([f"begun {generation} {rank}" for rank in range(dist.get_world_size())])
 
 
+def abort_all(groups: Groups, store: dist.Store) -> threading.Thread:
+    """Ends the generation two seconds after all workers have called this function."""
+
+    def abort() -> None:
+        store.set(f"waits {dist.get_rank()}", "")
+        store.wait([f"waits {rank}" for rank in range(dist.get_world_size())])
+        time.sleep(2.0)
+        groups.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    return thread
+
+
 def operations(port: int) -> list:
     """What collectives give on groups that lie, in two generations.
 
@@ -258,7 +272,7 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
 
 
 def ring(port: int, unbatched: bool) -> list | str:
-    """What a worker receives from the one before it, if all receive first; the generation is over after two seconds."""
+    """What a worker receives from the one before it, if all receive first; a generation in which they wait forever ends."""
     groups, store = lying_groups(), store_at(port)
     groups._unbatched = ["ring"] if unbatched else []
     pipeline = groups.new_group(group_desc="ring")
@@ -267,8 +281,7 @@ def ring(port: int, unbatched: bool) -> list | str:
         begin_together(groups, store, generation)
     rank, size = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
-    ending = threading.Timer(2.0, groups.abort)
-    ending.start()
+    ending = None if unbatched else abort_all(groups, store)
 
     def transfer() -> None:
         works = [
@@ -280,18 +293,18 @@ def ring(port: int, unbatched: bool) -> list | str:
         copy_to_host(received)
 
     problem = outcome(transfer)
-    ending.join()
+    if ending:
+        ending.join()
     return problem or received.tolist()
 
 
 def both_send_first(port: int, batched: bool) -> list | str:
-    """What a worker of two receives, each of which sends first; the generation is over after two seconds."""
+    """What a worker of two receives, each of which sends first; a generation in which they wait forever ends."""
     groups, store = lying_groups(), store_at(port)
     begin_together(groups, store, 0)
     mine, received, other = torch.full((1,), 1.0 + dist.get_rank()), torch.zeros(1), 1 - dist.get_rank()
     operations = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, received, other)]
-    ending = threading.Timer(2.0, groups.abort)
-    ending.start()
+    ending = None if batched else abort_all(groups, store)
 
     def receive() -> None:
         each = dist.batch_isend_irecv(operations) if batched else [o.op(o.tensor, other) for o in operations]
@@ -300,7 +313,8 @@ def both_send_first(port: int, batched: bool) -> list | str:
         copy_to_host(received)
 
     problem = outcome(receive)
-    ending.join()
+    if ending:
+        ending.join()
     return problem or received.tolist()
 
 
