@@ -272,7 +272,7 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
 
 
 def ring(port: int, unbatched: bool) -> list | str:
-    """What a worker receives from the one before it, if all receive first; a generation in which they wait forever ends."""
+    """What a worker receives from the one before it, if all receive first; ends a generation in which they cannot."""
     groups, store = lying_groups(), store_at(port)
     groups._unbatched = ["ring"] if unbatched else []
     pipeline = groups.new_group(group_desc="ring")
@@ -299,7 +299,7 @@ def ring(port: int, unbatched: bool) -> list | str:
 
 
 def both_send_first(port: int, batched: bool) -> list | str:
-    """What a worker of two receives, each of which sends first; a generation in which they wait forever ends."""
+    """What a worker of two receives, each of which sends first; ends a generation in which they cannot."""
     groups, store = lying_groups(), store_at(port)
     begin_together(groups, store, 0)
     mine, received, other = torch.full((1,), 1.0 + dist.get_rank()), torch.zeros(1), 1 - dist.get_rank()

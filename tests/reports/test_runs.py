@@ -207,6 +207,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @each_row("flags", COMMANDS)
 @each_row("step", range(0, 40, 3))
 def test_same_command_after_a_kill_loses_nothing(flags, step, monkeypatch, tmp_path):

@@ -79,6 +79,7 @@ def test_pages_print_commands():
     assert {word for _, command in PRINTED for word in RUN if word in command} == set(RUN)
 
 
+@pytest.mark.slow
 @each_row(("page", "command"), PRINTED, ids=lambda one: one if isinstance(one, str) else one.stem)
 def test_printed_commands_work(page, command, tmp_path, monkeypatch):
     enter(tmp_path, monkeypatch)

@@ -2,6 +2,8 @@
 
 import errno
 
+import pytest
+
 from megatron.pretraining.reference import cause_and_remedy, documented, messages
 from moc.errors import UserError, cause_of, code_of, codes_in, with_code
 from tests.cases import each_row
@@ -66,6 +68,7 @@ def test_an_error_without_a_remedy_has_that_of_its_class(tmp_path):
     assert messages([tmp_path / "module.py"]) == {"broken": ["it is broken. Fix: repair it"]}
 
 
+@pytest.mark.slow
 def test_each_message_has_a_cause_and_a_remedy():
     found = documented()
     assert all(found.values()), [code for code, texts in found.items() if not texts]

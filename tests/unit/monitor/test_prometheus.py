@@ -77,6 +77,7 @@ def in_trouble():
     return story.generation(1.0)
 
 
+@pytest.mark.slow
 def test_alerts_fire_and_queries_have_data(monitored, ask):
     story = in_trouble()
     monitored.write(story.events)

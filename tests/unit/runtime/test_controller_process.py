@@ -41,6 +41,7 @@ async def answers(address):
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
     monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())

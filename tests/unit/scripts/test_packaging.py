@@ -96,6 +96,7 @@ def of(wheel, name):
     return wheel.read(path).decode()
 
 
+@pytest.mark.slow
 def test_both_halves_of_megatron_import(tmp_path):
     installed = python("import importlib.metadata; importlib.metadata.version('moc-megatron')", cwd=tmp_path)
     if installed.returncode != 0:

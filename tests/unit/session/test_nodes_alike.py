@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import threading
 
+import pytest
 import torch
 
 from moc.recovery.copy_placement import not_sent, place, redundancy
@@ -126,6 +127,7 @@ def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, nam
     assert sum(entry.elements["master"] for entry in stored) == parameters
 
 
+@pytest.mark.slow
 @each_row(("names", "groups"), [("abcd", ((0, 2), (1, 3))), ("aabb", ((0, 1),)), ("abab", ((0, 1),))])
 def test_copies_are_of_what_is_not_alike_and_a_lost_node_gets_its_own_back(tmp_path, names, groups):
     nodes, told = Nodes(tmp_path, names), list(dict.fromkeys(names))

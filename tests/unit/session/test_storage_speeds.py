@@ -195,6 +195,7 @@ def needed_rate(case: str, beside: bool) -> float:
     return max(windows) / (EVERY if beside else run.policy.schedule.window_length)
 
 
+@pytest.mark.slow
 @each_row("beside", [True, False], ids=["memory", "disk"])
 @each_row("case", CASES)
 def test_storage_that_keeps_up_is_not_reported(case, beside):
@@ -206,6 +207,7 @@ def test_storage_that_keeps_up_is_not_reported(case, beside):
     assert not any("lags behind" in text for text in run.said[-1:])
 
 
+@pytest.mark.slow
 @each_row("beside", [True, False], ids=["memory", "disk"])
 @each_row(
     "fails",

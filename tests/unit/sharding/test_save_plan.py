@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +49,7 @@ def told(world: World) -> dict[int, list[ReplicaDescriptor]]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(worlds(), plans())
 def test_every_element_is_saved_once_with_its_value(world, plan):

@@ -129,6 +129,7 @@ def test_a_checkpoint_is_there_when_it_is_published(store):
     assert files(store) == files_of(10, 20, 30)  # nothing but what the format names
 
 
+@pytest.mark.slow
 def test_saving_killed_anywhere(store):
     def action(store):
         saved(store, 30)

@@ -49,6 +49,7 @@ def test_equal_sharding_of_experts_needs_several_expert_parallel_groups(capsys):
         assert (row["reduction_percent"]["EE"] > 0) == helps
 
 
+@pytest.mark.slow
 def test_a_new_rule_is_one_file(tmp_path):
     """The example of docs/how-to/own-sharding-rule.md, word by word."""
     text = (REPOSITORY / "docs" / "how-to" / "own-sharding-rule.md").read_text(encoding="utf-8")
