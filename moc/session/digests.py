@@ -38,8 +38,7 @@ from moc.state.digests import (
     to_text,
     total_of,
 )
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
 

@@ -22,9 +22,8 @@ from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
 from moc.session.settings import SettingsError
-from moc.state.operators import NAMED, Detail, UnsupportedStateError, operator_of
+from moc.state.operators import NAMED, Detail, Region, UnsupportedStateError, operator_of
 from moc.state.record import Position, StepRecord
-from moc.state.region import Region
 from moc.state.replicated import SavedTensor, TorchState, local_values
 from moc.store.errors import CheckpointError
 from moc.torch.data import Batches, Stateful, derived_seed, set_seed

@@ -41,8 +41,7 @@ from moc.files.safe_directory import write_durably
 from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
 from moc.snapshot.background import within
 from moc.state.digests import Key, StateDigest, differing_operators, from_limbs, keys_of, to_limbs, to_text, total_of
-from moc.state.fragments import Fragment
-from moc.state.operators import MODULE_STATE, Detail
+from moc.state.operators import MODULE_STATE, Detail, Fragment
 from moc.state.record import Position
 from moc.store import dense_files
 from moc.store.dense_files import state_error

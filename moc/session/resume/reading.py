@@ -36,8 +36,7 @@ from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
 from moc.session.tiers import Tiers
 from moc.state.adam import Rules
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail, UnsupportedStateError, operator_of
+from moc.state.operators import Detail, Fragment, UnsupportedStateError, operator_of
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests

@@ -41,8 +41,7 @@ from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from moc.state.record import Position, Records, StepRecord
 from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import Manifest

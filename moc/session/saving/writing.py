@@ -21,8 +21,7 @@ from moc.session.saving.storage import StorageStage
 from moc.session.tiers import Tiers
 from moc.session.tokens import TokenTracker
 from moc.snapshot.saver import Saver
-from moc.state.operators import Detail, operator_of
-from moc.state.region import Region
+from moc.state.operators import Detail, Region, operator_of
 from moc.store.header import FileLayout, StoredBox, SubFile, extract_sub_file, read_boxes
 from moc.store.manifest import REPLICAS_KEY, FileEntry, Manifest, compute_digest
 from moc.store.store import Store, checkpoint_name

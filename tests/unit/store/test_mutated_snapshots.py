@@ -12,7 +12,7 @@ import torch
 
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import lease_remaining_s, leftover, record_lease
 from moc.store.ownership import Claim

@@ -37,7 +37,7 @@ from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
 )
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from moc.store.shard_file import TensorBox  # noqa: E402
 from tests.cases import each_row  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
