@@ -17,8 +17,8 @@ from pathlib import Path
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections, child_processes, environment
-from moc.runtime.addresses import interface_name
 from moc.runtime.clocks import Lease, RunningClock
+from moc.runtime.connections import interface_name
 from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
 from moc.runtime.departure import Departure, DepartureError
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
