@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
+from moc.runtime.collectives import ObjectDecodeError, decode_object, encode_object
 from moc.state.operators import UnsupportedStateError
 
 MAX_BYTES = 1 << 24
