@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moc.policy.interface import Policy, full_plan
-from moc.policy.plan import Load, SnapshotPlan
+from moc.policy.interface import Load, Policy, SnapshotPlan, full_plan
 from moc.policy.registry import policy
 
 

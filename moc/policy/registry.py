@@ -19,8 +19,15 @@ from moc.errors import UserError, raised
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyError, PolicyImportError
 from moc.policy.flags import FlagValues, JobShape, PolicyFlag, PolicyFlags
-from moc.policy.interface import Policy, PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule
-from moc.policy.plan import Capability, SnapshotPlan
+from moc.policy.interface import (
+    Capability,
+    Policy,
+    PolicyReport,
+    RecoveryResponse,
+    SnapshotPlan,
+    SnapshotSchedule,
+    StorageSchedule,
+)
 
 _COMPONENTS = {
     "storage": StorageSchedule,

@@ -16,8 +16,8 @@ from typing import Any
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
+from moc.policy.interface import SnapshotSizer
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
-from moc.policy.plan import SnapshotSizer
 from moc.state.operators import Detail, Operator
 
 Scores = Mapping[int, Sequence[float]]

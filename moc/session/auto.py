@@ -24,9 +24,9 @@ from moc.files import decode
 from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, ObservedIteration, full_policy_name
 from moc.policy.errors import rounded_up
+from moc.policy.interface import Load, SnapshotSizer
 from moc.policy.interval import BLOCK, BLOCKS, Measurements
 from moc.policy.pec_tuner import bytes_by_expert_count
-from moc.policy.plan import Load, SnapshotSizer
 from moc.policy.windows import operators_by_stage
 from moc.recovery.copy_placement import DEFAULT_REPLICAS
 from moc.runtime.collectives import gather

@@ -70,7 +70,7 @@ class Components:
 
 
 class SizesByPlan:
-    """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
+    """Implementation of :class:`moc.policy.interface.SnapshotSizer`.
 
     Args:
         parts: components of this generation.
