@@ -55,7 +55,11 @@ from moc.report.loss import read_loss_curve  # noqa: E402
 from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
 from moc.state import module_bytes  # noqa: E402
-from moc.store import dense_files, host_memory, runs  # noqa: E402
+from moc.store import (  # noqa: E402
+    dense_files,
+    host_memory,
+    store,  # noqa: E402
+)
 from moc.store import manifest as manifests  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.header import INDEX_KEY  # noqa: E402
@@ -195,7 +199,7 @@ def _read_snapshot(path: Path) -> None:
 
 
 def _read_run(path: Path) -> None:
-    _valid(runs._read_record(LocalStorage(path.parent)) is not None)
+    _valid(store._read_record(LocalStorage(path.parent)) is not None)
 
 
 def _read_lease(path: Path) -> None:

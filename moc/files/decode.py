@@ -56,7 +56,7 @@ StateSum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A digest of training state in hex (:mod:`moc.state.digests`)."""
 
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""Name of a run (:mod:`moc.store.runs`)."""
+"""Name of a run (:mod:`moc.store.store`)."""
 
 
 def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) -> Any:

@@ -25,9 +25,8 @@ from moc.store.host_memory import (
 )
 from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim
-from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage, Storage
-from moc.store.store import Store
+from moc.store.store import Run, Store, begin_run, record_run
 
 LOOKING_S = 5.0
 """Seconds that storage may take to list its checkpoints, if a run can resume without them."""

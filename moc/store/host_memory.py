@@ -32,9 +32,8 @@ from moc.store.errors import CheckpointError
 from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim, lives
 from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
-from moc.store.runs import find_run
 from moc.store.storage import LocalStorage, Storage
-from moc.store.store import Store
+from moc.store.store import Store, find_run
 
 SOCKETS_DIRECTORY = ".sockets"
 """Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
@@ -57,7 +56,7 @@ def memory_storage(
     Args:
         memory_dir: memory file system, usually ``/dev/shm``.
         job: directory or URL of the checkpoints.
-        run: name of their run (:mod:`moc.store.runs`).
+        run: name of their run (:mod:`moc.store.store`).
         node: name of the node, unique among nodes that share the file system; None if each machine is one node.
         claim: claim under which files are written.
 

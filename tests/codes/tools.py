@@ -19,10 +19,9 @@ from megatron.pretraining.data.documents import PairWriter
 from moc.store.buffers import HostBuffer
 from moc.store.host_memory import memory_storage
 from moc.store.ownership import Claim
-from moc.store.runs import Run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import _REMOVAL_MARK as REMOVED
-from moc.store.store import Store
+from moc.store.store import Run, Store, record_run
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip

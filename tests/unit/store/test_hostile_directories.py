@@ -28,9 +28,8 @@ from moc.store.host_memory import (
     user_directory,
 )
 from moc.store.ownership import Claim, Fence
-from moc.store.runs import Run, begin_run, record_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import Run, Store, begin_run, record_run
 from tests.hostile import Uses, add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints
