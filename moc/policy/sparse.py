@@ -37,6 +37,7 @@ from moc.policy.windows import (
     find_window_size,
     generate_schedule,
     have_frequencies_changed,
+    kept_of_windows,
     merge_schedules,
     operator_sizes,
     operators_of_stages,
@@ -46,7 +47,6 @@ from moc.policy.windows import (
     skew_gauges,
     snapshot_bytes,
 )
-from moc.state.host_memory import kept_of_windows
 from moc.state.operators import Detail, Operator
 
 ORDERS = ("popularity", "soft", "decayed", "capacity", "index")

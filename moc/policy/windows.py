@@ -27,6 +27,11 @@ FREQUENCY_CHANGE, SHARE_OF_EXPERTS = 0.10, 0.25
 """Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
 
 
+def kept_of_windows(window: int) -> int:
+    """Returns how many snapshots recovery needs at most: a complete window, and all but the last of the next."""
+    return 2 * window - 1
+
+
 def activation_frequencies(scores: Scores) -> dict[int, list[float]]:
     """Returns each expert's share of its layer's total, by layer; zeros if the total is zero."""
     shares = {}

@@ -33,10 +33,16 @@ from moc.session.memory import (
 )
 from moc.session.settings import Settings
 from moc.snapshot.buffer_pool import Rotation
-from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
-from moc.store.reserved_memory import SLOTS_DIRECTORY, SpaceReserve, reserve_files
+from moc.store.reserved_memory import (
+    SLOTS_DIRECTORY,
+    SpaceReserve,
+    most_copies,
+    reserve_files,
+    reserved_sizes,
+    spare_buffers,
+)
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training

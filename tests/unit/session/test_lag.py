@@ -24,10 +24,10 @@ from moc.session.saving.metrics import Meter
 from moc.session.saving.pipeline import SavingPipeline, Stages
 from moc.session.saving.storage import BEYOND, StorageHealth, may_begin, window_may_begin
 from moc.session.settings import TIERS, Settings
-from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
+from moc.store.reserved_memory import SPARE
 from tests.cases import each_row
 from tests.shared import ALL
 
