@@ -23,7 +23,6 @@ from itertools import combinations, permutations
 from math import comb
 
 from moc.errors import UserError
-from moc.store.manifest import REPLICAS_KEY
 
 DEFAULT_REPLICAS = 2
 """Other nodes that keep copies without ``--replicas``, where there are as many."""
@@ -242,14 +241,6 @@ class Redundancy:
 
     copies: Mapping[str, int] = field(default_factory=dict)
     nbytes: Mapping[tuple[str, ...], int] = field(default_factory=dict)
-
-    def state(self, operators: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-        """Returns the manifest entry for a snapshot of operators (:data:`moc.store.manifest.REPLICAS_KEY`)."""
-        found: dict[str, list[str]] = {}
-        for name in operators:
-            if name in self.copies:
-                found.setdefault(str(self.copies[name]), []).append(name)
-        return {REPLICAS_KEY: found} if found else {}
 
 
 def redundancy(stages: Iterable[Told]) -> Redundancy:

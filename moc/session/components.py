@@ -128,7 +128,7 @@ def build(
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
-        committer = Committer(world, policy, tiers, engine.layout, log, alike)
+        committer = Committer(world, policy, tiers, engine.layout, log, alike.copies)
         undo.callback(committer.close)
         tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
         if tokens is not None:

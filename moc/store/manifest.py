@@ -319,6 +319,20 @@ def _with_digest(canonical: str, digest: str) -> str:
 _PARAM = "param"
 
 
+def replicas_entry(operators: Iterable[str], nodes: Mapping[str, int]) -> dict[str, dict[str, list[str]]]:
+    """Returns the entry of :data:`REPLICAS_KEY` for a snapshot of operators, empty if no replica is identical.
+
+    Args:
+        operators: operators of the snapshot.
+        nodes: by operator, the number of nodes that save each element, if several do.
+    """
+    by_count: dict[str, list[str]] = {}
+    for name in operators:
+        if name in nodes:
+            by_count.setdefault(str(nodes[name]), []).append(name)
+    return {REPLICAS_KEY: by_count} if by_count else {}
+
+
 def assemble(
     reports: Iterable[RankReport],
     iteration: int,

@@ -14,7 +14,6 @@ from typing import override
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.copy_placement import Redundancy
 from moc.recovery.retention import retain
 from moc.runtime.collectives import first_reported
 from moc.runtime.job import World
@@ -25,12 +24,15 @@ from moc.session.tiers import Tiers
 from moc.session.tokens import TokenTracker
 from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.store.errors import CheckpointError
-from moc.store.manifest import RankReport, assemble
+from moc.store.manifest import RankReport, assemble, replicas_entry
 from moc.store.store import Store
 
 
 class Committer:
-    """Committer of snapshots, in the background for storage; communicates with no other worker."""
+    """Committer of snapshots, in the background for storage; communicates with no other worker.
+
+    ``replicas`` has the number of nodes that save an operator, if several do.
+    """
 
     def __init__(
         self,
@@ -39,9 +41,9 @@ class Committer:
         tiers: Tiers,
         layout: Mapping[str, int],
         log: Listener,
-        redundancy: Redundancy,
+        replicas: Mapping[str, int],
     ):
-        self._redundancy = redundancy
+        self._replicas = replicas
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._abandoned = background("snapshot-publish"), threading.Event()
@@ -55,7 +57,7 @@ class Committer:
             CheckpointError: a part is missing, or the manifest cannot be written.
         """
         assert self._tiers.memory is not None  # callers have a memory tier
-        state = state | self._redundancy.state(plan.operators)
+        state = state | replicas_entry(plan.operators, self._replicas)
         self._commit(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
 
     def commit_reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
@@ -67,7 +69,7 @@ class Committer:
         parts = store.read_reports(iteration, ranks)
         size = self._world.size
         if self._tiers.memory is not None:
-            state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
+            state = state | replicas_entry({name: None for part in parts for name in part.operators}, self._replicas)
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
     def commit_in_storage(

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
-from moc.recovery.copy_placement import Redundancy
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
@@ -227,7 +226,7 @@ class Remover:
 def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
     storage = Remover()
     tiers = SimpleNamespace(storage=storage)
-    committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
+    committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), {})
     assert [type(committer.remove_abandoned(one).exception()) for one in (3, 5)] == [OSError, OSError]
     assert storage.removed == [5]
     storage.keeps = None

@@ -18,7 +18,7 @@ from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.operators import Detail, Operator
-from moc.store.manifest import assemble
+from moc.store.manifest import assemble, replicas_entry
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -83,7 +83,9 @@ class Nodes:
             snapshot.persisted.result()
             saver.close()
         for name, store in self.memory.items():
-            self.publish(store, [rank for rank in range(4) if names[rank] == name], self.alike.state(PLAN))
+            self.publish(
+                store, [rank for rank in range(4) if names[rank] == name], replicas_entry(PLAN, self.alike.copies)
+            )
         self.publish(self.storage, range(4), {})
 
     def publish(self, store: Store, ranks, state: dict) -> None:
