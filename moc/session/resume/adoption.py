@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from moc.policy import Policy
+from moc.recovery.copy_placement import NodeInventory, adopters, to_fetch
 from moc.recovery.inventory import Summary, look
-from moc.recovery.restore_nodes import NodeInventory, adopters, to_fetch
 from moc.runtime.collectives import gather
 from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.engine import Engine, Listener
