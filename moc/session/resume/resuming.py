@@ -8,7 +8,7 @@ import functools
 
 from moc.policy import recovers_exactly
 from moc.recovery.expert_versions import Carrier
-from moc.recovery.persisted import newest_full
+from moc.recovery.inventory import newest_full
 from moc.recovery.plan import in_storage_alone, is_of, still_needed
 from moc.recovery.retention import experts_staying, staying
 from moc.recovery.sources import MEMORY, STORAGE
