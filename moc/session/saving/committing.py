@@ -14,7 +14,7 @@ from typing import override
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.retention import retain
+from moc.recovery.inventory import retain
 from moc.runtime.collectives import first_reported
 from moc.runtime.job import World
 from moc.session.engine import Listener, PipelineTap

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, override
 
 from moc.policy import Policy, recovers_exactly
-from moc.recovery.inventory import whole_in
-from moc.recovery.retention import retain
+from moc.recovery.inventory import retain, whole_in
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.saving.committing import Committing, Removing
 from moc.session.saving.metrics import Meter, SnapshotReport
