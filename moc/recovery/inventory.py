@@ -10,7 +10,17 @@ from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.sources import BEFORE, COMPUTE, MEMORY, STORAGE, AvailableCheckpoint, needed, recoveries
+from moc.recovery.sources import (
+    BEFORE,
+    COMPUTE,
+    LIVE,
+    MEMORY,
+    STORAGE,
+    AvailableCheckpoint,
+    RecoveryPath,
+    needed,
+    recoveries,
+)
 from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests
@@ -253,6 +263,20 @@ def newest_full(held: Iterable[AvailableCheckpoint]) -> dict[str, int]:
             if detail == Detail.FULL.value:
                 found[name] = max(found.get(name, 0), one.iteration)
     return found
+
+
+def is_of(policy: Policy, way: RecoveryPath) -> bool:
+    """Returns whether a policy planned all checkpoints of a path, except survivor state.
+
+    Other policies' checkpoints have no token counts for this one.
+    """
+    return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
+
+
+def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
+    """Returns whether a run could resume from its own policy's checkpoints in storage."""
+    stored = [one for one in held if one.tier == STORAGE]
+    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, recovers_exactly(policy)))
 
 
 def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:

@@ -28,9 +28,8 @@ from dataclasses import asdict
 
 from moc.errors import warning, with_code
 from moc.fault_points import reach
-from moc.recovery.plan import RecoveryPlan
+from moc.recovery.plan import Course, RecoveryPlan
 from moc.recovery.sources import LIVE, MASTER, MEMORY, AvailableCheckpoint, ReplayPoint
-from moc.recovery.stage_replay import Course
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.session.digests import Digests

@@ -8,8 +8,8 @@ import functools
 
 from moc.policy import recovers_exactly
 from moc.recovery.expert_versions import Carrier
-from moc.recovery.inventory import experts_staying, newest_full, staying
-from moc.recovery.plan import in_storage_alone, is_of, still_needed
+from moc.recovery.inventory import experts_staying, in_storage_alone, is_of, newest_full, staying
+from moc.recovery.plan import still_needed
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
