@@ -17,9 +17,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from moc.background import GivenUpError, background, with_retries
 from moc.fault_points import reach
 from moc.files.safe_directory import SafeDirectory, remove_owned
-from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Share
 from moc.snapshot.device_copy import Capture, Captures, Copy, Gate, capturer, coalesced

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from types import MappingProxyType
 from typing import override
 
+from moc.background import GivenUpError, background, with_retries
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
@@ -22,7 +23,6 @@ from moc.session.saving.stage import SnapshotInProgress, started
 from moc.session.saving.storage import StorageStage, StorageTier, tolerable
 from moc.session.tiers import Tiers
 from moc.session.tokens import TokenTracker
-from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.store.errors import CheckpointError
 from moc.store.manifest import RankReport, assemble, replicas_entry
 from moc.store.store import Store

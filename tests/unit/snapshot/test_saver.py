@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from moc.background import GivenUpError
 from moc.snapshot import device_copy, staging
-from moc.snapshot.background import GivenUpError
 from moc.snapshot.contents import share
 from moc.snapshot.device_copy import Gate
 from moc.snapshot.saver import Saver
