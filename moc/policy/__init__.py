@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from moc.errors import with_code
-from moc.files.text import escape_line
+from moc.files.decode import escape_line
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
 from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags

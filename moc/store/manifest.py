@@ -16,8 +16,7 @@ from typing import Any
 import xxhash
 
 from moc.files import decode
-from moc.files.decode import Count, Digest, FileName, Name, StateSum
-from moc.files.text import short_repr
+from moc.files.decode import Count, Digest, FileName, Name, StateSum, short_repr
 from moc.state.operators import Detail, DetailName, Operator
 from moc.state.record import StepRecord
 from moc.store.errors import CheckpointError

@@ -12,7 +12,7 @@ import torch
 from moc.errors import with_code
 from moc.fault_points import reach
 from moc.files import decode
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer

@@ -20,7 +20,7 @@ from megatron.pretraining.entry.dialects import (
     previous_release,
 )
 from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, OptionOutcome, split_options
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 
 OLDER = older_megatron.DIALECT
 _OTHERS = (
