@@ -17,7 +17,7 @@ from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
-from moc.session.saving import committing, pipeline, replicating, reservation
+from moc.session.saving import committing, copying, pipeline, reservation
 from moc.session.saving.committing import Committer
 from moc.session.saving.metrics import Meter
 from moc.session.saving.pipeline import SavingPipeline, Stages
@@ -170,8 +170,8 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
         patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(replicating, "first_reported", lambda reason: reason),
-        patch.object(replicating, "gather", lambda mine: [mine]),
+        patch.object(copying, "first_reported", lambda reason: reason),
+        patch.object(copying, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
@@ -198,8 +198,8 @@ def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds,
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
         patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(replicating, "first_reported", lambda reason: reason),
-        patch.object(replicating, "gather", lambda mine: [mine]),
+        patch.object(copying, "first_reported", lambda reason: reason),
+        patch.object(copying, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
