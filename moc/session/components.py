@@ -11,11 +11,9 @@ from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import check_generation
 from moc.runtime.job import World
-from moc.session.carriers import Carriers
 from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
-from moc.session.folds import Folds
-from moc.session.hashers import Hasher
+from moc.session.helpers import Carriers, Folds, Hasher
 from moc.session.peers import Peers, join_peers
 from moc.session.resume.replay import check_freezing
 from moc.session.saving.committing import Committer

@@ -39,9 +39,8 @@ from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.protocol import PeerGoneError, WireError
 from moc.runtime.replica_server import ReplicaClient
 from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
-from moc.session.carriers import Carriers, RemoteCarrier, carry, experts_of
 from moc.session.engine import Listener
-from moc.session.folds import Folds
+from moc.session.helpers import Carriers, Folds, RemoteCarrier, carry, experts_of
 from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers

@@ -16,7 +16,7 @@ from moc.policy.full import Full
 from moc.recovery.copy_placement import place
 from moc.runtime import environment, protocol
 from moc.runtime.collectives import gather
-from moc.session.carriers import Carriers
+from moc.session.helpers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
 from moc.state.operators import Operator, Region

@@ -5,7 +5,6 @@ runs on the training core, where it ran before. Training then waits for millisec
 another core, the thread still competes for the GIL. It takes the GIL for each call and passes it to the first waiting
 thread, which may not run yet. Training then sleeps until its switch interval ends. Applied separately, the two measures
 save little, since one wait turns into the other; together they save most (``docs/results/selective-overhead.md``).
-.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from moc.errors import with_code
 from moc.fault_points import reach
 from moc.policy import Capability, Policy, SnapshotPlan
 from moc.runtime.collectives import first_reported, gather
-from moc.session.carriers import Carrying
 from moc.session.components import Components
+from moc.session.helpers import Carrying
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.survivors import StartedSnapshot

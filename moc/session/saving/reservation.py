@@ -19,8 +19,8 @@ import psutil
 from moc.errors import code_of
 from moc.policy import Capability, Load, SnapshotPlan, full_plan
 from moc.runtime.collectives import gather, run_on_all
-from moc.session.carriers import experts_of
 from moc.session.components import Components
+from moc.session.helpers import experts_of
 from moc.session.memory import (
     Now,
     RankMemory,
