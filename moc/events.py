@@ -21,7 +21,7 @@ from moc.files import decode
 from moc.files.event_log import EVENTS_FILE, SCHEMA
 from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import environment
-from moc.runtime.clocks import Lease
+from moc.runtime.progress import Lease
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from moc.errors import UserError, cause_of
 from moc.runtime import async_connections
 from moc.runtime.child_processes import StoppedError
-from moc.runtime.clocks import Lease, RunningClock
 from moc.runtime.connections import local_address_towards
 from moc.runtime.election import Follower, SilenceLimits, lease_end
+from moc.runtime.progress import Lease, RunningClock
 from moc.runtime.protocol import Message, PeerGoneError, WireError
 
 _RETRY_S = 0.1

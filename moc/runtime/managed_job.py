@@ -25,11 +25,10 @@ from moc.fault_points import reach
 from moc.runtime import device as compute_device
 from moc.runtime import environment
 from moc.runtime.abort import AbortError
-from moc.runtime.clocks import Lease
 from moc.runtime.connections import HANDSHAKE_TIMEOUT_S, Connection, connect, retry_connect
 from moc.runtime.groups import Groups, PeerFailure
 from moc.runtime.job import Interruption, Job
-from moc.runtime.progress import PROGRESS
+from moc.runtime.progress import PROGRESS, Lease
 from moc.runtime.protocol import Message, PeerGoneError, WireError, token_from_environment
 from moc.runtime.rendezvous_store import pack_values, unpack_values
 from moc.runtime.termination import START_OVER
