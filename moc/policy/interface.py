@@ -456,3 +456,16 @@ def check_plan(policy: Policy, plan: SnapshotPlan) -> None:
             f"iteration {plan.iteration}, but {needs}. Fix: {remedy}",
             code="policy-plan-invalid",
         )
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Saves every operator in full whenever the interval is due.
+
+    Megatron-DeepSpeed's blocking save, CheckFreq (Mohan et al., FAST 2021) and Gemini (Wang et al., SOSP 2023) all save
+    this. They differ in tier and in blocking, which no policy decides.
+    """
+
+    def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
+        """Returns the full model if a snapshot is due, regardless of load."""
+        return full_plan(self, iteration) if self.interval.is_due(iteration) else None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moc.policy import Every
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.recovery.copy_placement import place
 from moc.runtime import environment, protocol
 from moc.runtime.collectives import gather

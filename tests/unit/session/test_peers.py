@@ -2,7 +2,7 @@
 
 from moc.errors import codes_in
 from moc.policy import Every
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.recovery.copy_placement import Redundancy, copies_wanted, place
 from moc.runtime import environment
 from moc.runtime.replica_transfer import CopyResult
