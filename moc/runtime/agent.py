@@ -18,8 +18,14 @@ from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections, child_processes, environment
 from moc.runtime.connections import interface_name
-from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
-from moc.runtime.departure import Departure, DepartureError
+from moc.runtime.controller_link import (
+    ControllerLink,
+    Departure,
+    DepartureError,
+    DependencyLostError,
+    NoControllerError,
+    NodeRemovedError,
+)
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.orders import WorkerRecord
