@@ -1,4 +1,4 @@
-"""Connects an agent to the controller: finds the leader, follows one candidate at a time, and renews the lease."""
+"""Connects an agent to the controller: finds the leader, renews the lease, and requests a planned departure."""
 
 from __future__ import annotations
 

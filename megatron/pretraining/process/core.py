@@ -1,7 +1,7 @@
 """Checks megatron-core's version before it is imported, and the private interfaces that a run needs.
 
-Names the directory of an unsupported version on ``PYTHONPATH``. ``MOC_UNCHECKED_VERSIONS=1`` skips checks of versions, so
-that tests can run with a newer release.
+Names the directory of an unsupported version on ``PYTHONPATH``. ``MOC_UNCHECKED_VERSIONS=1`` skips checks of
+versions, so that tests can run with a newer release.
 """
 
 from __future__ import annotations
