@@ -24,7 +24,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/torch/engine.py": "copy_to_host(counts)",
-    "moc/torch/plain.py": "local, value.detach()",  # state of users' objects, of a committed iteration
+    "moc/torch/data.py": "local, value.detach()",  # state of users' objects, of a committed iteration
     "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 
