@@ -55,11 +55,7 @@ from moc.report.loss import read_loss_curve  # noqa: E402
 from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
 from moc.state import module_bytes  # noqa: E402
-from moc.store import (  # noqa: E402
-    dense_files,
-    host_memory,
-    store,  # noqa: E402
-)
+from moc.store import dense_files, storage, store  # noqa: E402
 from moc.store import manifest as manifests  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.header import INDEX_KEY  # noqa: E402
@@ -203,8 +199,8 @@ def _read_run(path: Path) -> None:
 
 
 def _read_lease(path: Path) -> None:
-    host_memory.lease_remaining_s(path.parent)
-    _valid(host_memory._lease_length_s(path.parent) != host_memory.DEFAULT_LEASE_S)
+    storage.lease_remaining_s(path.parent)
+    _valid(storage._lease_length_s(path.parent) != storage.DEFAULT_LEASE_S)
 
 
 def _read_dense_report(path: Path) -> None:

@@ -43,7 +43,8 @@ from moc.session.tiers import claimed, memory_of, nodes_of, take_places, tiers_o
 from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import give_back_unused, renew_lease
+from moc.store.host_memory import give_back_unused
+from moc.store.storage import renew_lease
 
 _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""

@@ -15,17 +15,10 @@ from moc.runtime.job import World
 from moc.session.engine import Listener
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import (
-    DEFAULT_LEASE_S,
-    Leftover,
-    leftover,
-    memory_paths_of_other_runs,
-    memory_storage,
-    record_lease,
-)
+from moc.store.host_memory import Leftover, leftover, memory_paths_of_other_runs, memory_storage
 from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim
-from moc.store.storage import LocalStorage, Storage
+from moc.store.storage import DEFAULT_LEASE_S, LocalStorage, Storage, record_lease
 from moc.store.store import Run, Store, begin_run, record_run
 
 LOOKING_S = 5.0
