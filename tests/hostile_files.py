@@ -35,7 +35,7 @@ from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import check_metadata  # noqa: E402
 from megatron.pretraining.checkpoint.writer import _read_report  # noqa: E402
 from megatron.pretraining.config import ds_config  # noqa: E402
-from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_conversion_hashes  # noqa: E402
+from megatron.pretraining.convert.hugging_face.conversions import FORMAT, check_conversion_hashes  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.pretraining.convert.dense import write_dense
-from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _staged
+from megatron.pretraining.convert.hugging_face.conversions import _MOST_STAGING, _staged
 from megatron.pretraining.data.documents import PairWriter
 from moc.store.buffers import HostBuffer
 from moc.store.host_memory import memory_storage
