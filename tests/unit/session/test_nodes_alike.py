@@ -11,7 +11,7 @@ from moc.recovery.inventory import in_memory, look
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
-from moc.session.saving import copying
+from moc.session.saving import committing
 from moc.session.tiers import Tiers
 from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_operators
@@ -169,14 +169,14 @@ def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monke
         action()
         barrier.wait()
 
-    monkeypatch.setattr(copying, "gather", gather)
-    monkeypatch.setattr(copying, "run_on_all", on_all)
-    monkeypatch.setattr(copying, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
+    monkeypatch.setattr(committing, "gather", gather)
+    monkeypatch.setattr(committing, "run_on_all", on_all)
+    monkeypatch.setattr(committing, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
     policy = type("Policy", (), {"operators": nodes.operators})
 
     def copy(rank):
         me.rank = rank
-        copying._copy_one(ITERATION, nodes.tiers(rank), policy)
+        committing._copy_one(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:
