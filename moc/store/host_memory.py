@@ -20,8 +20,8 @@ from moc.files.safe_directory import (
 from moc.store.errors import CheckpointError
 from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim, lives
-from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
-from moc.store.storage import LocalStorage, lease_remaining_s
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.storage import RESERVE_FILE, LocalStorage, lease_remaining_s
 from moc.store.store import Store, find_run
 
 SOCKETS_DIRECTORY = ".sockets"

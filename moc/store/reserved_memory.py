@@ -1,4 +1,4 @@
-"""Reserves memory in a memory file system: numbers of buffers, reusable files for snapshots, room for small files.
+"""Reserves memory in a memory file system: numbers of buffers, and reusable files for snapshots.
 
 The pages of these files are allocated once, so later writes cannot run out of memory.
 
@@ -9,22 +9,16 @@ in progress, and storage may be reading another one.  Every other policy has win
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from moc.files.safe_directory import RefusedFileError, open_without_links, remove_owned
+from moc.files.safe_directory import remove_owned
 
 SLOTS_DIRECTORY = "slots"
 """Name of the directory of these files in a memory location."""
-
-RESERVE_FILE = ".spare"
-"""Name of the file in a directory of a node's memory."""
-
-_PAGE = 4096
 
 SPARE = 2
 """Buffers in addition to recovery's: one being filled, one being written to storage (MoC-System, section 5.2)."""
@@ -112,55 +106,6 @@ def _create_reusable_file(directory: Path, name: str, taken: Collection[Path], n
                 os.close(allocate_file(path, nbytes))
                 break
     return path
-
-
-class SpaceReserve:
-    """A file whose pages are released for small files when the file system is full; shared by a node's processes.
-
-    Args:
-        path: path of the file.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def allocate(self, nbytes: int) -> None:
-        """Extends the allocation to ``nbytes`` bytes.
-
-        Any other entry with the file's name, such as a link, is replaced by a new file.
-
-        Raises:
-            OSError: the file system has too little room.
-        """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.close(open_without_links(self._path, os.O_RDWR))
-        except FileNotFoundError:
-            pass
-        except RefusedFileError:
-            remove_owned(self._path)
-        with self._locked_file(os.O_CREAT) as file:
-            if os.fstat(file).st_size < nbytes:
-                os.posix_fallocate(file, 0, nbytes)
-
-    def release(self, nbytes: int) -> bool:
-        """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
-        pages = (-(-nbytes // _PAGE) + 1) * _PAGE
-        with contextlib.suppress(OSError), self._locked_file() as file:
-            remaining = os.fstat(file).st_size - pages
-            if remaining >= 0:
-                os.ftruncate(file, remaining)
-                return True
-        return False
-
-    @contextlib.contextmanager
-    def _locked_file(self, flags: int = 0) -> Iterator[int]:
-        file = open_without_links(self._path, os.O_RDWR | flags)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-        finally:
-            os.close(file)
 
 
 def spare_buffers(tier: str) -> int:

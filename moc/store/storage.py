@@ -8,21 +8,28 @@ the job may be replacing its workers, and meanwhile no process uses it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from moc.files import decode, safe_directory
-from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError, SafeDirectory, open_without_links
+from moc.files.safe_directory import (
+    MAX_SMALL_FILE_BYTES,
+    RefusedFileError,
+    SafeDirectory,
+    open_without_links,
+    remove_owned,
+)
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 from moc.store.ownership import Claim, Fence
-from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpaceReserve, find_free_file
+from moc.store.reserved_memory import SLOTS_DIRECTORY, find_free_file
 
 _READ_AHEAD_BYTES = 4 << 20  # bytes read ahead at once
 
@@ -33,6 +40,61 @@ LEASE_FILE = ".lease"
 
 DEFAULT_LEASE_S = 30.0
 """Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
+
+
+RESERVE_FILE = ".spare"
+"""Name of the file in a directory of a node's memory."""
+
+_PAGE = 4096
+
+
+class SpaceReserve:
+    """A file whose pages are released for small files when the file system is full; shared by a node's processes.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def allocate(self, nbytes: int) -> None:
+        """Extends the allocation to ``nbytes`` bytes.
+
+        Any other entry with the file's name, such as a link, is replaced by a new file.
+
+        Raises:
+            OSError: the file system has too little room.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(open_without_links(self._path, os.O_RDWR))
+        except FileNotFoundError:
+            pass
+        except RefusedFileError:
+            remove_owned(self._path)
+        with self._locked_file(os.O_CREAT) as file:
+            if os.fstat(file).st_size < nbytes:
+                os.posix_fallocate(file, 0, nbytes)
+
+    def release(self, nbytes: int) -> bool:
+        """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
+        pages = (-(-nbytes // _PAGE) + 1) * _PAGE
+        with contextlib.suppress(OSError), self._locked_file() as file:
+            remaining = os.fstat(file).st_size - pages
+            if remaining >= 0:
+                os.ftruncate(file, remaining)
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _locked_file(self, flags: int = 0) -> Iterator[int]:
+        file = open_without_links(self._path, os.O_RDWR | flags)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
 
 
 class Blob(Protocol):

@@ -34,15 +34,9 @@ from moc.session.memory import (
 from moc.session.settings import Settings
 from moc.snapshot.buffer_pool import Rotation
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
-from moc.store.reserved_memory import (
-    SLOTS_DIRECTORY,
-    SpaceReserve,
-    most_copies,
-    reserve_files,
-    reserved_sizes,
-    spare_buffers,
-)
+from moc.store.reserved_memory import SLOTS_DIRECTORY, most_copies, reserve_files, reserved_sizes, spare_buffers
+from moc.store.storage import RESERVE_FILE as SPARE_NAME
+from moc.store.storage import SpaceReserve
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
@@ -70,6 +64,7 @@ class Reservation:
     Attributes:
         rotation: rotation of the buffers.
         window: the windows that memory is allocated for.
+        most_buffers: maximum number of a rank's buffers for these windows.
     """
 
     def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
@@ -84,6 +79,7 @@ class Reservation:
             stores=parts.tiers.persist_interval is not None,
         )
         self.window = SnapshotWindow()
+        self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
         self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
@@ -120,11 +116,7 @@ class Reservation:
         length = self._policy.schedule.window_length
         if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
-
-    @property
-    def most_buffers(self) -> int:
-        """Maximum number of a rank's buffers."""
-        return self.rotation.most(self.window.length, self.window.kept)
+            self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
 
     def trim(self) -> None:
         """Frees buffers that the policy's windows no longer need."""
