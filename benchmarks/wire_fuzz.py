@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.faults.run import End, differences, end_of
 from benchmarks.live.job import EP2, IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, free_ports, launcher, look, running
-from moc.runtime.addresses import resolve
+from moc.runtime.connections import resolve
 from moc.runtime.termination import SAVED
 from moc.store.host_memory import SOCKETS_DIRECTORY
 from tests.integration.strangers import Stranger

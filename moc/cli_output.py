@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in
+from moc.files.decode import escape_controls, escape_line
 from moc.files.safe_directory import RefusedFileError, SafeDirectory, remove_owned
-from moc.files.text import escape_controls, escape_line
 
 if TYPE_CHECKING:
     from rich.console import Console

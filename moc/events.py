@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moc.backoff import Trouble
+from moc.background import Background, Trouble
 from moc.errors import warning
 from moc.files import decode
 from moc.files.event_log import EVENTS_FILE, SCHEMA
 from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import environment
-from moc.runtime.clocks import Lease
-from moc.snapshot.background import Background
+from moc.runtime.progress import Lease
 
 _TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines

@@ -30,9 +30,9 @@ from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print
 from moc.errors import UserError, with_code
 from moc.files.event_log import EVENTS_FILE, append_event
 from moc.runtime import child_processes, import_hook, progress, protocol
-from moc.runtime.addresses import interface_address
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
+from moc.runtime.connections import interface_address
 from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range

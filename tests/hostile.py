@@ -22,7 +22,7 @@ from typing import Any
 
 from moc.store.ownership import NAME as FENCE
 from moc.store.ownership import Claim, Holder
-from moc.store.runs import RUN_FILE as RUN
+from moc.store.store import RUN_FILE as RUN
 from tests.mutations import signed
 
 CHANGES = {"write", "link", "symlink", "rename", "unlink", "rmdir", "mkdir", "truncate", "chmod", "chown", "mknod"}

@@ -35,7 +35,7 @@ from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import check_metadata  # noqa: E402
 from megatron.pretraining.checkpoint.writer import _read_report  # noqa: E402
 from megatron.pretraining.config import ds_config  # noqa: E402
-from megatron.pretraining.convert.hugging_face.directory import FORMAT, check_conversion_hashes  # noqa: E402
+from megatron.pretraining.convert.hugging_face.conversions import FORMAT, check_conversion_hashes  # noqa: E402
 from megatron.pretraining.convert.hugging_face.families import family_of  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory, read_json  # noqa: E402
 from megatron.pretraining.entry.offline import config_of_words  # noqa: E402
@@ -55,7 +55,7 @@ from moc.report.loss import read_loss_curve  # noqa: E402
 from moc.simulate.failures import read_trace  # noqa: E402
 from moc.simulate.profile import read_profile  # noqa: E402
 from moc.state import module_bytes  # noqa: E402
-from moc.store import dense_files, host_memory, runs  # noqa: E402
+from moc.store import dense_files, storage, store  # noqa: E402
 from moc.store import manifest as manifests  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.header import INDEX_KEY  # noqa: E402
@@ -195,12 +195,12 @@ def _read_snapshot(path: Path) -> None:
 
 
 def _read_run(path: Path) -> None:
-    _valid(runs._read_record(LocalStorage(path.parent)) is not None)
+    _valid(store._read_record(LocalStorage(path.parent)) is not None)
 
 
 def _read_lease(path: Path) -> None:
-    host_memory.lease_remaining_s(path.parent)
-    _valid(host_memory._lease_length_s(path.parent) != host_memory.DEFAULT_LEASE_S)
+    storage.lease_remaining_s(path.parent)
+    _valid(storage._lease_length_s(path.parent) != storage.DEFAULT_LEASE_S)
 
 
 def _read_dense_report(path: Path) -> None:

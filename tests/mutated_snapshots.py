@@ -7,12 +7,12 @@ import json
 import random
 from pathlib import Path
 
-from moc.store.host_memory import LEASE_FILE as LEASE
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import FileEntry, compute_digest
 from moc.store.ownership import NAME as FENCE
-from moc.store.runs import RUN_FILE as RUN
+from moc.store.storage import LEASE_FILE as LEASE
 from moc.store.storage import LocalStorage
+from moc.store.store import RUN_FILE as RUN
 from moc.store.store import Store, checkpoint_name
 from tests.hostile_files import changed_index, file_of, header_of
 from tests.mutations import changed, encoded, signed

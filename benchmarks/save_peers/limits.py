@@ -25,7 +25,7 @@ cpu.install()
 
 from moc.snapshot.contents import Share  # noqa: E402
 from moc.snapshot.saver import Saver  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from moc.store.shard_file import FileLayout, ShardReader, TensorBox, read_ahead, read_values  # noqa: E402  # noqa: E402
 from moc.store.storage import LocalStorage  # noqa: E402
 from moc.store.store import Store, checkpoint_name, shard_file_name  # noqa: E402

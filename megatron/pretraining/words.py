@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
+from moc.files.decode import shorten, shorten_middle
 from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
-from moc.files.text import shorten, shorten_middle
 
 _SIMILAR = 0.8
 """Minimum similarity, from 0 to 1, of a word to a suggested flag."""

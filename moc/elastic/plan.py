@@ -27,8 +27,7 @@ from moc.elastic.dispatch import tokens_per_rank_in_domains
 from moc.elastic.objective import LossModel
 from moc.elastic.placement import EMPTY, choose_everywhere, place_by_load, replicas_by_node
 from moc.files import decode
-from moc.files.decode import MAX_COUNT, Count
-from moc.files.text import short_repr
+from moc.files.decode import MAX_COUNT, Count, short_repr
 
 Loads = Mapping[int, Sequence[int]]
 """Tokens of each expert, by layer; all layers have equally many experts."""

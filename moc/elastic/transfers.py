@@ -26,7 +26,7 @@ from moc.elastic import ElasticError
 from moc.elastic.dispatch import water_fill
 from moc.elastic.plan import Plan
 from moc.errors import UserError
-from moc.state.region import Region
+from moc.state.operators import Region
 
 MAX_CHUNK_BYTES = 64 << 20
 """Maximum bytes of a chunk; limits staging memory, and the length of a transfer that a loss interrupts."""

@@ -1,10 +1,11 @@
-"""Decodes JSON of unknown origin into declared types, in linear time; anything else raises ValueError."""
+"""Decodes and escapes what comes from outside: files, messages and names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any
@@ -13,7 +14,11 @@ import msgspec
 import xxhash
 
 from moc.errors import UserError
-from moc.files.text import short_repr, shorten_middle
+
+_MAX_LENGTH = 80
+_MAX_MESSAGE_LENGTH = 300
+_REPR = reprlib.Repr(maxstring=_MAX_LENGTH, maxother=_MAX_LENGTH, maxlong=_MAX_LENGTH)
+_ALLOWED_CONTROLS = "\n\t"
 
 MAX_COUNT = 1 << 62
 """Largest number of bytes or elements."""
@@ -56,7 +61,53 @@ StateSum = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A digest of training state in hex (:mod:`moc.state.digests`)."""
 
 RunName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
-"""Name of a run (:mod:`moc.store.runs`)."""
+"""Name of a run (:mod:`moc.store.store`)."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
+_LENIENT_PARSER = json.JSONDecoder()
+
+
+def escape_controls(text: object) -> str:
+    """Escapes control and formatting characters, other than newline and tab, as in Python literals.
+
+    A terminal therefore cannot interpret bytes of a file as commands.
+    """
+    string = str(text)
+    if string.isprintable():
+        return string
+    return "".join(
+        character if character.isprintable() or character in _ALLOWED_CONTROLS else _escape_character(character)
+        for character in string
+    )
+
+
+def escape_line(text: object) -> str:
+    """Like :func:`escape_controls`, with newlines escaped too, so that a name cannot add a line to the output."""
+    return escape_controls(text).replace("\n", "\\n")
+
+
+def short_repr(value: object) -> str:
+    """Returns a value in a message: short, in ASCII, and without control characters."""
+    return shorten(_REPR.repr(value).encode("ascii", "backslashreplace").decode())
+
+
+def shorten(text: object) -> str:
+    """Returns a text in a message, truncated if it is long."""
+    string = str(text)
+    return string if len(string) <= _MAX_LENGTH else f"{string[: _MAX_LENGTH - 3]}..."
+
+
+def shorten_middle(text: str) -> str:
+    """Returns the start and the end of a library's message, which may contain a long value or a long path."""
+    return (
+        text
+        if len(text) <= _MAX_MESSAGE_LENGTH
+        else f"{text[: _MAX_MESSAGE_LENGTH // 2]}...{text[-_MAX_MESSAGE_LENGTH // 2 :]}"
+    )
+
+
+def _escape_character(character: str) -> str:
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def parse(text: str | bytes | bytearray | memoryview, unique_keys: bool = True) -> Any:
@@ -200,12 +251,8 @@ def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; the codec utf-8-sig is a file that a worker of another user may not read
 _STRICT_PARSER = json.JSONDecoder(object_pairs_hook=_object_with_unique_keys)
 
 
 def _hash_of_fields(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-
-
-_LENIENT_PARSER = json.JSONDecoder()

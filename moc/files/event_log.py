@@ -14,9 +14,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from moc.errors import UserError
 from moc.files import decode, safe_directory
-from moc.files.decode import Amount, Count, Name, Seconds
+from moc.files.decode import Amount, Count, Name, Seconds, short_repr
 from moc.files.safe_directory import SafeDirectory, open_without_links
-from moc.files.text import short_repr
 
 EVENTS_FILE = "events.jsonl"
 SCHEMA = 1

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from moc.errors import FIX
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 
 _DIRECT_FILE_SYSTEMS = frozenset({"ext3", "ext4", "overlay", "xfs"})
 """Of local disks.  Other file systems may forbid direct writes, or send each one over a network before the next."""

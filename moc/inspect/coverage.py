@@ -14,8 +14,7 @@ from msgspec import Meta
 from moc.files import decode
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.policy import is_full_policy
-from moc.state.operators import Operator, is_module_state, operator_of
-from moc.state.region import Region
+from moc.state.operators import Operator, Region, is_module_state, operator_of
 from moc.store import dense_files
 from moc.store.manifest import OperatorEntry
 

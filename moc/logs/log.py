@@ -30,7 +30,7 @@ import torch
 
 from moc.errors import cause_of, with_code
 from moc.files.safe_directory import SafeDirectory, remove_owned
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.buffers import HostBuffer
 from moc.store.errors import CheckpointError, DamagedTensorError, MissingTensorError
 from moc.store.manifest import compute_digest

@@ -28,8 +28,8 @@ from moc.files.safe_directory import remove_owned
 from moc.monitor import page
 from moc.monitor.process import EventHook, Monitor
 from moc.monitor.summary import summarize
-from moc.runtime.addresses import is_loopback, listening_socket
 from moc.runtime.child_processes import PARENT
+from moc.runtime.connections import is_loopback, listening_socket
 from moc.runtime.environment import EVENTS_LINK
 from moc.runtime.monitor_process import CANNOT_SERVE, END_S, PAGE_FILE, TOKEN_VARIABLE
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from moc.cli_output import Parser, ToolError, console, escapes_output, refused
-from moc.files.decode import decode
+from moc.files.decode import decode, escape_line
 from moc.files.event_log import events_file
 from moc.files.safe_directory import SafeDirectory
-from moc.files.text import escape_line
 from moc.monitor.job_view import JobView
 from moc.monitor.process import FollowedRun
 from moc.monitor.summary import JobSummary, summarize

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 from moc.errors import with_code
-from moc.files.text import escape_line
+from moc.files.decode import escape_line
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyImportError
 from moc.policy.flags import FlagConflict, JobRequirement, JobShape, PolicyFlag, PolicyFlags
 from moc.policy.interface import (
+    Capability,
+    Load,
     Policy,
     PolicyReport,
     RecoveryResponse,
+    SnapshotPlan,
     SnapshotSchedule,
     StorageSchedule,
     add_requirements,
@@ -26,7 +29,6 @@ from moc.policy.interface import (
     recovers_exactly,
 )
 from moc.policy.interval import Every, Interval, IntervalTuner, ObservedIteration, Transfer, parse_interval
-from moc.policy.plan import Capability, Load, SnapshotPlan
 from moc.policy.registry import (
     AUTO,
     POLICIES,

@@ -23,9 +23,18 @@ from moc.policy.flags import (
     number_or_auto,
     unmet,
 )
-from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, StorageSchedule, full_plan
+from moc.policy.interface import (
+    Capability,
+    Load,
+    Policy,
+    PolicyReport,
+    SnapshotPlan,
+    SnapshotSchedule,
+    SnapshotSizer,
+    StorageSchedule,
+    full_plan,
+)
 from moc.policy.interval import Every
-from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import WindowTuner, pipeline_stage
 from moc.state.operators import Detail, Operator

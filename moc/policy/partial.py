@@ -15,13 +15,15 @@ from moc.files.decode import Count, StateError
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
 from moc.policy.interface import (
+    Capability,
+    Load,
     Policy,
     RecoveryResponse,
+    SnapshotPlan,
     SnapshotSchedule,
     StorageSchedule,
     full_plan,
 )
-from moc.policy.plan import Capability, Load, SnapshotPlan
 from moc.state.operators import Detail, Operator
 
 

@@ -14,7 +14,7 @@ from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
 from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
-from moc.policy.interface import PolicyReport, RecoveryResponse, StorageSchedule
+from moc.policy.interface import Load, PolicyReport, RecoveryResponse, SnapshotPlan, SnapshotSizer, StorageSchedule
 from moc.policy.interval import Every
 from moc.policy.partial import ExpertTable, PartialPolicy, PartialRecovery, PartialState, PartialStorage
 from moc.policy.pec_selection import (
@@ -30,7 +30,6 @@ from moc.policy.pec_selection import (
     storage_cycle_length,
 )
 from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_expert_counts
-from moc.policy.plan import Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import AUTO, policy
 from moc.state.operators import Detail
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
+from moc.policy.interface import SnapshotSizer
 from moc.policy.interval import BLOCK, BLOCKS, SNAPSHOTS, IntervalTuner, ObservedIteration, Transfer
 from moc.policy.partial import experts_by_layer
 from moc.policy.pec_selection import expert_ages, sequential_experts
-from moc.policy.plan import SnapshotSizer
 from moc.state.operators import Detail, Operator
 
 _MANY = 16  # experts

@@ -19,8 +19,16 @@ from moc.errors import UserError, raised
 from moc.policy.costs import PolicyCosts
 from moc.policy.errors import PolicyError, PolicyImportError
 from moc.policy.flags import FlagValues, JobShape, PolicyFlag, PolicyFlags
-from moc.policy.interface import Policy, PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule
-from moc.policy.plan import Capability, SnapshotPlan
+from moc.policy.interface import (
+    Capability,
+    Full,
+    Policy,
+    PolicyReport,
+    RecoveryResponse,
+    SnapshotPlan,
+    SnapshotSchedule,
+    StorageSchedule,
+)
 
 _COMPONENTS = {
     "storage": StorageSchedule,
@@ -373,3 +381,6 @@ def is_window_policy(name: str) -> bool:
     """Returns whether a window of snapshots forms one checkpoint; False for a policy that is not installed."""
     entry = POLICIES.get(name)
     return entry is not None and Capability.WINDOWS in entry.requires
+
+
+policy("full")(Full)

@@ -9,10 +9,19 @@ from functools import cached_property
 
 from moc.policy.errors import PolicyError, rounded_up
 from moc.policy.expert_selection import RULES, SCORES, ExpertId, Limit, count_limit
-from moc.policy.interface import PolicyReport, RecoveryResponse, SnapshotSchedule, StorageSchedule, add_requirements
+from moc.policy.interface import (
+    Capability,
+    Load,
+    PolicyReport,
+    RecoveryResponse,
+    SnapshotPlan,
+    SnapshotSchedule,
+    SnapshotSizer,
+    StorageSchedule,
+    add_requirements,
+)
 from moc.policy.interval import Every, Interval
 from moc.policy.partial import PartialPolicy, PartialRecovery, PartialSchedule, PartialStorage
-from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.selective_choice import (
     STORAGE_CYCLES,

@@ -31,9 +31,9 @@ from moc.policy.expert_selection import (
     proportional,
     scores,
 )
+from moc.policy.interface import Load
 from moc.policy.interval import Interval, Measurements, ObservedIteration
 from moc.policy.partial import ExpertTable, PartialState, SavedVersions
-from moc.policy.plan import Load
 from moc.state.operators import Detail
 
 

@@ -14,10 +14,18 @@ from moc.files.decode import Amount, Count, StateError
 from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
 from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
-from moc.policy.interface import Policy, PolicyReport, SnapshotSchedule, add_requirements
+from moc.policy.interface import (
+    Capability,
+    Load,
+    Policy,
+    PolicyReport,
+    SnapshotPlan,
+    SnapshotSchedule,
+    SnapshotSizer,
+    add_requirements,
+)
 from moc.policy.interval import Every
 from moc.policy.partial import check_tables, experts_by_layer
-from moc.policy.plan import Capability, Load, SnapshotPlan, SnapshotSizer
 from moc.policy.registry import policy
 from moc.policy.windows import (
     OperatorBytes,
@@ -29,6 +37,7 @@ from moc.policy.windows import (
     find_window_size,
     generate_schedule,
     have_frequencies_changed,
+    kept_of_windows,
     merge_schedules,
     operator_sizes,
     operators_of_stages,
@@ -38,7 +47,6 @@ from moc.policy.windows import (
     skew_gauges,
     snapshot_bytes,
 )
-from moc.state.host_memory import kept_of_windows
 from moc.state.operators import Detail, Operator
 
 ORDERS = ("popularity", "soft", "decayed", "capacity", "index")

@@ -16,8 +16,8 @@ from typing import Any
 
 from moc.files import decode
 from moc.policy.errors import PolicyError
+from moc.policy.interface import SnapshotSizer
 from moc.policy.interval import BLOCK, SNAPSHOTS, WARM_UP, Interval, ObservedIteration
-from moc.policy.plan import SnapshotSizer
 from moc.state.operators import Detail, Operator
 
 Scores = Mapping[int, Sequence[float]]
@@ -25,6 +25,11 @@ Scores = Mapping[int, Sequence[float]]
 
 FREQUENCY_CHANGE, SHARE_OF_EXPERTS = 0.10, 0.25
 """Relative change of frequency, and share of experts that must exceed it, for a reordering (section 3.5)."""
+
+
+def kept_of_windows(window: int) -> int:
+    """Returns how many snapshots recovery needs at most: a complete window, and all but the last of the next."""
+    return 2 * window - 1
 
 
 def activation_frequencies(scores: Scores) -> dict[int, list[float]]:

@@ -16,8 +16,7 @@ import torch
 
 from moc.recovery.gradient_chains import Chain, file_of_folded, is_of_operator, place_of_folded
 from moc.state.adam import MASTER, SLOTS, Rules, gradient_factor, kind_of, update
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Region
 from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
 from moc.store.shard_file import BoxTensor, FileLayout, ShardReader, tensor_bytes

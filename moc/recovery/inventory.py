@@ -1,14 +1,26 @@
-"""Lists checkpoints in storage and in the memory of surviving nodes."""
+"""Summarizes the snapshots in storage and memory, and which of them must stay."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moc.errors import cause_of, with_code
-from moc.recovery.sources import COMPUTE, MEMORY, STORAGE, AvailableCheckpoint
+from moc.policy import Policy, SnapshotPlan, recovers_exactly
+from moc.recovery.sources import (
+    BEFORE,
+    COMPUTE,
+    LIVE,
+    MEMORY,
+    STORAGE,
+    AvailableCheckpoint,
+    RecoveryPath,
+    needed,
+    recoveries,
+)
 from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests
@@ -166,3 +178,196 @@ def _is_whole(name: str, operator: Operator | None, summaries: Iterable[Summary]
         return elements["param"] >= operator.parameters * copies  # a router's parameters exclude its biases
     slots = [slot for slot in elements if slot != "param"]
     return bool(slots) and all(elements[slot] == operator.elements(slot) * copies for slot in slots)
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """State that a run would resume with if all memory were lost.
+
+    Attributes:
+        iteration: that it would resume from; 0 if storage has no recovery path.
+        learned: by operator, the last iteration whose update its state has; empty without a recovery path.
+    """
+
+    iteration: int = 0
+    learned: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, held: Iterable[AvailableCheckpoint], policy: Policy) -> Persisted:
+        """Finds the state among checkpoints; tiers other than storage are ignored."""
+        stored = [one for one in held if one.tier == STORAGE]
+        way = next(recoveries(stored, policy.operators, recovers_exactly(policy)), None)
+        if way is None:
+            return cls()
+        return cls(way.iteration, {one.name: way.learned_until(one.name) for one in policy.operators})
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Maximum age, in iterations, of an operator's newest state in storage while storage keeps up.
+
+    Attributes:
+        state: of dense operators, or of all operators if the policy is exact.
+        experts: of experts; None if the policy promises nothing.
+    """
+
+    state: int
+    experts: int | None
+
+    @classmethod
+    def of(cls, policy: Policy, every: int, outstanding: int, commits: int) -> Promise:
+        """Returns the promise of a policy.
+
+        Storage keeps up if it writes each snapshot (with windows: each window) before the next one is due. A state
+        waits for ``storage.cycle`` snapshots. The last of them may follow outstanding ones, ends with its window, and
+        is known to be committed after some commit all-reduces.
+
+        Args:
+            policy: with the current settings.
+            every: iterations between snapshots for storage.
+            outstanding: snapshots that may be written to storage at the same time.
+            commits: iterations until a snapshot is known to be committed if its write takes no time.
+        """
+        apart = policy.schedule.iterations_apart
+        step = -(-max(every, apart) // apart) * apart
+        late = 2 * policy.schedule.window_length + commits
+        cycle = policy.storage.cycle
+        return cls((1 + outstanding) * step + late, None if cycle is None else (cycle + outstanding) * step + late)
+
+
+def overdue(
+    persisted: Persisted, promise: Promise, operators: Sequence[Operator], iteration: int, since: int
+) -> list[str]:
+    """Returns the operators whose newest state in storage is older than promised, in model order.
+
+    Args:
+        persisted: state in storage.
+        promise: of the policy.
+        operators: of the model.
+        iteration: iterations completed.
+        since: iteration of the first snapshot that was due after this start.
+    """
+    found = []
+    for one in operators:
+        most = promise.state if one.place is None else promise.experts
+        if most is not None and iteration - max(since, persisted.learned.get(one.name, 0)) > most:
+            found.append(one.name)
+    return found
+
+
+def newest_full(held: Iterable[AvailableCheckpoint]) -> dict[str, int]:
+    """Returns, by operator, the iteration of its newest full save in some checkpoints; omits operators without one."""
+    found: dict[str, int] = {}
+    for one in held:
+        for name, detail in one.operators.items():
+            if detail == Detail.FULL.value:
+                found[name] = max(found.get(name, 0), one.iteration)
+    return found
+
+
+def is_of(policy: Policy, way: RecoveryPath) -> bool:
+    """Returns whether a policy planned all checkpoints of a path, except survivor state.
+
+    Other policies' checkpoints have no token counts for this one.
+    """
+    return all(one.tier == LIVE or one.policy == policy.name for one in way.used())
+
+
+def in_storage_alone(held: Iterable[AvailableCheckpoint], policy: Policy) -> bool:
+    """Returns whether a run could resume from its own policy's checkpoints in storage."""
+    stored = [one for one in held if one.tier == STORAGE]
+    return any(is_of(policy, way) for way in recoveries(stored, policy.operators, recovers_exactly(policy)))
+
+
+def retain(store: Store, operators: Sequence[Operator], exact: bool, keep: int, upto: int) -> None:
+    """Removes checkpoints that the newest ``keep`` recovery paths do not need, the oldest first.
+
+    Checkpoints with unreadable manifests stay. So do checkpoints newer than ``upto``, the newest of this run, and
+    checkpoints of an incomplete window.
+    """
+    held = [one for one in in_storage(look(store)[0]) if one.iteration <= upto]
+    kept = needed(held, operators, exact, keep)
+    for one in held:
+        if one.key not in kept:
+            store.remove(one.iteration)
+
+
+@dataclass(frozen=True)
+class Staying:
+    """Checkpoints that a resuming run keeps.
+
+    Attributes:
+        newest: iteration of the newest recovery path; None if there is none.
+        in_memory: iterations of the needed snapshots in memory, ascending: of the newest path if it is in memory, and
+            of the current window.
+        again: the missing snapshot of the current window, if only that of the resumed iteration is missing: it can be
+            taken again.
+        goes_on: the current window continues; otherwise another one starts.
+    """
+
+    newest: int | None = None
+    in_memory: tuple[int, ...] = ()
+    again: SnapshotPlan | None = None
+    goes_on: bool = True
+
+
+class Experts(NamedTuple):
+    """Snapshots in memory that a run has taken experts from, and may need again.
+
+    Attributes:
+        older: iterations up to the resumed one, except snapshots that stay anyway.
+        newer: iterations after the resumed one; the run will take these snapshots again.
+        before: iterations of snapshots that were already moved to superseded memory.
+    """
+
+    older: tuple[int, ...] = ()
+    newer: tuple[int, ...] = ()
+    before: tuple[int, ...] = ()
+
+
+def experts_staying(used: Iterable[AvailableCheckpoint], in_memory: Collection[int], iteration: int) -> Experts:
+    """Returns the snapshots whose experts a run must keep after an inexact recovery, until newer ones are durable."""
+    used = sorted(used, key=lambda one: one.iteration)
+    others = [one.iteration for one in used if one.tier == MEMORY and one.iteration not in in_memory]
+    return Experts(
+        tuple(other for other in others if other <= iteration),
+        tuple(other for other in others if other > iteration),
+        tuple(one.iteration for one in used if one.tier == BEFORE),
+    )
+
+
+def staying(
+    held: Collection[AvailableCheckpoint],
+    operators: Sequence[Operator],
+    exact: bool,
+    tier: str,
+    iteration: int,
+    window: Sequence[SnapshotPlan],
+) -> Staying:
+    """Returns the checkpoints that stay when a run resumes from an iteration; identical on all ranks.
+
+    Args:
+        held: available checkpoints.
+        operators: of the model.
+        exact: as in :func:`moc.recovery.sources.recoveries`.
+        tier: where a snapshot is durable, :data:`~moc.recovery.sources.MEMORY` or
+            :data:`~moc.recovery.sources.STORAGE`.
+        iteration: that the run resumes from.
+        window: plans of the current window up to and including that iteration; empty if unknown.
+    """
+    past = [one for one in held if one.iteration <= iteration]
+    way = next(recoveries(past, operators, exact), None)
+    newest = None if way is None else way.iteration
+    kept: list[int] = []
+    if way is not None:
+        of_path = way.used() if exact else [way.at(moment.iteration) for moment in way.moments]
+        if all(one.tier == MEMORY for one in of_path):
+            kept = sorted({one.iteration for one in of_path})
+    if newest == iteration:
+        return Staying(newest, tuple(kept))
+    missing = [plan for plan in window if not any(one.has(plan.iteration, tier, plan.operators) for one in past)]
+    if not window or missing not in ([], [window[-1]]):
+        return Staying(newest, tuple(kept), goes_on=False)
+    if tier == MEMORY:
+        kept = sorted({*kept, *(plan.iteration for plan in window if plan not in missing)})
+    return Staying(newest, tuple(kept), missing[0] if missing else None)

@@ -1,10 +1,14 @@
-"""Draws the progress of runs, and the uses of their wall clock."""
+"""Draws the progress of runs and the uses of their wall clock, and writes them to one HTML file for a post-mortem."""
 
 from __future__ import annotations
 
+import base64
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
 
+from moc.cli_output import replacing
 from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, paper
 from moc.report.figures import Report
 from moc.report.wall_clock import Event, RecoveryTimes
@@ -21,6 +25,17 @@ PART_TITLES = {
     "other_s": "other",
 }
 """Titles of the fields of :class:`moc.report.wall_clock.Spent`, in table order."""
+
+_STYLE = """\
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 1.5rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: .15rem 1rem .15rem 0; vertical-align: top; white-space: pre-line; }
+th { opacity: .7; } div { overflow-x: auto; } img { max-width: 100%; }
+"""
+
+Section = tuple[str, Sequence[str], Iterable[Sequence[str]]]
+"""Title of a table, titles of its columns, and its rows."""
 
 
 def draw_report(path: str, runs: Sequence[Report], events: Sequence[Sequence[Event]]) -> None:
@@ -100,3 +115,26 @@ def _draw_skewness(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
     panel.set_title("Load of the experts")
     panel.set(xlabel="iteration", ylabel="skewness (0: equal, 1: one expert)", ylim=(0, None))
     add_legend(panel)
+
+
+def write_html(path: str, title: str, light: bytes, dark: bytes, sections: Iterable[Section]) -> None:
+    """Writes a picture (PNG, light and dark) and tables to an HTML file; replaces it atomically.
+
+    Tables without rows are left out.
+    """
+    urls = [f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in (light, dark)]
+    image = f'<img alt="progress, and uses of the wall clock" src="{urls[0]}">'
+    image = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls[1]}">{image}</picture>'
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    body = f"<h1>{escape(title)}</h1>{image}{''.join(_section(*section) for section in sections)}"
+    with replacing(path) as name:
+        Path(name).write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n')
+
+
+def _section(title: str, titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    if not lines:
+        return ""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in titles)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<h2>{escape(title)}</h2><div><table><tr>{head}</tr>{body}</table></div>"

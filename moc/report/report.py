@@ -17,8 +17,7 @@ from moc.files.event_log import events_file, read_events
 from moc.files.safe_directory import SafeDirectory
 from moc.plots import THEMES, theme_path
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
-from moc.report.html import Section, write_html
-from moc.report.pictures import PART_TITLES, draw_report
+from moc.report.pictures import PART_TITLES, Section, draw_report, write_html
 from moc.report.wall_clock import PHASES, Event, RecoveryTimes
 
 _MOST_PICTURE_BYTES = 64 << 20

@@ -17,14 +17,19 @@ from pathlib import Path
 from moc.errors import UserError, code_of, with_code
 from moc.files.decode import parse
 from moc.runtime import async_connections, child_processes, environment
-from moc.runtime.addresses import interface_name
-from moc.runtime.clocks import Lease, RunningClock
-from moc.runtime.controller_link import ControllerLink, DependencyLostError, NoControllerError, NodeRemovedError
-from moc.runtime.departure import Departure, DepartureError
+from moc.runtime.connections import interface_name
+from moc.runtime.controller_link import (
+    ControllerLink,
+    Departure,
+    DepartureError,
+    DependencyLostError,
+    NoControllerError,
+    NodeRemovedError,
+)
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, SilenceLimits
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.orders import WorkerRecord
-from moc.runtime.progress import HangLimits
+from moc.runtime.progress import HangLimits, Lease, RunningClock
 from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import run_replica_server
 from moc.runtime.socket_directory import memory_directory_of, socket_directory

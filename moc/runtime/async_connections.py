@@ -12,7 +12,9 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 
-from moc.runtime.addresses import (
+from moc.runtime.connections import (
+    HANDSHAKE_TIMEOUT_S,
+    RETRY_S,
     format_address,
     listening_socket,
     peer_name,
@@ -21,7 +23,6 @@ from moc.runtime.addresses import (
     short_socket_address,
     socket_error_reason,
 )
-from moc.runtime.connections import HANDSHAKE_TIMEOUT_S, RETRY_S
 from moc.runtime.protocol import DEFAULT_BODY_LIMIT, READ_BYTES, Channel, Message, PeerGoneError, WireError
 
 MAX_HANDSHAKES = 128
@@ -175,7 +176,7 @@ async def serve(
     """Listens for processes of the same job.
 
     Args:
-        address: as for :func:`~moc.runtime.addresses.listening_socket`, whose errors this function raises.
+        address: as for :func:`~moc.runtime.connections.listening_socket`, whose errors this function raises.
         token: the job's secret, 32 bytes.
         on_connection: called with every authenticated peer. The connection is closed when it returns. It may raise
             :class:`WireError`; any other exception goes to the event loop's handler.

@@ -24,7 +24,6 @@ from moc.cli_output import Parser, escapes_output, log_to_stderr, refused
 from moc.errors import UserError, with_code
 from moc.runtime import async_connections
 from moc.runtime.child_processes import attach_to_parent, report_descriptor
-from moc.runtime.clocks import RunningClock
 from moc.runtime.election import MIN_JOIN_TIMEOUT_S, Election, SilenceLimits
 from moc.runtime.flags import parse_node_range
 from moc.runtime.membership import Membership, nodes_are
@@ -43,6 +42,7 @@ from moc.runtime.orders import (
     StopNode,
     WorkerRecord,
 )
+from moc.runtime.progress import RunningClock
 from moc.runtime.protocol import Message, WireError, token_from_environment
 from moc.runtime.rendezvous_store import RendezvousStore
 from moc.runtime.standstill import MAX_STANDSTILL

@@ -1,4 +1,4 @@
-"""Connects an agent to the controller: finds the leader, follows one candidate at a time, and renews the lease."""
+"""Connects an agent to the controller: finds the leader, renews the lease, and requests a planned departure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from collections.abc import Callable
 
 from moc.errors import UserError, cause_of
 from moc.runtime import async_connections
-from moc.runtime.addresses import local_address_towards
 from moc.runtime.child_processes import StoppedError
-from moc.runtime.clocks import Lease, RunningClock
+from moc.runtime.connections import local_address_towards
 from moc.runtime.election import Follower, SilenceLimits, lease_end
+from moc.runtime.progress import Lease, RunningClock
 from moc.runtime.protocol import Message, PeerGoneError, WireError
 
 _RETRY_S = 0.1
 _FIRST_SEARCH_S, _SEARCH_INTERVAL_S = 0.2, 2.0
+
+DUPLICATE_S = 2.0
+"""Seconds from the first SIGTERM within which others are the same request: Slurm and a template may both send one."""
 
 
 class DependencyLostError(UserError, RuntimeError):
@@ -322,3 +325,54 @@ class ControllerLink:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 self._follower.record_death(index)
             return None
+
+
+class DepartureError(NodeRemovedError):
+    """End of a departing node before its state was moved."""
+
+
+class Departure:
+    """Request of one node to leave, its deadline, and the effect of further signals.
+
+    Args:
+        drain_s: seconds until the node ends in any case; 0 if SIGTERM stops the job.
+        request: sends the request to the controller.
+        end: ends the node, with the reason as a clause.
+
+    Attributes:
+        is_requested: whether the node waits for its release.
+    """
+
+    def __init__(self, drain_s: float, request: Callable[[], object], end: Callable[[str], object]):
+        self._drain_s, self._request, self._end = drain_s, request, end
+        self._requested_at = 0.0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self.is_requested = False
+
+    def handle_signal(self) -> bool:
+        """Handles a SIGTERM; returns False if it stops the job, as other signals do."""
+        if not self._drain_s or self._is_refused:
+            return False
+        now = time.monotonic()
+        if not self.is_requested:
+            self.is_requested, self._requested_at = True, now
+            self._deadline = asyncio.get_running_loop().call_later(self._drain_s, self._expire)
+            self._request()
+        elif now - self._requested_at >= DUPLICATE_S:
+            self._end("has received another SIGTERM")
+        return True
+
+    def refuse(self) -> None:
+        """Handles the controller's refusal: from now on, SIGTERM stops the job."""
+        self._is_refused = True
+        self.close()
+
+    def close(self) -> None:
+        """Cancels the deadline."""
+        self.is_requested = False
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _expire(self) -> None:
+        self._end(f"has not been released for {self._drain_s:g} s (--drain-seconds)")

@@ -10,7 +10,7 @@ import time
 
 from moc.errors import with_code
 from moc.runtime import child_processes
-from moc.runtime.addresses import format_address, listening_socket
+from moc.runtime.connections import format_address, listening_socket
 from moc.runtime.controller import STEPPED_DOWN
 from moc.runtime.controller_link import DependencyLostError
 from moc.runtime.election import SilenceLimits

@@ -18,7 +18,7 @@ of a generation and the beginning of the next, every use raises :class:`Aborted`
 **Valid results.**  On the CPU, a collective that has returned is complete.  On a GPU it is only enqueued.  After an
 abort by this process or a peer, the stream continues with undefined memory.  :mod:`moc.runtime.device` synchronizes
 and checks.  Results up to then are valid once all peers have done so and confirmed it in host memory
-(:mod:`moc.runtime.host_group`), in a commit all-reduce or :func:`moc.runtime.collectives.synchronize_group`.
+(:mod:`moc.runtime.collectives`), in a commit all-reduce or :func:`moc.runtime.collectives.synchronize_group`.
 
 **Exceptions.**  :class:`Aborted`: this generation is over.  :class:`PeerFailure`: the generation was not aborted, but a
 peer may be lost, which the controller must confirm.
@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
-from moc.runtime import host_group
+from moc.runtime import collectives
 from moc.runtime.abort import NCCL_FLAGS
 from moc.runtime.device import copy_to_host
 from moc.runtime.generation import CallInterrupted, Generation, backend_config
@@ -159,7 +159,7 @@ class Groups:
         _replace_functions(replacements)
         world, host = self._create_world_groups()
         c10d._update_default_pg(world)
-        host_group.set_host_group(host)
+        collectives.set_host_group(host)
 
     def _create_world_groups(self) -> tuple[Group, Group | None]:
         """Returns the group of all ranks, and a second group in host memory unless the first uses gloo."""
@@ -183,7 +183,7 @@ class Groups:
         if dist.is_initialized():
             dist.destroy_process_group()
         _replace_functions(self._replaced)
-        host_group.set_host_group(None)
+        collectives.set_host_group(None)
         self._end_generation()
         self._groups, self._replaced = [], {}
 

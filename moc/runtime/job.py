@@ -18,8 +18,8 @@ from torch.distributed import (  # public, but not in __all__
 )
 from torch.distributed.distributed_c10d import PrefixStore
 
-from moc.runtime import host_group
-from moc.runtime.host_group import broadcast_from_rank0
+from moc.runtime import collectives
+from moc.runtime.collectives import broadcast_from_rank0
 
 _LAUNCH_KEY = "moc/job"
 """Key of the launch's id, in a store that outlives workers."""
@@ -91,7 +91,7 @@ class Job:
             backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout, device_id=device_id
         )
         if backend != "gloo":
-            host_group.set_host_group(dist.new_group(backend="gloo", timeout=timeout))
+            collectives.set_host_group(dist.new_group(backend="gloo", timeout=timeout))
         if not self.id:  # no store outlives these workers, so they are the only ones of the launch
             self.id = broadcast_from_rank0(new_id)
 
@@ -152,7 +152,7 @@ class Job:
 
     def leave(self) -> None:
         """Leaves the job after its work is done."""
-        host_group.set_host_group(None)
+        collectives.set_host_group(None)
         dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from moc.errors import warning
 from moc.files.event_log import EVENTS_FILE
 from moc.files.safe_directory import remove_owned
 from moc.runtime import child_processes, environment, protocol
-from moc.runtime.addresses import is_loopback
+from moc.runtime.connections import is_loopback
 from moc.runtime.flags import MonitorFlags
 
 TOKEN_VARIABLE = "MOC_MONITOR_TOKEN"

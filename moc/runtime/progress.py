@@ -1,12 +1,21 @@
-"""Detects hung workers: progress of the compute thread, and time limits of its sections.
+"""Liveness of workers: the progress that they report, the lease of their node, and clocks that exclude pauses.
 
 ``progress("step")`` enters this section, and completes the previous one.  The worker reports its section, the time in
 it, and whether it waits for other workers.  The agent compares the time with the limit of the section.
+
+The lease is the time until which the workers may run, in memory shared with their agent.  The agent renews it whenever
+the controller answers.  If the agent is stopped or disconnected, the lease expires.  Others may then take over the
+workers' ranks, so these workers must commit nothing from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
+import mmap
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -14,11 +23,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moc import stream
+from moc.cli_output import print_lines
 from moc.errors import UserError
+from moc.runtime import environment
 from moc.stream import StreamSpans
 
 if TYPE_CHECKING:
     import torch
+
+HANG_CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
+"""Upper limits of the time in a section, in seconds, by section."""
+
+LEARNED_SECTIONS = ("step", "evaluation")
+"""Sections of steady duration; the duration of others depends on the amount to build or write."""
+
+HANG_FACTOR, HANG_FLOOR_S = 10.0, 60.0
+"""A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
+
+_LEASE_BYTES = 8
 
 
 class Progress:
@@ -119,16 +141,6 @@ class HangCapError(UserError, ValueError):
     """The longest times of sections are invalid."""
 
 
-HANG_CAPS = {"setup": 3600.0, "step": 1800.0, "evaluation": 1800.0, "save": 3600.0}
-"""Upper limits of the time in a section, in seconds, by section."""
-
-LEARNED_SECTIONS = ("step", "evaluation")
-"""Sections of steady duration; the duration of others depends on the amount to build or write."""
-
-HANG_FACTOR, HANG_FLOOR_S = 10.0, 60.0
-"""A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
-
-
 def parse_hang_caps(text: str) -> dict[str, float]:
     """Returns the default caps, updated from text such as ``step=600,save=1800``.
 
@@ -178,3 +190,71 @@ class HangLimits:
             return max(self.caps.values())
         cap, longest = self.caps[section], self.longest.get(section)
         return cap if longest is None else min(cap, max(HANG_FLOOR_S, HANG_FACTOR * longest))
+
+
+class Lease:
+    """Expiry time, in seconds of the machine's monotonic clock; infinite if no other worker can take over the ranks.
+
+    The descriptor of the shared memory stays open.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self._end = ctypes.c_double.from_buffer(mmap.mmap(descriptor, _LEASE_BYTES))
+
+    @classmethod
+    def create(cls) -> Lease:
+        """Creates a lease without an end, for an agent."""
+        descriptor = os.memfd_create("moc-lease")
+        os.truncate(descriptor, _LEASE_BYTES)
+        lease = cls(descriptor)
+        lease.end = math.inf
+        return lease
+
+    @classmethod
+    def from_environment(cls) -> Lease | None:
+        """Returns the lease of this process; None outside a job of our launcher."""
+        text = os.environ.get(environment.LEASE)
+        return None if text is None else cls(int(text))
+
+    @property
+    def end(self) -> float:
+        """Expiry time."""
+        return self._end.value
+
+    @end.setter
+    def end(self, at: float) -> None:
+        self._end.value = at
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until expiry; negative afterwards."""
+        return self.end - time.monotonic()
+
+    def kill_if_expired(self) -> None:
+        """Kills this process if the lease has expired, since another worker may have its rank."""
+        if self.remaining_s <= 0:
+            who = f"worker {os.environ.get('RANK')}"
+            why = "has lost the controller for too long, and ends itself: another worker may have its rank"
+            print_lines(f"mocrun: {who} {why}", error=True, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed
+
+
+class RunningClock:
+    """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
+
+    Args:
+        max_step_s: maximum seconds between two ticks; any excess counts as a pause.
+
+    Attributes:
+        now: seconds that the process ran since construction.
+    """
+
+    def __init__(self, max_step_s: float):
+        self.now, self._ticked_at, self._max_step_s = 0.0, time.monotonic(), max_step_s
+
+    def tick(self) -> None:
+        """Advances the clock by the time since the last call, without pauses; call it often."""
+        now = time.monotonic()
+        self.now += min(now - self._ticked_at, self._max_step_s)
+        self._ticked_at = now

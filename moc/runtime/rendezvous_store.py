@@ -1,7 +1,7 @@
 """Rendezvous store of a generation's workers, served by the controller over the wire protocol.
 
 Torch's own store answers any client; this one requires the job's token.
-:class:`~moc.runtime.rendezvous_client.RendezvousClient` is the worker's side.
+:class:`~moc.runtime.managed_job.RendezvousClient` is the worker's side.
 """
 
 from __future__ import annotations

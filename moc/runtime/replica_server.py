@@ -21,8 +21,7 @@ from pathlib import Path
 from moc.cli_output import Parser, log_to_stderr
 from moc.errors import UserError, cause_of, with_code
 from moc.runtime import async_connections, child_processes, environment
-from moc.runtime.addresses import interface_address, local_address_towards
-from moc.runtime.connections import Connection, connect, retry_connect
+from moc.runtime.connections import Connection, connect, interface_address, local_address_towards, retry_connect
 from moc.runtime.protocol import Message, WireError, token_from_environment
 from moc.runtime.replica_transfer import (
     REQUEST_BYTES,

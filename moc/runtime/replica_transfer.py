@@ -36,8 +36,7 @@ from moc.errors import UserError
 from moc.files.safe_directory import SafeDirectory, open_without_links
 from moc.runtime import async_connections
 from moc.runtime.protocol import Message, PeerGoneError
-from moc.state.operators import Detail, operator_of
-from moc.state.region import Region
+from moc.state.operators import Detail, Region, operator_of
 from moc.store import manifest as manifests
 from moc.store import reserved_memory
 from moc.store.errors import OUT_OF_SPACE_ERRNOS, CheckpointError, DamagedTensorError, InsufficientMemoryError

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
-from moc.backoff import Harmless
+from moc.background import Harmless, within
 from moc.files import decode
 from moc.files.decode import Count, Positive
 from moc.policy import POLICIES, ObservedIteration, full_policy_name
 from moc.policy.errors import rounded_up
+from moc.policy.interface import Load, SnapshotSizer
 from moc.policy.interval import BLOCK, BLOCKS, Measurements
 from moc.policy.pec_tuner import bytes_by_expert_count
-from moc.policy.plan import Load, SnapshotSizer
 from moc.policy.windows import operators_by_stage
 from moc.recovery.copy_placement import DEFAULT_REPLICAS
 from moc.runtime.collectives import gather
@@ -37,7 +37,6 @@ from moc.session.tiers import LOOKING_S, Tiers
 from moc.simulate.elastic import Lasting
 from moc.simulate.live_costs import NAMES, Running, SavedBytes, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
-from moc.snapshot.background import within
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError
 from moc.store.store import Store

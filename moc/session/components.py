@@ -11,11 +11,9 @@ from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import check_generation
 from moc.runtime.job import World
-from moc.session.carriers import Carriers
 from moc.session.digests import Digests, KnownDigests
 from moc.session.engine import Engine, Listener, PipelineTap
-from moc.session.folds import Folds
-from moc.session.hashers import Hasher
+from moc.session.helpers import Carriers, Folds, Hasher
 from moc.session.peers import Peers, join_peers
 from moc.session.resume.replay import check_freezing
 from moc.session.saving.committing import Committer
@@ -70,7 +68,7 @@ class Components:
 
 
 class SizesByPlan:
-    """Implementation of :class:`moc.policy.plan.SnapshotSizer`.
+    """Implementation of :class:`moc.policy.interface.SnapshotSizer`.
 
     Args:
         parts: components of this generation.
@@ -128,7 +126,7 @@ def build(
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
-        committer = Committer(world, policy, tiers, engine.layout, log, alike)
+        committer = Committer(world, policy, tiers, engine.layout, log, alike.copies)
         undo.callback(committer.close)
         tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
         if tokens is not None:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 import xxhash
 from torch import Tensor
 
+from moc.background import background
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import CommitParticipant, Engine
 from moc.session.resume.rank_transfers import part_ids
-from moc.snapshot.background import background
 from moc.state.digests import (
     MASK,
     Key,
@@ -38,8 +38,7 @@ from moc.state.digests import (
     to_text,
     total_of,
 )
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from moc.policy import ObservedIteration
-from moc.policy.plan import SnapshotSizer
+from moc.policy.interface import SnapshotSizer
 from moc.session.engine import Engine
 from moc.session.resume.survivors import LocalRemains
 from moc.session.settings import Settings

@@ -20,9 +20,8 @@ from moc.policy import SnapshotPlan
 from moc.runtime.job import World
 from moc.snapshot.device_copy import BubbleGate
 from moc.state.adam import Rules
-from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
-from moc.state.operators import Operator
+from moc.state.operators import Fragment, Operator
 from moc.state.record import Position, StepRecord
 
 Gradients = Callable[[Fragment], torch.Tensor]

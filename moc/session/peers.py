@@ -19,26 +19,28 @@ from moc.errors import UserError, cause_of, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
 from moc.recovery.copy_placement import (
+    Fetch,
+    NodeInventory,
     Placement,
     Redundancy,
+    Restore,
     copies_wanted,
     describe_placement,
     not_sent,
     place,
     survival,
+    to_restore,
 )
 from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
 from moc.recovery.inventory import look
-from moc.recovery.restore_nodes import Fetch, NodeInventory, Restore, to_restore
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.protocol import PeerGoneError, WireError
 from moc.runtime.replica_server import ReplicaClient
 from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
-from moc.session.carriers import Carriers, RemoteCarrier, carry, experts_of
 from moc.session.engine import Listener
-from moc.session.folds import Folds
+from moc.session.helpers import Carriers, Folds, RemoteCarrier, carry, experts_of
 from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers

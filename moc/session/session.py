@@ -29,7 +29,6 @@ from moc.policy.errors import policy_refusal
 from moc.recovery.gradient_folding import RULES
 from moc.runtime.collectives import gather
 from moc.runtime.progress import PROGRESS
-from moc.session.claims import claimed, take_places
 from moc.session.components import Components, SizesByPlan, build, close, holdings_of, may_replay
 from moc.session.elsewhere import NOWHERE, Chooser, Elsewhere
 from moc.session.engine import CommitParticipant, Engine, Listener
@@ -40,11 +39,12 @@ from moc.session.resume.resuming import BEGUN_AT, resume
 from moc.session.resume.survivors import LiveState, LocalRemains
 from moc.session.saving.pipeline import Describer, SavingPipeline, storage_health
 from moc.session.settings import Settings, SettingsError
-from moc.session.tiers import memory_of, nodes_of, tiers_of
+from moc.session.tiers import claimed, memory_of, nodes_of, take_places, tiers_of
 from moc.state.operators import Operator
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import give_back_unused
+from moc.store.storage import renew_lease
 
 _ENDING_S = 10.0
 """Seconds that a pending storage write may take after a loss, if no memory tier holds the snapshot to resume from."""
@@ -115,7 +115,8 @@ class Session(CommitParticipant):
         nodes = nodes_of(settings.node_of_rank, engine.world)
         copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
-        claim = claimed(settings, engine.world, self.remains, log)
+        claim = claimed(settings, engine.world, self.remains.run, log)
+        self.remains.run = claim.run
         tiers = tiers_of(settings, engine.world, nodes, claim)
         beside = take_places(settings, tiers, engine.world, mine is not None, log)
         if tiers.memory is not None or settings.upstream_logging:
@@ -202,7 +203,8 @@ class Session(CommitParticipant):
             return self.position
         parts, _ = self._running
         parts.digests.completed(self.position.iteration)
-        parts.tiers.renew_lease()
+        if parts.tiers.memory is not None and parts.tiers.leads_node:
+            renew_lease(Path(parts.tiers.memory.storage.name))
         if (seen := parts.meter.completed(begun)) is not None:
             parts.policy.interval.observe(seen)
             if self._chooser is not None:

@@ -29,11 +29,10 @@ import xxhash
 from moc.files.decode import parse
 from moc.sharding.assignment import ShardingError, ShardingScheme, assign_items
 from moc.sharding.save_items import SaveItem, cut_large_items
-from moc.state.operators import Detail, is_module_state
-from moc.state.region import boxes_of_range
+from moc.state.operators import Detail, boxes_of_range, is_module_state
 
 if TYPE_CHECKING:  # imports torch
-    from moc.state.fragments import Fragment
+    from moc.state.operators import Fragment
 
 _OPTIMIZER, _MODULES = "optimizer", "modules"
 _SLOTS = {"param": "weights", "grad": "gradients"}

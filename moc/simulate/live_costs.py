@@ -17,8 +17,8 @@ import numpy
 
 from moc.policy import POLICIES, policy_by_flag
 from moc.policy.costs import Machine, Price, SnapshotSizes
+from moc.policy.interface import Load
 from moc.policy.pec_tuner import candidate_expert_counts
-from moc.policy.plan import Load
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes, order_operators
 from moc.sharding import ParallelLayout
@@ -31,8 +31,8 @@ from moc.simulate.planner import priced as priced
 from moc.simulate.policies import Options, Weighed, sparse_replay
 from moc.simulate.policy_costs import SimulatedCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
-from moc.state.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 from moc.state.operators import Operator
+from moc.store.reserved_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 
 _TIERS = ("disk", "memory", "peers")
 

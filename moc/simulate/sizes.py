@@ -81,7 +81,7 @@ def busiest_operator_bytes(
 
 
 class SizesByRules:
-    """Sizes as :class:`moc.policy.plan.SnapshotSizer`, of a model that is not loaded; in full, or gradients.
+    """Sizes as :class:`moc.policy.interface.SnapshotSizer`, of a model that is not loaded; in full, or gradients.
 
     Args:
         operators: operators of the unpartitioned model.

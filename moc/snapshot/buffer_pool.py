@@ -29,8 +29,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from moc.state.host_memory import kept_of_windows, most_buffers
 from moc.store.buffers import HostBuffer
+from moc.store.reserved_memory import most_buffers
 
 
 class Use(Enum):
@@ -211,9 +211,8 @@ class Rotation:
         held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
         return min(held, 1) if self.keep else held
 
-    def most(self, window: int = 1, kept: int | None = None) -> int:
+    def most(self, window: int, kept: int) -> int:
         """Returns the maximum number of buffers for windows of this length; recovery needs up to ``kept`` snapshots."""
-        kept = kept_of_windows(window) if kept is None else kept
         return most_buffers(kept, window, self.spare, self.stores) if self.keep else self.spare
 
     def trimmed(self, most: int) -> Rotation:

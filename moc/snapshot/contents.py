@@ -19,9 +19,8 @@ from moc.sharding.save_plan import (
     planned_bytes_by_rank,
     select_fragments,
 )
-from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from moc.store.manifest import OperatorEntry
 from moc.store.shard_file import FileLayout, TensorBox
 

@@ -17,9 +17,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
+from moc.background import GivenUpError, background, with_retries
 from moc.fault_points import reach
 from moc.files.safe_directory import SafeDirectory, remove_owned
-from moc.snapshot.background import GivenUpError, background, with_retries
 from moc.snapshot.buffer_pool import KeptBuffers
 from moc.snapshot.contents import Share
 from moc.snapshot.device_copy import Capture, Captures, Copy, Gate, capturer, coalesced
@@ -123,11 +123,15 @@ class Saver:
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
         self._kept.drop_others(_slot_of(rank))  # before the rank's new worker creates files of these names
-        self._capturer, self._staging = capturer(device, gate, check), GradientStaging(device)
+        self._capturer = capturer(device, gate, check)
         self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
         self._buffers: dict[int, HostBuffer] = {}
         self._copies: dict[HostBuffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
+
+    @functools.cached_property
+    def _staging(self) -> GradientStaging:
+        return GradientStaging(self._device)
 
     def reserve(self, slot: int, nbytes: int, most: float = math.inf) -> None:
         """Allocates a buffer of ``nbytes`` bytes for a slot; keeps an existing one of ``nbytes`` to ``most`` bytes.

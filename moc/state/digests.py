@@ -22,9 +22,7 @@ from functools import cached_property
 import torch
 import xxhash
 
-from moc.state.fragments import Fragment
-from moc.state.operators import Operator
-from moc.state.region import Region
+from moc.state.operators import Fragment, Operator, Region
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from moc.errors import UserError
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 
 
 class FreezingError(UserError, RuntimeError):

@@ -1,16 +1,27 @@
-"""Operators: the units of a model that are saved, frozen and replayed, and the state that a snapshot has of each."""
+"""Operators, the units of a model that are saved, frozen and replayed, and the chunks of their tensors.
+
+An engine provides, for each local tensor, the boxes of the unpartitioned model that it holds (:class:`Piece`), and the
+range whose optimizer state this rank owns (:class:`OwnedSlice`); :func:`fragments_of` intersects the two. Tensor,
+expert and pipeline parallelism cut a parameter into boxes; ZeRO cuts the flattened box at any element. Both become
+:class:`Region`, so no other module handles a flat buffer or the boundary of a shard.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from moc.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class UnsupportedStateError(UserError, ValueError):
@@ -172,3 +183,197 @@ class Detail(Enum):
 
 DetailName = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(one.value for one in Detail)})\Z")]
 """The value of a :class:`Detail`."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """An axis-aligned box of ``shape`` elements starting at ``offset``, in elements of each axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(self.shape)
+
+    def slices(self, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+        """Returns the index of this box in a tensor whose first element is at ``origin`` (default: zero)."""
+        origin = origin or (0,) * len(self.offset)
+        return tuple(slice(o - p, o - p + n) for o, p, n in zip(self.offset, origin, self.shape, strict=True))
+
+    def intersect(self, other: Region) -> Region | None:
+        """Returns the intersection, or None if it is empty."""
+        start = tuple(map(max, self.offset, other.offset))
+        stop = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Region(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def without(self, part: Region) -> Iterator[Region]:
+        """Yields disjoint boxes that cover this one except ``part``."""
+        offset, shape = self.offset, self.shape
+        for axis, (start, count) in enumerate(zip(part.offset, part.shape, strict=True)):
+            stop, end = start + count, offset[axis] + shape[axis]
+            for one, other in ((offset[axis], start), (stop, end)):
+                if one < other:
+                    yield Region(_with(offset, axis, one), _with(shape, axis, other - one))
+            offset, shape = _with(offset, axis, start), _with(shape, axis, count)
+
+    def cut(self, most: int) -> Iterator[Region]:
+        """Yields boxes of at most ``most`` elements (at least one) that cover this one in element order."""
+        if self.numel <= most:
+            yield self
+            return
+        axis = next(axis for axis, count in enumerate(self.shape) if count > 1)
+        start, count = self.offset[axis], self.shape[axis]
+        step = max(1, most * count // self.numel)
+        for first in range(0, count, step):
+            shape = _with(self.shape, axis, min(step, count - first))
+            yield from Region(_with(self.offset, axis, start + first), shape).cut(most)
+
+    def shifted(self, by: tuple[int, ...]) -> Region:
+        """Returns this box translated by ``by``."""
+        return Region(tuple(map(sum, zip(self.offset, by, strict=True))), self.shape)
+
+
+def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:axis], number, *numbers[axis + 1 :])
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
+    """Cuts the range [start, stop) of a row-major flattened tensor into boxes of that tensor.
+
+    Each box is contiguous in the flattened tensor.  There are at most ``2 * len(shape) - 1`` of them.
+
+    Yields:
+        (index of the box's first element in the flattened tensor, box), ascending.
+    """
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield start, Region((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first_whole, last_whole = -(-start // row), stop // row
+    if first_whole > last_whole:  # within one row
+        yield from _in_row(shape, start // row, start, stop)
+        return
+    yield from _in_row(shape, first_whole - 1, start, first_whole * row)  # nothing, if the range begins with a row
+    if first_whole < last_whole:
+        zeros = (0,) * (len(shape) - 1)
+        yield first_whole * row, Region((first_whole, *zeros), (last_whole - first_whole, *shape[1:]))
+    yield from _in_row(shape, last_whole, last_whole * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[tuple[int, Region]]:
+    base = index * math.prod(shape[1:])
+    for position, box in boxes_of_range(shape[1:], start - base, stop - base):
+        yield base + position, Region((index, *box.offset), (1, *box.shape))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous chunk of a local parameter, and its bounds in the unpartitioned model.
+
+    Attributes:
+        name: name of the tensor in the unpartitioned model, with global layer and expert numbers.
+        global_shape: shape of that tensor.
+        region: box of that tensor held by ``view``.
+        view: local values, sharing memory with the parameter.
+        start: index of the first element of ``view`` in the flattened local parameter.
+        replica: index of this copy, (stage, tensor-parallel rank, data-parallel rank); all zeros for the first copy.
+        padded: the global shape depends on the layout (vocabulary padded for tensor parallelism); elements beyond the
+            smaller of two such shapes are padding.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    region: Region
+    view: torch.Tensor
+    start: int
+    replica: tuple[int, ...]
+    padded: bool
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """The range [start, stop) of a flattened model parameter whose optimizer state lives on this rank.
+
+    Attributes:
+        parameter: model parameter, or a buffer saved like one.
+        slots: live 1-D tensors of ``stop - start`` elements by slot name (``master``, ``exp_avg``, ``exp_avg_sq``), in
+            the formats set by flags; writing into them restores the optimizer.
+        sharded: data-parallel peers own other ranges (ZeRO) rather than copies of this one.
+        counter: dict whose ``step`` counts the updates of the moments, if counted: the parameter's own (torch), or its
+            group's (fused Adam of Transformer Engine and apex).
+        copy: index of this rank among the ranks that hold the same range although it is sharded; 0 for the first.
+    """
+
+    parameter: torch.Tensor
+    start: int
+    stop: int
+    slots: dict[str, torch.Tensor]
+    sharded: bool
+    counter: dict = field(default_factory=dict)
+    copy: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """A box of one slot of one tensor of the unpartitioned model, and the live memory that holds it on this rank.
+
+    Attributes:
+        slot: ``master``, ``exp_avg``, ``exp_avg_sq`` (Adam) or ``momentum_buffer`` (SGD), in the formats set by flags;
+            ``param``, the compute weights; ``grad``, the gradient.
+        view: contiguous live values, ``region.numel`` of them.
+        first_copy: no other rank holds this fragment with a smaller replica index.
+        padded: see :class:`Piece`.
+        tensor: local parameter or buffer of the model.
+        start: index of the first element in the flattened ``tensor``.
+        replica: index of this copy: see :class:`Piece`.
+        sharded: data-parallel peers hold other ranges (ZeRO) rather than copies of this one.
+    """
+
+    name: str
+    slot: str
+    global_shape: tuple[int, ...]
+    region: Region
+    view: torch.Tensor
+    first_copy: bool
+    padded: bool
+    tensor: torch.Tensor
+    start: int
+    replica: tuple[int, ...]
+    sharded: bool
+
+    @property
+    def operator(self) -> str:
+        """The operator of the tensor; raises ``ValueError`` if there is none."""
+        return operator_of(self.name)
+
+
+def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
+    """Cuts a range of a local tensor into boxes of the unpartitioned model, and yields one fragment per slot."""
+    for piece in pieces:
+        start = max(owned.start, piece.start)
+        stop = min(owned.stop, piece.start + piece.region.numel)
+        copy = (*piece.replica[:-1], owned.copy) if owned.sharded else piece.replica
+        for position, box in boxes_of_range(piece.region.shape, start - piece.start, stop - piece.start):
+            position += piece.start
+            for slot, values in owned.slots.items():
+                yield Fragment(
+                    name=piece.name,
+                    slot=slot,
+                    global_shape=piece.global_shape,
+                    region=box.shifted(piece.region.offset),
+                    view=values[position - owned.start : position - owned.start + box.numel],
+                    first_copy=not any(copy),
+                    padded=piece.padded,
+                    tensor=owned.parameter,
+                    start=position,
+                    replica=piece.replica,
+                    sharded=owned.sharded,
+                )

@@ -11,10 +11,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import Detail, Operator, UnsupportedStateError, operator_of
-from moc.state.region import Region
+from moc.state.operators import (
+    Detail,
+    Fragment,
+    Operator,
+    OwnedSlice,
+    Piece,
+    Region,
+    UnsupportedStateError,
+    fragments_of,
+    operator_of,
+)
 
 
 @dataclass(frozen=True, eq=False)

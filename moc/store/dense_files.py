@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moc.files import decode, safe_directory
-from moc.files.decode import Count, Digest, Name
+from moc.files.decode import Count, Digest, Name, short_repr
 from moc.files.safe_directory import (
     MAX_SMALL_FILE_BYTES,
     RefusedFileError,
@@ -23,7 +23,6 @@ from moc.files.safe_directory import (
     sync_directory,
     write_durably,
 )
-from moc.files.text import short_repr
 from moc.store import store
 from moc.store.errors import CheckpointError, TakenError
 from moc.store.manifest import MANIFEST_FILE as MANIFEST

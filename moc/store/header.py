@@ -17,9 +17,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from moc.files import decode, safe_directory
-from moc.files.decode import Count, Digest, Name, Sizes
-from moc.files.text import short_repr
-from moc.state.region import Region
+from moc.files.decode import Count, Digest, Name, Sizes, short_repr
+from moc.state.operators import Region
 from moc.store.manifest import FileEntry, compute_digest
 
 

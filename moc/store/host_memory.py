@@ -1,9 +1,4 @@
-"""The memory tier of this node: directories of shared memory, their leases, and their removal.
-
-A lease is the time for which a job may still continue from its snapshots in memory.  A job records its lease when it
-takes a directory, and renews it by the file's modification time.  While a lease lasts, no tool may remove the memory:
-the job may be replacing its workers, and meanwhile no process uses it.
-"""
+"""The memory tier of this node: directories of shared memory, and their removal."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import contextlib
 import math
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,21 +14,15 @@ from pathlib import Path
 import xxhash
 
 from moc.cli_output import print_once
-from moc.files import decode
 from moc.files.safe_directory import (
-    MAX_SMALL_FILE_BYTES,
-    RefusedFileError,
-    SafeDirectory,
-    open_without_links,
     remove_owned,
 )
 from moc.store.errors import CheckpointError
 from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim, lives
-from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY
-from moc.store.runs import find_run
-from moc.store.storage import LocalStorage, Storage
-from moc.store.store import Store
+from moc.store.reserved_memory import SLOTS_DIRECTORY
+from moc.store.storage import RESERVE_FILE, LocalStorage, lease_remaining_s
+from moc.store.store import Store, find_run
 
 SOCKETS_DIRECTORY = ".sockets"
 """Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
@@ -57,7 +45,7 @@ def memory_storage(
     Args:
         memory_dir: memory file system, usually ``/dev/shm``.
         job: directory or URL of the checkpoints.
-        run: name of their run (:mod:`moc.store.runs`).
+        run: name of their run (:mod:`moc.store.store`).
         node: name of the node, unique among nodes that share the file system; None if each machine is one node.
         claim: claim under which files are written.
 
@@ -176,57 +164,6 @@ def _address_prefix(job: str) -> str:
 
 def _path_on_node(run: Path, node: str) -> Path:
     return run.with_name(f"{run.name}{_OF_NODE}{node}")
-
-
-LEASE_FILE = ".lease"
-
-DEFAULT_LEASE_S = 30.0
-"""Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """The field of a lease: its length in seconds."""
-
-    seconds: decode.Seconds
-
-
-def record_lease(storage: Storage, seconds: float) -> None:
-    """Records the lease of the job that has taken a directory, from now on.
-
-    Raises:
-        SupersededError: another claim has taken the location.
-        OSError: the lease cannot be written.
-    """
-    storage.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
-
-
-def renew_lease(root: Path) -> None:
-    """Renews the lease; does nothing if the directory is gone, or the file is another job's."""
-    with contextlib.suppress(FileNotFoundError, RefusedFileError):
-        descriptor = open_without_links(root / LEASE_FILE, os.O_RDONLY)
-        try:
-            os.utime(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def lease_remaining_s(root: Path) -> float:
-    """Returns the seconds until the lease of the job in a directory expires; not positive afterwards.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    paths = [root, *root.iterdir()]
-    newest = max(path.lstat().st_mtime for path in paths)
-    return newest + _lease_length_s(root) - time.time()
-
-
-def _lease_length_s(root: Path) -> float:
-    try:
-        return decode.decode_verified(SafeDirectory(root).read(LEASE_FILE, MAX_SMALL_FILE_BYTES), _Stored).seconds
-    except (FileNotFoundError, RefusedFileError, ValueError):
-        return DEFAULT_LEASE_S
 
 
 @dataclass(frozen=True)

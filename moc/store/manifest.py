@@ -16,8 +16,7 @@ from typing import Any
 import xxhash
 
 from moc.files import decode
-from moc.files.decode import Count, Digest, FileName, Name, StateSum
-from moc.files.text import short_repr
+from moc.files.decode import Count, Digest, FileName, Name, StateSum, short_repr
 from moc.state.operators import Detail, DetailName, Operator
 from moc.state.record import StepRecord
 from moc.store.errors import CheckpointError
@@ -317,6 +316,20 @@ def _with_digest(canonical: str, digest: str) -> str:
 
 
 _PARAM = "param"
+
+
+def replicas_entry(operators: Iterable[str], nodes: Mapping[str, int]) -> dict[str, dict[str, list[str]]]:
+    """Returns the entry of :data:`REPLICAS_KEY` for a snapshot of operators, empty if no replica is identical.
+
+    Args:
+        operators: operators of the snapshot.
+        nodes: by operator, the number of nodes that save each element, if several do.
+    """
+    by_count: dict[str, list[str]] = {}
+    for name in operators:
+        if name in nodes:
+            by_count.setdefault(str(nodes[name]), []).append(name)
+    return {REPLICAS_KEY: by_count} if by_count else {}
 
 
 def assemble(

@@ -1,22 +1,27 @@
-"""Reserves memory in a memory file system: reusable files for snapshots, and a reserve for small files.
+"""Reserves memory in a memory file system: numbers of buffers, and reusable files for snapshots.
 
 The pages of these files are allocated once, so later writes cannot run out of memory.
+
+A policy with windows resumes from several snapshots together.  Memory then holds the newest complete window and the one
+in progress, and storage may be reading another one.  Every other policy has windows of one snapshot.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from moc.files.safe_directory import RefusedFileError, open_without_links, remove_owned
+from moc.files.safe_directory import remove_owned
 
 SLOTS_DIRECTORY = "slots"
 """Name of the directory of these files in a memory location."""
+
+SPARE = 2
+"""Buffers in addition to recovery's: one being filled, one being written to storage (MoC-System, section 5.2)."""
 
 
 def allocate_file(path: Path, nbytes: int) -> int:
@@ -103,56 +108,33 @@ def _create_reusable_file(directory: Path, name: str, taken: Collection[Path], n
     return path
 
 
-RESERVE_FILE = ".spare"
-"""Name of the file in a directory of a node's memory."""
+def spare_buffers(tier: str) -> int:
+    """Returns the number of a rank's buffers beyond recovery's: with peers, other nodes copy from one more."""
+    return SPARE + (tier == "peers")
 
-_PAGE = 4096
 
-
-class SpaceReserve:
-    """A file whose pages are released for small files when the file system is full; shared by a node's processes.
+def most_buffers(kept: int, window: int, spare: int, stores: bool) -> int:
+    """Returns the maximum number of a rank's buffers where memory keeps the snapshots that recovery needs.
 
     Args:
-        path: path of the file.
+        kept: snapshots that recovery needs, at most.
+        window: snapshots of a window.
+        spare: as :func:`spare_buffers`.
+        stores: windows are also written to storage, which may take long to read one of them.
     """
+    return most_copies(kept, spare) + (window - 1) * stores
 
-    def __init__(self, path: Path):
-        self._path = path
 
-    def allocate(self, nbytes: int) -> None:
-        """Extends the allocation to ``nbytes`` bytes.
+def most_copies(kept: int, spare: int) -> int:
+    """Returns the maximum number of a rank's snapshots in the memory of a node with copies; arguments as above."""
+    return kept + spare
 
-        Any other entry with the file's name, such as a link, is replaced by a new file.
 
-        Raises:
-            OSError: the file system has too little room.
-        """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.close(open_without_links(self._path, os.O_RDWR))
-        except FileNotFoundError:
-            pass
-        except RefusedFileError:
-            remove_owned(self._path)
-        with self._locked_file(os.O_CREAT) as file:
-            if os.fstat(file).st_size < nbytes:
-                os.posix_fallocate(file, 0, nbytes)
+def reserved_bytes(count: int, full: float, snapshot: float | None) -> float:
+    """Returns the bytes of the buffers of :func:`reserved_sizes`."""
+    return full + (full if snapshot is None else snapshot) * (count - 1)
 
-    def release(self, nbytes: int) -> bool:
-        """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
-        pages = (-(-nbytes // _PAGE) + 1) * _PAGE
-        with contextlib.suppress(OSError), self._locked_file() as file:
-            remaining = os.fstat(file).st_size - pages
-            if remaining >= 0:
-                os.ftruncate(file, remaining)
-                return True
-        return False
 
-    @contextlib.contextmanager
-    def _locked_file(self, flags: int = 0) -> Iterator[int]:
-        file = open_without_links(self._path, os.O_RDWR | flags)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield file
-        finally:
-            os.close(file)
+def reserved_sizes(count: int, full: int, snapshot: int | None) -> list[int]:
+    """Returns the bytes of each buffer: one for a full snapshot, the others for ``snapshot`` (default: also full)."""
+    return [full] + [full if snapshot is None else snapshot] * (count - 1)

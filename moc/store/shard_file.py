@@ -20,9 +20,7 @@ import numpy
 import torch
 
 from moc.errors import cause_of
-from moc.state.fragments import Fragment
-from moc.state.operators import MODULE_STATE
-from moc.state.region import Region
+from moc.state.operators import MODULE_STATE, Fragment, Region
 from moc.store.errors import DamagedTensorError, MissingTensorError
 from moc.store.header import BoxWithTexts, FileLayout, read_boxes
 from moc.store.manifest import FileEntry, compute_digest

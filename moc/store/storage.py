@@ -1,21 +1,100 @@
-"""Storage of checkpoints: atomically and durably written files, read by byte ranges."""
+"""Storage of checkpoints: atomically and durably written files, read by byte ranges, and the lease of their job.
+
+A lease is the time for which a job may still continue from its snapshots in memory.  A job records its lease when it
+takes a directory, and renews it by the file's modification time.  While a lease lasts, no tool may remove the memory:
+the job may be replacing its workers, and meanwhile no process uses it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from moc.files import safe_directory
-from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.files import decode, safe_directory
+from moc.files.safe_directory import (
+    MAX_SMALL_FILE_BYTES,
+    RefusedFileError,
+    SafeDirectory,
+    open_without_links,
+    remove_owned,
+)
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 from moc.store.ownership import Claim, Fence
-from moc.store.reserved_memory import RESERVE_FILE, SLOTS_DIRECTORY, SpaceReserve, find_free_file
+from moc.store.reserved_memory import SLOTS_DIRECTORY, find_free_file
+
+_READ_AHEAD_BYTES = 4 << 20  # bytes read ahead at once
+
+_OWNERSHIP, _SPARE = 1 << 14, 1 << 15
+"""Bytes for the ownership files, and of the reserve for them."""
+
+LEASE_FILE = ".lease"
+
+DEFAULT_LEASE_S = 30.0
+"""Lease of memory that records none, in seconds: the default of ``mocrun --silence-timeout``."""
+
+
+RESERVE_FILE = ".spare"
+"""Name of the file in a directory of a node's memory."""
+
+_PAGE = 4096
+
+
+class SpaceReserve:
+    """A file whose pages are released for small files when the file system is full; shared by a node's processes.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def allocate(self, nbytes: int) -> None:
+        """Extends the allocation to ``nbytes`` bytes.
+
+        Any other entry with the file's name, such as a link, is replaced by a new file.
+
+        Raises:
+            OSError: the file system has too little room.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(open_without_links(self._path, os.O_RDWR))
+        except FileNotFoundError:
+            pass
+        except RefusedFileError:
+            remove_owned(self._path)
+        with self._locked_file(os.O_CREAT) as file:
+            if os.fstat(file).st_size < nbytes:
+                os.posix_fallocate(file, 0, nbytes)
+
+    def release(self, nbytes: int) -> bool:
+        """Releases pages for a file of ``nbytes`` bytes; returns False, and releases nothing, if there are too few."""
+        pages = (-(-nbytes // _PAGE) + 1) * _PAGE
+        with contextlib.suppress(OSError), self._locked_file() as file:
+            remaining = os.fstat(file).st_size - pages
+            if remaining >= 0:
+                os.ftruncate(file, remaining)
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _locked_file(self, flags: int = 0) -> Iterator[int]:
+        file = open_without_links(self._path, os.O_RDWR | flags)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
 
 
 class Blob(Protocol):
@@ -32,9 +111,6 @@ class Blob(Protocol):
 
     def will_read(self, start: int, stop: int) -> None:
         """Hints that the bytes [start, stop) will be read soon."""
-
-
-_READ_AHEAD_BYTES = 4 << 20  # bytes read ahead at once
 
 
 class LocalBlob:
@@ -74,10 +150,6 @@ class LocalBlob:
         scratch = memoryview(bytearray(min(_READ_AHEAD_BYTES, stop - start)))
         for position in range(start, stop, _READ_AHEAD_BYTES):
             os.preadv(self._file.fileno(), [scratch[: stop - position]], position)
-
-
-_OWNERSHIP, _SPARE = 1 << 14, 1 << 15
-"""Bytes for the ownership files, and of the reserve for them."""
 
 
 class Storage(ABC):
@@ -322,3 +394,48 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             self.check_owner()
             raise
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """The field of a lease: its length in seconds."""
+
+    seconds: decode.Seconds
+
+
+def record_lease(storage: Storage, seconds: float) -> None:
+    """Records the lease of the job that has taken a directory, from now on.
+
+    Raises:
+        SupersededError: another claim has taken the location.
+        OSError: the lease cannot be written.
+    """
+    storage.write(LEASE_FILE, [decode.encode_with_hash({"seconds": seconds}).encode()])
+
+
+def renew_lease(root: Path) -> None:
+    """Renews the lease; does nothing if the directory is gone, or the file is another job's."""
+    with contextlib.suppress(FileNotFoundError, RefusedFileError):
+        descriptor = open_without_links(root / LEASE_FILE, os.O_RDONLY)
+        try:
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def lease_remaining_s(root: Path) -> float:
+    """Returns the seconds until the lease of the job in a directory expires; not positive afterwards.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    paths = [root, *root.iterdir()]
+    newest = max(path.lstat().st_mtime for path in paths)
+    return newest + _lease_length_s(root) - time.time()
+
+
+def _lease_length_s(root: Path) -> float:
+    try:
+        return decode.decode_verified(SafeDirectory(root).read(LEASE_FILE, MAX_SMALL_FILE_BYTES), _Lease).seconds
+    except (FileNotFoundError, RefusedFileError, ValueError):
+        return DEFAULT_LEASE_S

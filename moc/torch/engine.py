@@ -22,14 +22,12 @@ from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
 from moc.session.settings import SettingsError
-from moc.state.operators import NAMED, Detail, UnsupportedStateError, operator_of
+from moc.state.operators import NAMED, Detail, Region, UnsupportedStateError, operator_of
 from moc.state.record import Position, StepRecord
-from moc.state.region import Region
 from moc.state.replicated import SavedTensor, TorchState, local_values
 from moc.store.errors import CheckpointError
-from moc.torch.data import Batches, Stateful, derived_seed, set_seed
+from moc.torch.data import Batches, Stateful, decode_plain, derived_seed, encode_plain, set_seed
 from moc.torch.naming import NamedTensor, Structure, clean_name
-from moc.torch.plain import decode_plain, encode_plain
 from moc.torch.routing import RouterCounter
 
 

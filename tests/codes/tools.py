@@ -14,15 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.pretraining.convert.dense import write_dense
-from megatron.pretraining.convert.hugging_face.directory import _MOST_STAGING, _staged
+from megatron.pretraining.convert.hugging_face.conversions import _MOST_STAGING, _staged
 from megatron.pretraining.data.documents import PairWriter
 from moc.store.buffers import HostBuffer
 from moc.store.host_memory import memory_storage
 from moc.store.ownership import Claim
-from moc.store.runs import Run, record_run
 from moc.store.storage import LocalStorage
 from moc.store.store import _REMOVAL_MARK as REMOVED
-from moc.store.store import Store
+from moc.store.store import Run, Store, record_run
 from tests.codes.case import Case, writes
 from tests.unit.inspect.checkpoints import publish_again, save
 from tests.unit.inspect.test_verify import flip

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from moc.session.folds import Folds
+from moc.session.helpers import Folds
 from tests.integration.held_pretrain_gpt_moe import hold, program, warm_up
 
 

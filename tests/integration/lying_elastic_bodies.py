@@ -23,7 +23,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from moc.elastic.transfers import ShardAssignment
 from moc.runtime.job import Job
-from moc.state.fragments import OwnedSlice
+from moc.state.operators import OwnedSlice
 from tests.integration.group_operations import outcome, store_at
 from tests.integration.lying_bodies import begin_together, lying_groups
 from tests.integration.own_program import program_of

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from moc.policy import Every
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.recovery.copy_placement import place
 from moc.runtime import environment, protocol
 from moc.runtime.collectives import gather
-from moc.session.carriers import Carriers
+from moc.session.helpers import Carriers
 from moc.session.peers import Peers
 from moc.session.tiers import Tiers
-from moc.state.operators import Operator
-from moc.state.region import Region
+from moc.state.operators import Operator, Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, compute_digest
 from moc.store.shard_file import BoxTensor, FileLayout, write_shard_file
 from moc.store.storage import LocalStorage

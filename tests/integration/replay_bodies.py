@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from moc.recovery.plan import Course
 from moc.recovery.sources import MASTER, STORAGE, AvailableCheckpoint, RecoveryPath, ReplayPoint
-from moc.recovery.stage_replay import Course
 from moc.session.resume import replay
 from moc.session.resume.rebuilding import Rebuilder
 from moc.session.resume.replay import Reached, Replayer

@@ -19,8 +19,7 @@ from moc.sharding.save_plan import (
     select_fragments,
     unpack_descriptors,
 )
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from tests.integration.bodies import with_run
 from tests.integration.state_bodies import _state, _steps
 from tests.integration.state_files import first_copies, write

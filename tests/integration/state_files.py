@@ -10,9 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretraining.engine.state import MegatronState
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
-from moc.state.region import boxes_of_range
+from moc.state.operators import Detail, Fragment, boxes_of_range
 from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.live.job import Events
 from moc.errors import codes_in
 from moc.events import problems
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name

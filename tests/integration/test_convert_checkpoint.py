@@ -14,8 +14,7 @@ from megatron.pretraining.convert.snapshot import SnapshotContents
 from megatron.pretraining.convert.torch_dist import WeightsReader
 from moc.errors import codes_in
 from moc.inspect import verify
-from moc.state.operators import MODULE_STATE
-from moc.state.region import Region
+from moc.state.operators import MODULE_STATE, Region
 from tests.integration.entry_jobs import BASE, EP2, MOE, OWN_PROGRAM, USER_SCRIPT, ZERO1, Ended, run
 from tests.integration.snapshot_files import node_memory
 from tests.integration.tiny import train as trained

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moc.runtime.departure import DUPLICATE_S
+from moc.runtime.controller_link import DUPLICATE_S
 from moc.runtime.termination import DEPARTED, LOST, SAVED
 from tests.integration.elastic_jobs import ZERO, assert_as_of_fixed_members, job_of
 from tests.shared import ALL

@@ -11,7 +11,7 @@ import pytest
 
 from moc.errors import codes_in
 from moc.recovery.expert_versions import file_of_operator
-from moc.session.folds import Folds
+from moc.session.helpers import Folds
 from moc.state.operators import Detail
 from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage

@@ -13,7 +13,7 @@ import torch
 from megatron.pretraining.convert.dense import write_dense
 from megatron.pretraining.convert.snapshot import write_snapshot
 from moc.store.host_memory import memory_storage
-from moc.store.runs import Run, record_run
+from moc.store.store import Run, record_run
 from tests.unit.pretraining.convert.models import Model
 from tests.unit.report.test_program import Story
 from tests.worlds import REPOSITORY

@@ -14,9 +14,8 @@ import pytest
 
 from moc.store.host_memory import SOCKETS_DIRECTORY, memory_path_of_run, memory_storage, user_directory
 from moc.store.ownership import Claim
-from moc.store.runs import Run, find_run, record_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import Run, Store, find_run, record_run
 from tests.hostile import add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints

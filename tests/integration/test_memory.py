@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moc.store.host_memory import leftovers, memory_storage
-from moc.store.reserved_memory import SpaceReserve
+from moc.store.storage import SpaceReserve
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import node_memory
 from tests.shared import ALL

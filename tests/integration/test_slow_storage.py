@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from moc.policy import Capability, Every, policy_named
-from moc.recovery.inventory import in_storage, look
-from moc.recovery.persisted import Persisted, Promise, overdue
+from moc.recovery.inventory import Persisted, Promise, in_storage, look, overdue
 from moc.session.saving.storage import ALL_REDUCES
 from moc.state.shape import ModelShape, model_operators
 from moc.store.storage import LocalStorage

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.shard_file import ShardReader
 from tests.cases import each_row
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, LAYOUTS

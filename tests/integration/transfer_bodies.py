@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moc.session.resume.rank_transfers import Box, perform, transfers
-from moc.state.region import boxes_of_range
+from moc.state.operators import boxes_of_range
 
 SHAPE = (48, 5, 7)
 

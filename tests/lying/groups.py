@@ -304,10 +304,10 @@ def install(lies: Lies | None = None) -> None:
 
 def _exchange_in_host_memory() -> None:
     """What workers tell one another in host memory waits for no device, in whatever module it is used."""
-    from moc.runtime import host_group
+    from moc.runtime import collectives
 
     for name in ("gather", "broadcast_from_rank0"):
-        function = getattr(host_group, name)
+        function = getattr(collectives, name)
 
         @functools.wraps(function)
         def aside(*args, function=function, **kwargs):

@@ -14,10 +14,9 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "megatron/pretraining/elastic/state_transfer.py": "steps",  # as in replicas.py
     "megatron/pretraining/engine/optimizer.py": "self.core.get_loss_scale()",  # of no collective
     "megatron/pretraining/process/cpu.py": "tensor",  # on the CPU
-    "moc/runtime/collectives.py": "contribution",  # the sum, in host memory
     "moc/logs/log.py": "copy_event, self._stream",  # logs of an iteration count once it is committed
     "megatron/pretraining/entry/program.py": "torch.cuda",  # --train-sync-interval, after the commit
-    "moc/runtime/host_group.py": "data, gathered, lengths",  # in host memory
+    "moc/runtime/collectives.py": "contribution, data, gathered, lengths",  # in host memory
     "moc/runtime/device.py": "self._event, torch.cuda, values",  # the functions that check
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
@@ -25,7 +24,7 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/torch/engine.py": "copy_to_host(counts)",
-    "moc/torch/plain.py": "local, value.detach()",  # state of users' objects, of a committed iteration
+    "moc/torch/data.py": "local, value.detach()",  # state of users' objects, of a committed iteration
     "moc/store/shard_file.py": "tensor.contiguous(), tensor.values.detach()",  # files
 }
 

@@ -70,6 +70,7 @@ def test_the_plan_is_read():
         "state",
         "fault_points",
         "stream",
+        "background",
         "cli_output",
         "files",
         "errors",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moc import cli_output
-from moc.files.text import escape_line
+from moc.files.decode import escape_line
 from tests.cases import each_row
 from tests.errors import only_code
 

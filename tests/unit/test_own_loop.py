@@ -17,10 +17,9 @@ from moc.errors import UserError, code_of
 from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import UnsupportedStateError
-from moc.torch.data import Batches, DealtBatches
+from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
 from moc.torch.engine import Loop, LoopEngine
 from moc.torch.naming import Router, structure_of
-from moc.torch.plain import MAX_BYTES, decode_plain, encode_plain
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
 from tests.integration.own_loop import Model, Noisy

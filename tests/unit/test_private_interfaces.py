@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pretraining.entry.offline import config_of_words
-from megatron.pretraining.process import cpu, releases
+from megatron.pretraining.process import core, cpu
 from moc import private_interfaces
 from moc.private_interfaces import TABLE, Members, Parameters, Refers, StateHolder, check, refuse_import
 from tests.cases import each_row
@@ -76,11 +76,11 @@ def test_an_entry_names_a_file_that_uses_it(entry):
 
 
 def test_flags_select_the_features_of_the_table():
-    least = releases.features(config_of_words(BASE.split(), None))
+    least = core.features(config_of_words(BASE.split(), None))
     assert least == {"training", "core optimizer", "experts", "expert biases", "mock data"}
-    deepspeed = releases.features(config_of_words([*BASE.split(), "--deepspeed"], None))
+    deepspeed = core.features(config_of_words([*BASE.split(), "--deepspeed"], None))
     assert deepspeed == least - {"core optimizer"} | {"deepspeed", "fragments"}
-    source = Path(releases.__file__).read_text()
+    source = Path(core.__file__).read_text()
     assert {entry.feature for entry in TABLE} == set(re.findall(r'^        "([^"]+)":', source, re.M)) | ELSEWHERE
 
 

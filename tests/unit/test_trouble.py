@@ -2,7 +2,7 @@
 
 import pytest
 
-from moc.backoff import Harmless, Trouble
+from moc.background import Harmless, Trouble
 
 
 class Clock:

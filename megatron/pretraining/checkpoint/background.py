@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pretraining.checkpoint import writer
 from megatron.pretraining.config import Config
 from megatron.pretraining.logging.records import EventRecorder
-from moc.backoff import Trouble
+from moc.background import Trouble, within
 from moc.errors import cause_of, code_of, warning, with_code
 from moc.runtime.collectives import first_line, first_reported, run_on_rank0
 from moc.runtime.groups import Aborted, PeerFailure
 from moc.runtime.job import World
-from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store import dense_files
 from moc.store.errors import CheckpointError, TakenError

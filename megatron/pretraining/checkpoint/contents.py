@@ -27,8 +27,7 @@ from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since
 from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
-from moc.files.decode import parse
-from moc.files.text import short_repr
+from moc.files.decode import parse, short_repr
 from moc.runtime.collectives import first_line
 from moc.runtime.job import World
 from moc.state.record import Position

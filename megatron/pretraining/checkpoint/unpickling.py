@@ -25,9 +25,8 @@ from torch.distributed.checkpoint import filesystem
 from moc import private_interfaces
 from moc.errors import code_of
 from moc.files import decode, safe_directory
-from moc.files.decode import Count, Name
+from moc.files.decode import Count, Name, short_repr
 from moc.files.safe_directory import SafeDirectory
-from moc.files.text import short_repr
 from moc.store.errors import CheckpointError
 
 _NEEDED = {

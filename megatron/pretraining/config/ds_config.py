@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megatron.pretraining.config.flag import ConfigError, Problems, dashed, refuse
+from moc.files.decode import short_repr, shorten
 from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
-from moc.files.text import short_repr, shorten
 
 AUTO = "auto"
 """A value that leaves the decision to the flags."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moc.errors import UserError, with_code
-from moc.files.text import short_repr, shorten
+from moc.files.decode import short_repr, shorten
 
 _LARGEST = 1 << 62  # of an integer; larger ones do not fit a float
 _LIMITS = {  # by sign

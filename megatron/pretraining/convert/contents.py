@@ -21,8 +21,7 @@ from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
 from moc.state.digests import MASK, ChunkDigest, Key, differing_operators
-from moc.state.operators import MODULE_STATE, Detail, is_module_state
-from moc.state.region import Region, boxes_of_range
+from moc.state.operators import MODULE_STATE, Detail, Region, boxes_of_range, is_module_state
 from moc.store import store
 from moc.store.dense_files import state_error
 from moc.store.errors import CheckpointError

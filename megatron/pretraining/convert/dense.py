@@ -64,7 +64,7 @@ from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
 from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402
 from moc.state.digests import total_of  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from moc.store import dense_files  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 from moc.store.shard_file import ShardReader, TensorBox  # noqa: E402

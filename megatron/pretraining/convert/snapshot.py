@@ -37,8 +37,7 @@ from moc.inspect.older_versions import (
 from moc.policy.token_ledger import TokenLedger
 from moc.recovery.sources import RecoveryPath, part_of_slot
 from moc.state.digests import total_of
-from moc.state.operators import Detail, operator_of
-from moc.state.region import Region
+from moc.state.operators import Detail, Region, operator_of
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, OperatorEntry
 from moc.store.shard_file import ShardReader

@@ -57,7 +57,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
 from moc.files.safe_directory import SafeDirectory  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
 
 _BACKEND = CheckpointingConfig("torch_dist", 1)

@@ -34,8 +34,7 @@ from moc.elastic.transfers import (
 )
 from moc.fault_points import reach
 from moc.runtime.collectives import gather, synchronize_group
-from moc.state.fragments import OwnedSlice
-from moc.state.region import Region
+from moc.state.operators import OwnedSlice, Region
 
 Parts = Sequence[torch.Tensor]
 """Flat tensors of bytes, whose concatenation is the state of an operator."""

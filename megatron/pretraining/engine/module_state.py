@@ -28,10 +28,8 @@ from megatron.pretraining.engine.owned import is_frozen
 from megatron.pretraining.model.parameters import Pieces, buffer_pieces, unwrap
 from megatron.pretraining.process.cpu import device
 from moc.private_interfaces import state_holders
-from moc.state.fragments import Piece
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
-from moc.state.operators import MODULE_STATE, SHARED_BUFFERS, operator_of
-from moc.state.region import Region
+from moc.state.operators import MODULE_STATE, SHARED_BUFFERS, Piece, Region, operator_of
 from moc.state.undo_log import Place, UndoLog, differs, places, record
 
 _LIBRARIES = ("megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")

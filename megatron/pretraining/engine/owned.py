@@ -28,7 +28,7 @@ from megatron.pretraining.config import ConfigError
 from megatron.pretraining.engine.sharded import ShardedOptimizer
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 from moc.state.adam import Rule
-from moc.state.fragments import OwnedSlice
+from moc.state.operators import OwnedSlice
 
 MASTER, GRAD = "master", "grad"
 _NO_COUNTER: Any = MappingProxyType({})

@@ -30,9 +30,8 @@ from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces, unwrap
 from moc.runtime.collectives import synchronize_group
 from moc.state.adam import kind_of
-from moc.state.fragments import Fragment, OwnedSlice, fragments_of
 from moc.state.interface import FreezingError
-from moc.state.operators import Detail, operator_of
+from moc.state.operators import Detail, Fragment, OwnedSlice, fragments_of, operator_of
 
 
 class Freezer:

@@ -36,13 +36,12 @@ from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.logging.writers import WandbWriter
 from megatron.pretraining.parts import WorkerParts
+from moc.background import within
 from moc.fault_points import reach
 from moc.files.safe_directory import write_durably
 from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
-from moc.snapshot.background import within
 from moc.state.digests import Key, StateDigest, differing_operators, from_limbs, keys_of, to_limbs, to_text, total_of
-from moc.state.fragments import Fragment
-from moc.state.operators import MODULE_STATE, Detail
+from moc.state.operators import MODULE_STATE, Detail, Fragment
 from moc.state.record import Position
 from moc.store import dense_files
 from moc.store.dense_files import state_error

@@ -20,7 +20,7 @@ from megatron.pretraining.entry.dialects import FLAG, nested, previous_release, 
 from megatron.pretraining.entry.own_flags import PREFIX, own_parser
 from megatron.pretraining.presets import PRESETS
 from megatron.pretraining.words import Parse, load_config, read_words, refuse_unknown
-from moc.files.text import short_repr, shorten
+from moc.files.decode import short_repr, shorten
 
 _OTHER_SOURCES = {"yaml_cfg": None, "use_checkpoint_args": False}
 """Values without effect of Megatron-LM's options that name other sources of options."""

@@ -15,7 +15,7 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import MASTER, owned_slices
 from megatron.pretraining.entry.previous import check_flags, described_by_flags
 from megatron.pretraining.model.parameters import Pieces, parameter_pieces
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.state.operators import Operator, operator_of

@@ -17,7 +17,7 @@ from megatron.pretraining.entry.limits import check_length
 from megatron.pretraining.entry.program import StockProgram
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.errors import reported
-from megatron.pretraining.process.releases import check_releases
+from megatron.pretraining.process.core import check_releases
 from moc.runtime import import_hook
 from moc.runtime.program import end_if_checking
 

@@ -24,7 +24,7 @@ from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 from megatron.pretraining.model.parameters import unwrap
 from megatron.pretraining.parts import WorkerParts
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 from moc.runtime.collectives import first_line, run_on_rank0
 from moc.state.record import Position
 from moc.store.errors import CheckpointError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.pretraining.config import Config
-from moc.backoff import Harmless
+from moc.background import Harmless
 from moc.cli_output import print_lines
 from moc.events import EventLog, event_directory
 from moc.runtime.flags import MonitorFlags

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from moc.backoff import Trouble
+from moc.background import Trouble
 from moc.errors import warning
 
 PREFIX = "moc/"

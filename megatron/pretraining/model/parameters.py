@@ -16,9 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretraining.config import ConfigError
-from moc.state.fragments import Piece
-from moc.state.operators import is_known
-from moc.state.region import Region
+from moc.state.operators import Piece, Region, is_known
 
 Pieces = dict[torch.Tensor, list[Piece]]
 

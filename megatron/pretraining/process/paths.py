@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import Problems
-from moc.snapshot.background import within
+from moc.background import within
 from moc.store.errors import OUT_OF_SPACE_ERRNOS
 
 if TYPE_CHECKING:

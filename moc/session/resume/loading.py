@@ -17,10 +17,8 @@ from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
-from moc.session.resume.adoption import AdoptedParts
-from moc.session.resume.listing import StorageListing
 from moc.session.resume.rank_transfers import exchange
-from moc.session.resume.reading import Damage, Key, SnapshotReader, check_state
+from moc.session.resume.reading import AdoptedParts, Damage, Key, SnapshotReader, StorageListing, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
 from moc.session.resume.survivors import LiveState, LocalRemains, Survivors

@@ -21,10 +21,8 @@ import xxhash
 
 from moc.recovery.plan import RankCopy
 from moc.runtime.collectives import gather
-from moc.state.fragments import Fragment
 from moc.state.interface import TrainingState
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Fragment, Region
 
 MOST = 64 << 20
 """Maximum bytes of one transfer."""
@@ -35,7 +33,7 @@ class Box(NamedTuple):
 
     Attributes:
         name: of the tensor in the unpartitioned model.
-        slot: as in :class:`~moc.state.fragments.Fragment`.
+        slot: as in :class:`~moc.state.operators.Fragment`.
         region: the box.
         itemsize: bytes of an element.
     """

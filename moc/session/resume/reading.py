@@ -1,23 +1,30 @@
-"""Reads valid manifests of snapshots, and tensor chunks of this worker's state, each verified by its hash."""
+"""Reads the snapshots that this worker can reach: in storage, in its node's memory, and parts of absent nodes.
+
+Usually each rank finds the state that it loads in the memory of its own node, where it has saved it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from moc.errors import with_code
+from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.files import decode
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer
 from moc.policy.token_ledger import TokenLedger
+from moc.recovery.copy_placement import NodeInventory, adopters, to_fetch
 from moc.recovery.gradient_folding import RULES
+from moc.recovery.inventory import Summary, in_storage, look
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
@@ -29,26 +36,126 @@ from moc.recovery.sources import (
     ReplayPoint,
     part_of_slot,
 )
+from moc.runtime.collectives import gather, run_on_rank0
+from moc.runtime.job import World
+from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.auto import AutoState
-from moc.session.engine import Engine
-from moc.session.resume.adoption import AdoptedParts
+from moc.session.engine import Engine, Listener
+from moc.session.peers import Peers
 from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.tiers import Tiers
+from moc.session.resume.survivors import CommitReported, Survivors, publish_what_is_whole
+from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.adam import Rules
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail, UnsupportedStateError, operator_of
+from moc.state.operators import Detail, Fragment, UnsupportedStateError, operator_of
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 from moc.store.manifest import Manifest, merge_manifests
 from moc.store.shard_file import MissingTensorError, ShardReader, read_ahead, read_stored_boxes, read_values
-from moc.store.store import Store, checkpoint_name, shard_file_name
+from moc.store.storage import LocalStorage
+from moc.store.store import Store, checkpoint_name, is_shard_file_or_part, parse_rank, shard_file_name
 
 Key = tuple[int, str]
 """Identity of a checkpoint: see :class:`AvailableCheckpoint`."""
 
 Problem = tuple[Key, str, list[str] | None]
 """A checkpoint, the description of its problem, and the operators that it cannot provide; None for all."""
+
+_Updates: Any = decode.Count | None
+
+
+class AdoptedParts:
+    """Other nodes' parts of snapshots that this node's memory has or fetches; ``adopt`` and ``fetch`` are collective.
+
+    Args:
+        peers: fetches from other nodes; None if there are none, or they keep no copies.
+
+    Attributes:
+        used: iterations of snapshots that other members wrote, and that this run reads.
+    """
+
+    def __init__(self, engine: Engine, tiers: Tiers, policy: Policy, peers: Peers | None, log: Listener):
+        self._tiers, self._peers, self._layout, self._log = tiers, peers, dict(engine.layout), log
+        self._node, self._adopted = tiers.nodes[engine.world.rank], frozenset[str]()
+        self._sizes = {operator.name: operator.parameters for operator in policy.operators}
+        self.used: set[int] = set()
+
+    def adopt(self) -> None:
+        """Takes over the available copies of absent nodes' parts."""
+        if self._tiers.memory is None:
+            return
+        adopted = adopters(self._inventories())
+        self._adopted = frozenset(of for of, holder in adopted.items() if holder == self._node)
+        for of, holder in sorted(adopted.items()):
+            self._log.message(f"node {of} is not there: node {holder} has a copy of its part of the snapshots")
+
+    def look(self, check: Callable[[Manifest, str], None]) -> tuple[list[Summary], list[str]]:
+        """Lists the parts that this node has adopted, as :func:`moc.recovery.inventory.look` does."""
+        found = [look(self._store(of), check) for of in sorted(self._adopted)]
+        return [part for parts, _ in found for part in parts], [one for _, problems in found for one in problems]
+
+    def fetch(self, wanted: Mapping[int, Collection[str]]) -> None:
+        """Fetches the state that ranks of this node load from snapshots in memory that other members wrote.
+
+        Args:
+            wanted: by iteration of a snapshot in memory, the operators that this rank loads from it.
+        """
+        if self._tiers.memory is None:
+            return
+        told = gather({iteration: sorted(names) for iteration, names in wanted.items()})
+        mine = [told[rank] for rank in self._tiers.node]
+        needed = {i: {name for one in mine for name in one.get(i, ())} for i in {i for one in mine for i in one}}
+        foreign = {i for found in gather(sorted(self._foreign(needed))) for i in found}
+        self.used |= foreign
+        if not foreign or self._peers is None:
+            return
+        nodes = self._inventories()
+        fetches = to_fetch(self._node, {i: names for i, names in needed.items() if i in foreign}, nodes, self._sizes)
+        problems = self._peers.fetch(fetches) if self._tiers.leads_node else []
+        for text in (text for of_node in gather(problems) for text in of_node):
+            self._log.message(f"WARNING: a part of a snapshot cannot be had from another node: {text}")
+
+    def stores(self, iteration: int) -> list[Store]:
+        """Returns other stores in this node's memory with parts of a snapshot; communicates with no other worker."""
+        if iteration not in self.used:
+            return []
+        return [store for store in map(self._store, self._names()) if iteration in store.iterations()]
+
+    def _foreign(self, iterations: Iterable[int]) -> list[int]:
+        """Returns the snapshots whose part on this node was not written by its ranks in this layout."""
+        assert self._tiers.memory is not None  # otherwise there are no parts
+        found = []
+        for iteration in iterations:
+            try:
+                manifest = self._tiers.memory.read_manifest(iteration)
+                is_own = manifest.layout == self._layout and manifest.writers == len(self._tiers.nodes)
+                ranks = {
+                    parse_rank(file) for file in filter(is_shard_file_or_part, manifest.files)
+                }  # others hold single experts
+                if not is_own or not ranks.issubset(self._tiers.node):
+                    found.append(iteration)
+            except CheckpointError:
+                found.append(iteration)
+        return found
+
+    def _inventories(self) -> dict[str, NodeInventory]:
+        mine, memory = None, self._tiers.memory
+        if self._tiers.leads_node:
+            assert memory is not None  # otherwise there are no parts
+            copies = {of: look(self._store(of))[0] for of in self._names()}
+            mine = self._node, NodeInventory(look(memory)[0], copies)
+        return dict(filter(None, gather(mine)))
+
+    def _names(self) -> list[str]:
+        """Returns the nodes whose copies this node's memory has."""
+        assert self._tiers.memory is not None  # otherwise there are no parts
+        return sorted(name[len("of_") :] for name in self._tiers.memory.storage.list_names() if name.startswith("of_"))
+
+    def _store(self, of: str) -> Store:
+        assert self._tiers.memory is not None  # otherwise there are no parts
+        place = self._tiers.memory.storage
+        assert isinstance(place, LocalStorage)  # the memory tier is local
+        return Store(LocalStorage(snapshots_directory(place.root, self._node, of), in_memory=True), allows_slack=True)
 
 
 class Damage(NamedTuple):
@@ -204,9 +311,6 @@ class SnapshotReader:
         self._engine.check(manifest.state, self.where(held), window)
 
 
-_Updates: Any = decode.Count | None
-
-
 def check_state(manifest: Manifest, where: str, engine: Engine, policy: Policy) -> None:
     """Validates the state in a manifest whose own fields are valid; changes nothing.
 
@@ -260,3 +364,97 @@ def _check_ledger(ledger: TokenLedger, iteration: int, policy: Policy) -> None:
     experts = {layer: len(row) for layer, row in ledger.load.items()}
     if ledger.iteration != iteration or experts != experts_by_layer(policy.operators):
         raise ValueError("its token ledger is of another iteration or model")
+
+
+class StorageListing:
+    """Listing of storage by the first worker, for all workers.
+
+    Args:
+        tiers: tiers that snapshots go to.
+        commit: commits parts that lost workers have reported, if storage is the only tier.
+        world: ranks of the job.
+        check: as for :func:`moc.recovery.inventory.look`.
+        log: receives a message and an event.
+
+    Attributes:
+        is_done: storage has been taken and listed.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        commit: CommitReported,
+        world: World,
+        check: Callable[[Manifest, str], None],
+        log: Listener,
+    ):
+        self._tiers, self._storage, self._commit, self._world = tiers, tiers.storage, commit, world
+        self._check_one, self._log = check, log
+        self.is_done = False
+
+    def find(self, left: Survivors) -> tuple[list[AvailableCheckpoint], list[str]]:
+        """Returns the checkpoints in storage and the problems of invalid ones; a collective call.
+
+        It waits for storage without a limit.
+
+        Raises:
+            CheckpointError: on all workers: all snapshots belong to another model or optimizer.
+        """
+        with self._reporting_wait() if left.again else contextlib.nullcontext():
+            if self._tiers.memory is None:
+                publish_what_is_whole(left, self._tiers, self._commit, self._world)
+            stored, problems = run_on_rank0(self._look, f"cannot look for snapshots in {self._storage.storage.name}")
+        self.is_done = True
+        return in_storage(stored), problems
+
+    @contextlib.contextmanager
+    def _reporting_wait(self) -> Iterator[None]:
+        """Context of a recovery's wait for storage."""
+        name, begun = self._storage.storage.name, time.perf_counter()
+        silent = warning(
+            f"{name} has not answered for {LOOKING_S:.0f} s: the run waits for it, because the remaining workers lack "
+            "state that it has. Fix: repair it",
+            code="storage-silent",
+        )
+        timer = threading.Timer(LOOKING_S, self._log.message, [silent])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        seconds = round(time.perf_counter() - begun, 6)
+        self._log.events.write("storage_awaited", where=name, seconds=seconds)
+
+    def _look(self) -> tuple[list[Summary], list[str]]:
+        """Takes ownership of storage, so that no older generation can commit, and lists it.
+
+        If storage cannot be used, but there is a memory tier, the list is empty.
+
+        Raises:
+            CheckpointError: all snapshots belong to another model or optimizer.
+        """
+        try:
+            self._storage.take()
+        except OSError as error:
+            if self._tiers.memory is None:
+                raise
+            unusable = CheckpointError(
+                f"{self._storage.storage.name} cannot be used ({error.strerror or error}). Fix: correct its "
+                "permissions or repair it",
+                code="storage-unwritable",
+            )
+            return [], [with_code(unusable)]
+        others: list[CheckpointError] = []
+
+        def check(manifest: Manifest, where: str) -> None:
+            try:
+                self._check_one(manifest, where)
+            except CheckpointError as error:
+                others.append(error)
+                raise
+
+        found, problems = look(self._storage, check)
+        if others and not found:
+            raise others[-1]  # of the newest
+        return found, problems

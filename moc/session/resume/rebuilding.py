@@ -28,9 +28,8 @@ from dataclasses import asdict
 
 from moc.errors import warning, with_code
 from moc.fault_points import reach
-from moc.recovery.plan import RecoveryPlan
+from moc.recovery.plan import Course, RecoveryPlan
 from moc.recovery.sources import LIVE, MASTER, MEMORY, AvailableCheckpoint, ReplayPoint
-from moc.recovery.stage_replay import Course
 from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.session.digests import Digests
@@ -41,8 +40,7 @@ from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Fragment
 from moc.state.record import Position, Records, StepRecord
 from moc.store.errors import CheckpointError, MissingTensorError
 from moc.store.manifest import Manifest

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from moc.errors import code_of
 from moc.fault_points import reach
 from moc.files import decode
-from moc.recovery.stage_replay import InterruptedReplay
+from moc.recovery.plan import InterruptedReplay
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.device import synchronize_and_check
 from moc.session.engine import Engine

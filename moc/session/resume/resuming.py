@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import functools
 
+from moc.background import within
 from moc.policy import recovers_exactly
 from moc.recovery.expert_versions import Carrier
-from moc.recovery.persisted import newest_full
-from moc.recovery.plan import in_storage_alone, is_of, still_needed
-from moc.recovery.retention import experts_staying, staying
+from moc.recovery.inventory import experts_staying, in_storage_alone, is_of, newest_full, staying
+from moc.recovery.plan import still_needed
 from moc.recovery.sources import MEMORY, STORAGE
 from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.session.components import Components
@@ -20,7 +20,6 @@ from moc.session.resume.loading import ResumeResult, SnapshotLoader
 from moc.session.resume.point import NoRecoveryPoint, ResumePoint
 from moc.session.resume.survivors import LocalRemains, Survivors, publish_what_is_whole, survivors
 from moc.session.tiers import LOOKING_S, Tiers
-from moc.snapshot.background import within
 from moc.state.record import Position
 from moc.store.errors import CheckpointError
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from moc.recovery.plan import Logs
 from moc.recovery.sources import AvailableCheckpoint
-from moc.recovery.stage_replay import Logs
 from moc.runtime.collectives import gather, run_on_all
 from moc.runtime.job import World
 from moc.session.digests import KnownDigests

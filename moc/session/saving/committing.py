@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import MappingProxyType
-from typing import override
+from typing import NamedTuple, override
 
+from moc.background import GivenUpError, background, with_retries
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.copy_placement import Redundancy
-from moc.recovery.retention import retain
-from moc.runtime.collectives import first_reported
+from moc.recovery.inventory import retain, whole_in
+from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
 from moc.runtime.job import World
 from moc.session.engine import Listener, PipelineTap
 from moc.session.saving.stage import SnapshotInProgress, started
 from moc.session.saving.storage import StorageStage, StorageTier, tolerable
 from moc.session.tiers import Tiers
 from moc.session.tokens import TokenTracker
-from moc.snapshot.background import GivenUpError, background, with_retries
+from moc.state.operators import Region, operator_of
 from moc.store.errors import CheckpointError
-from moc.store.manifest import RankReport, assemble
-from moc.store.store import Store
+from moc.store.header import FileLayout, StoredBox, SubFile, extract_sub_file, read_boxes
+from moc.store.manifest import REPLICAS_KEY, FileEntry, Manifest, RankReport, assemble, compute_digest, replicas_entry
+from moc.store.store import Store, checkpoint_name
+
+_CHUNK = 16 << 20  # bytes per write
 
 
 class Committer:
-    """Committer of snapshots, in the background for storage; communicates with no other worker."""
+    """Committer of snapshots, in the background for storage; communicates with no other worker.
+
+    ``replicas`` has the number of nodes that save an operator, if several do.
+    """
 
     def __init__(
         self,
@@ -39,9 +47,9 @@ class Committer:
         tiers: Tiers,
         layout: Mapping[str, int],
         log: Listener,
-        redundancy: Redundancy,
+        replicas: Mapping[str, int],
     ):
-        self._redundancy = redundancy
+        self._replicas = replicas
         self._world, self._policy, self._tiers, self._layout, self._log = world, policy, tiers, layout, log
         self._operators = {operator.name: operator for operator in policy.operators}
         self._thread, self._abandoned = background("snapshot-publish"), threading.Event()
@@ -55,7 +63,7 @@ class Committer:
             CheckpointError: a part is missing, or the manifest cannot be written.
         """
         assert self._tiers.memory is not None  # callers have a memory tier
-        state = state | self._redundancy.state(plan.operators)
+        state = state | replicas_entry(plan.operators, self._replicas)
         self._commit(self._tiers.memory, plan, state, self._tiers.node, {self._world.rank: mine})
 
     def commit_reported(self, store: Store, iteration: int, state: dict, ranks: Iterable[int]) -> None:
@@ -67,7 +75,7 @@ class Committer:
         parts = store.read_reports(iteration, ranks)
         size = self._world.size
         if self._tiers.memory is not None:
-            state = state | self._redundancy.state({name: None for part in parts for name in part.operators})
+            state = state | replicas_entry({name: None for part in parts for name in part.operators}, self._replicas)
         store.publish(assemble(parts, iteration, self._policy.name, size, [], self._layout, state))
 
     def commit_in_storage(
@@ -283,3 +291,102 @@ def _on_rank0(world: World, start: Callable[[], Future]) -> Future:
     done: Future = Future()
     done.set_result(None)
     return done
+
+
+class _Key(NamedTuple):
+    """Identity of a tensor chunk that several nodes may save."""
+
+    name: str
+    slot: str
+    region: Region
+
+
+def copy_to_storage(iterations: Sequence[int], tiers: Tiers, policy: Policy) -> None:
+    """Copies the snapshots of a window from the memory of all nodes to storage, and commits them; a collective call.
+
+    The first of the nodes that have saved a replica copies it.
+
+    Raises:
+        CheckpointError: on all workers: a snapshot cannot be read or written.
+    """
+    for iteration in iterations:
+        _copy_one(iteration, tiers, policy)
+    run_on_rank0(
+        lambda: retain(
+            tiers.storage, policy.operators, recovers_exactly(policy), keep=tiers.keep, upto=max(iterations)
+        ),
+        "cannot remove old snapshots from storage",
+    )
+
+
+def _copy_one(iteration: int, tiers: Tiers, policy: Policy) -> None:
+    manifest, replicated, me = None, set(), tiers.node[0]
+
+    def look() -> None:
+        nonlocal manifest, replicated
+        if tiers.leads_node:
+            assert tiers.memory is not None  # the source of the copy
+            manifest = tiers.memory.read_manifest(iteration)
+            replicated = _replicated(tiers.memory, manifest)
+
+    def copy() -> None:
+        nonlocal manifest
+        if manifest is not None:
+            assert tiers.memory is not None
+            if replicated:
+                manifest = _copy_boxes(
+                    tiers.memory, manifest, lambda box: first.get(_key(box), me) == me, tiers.storage
+                )
+            else:
+                tiers.memory.copy_files(manifest, tiers.storage)
+
+    run_on_all(look, "cannot read a snapshot in memory")
+    first: dict[_Key, int] = {}
+    for rank, keys in enumerate(gather(replicated)):
+        first = dict.fromkeys(keys, rank) | first
+    run_on_all(copy, "cannot write a snapshot to storage")
+    manifests = [found for found in gather(manifest) if found is not None]
+    operators, why = policy.operators, "cannot publish a snapshot in storage"
+    run_on_rank0(lambda: tiers.storage.publish(whole_in(operators, manifests)), why)
+
+
+def _key(box: StoredBox) -> _Key:
+    return _Key(box.name, box.slot, box.region)
+
+
+def _replicated(store: Store, manifest: Manifest) -> set[_Key]:
+    """Returns the tensor chunks of operators with saved replicas on several nodes."""
+    if not (names := manifest.replica_counts.keys()):
+        return set()
+    blobs = (store.open_verified(manifest.iteration, name, entry) for name, entry in manifest.files.items())
+    boxes = (box for blob in blobs for box in read_boxes(blob.name, blob.size, blob.read))
+    return {_key(box) for box in boxes if operator_of(box.name) in names}
+
+
+def _copy_boxes(store: Store, manifest: Manifest, keeps: Callable[[StoredBox], bool], target: Store) -> Manifest:
+    """Copies the tensor chunks of a snapshot that ``keeps`` selects; returns the manifest of the copy."""
+    elements: dict[str, Counter[str]] = defaultdict(Counter)
+    files: dict[str, FileEntry] = {}
+    for name, entry in manifest.files.items():
+        blob = store.open_verified(manifest.iteration, name, entry)
+        header = bytes(blob.read(0, entry.header_bytes))
+        for box in filter(keeps, read_boxes(name, entry.bytes, blob.read)):
+            elements[operator_of(box.name)][box.slot] += box.region.numel
+        found = extract_sub_file(name, entry, header, keeps) or _nothing()
+        pieces = ((i, min(i + _CHUNK, stop)) for start, stop in found.spans for i in range(start, stop, _CHUNK))
+        content = itertools.chain([found.header], (blob.read(*piece) for piece in pieces))
+        target.storage.write(f"{checkpoint_name(manifest.iteration)}/{name}", content, is_durable=False)
+        files[name] = found.entry
+    operators = {
+        name: dataclasses.replace(entry, elements=dict(elements[name]))
+        for name, entry in manifest.operators.items()
+        if name in elements
+    }
+    state = {name: value for name, value in manifest.state.items() if name != REPLICAS_KEY}
+    return dataclasses.replace(manifest, files=files, operators=operators, state=state)
+
+
+def _nothing() -> SubFile:
+    layout: FileLayout = FileLayout(())
+    header = layout.header(())
+    return SubFile(header, [], FileEntry(layout.nbytes, len(header), compute_digest(header)))

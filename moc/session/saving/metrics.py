@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from moc.backoff import Harmless, Trouble
+from moc.background import Harmless, Trouble
 from moc.cli_output import counted
 from moc.errors import cause_of, warning
 from moc.policy import ObservedIteration, Policy, Transfer

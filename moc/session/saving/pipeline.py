@@ -35,9 +35,8 @@ from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.resuming import tidy_storage
-from moc.session.saving.committing import Committing, Removing
-from moc.session.saving.copying import Copying
-from moc.session.saving.replicating import MemoryTier, Replicating
+from moc.session.saving.committing import Committing, Removing, copy_to_storage
+from moc.session.saving.copying import Copying, MemoryTier, Replicating, Writing
 from moc.session.saving.reservation import Reservation
 from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress, Stage
 from moc.session.saving.storage import (
@@ -48,7 +47,6 @@ from moc.session.saving.storage import (
     may_begin,
     window_may_begin,
 )
-from moc.session.saving.writing import Writing, copy_to_storage
 from moc.session.settings import Settings
 from moc.state.record import Position, StepRecord
 from moc.store.errors import CheckpointError, TakenError

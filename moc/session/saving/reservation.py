@@ -19,8 +19,8 @@ import psutil
 from moc.errors import code_of
 from moc.policy import Capability, Load, SnapshotPlan, full_plan
 from moc.runtime.collectives import gather, run_on_all
-from moc.session.carriers import experts_of
 from moc.session.components import Components
+from moc.session.helpers import experts_of
 from moc.session.memory import (
     Now,
     RankMemory,
@@ -33,10 +33,10 @@ from moc.session.memory import (
 )
 from moc.session.settings import Settings
 from moc.snapshot.buffer_pool import Rotation
-from moc.state.host_memory import most_copies, reserved_sizes, spare_buffers
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import RESERVE_FILE as SPARE_NAME
-from moc.store.reserved_memory import SLOTS_DIRECTORY, SpaceReserve, reserve_files
+from moc.store.reserved_memory import SLOTS_DIRECTORY, most_copies, reserve_files, reserved_sizes, spare_buffers
+from moc.store.storage import RESERVE_FILE as SPARE_NAME
+from moc.store.storage import SpaceReserve
 
 _SMALL, _STATE, _ROUNDED = 4, 2, 4 << 12
 """Spare memory for a snapshot's manifest and report: factors of the described file's header and of the training
@@ -64,6 +64,7 @@ class Reservation:
     Attributes:
         rotation: rotation of the buffers.
         window: the windows that memory is allocated for.
+        most_buffers: maximum number of a rank's buffers for these windows.
     """
 
     def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
@@ -78,6 +79,7 @@ class Reservation:
             stores=parts.tiers.persist_interval is not None,
         )
         self.window = SnapshotWindow()
+        self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
         self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
@@ -114,11 +116,7 @@ class Reservation:
         length = self._policy.schedule.window_length
         if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
-
-    @property
-    def most_buffers(self) -> int:
-        """Maximum number of a rank's buffers."""
-        return self.rotation.most(self.window.length, self.window.kept)
+            self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
 
     def trim(self) -> None:
         """Frees buffers that the policy's windows no longer need."""

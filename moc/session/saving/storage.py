@@ -12,10 +12,10 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple, override
 
-from moc.backoff import Trouble
+from moc.background import Trouble
 from moc.errors import warning, with_code
 from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan, recovers_exactly
-from moc.recovery.persisted import Persisted, Promise, overdue
+from moc.recovery.inventory import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint

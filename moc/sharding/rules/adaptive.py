@@ -1,4 +1,4 @@
-"""Implements adaptive sharding."""
+"""Implements adaptive and equal sharding: the largest item goes to the least loaded holder."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def _least_loaded(heap: list[tuple[int, int]], total: Mapping[int, int]) -> int:
         if seen == total.get(rank, 0):
             return rank
         heapq.heapreplace(heap, (total[rank], rank))
+
+
+@rule("equal")
+def equal(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
+    """Assigns about equally many bytes of these items to each holder, regardless of its other load.
+
+    For experts over expert-parallel groups this is MoC's section 4.1, for layers over data-parallel ranks its section
+    4.2.  The paper does not specify the order for layers of unequal size; here the largest goes first.
+    """
+    return largest_to_least_loaded(items, {})

@@ -10,9 +10,8 @@ from benchmarks.overhead.watch import Watch
 from benchmarks.save_peers.rounds import WARM_UP, Plan
 from moc.store.host_memory import memory_storage
 from moc.store.manifest import FileEntry, Manifest
-from moc.store.runs import begin_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import Store, begin_run
 from tests.cases import each_row
 
 EVERY = 6

@@ -14,7 +14,7 @@ from moc.elastic.transfers import (
     cut_into_blocks,
     plan_transfers,
 )
-from moc.state.region import Region
+from moc.state.operators import Region
 from tests.errors import raises
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=30)

@@ -10,7 +10,7 @@ from moc.elastic.transfers import (
     plan_expert_transfers,
     plan_transfers,
 )
-from moc.state.region import Region
+from moc.state.operators import Region
 from tests.cases import each_row
 from tests.errors import raises
 

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from moc.files import decode
-from moc.files.text import escape_controls
+from moc.files.decode import escape_controls
 from tests.cases import each_row
 
 

@@ -14,7 +14,7 @@ DELETE = {"unlink", "remove", "removedirs", "rmdir", "rmtree"}
 OF_MODULES = {"os", "shutil"}  # whose functions with these names delete files; `remove` is a method of many types
 ALLOWED = {
     "moc/runtime/async_connections.py": "a server's own socket, from the event loop, which must not wait for fsync",
-    "moc/runtime/addresses.py": "the socket of a dead process, which has just refused a connection",
+    "moc/runtime/connections.py": "the socket of a dead process, which has just refused a connection",
 }
 
 

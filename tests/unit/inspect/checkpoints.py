@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moc.state.region import boxes_of_range
+from moc.state.operators import boxes_of_range
 from moc.store import dense_files
 from moc.store.shard_file import BoxTensor, write_shard_file
 

@@ -12,11 +12,10 @@ import time
 import pytest
 
 from moc.inspect import memory
-from moc.store.host_memory import lease_remaining_s, leftovers, memory_storage, record_lease, renew_lease
+from moc.store.host_memory import leftovers, memory_storage
 from moc.store.ownership import Claim
-from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.storage import LocalStorage, lease_remaining_s, record_lease, renew_lease
+from moc.store.store import Run, Store, begin_run, record_run
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY
 from tests.unit.store.test_store import files, saved

@@ -20,7 +20,7 @@ from moc.inspect import coverage
 from moc.inspect import verify as tool
 from moc.inspect.checkpoint import Checkpoint, StoredBox
 from moc.inspect.coverage import coverage_problems
-from moc.state.region import Region
+from moc.state.operators import Region
 from tests.cases import each_row
 from tests.errors import only_code
 from tests.unit.conftest import REPOSITORY

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from moc.policy import POLICIES
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.policy.selective import Selective
 from tests.errors import only_code
 from tests.own_policy import FILE, PAGE, ROOT, USE, install

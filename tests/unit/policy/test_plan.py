@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, IntervalTuner, Policy, SnapshotPlan, full_plan, policy, policy_named
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
 from tests.errors import raises

@@ -1,7 +1,7 @@
 """Which node gives what an absent one had, and what each fetches."""
 
+from moc.recovery.copy_placement import Fetch, NodeInventory, adopters, to_fetch
 from moc.recovery.inventory import Summary
-from moc.recovery.restore_nodes import Fetch, NodeInventory, adopters, to_fetch
 
 SIZES = dict.fromkeys(("attention", "expert.0", "expert.1"), 8)
 

@@ -15,8 +15,7 @@ from moc.recovery.expert_versions import CARRIED, Carrier, most_carried, slot_of
 from moc.recovery.gradient_chains import file_of_operator
 from moc.recovery.inventory import COPIED, in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
-from moc.state.operators import Detail, Operator, operator_of
-from moc.state.region import Region
+from moc.state.operators import Detail, Operator, Region, operator_of
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry
 from moc.store.reserved_memory import SLOTS_DIRECTORY
 from moc.store.shard_file import FileLayout, ShardReader, TensorBox, compute_digest

@@ -2,8 +2,8 @@
 
 from moc.errors import code_of
 from moc.policy import Every, policy_named, recovers_exactly
-from moc.recovery.plan import exact_resume_error, in_storage_alone, is_of
-from moc.recovery.retention import Experts, experts_staying
+from moc.recovery.inventory import Experts, experts_staying, in_storage_alone, is_of
+from moc.recovery.plan import exact_resume_error
 from moc.recovery.sources import BEFORE, MEMORY, STORAGE, AvailableCheckpoint, recoveries
 from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row

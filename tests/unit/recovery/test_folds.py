@@ -13,9 +13,8 @@ from moc.recovery.gradient_folding import RULES, carry_out
 from moc.recovery.inventory import in_memory, look
 from moc.recovery.sources import MEMORY, AvailableCheckpoint, recoveries
 from moc.state.adam import Rule, Rules, kind_of
-from moc.state.operators import Detail, Operator
+from moc.state.operators import Detail, Operator, Region
 from moc.state.record import StepRecord
-from moc.state.region import Region
 from moc.store.manifest import Manifest, OperatorEntry
 from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
 from moc.store.storage import LocalStorage

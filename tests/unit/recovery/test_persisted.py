@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from moc.policy import Every, policy_named
-from moc.recovery.persisted import Persisted, Promise, newest_full, overdue
+from moc.recovery.inventory import Persisted, Promise, newest_full, overdue
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row

@@ -2,7 +2,7 @@
 
 from moc.recovery.copy_placement import Redundancy, redundancy
 from moc.recovery.inventory import summary
-from moc.store.manifest import Manifest, OperatorEntry
+from moc.store.manifest import Manifest, OperatorEntry, replicas_entry
 
 
 def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
@@ -10,7 +10,7 @@ def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
     found = redundancy([*stages, {("a", "b"): {"output": 40}}])
     assert found.nbytes == {("a", "b"): 105, ("a", "b", "c"): 7}
     assert found.copies == {"embedding": 2, "layers.0.expert.0": 2, "layers.0.router": 3, "output": 2}
-    state = found.state(["layers.0.router", "output", "layers.1.router"])
+    state = replicas_entry(["layers.0.router", "output", "layers.1.router"], found.copies)
     entries = dict.fromkeys(["layers.0.router", "output", "layers.1.router"], OperatorEntry("full", 1, {"master": 4}))
     manifest = Manifest(3, "full", 4, {}, entries, state=state)
     assert Manifest.from_json(manifest.to_json(), "it").replica_counts == summary(manifest).alike == {
@@ -19,4 +19,4 @@ def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
 
 
 def test_nothing_is_said_where_nothing_is_alike():
-    assert redundancy([{}, {}]) == Redundancy() and Redundancy().state(["output"]) == {}
+    assert redundancy([{}, {}]) == Redundancy() and replicas_entry(["output"], {}) == {}

@@ -1,7 +1,7 @@
 """What stays when a run goes on: the newest window, and the one under way if it has all that it needs."""
 
-from moc.policy.plan import SnapshotPlan
-from moc.recovery.retention import Staying, retain, staying
+from moc.policy.interface import SnapshotPlan
+from moc.recovery.inventory import Staying, retain, staying
 from moc.recovery.sources import MEMORY, STORAGE, AvailableCheckpoint
 from moc.state.operators import Detail, Operator
 from moc.store.storage import LocalStorage

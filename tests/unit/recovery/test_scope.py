@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.logs.log import Pipeline
-from moc.recovery.plan import JobInventory, plans
+from moc.recovery.plan import InterruptedReplay, JobInventory, Logs, plans, scope
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
-from moc.recovery.stage_replay import InterruptedReplay, Logs, scope
 from moc.state.operators import Operator
 
 OPERATORS = [Operator("embedding", "embedding", 0, None, 10), Operator("layers.0.expert.0", "expert", 0, 0, 10)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.session.resume.rank_transfers import Box, transfers
-from moc.state.region import Region, boxes_of_range
+from moc.state.operators import Region, boxes_of_range
 
 SHAPE, WIDTH = (6, 5), 4
 WHOLE = Region((0, 0), SHAPE)

@@ -18,8 +18,7 @@ import struct
 import time
 from collections import Counter
 
-from moc.runtime.addresses import resolve
-from moc.runtime.connections import connect
+from moc.runtime.connections import connect, resolve
 from moc.runtime.protocol import Channel, Message, WireError
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, frame, open_pair, serving
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.runtime.addresses import (
+from moc.runtime.connections import (
     format_address,
     interface_address,
     interface_name,

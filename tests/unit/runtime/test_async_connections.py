@@ -10,9 +10,8 @@ import time
 import pytest
 
 from moc.runtime import async_connections
-from moc.runtime.addresses import format_address, resolve
 from moc.runtime.async_connections import RefusalLog, log_refusal, open_connection, serve
-from moc.runtime.connections import connect
+from moc.runtime.connections import connect, format_address, resolve
 from moc.runtime.protocol import Channel, Message, PeerGoneError
 from tests.cases import each_row
 from tests.errors import raises

@@ -7,7 +7,7 @@ import sys
 import time
 
 from moc.runtime import environment
-from moc.runtime.clocks import Lease
+from moc.runtime.progress import Lease
 
 TELLS = """
 import sys, time

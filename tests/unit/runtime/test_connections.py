@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moc.errors import cause_of
-from moc.runtime.addresses import format_address, listening_socket, short_socket_address
 from moc.runtime.async_connections import open_connection as open_in_loop
-from moc.runtime.connections import connect, retry_connect
+from moc.runtime.connections import connect, format_address, listening_socket, retry_connect, short_socket_address
 from moc.runtime.protocol import Channel, Message, PeerGoneError, WireError
 from tests.cases import each_row
 from tests.errors import raises

@@ -9,11 +9,11 @@ import time
 import pytest
 
 from moc.runtime import async_connections
-from moc.runtime.clocks import Lease
 from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
+from moc.runtime.progress import Lease
 from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.runtime.peers import TOKEN

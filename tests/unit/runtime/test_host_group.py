@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from moc.runtime.collectives import ObjectDecodeError, decode_object, encode_object
 from moc.runtime.groups import Groups, ObjectAuthenticationError, authenticated_object_functions
-from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
 from moc.runtime.orders import End, StartWorker
 from moc.state.operators import Detail
 from tests.cases import each_row

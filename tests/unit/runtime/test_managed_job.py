@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from moc.runtime import environment, protocol
-from moc.runtime.addresses import listening_socket
+from moc.runtime.connections import listening_socket
 from tests.unit.conftest import REPOSITORY
 from tests.unit.runtime.peers import TOKEN, fill, serving
 

@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from moc.runtime.connections import connect
 from moc.runtime.generation import _build_gloo, _gloo_devices
+from moc.runtime.managed_job import RendezvousClient, ValueTimeoutError
 from moc.runtime.protocol import Message, PeerGoneError, WireError
-from moc.runtime.rendezvous_client import RendezvousClient, ValueTimeoutError
 from moc.runtime.rendezvous_store import RendezvousStore
 from tests.cases import each_row
 from tests.unit.runtime.peers import OTHER_TOKEN, TOKEN, serving

@@ -23,7 +23,7 @@ from moc.runtime.connections import connect
 from moc.runtime.protocol import Message, WireError
 from moc.runtime.replica_server import ReplicaClient, ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import MANIFEST_FILE, FileEntry, Manifest, OperatorEntry, compute_digest
 from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file

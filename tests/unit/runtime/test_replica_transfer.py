@@ -9,7 +9,7 @@ import torch
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import REQUEST_BYTES, CopyRequest, CopyResult, copy_snapshot
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.manifest import REPLICAS_KEY, Manifest, OperatorEntry
 from moc.store.shard_file import BoxTensor, write_shard_file
 from moc.store.storage import LocalStorage

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from moc.recovery.expert_versions import Carrier
-from moc.session.carriers import Carriers, RemoteCarrier
+from moc.session.helpers import Carriers, RemoteCarrier
 from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name

@@ -1,6 +1,6 @@
 """Files that show the owner of memory have room where the file system is full."""
 
-from moc.session.claims import make_room_for_files
+from moc.session.tiers import make_room_for_files
 from moc.store.storage import LocalStorage
 from tests.cases import each_row
 

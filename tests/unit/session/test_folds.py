@@ -7,8 +7,8 @@ import pytest
 
 from moc.recovery import gradient_folding as folding
 from moc.recovery.gradient_folding import carry_out
-from moc.session import folds as module
-from moc.session.folds import Folds
+from moc.session import helpers as module
+from moc.session.helpers import Folds
 from moc.store.errors import CheckpointError
 from tests.errors import only_code
 from tests.unit.recovery.test_folds import ALL_GRAD, FULL, GRAD, NAMES, Run

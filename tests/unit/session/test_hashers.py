@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from moc.runtime import child_processes
-from moc.session.hashers import Hasher
+from moc.session.helpers import Hasher
 from moc.snapshot.saver import hashed
 from moc.store.buffers import HostBuffer
 from tests.errors import only_code

@@ -14,20 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Every, Policy, policy_named
-from moc.recovery.copy_placement import Redundancy
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
-from moc.session.saving import committing, pipeline, replicating, reservation
+from moc.session.saving import committing, copying, pipeline, reservation
 from moc.session.saving.committing import Committer
 from moc.session.saving.metrics import Meter
 from moc.session.saving.pipeline import SavingPipeline, Stages
 from moc.session.saving.storage import BEYOND, StorageHealth, may_begin, window_may_begin
 from moc.session.settings import TIERS, Settings
-from moc.state.host_memory import SPARE
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
+from moc.store.reserved_memory import SPARE
 from tests.cases import each_row
 from tests.shared import ALL
 
@@ -171,8 +170,8 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
         patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(replicating, "first_reported", lambda reason: reason),
-        patch.object(replicating, "gather", lambda mine: [mine]),
+        patch.object(copying, "first_reported", lambda reason: reason),
+        patch.object(copying, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
@@ -199,8 +198,8 @@ def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds,
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
         patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(replicating, "first_reported", lambda reason: reason),
-        patch.object(replicating, "gather", lambda mine: [mine]),
+        patch.object(copying, "first_reported", lambda reason: reason),
+        patch.object(copying, "gather", lambda mine: [mine]),
         patch.object(reservation, "gather", lambda mine: [mine]),
         patch.object(reservation.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
@@ -227,7 +226,7 @@ class Remover:
 def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
     storage = Remover()
     tiers = SimpleNamespace(storage=storage)
-    committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), Redundancy())
+    committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), {})
     assert [type(committer.remove_abandoned(one).exception()) for one in (3, 5)] == [OSError, OSError]
     assert storage.removed == [5]
     storage.keeps = None

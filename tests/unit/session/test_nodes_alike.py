@@ -12,14 +12,14 @@ from moc.recovery.inventory import in_memory, look
 from moc.runtime import async_connections
 from moc.runtime.replica_server import ReplicaServer
 from moc.runtime.replica_transfer import CopyRequest, copy_snapshot, snapshots_directory
-from moc.session.saving import writing
+from moc.session.saving import committing
 from moc.session.tiers import Tiers
 from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, replicated_operators
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver
 from moc.state.operators import Detail, Operator
-from moc.store.manifest import assemble
+from moc.store.manifest import assemble, replicas_entry
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -84,7 +84,9 @@ class Nodes:
             snapshot.persisted.result()
             saver.close()
         for name, store in self.memory.items():
-            self.publish(store, [rank for rank in range(4) if names[rank] == name], self.alike.state(PLAN))
+            self.publish(
+                store, [rank for rank in range(4) if names[rank] == name], replicas_entry(PLAN, self.alike.copies)
+            )
         self.publish(self.storage, range(4), {})
 
     def publish(self, store: Store, ranks, state: dict) -> None:
@@ -169,14 +171,14 @@ def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monke
         action()
         barrier.wait()
 
-    monkeypatch.setattr(writing, "gather", gather)
-    monkeypatch.setattr(writing, "run_on_all", on_all)
-    monkeypatch.setattr(writing, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
+    monkeypatch.setattr(committing, "gather", gather)
+    monkeypatch.setattr(committing, "run_on_all", on_all)
+    monkeypatch.setattr(committing, "run_on_rank0", lambda action, what: action() if me.rank == 0 else None)
     policy = type("Policy", (), {"operators": nodes.operators})
 
     def copy(rank):
         me.rank = rank
-        writing._copy_one(ITERATION, nodes.tiers(rank), policy)
+        committing._copy_one(ITERATION, nodes.tiers(rank), policy)
 
     threads = [threading.Thread(target=copy, args=(rank,)) for rank in range(4)]
     for thread in threads:

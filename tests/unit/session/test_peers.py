@@ -2,11 +2,11 @@
 
 from moc.errors import codes_in
 from moc.policy import Every
-from moc.policy.full import Full
+from moc.policy.interface import Full
 from moc.recovery.copy_placement import Redundancy, copies_wanted, place
 from moc.runtime import environment
 from moc.runtime.replica_transfer import CopyResult
-from moc.session.carriers import Carriers
+from moc.session.helpers import Carriers
 from moc.session.peers import Peers, join_peers
 from moc.session.settings import Settings
 from moc.session.tiers import Tiers

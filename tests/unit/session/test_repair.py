@@ -8,9 +8,7 @@ import torch
 from moc.session.resume.rebuilding import Repair
 from moc.snapshot.contents import share
 from moc.snapshot.saver import Saver
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Fragment, Region
 from moc.store.errors import CheckpointError
 from moc.store.manifest import OperatorEntry
 from moc.store.storage import LocalStorage

@@ -106,8 +106,8 @@ def test_options_that_a_policy_does_not_have_are_named():
 )
 def test_a_refusal_creates_nothing(given, named, tmp_path, monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
-    monkeypatch.setattr("moc.session.claims.gather", lambda mine: [mine])  # as in a world of one
-    monkeypatch.setattr("moc.session.claims.run_on_rank0", lambda work, _: work())
+    monkeypatch.setattr("moc.session.tiers.gather", lambda mine: [mine])  # as in a world of one
+    monkeypatch.setattr("moc.session.tiers.run_on_rank0", lambda work, _: work())
     places = dict(directory=str(tmp_path / "snapshots"), memory_dir=str(tmp_path / "memory"))
     settings = Settings(**places, **{"train_iters": 1, "policy": "full", "tier": "memory", "node_of_rank": "0"} | given)
     with pytest.raises(SettingsError, match=named):

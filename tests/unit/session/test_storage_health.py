@@ -3,10 +3,10 @@
 import threading
 from concurrent.futures import Future
 
+from moc.background import Background
 from moc.errors import codes_in
 from moc.events import EventLog
 from moc.session.saving.storage import Lag, StorageHealth, tolerable
-from moc.snapshot.background import Background
 from moc.store.errors import CheckpointError, TakenError
 from tests.cases import each_row
 

@@ -16,7 +16,7 @@ import pytest
 from moc.policy import POLICIES, Capability, Every, check_plan, policy_named
 from moc.policy.expert_selection import steady_risk
 from moc.policy.token_ledger import TokenLedger
-from moc.recovery.persisted import Persisted, Promise, overdue
+from moc.recovery.inventory import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.session.resume.point import ResumePoint
 from moc.session.saving.stage import SnapshotInProgress

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from moc.state.fragments import Fragment, OwnedSlice, Piece, fragments_of
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Fragment, OwnedSlice, Piece, Region, fragments_of
 
 NAMES = {
     "layers.0.attention": ("decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.input_layernorm.w"),

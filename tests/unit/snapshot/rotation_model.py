@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
+from moc.policy.windows import kept_of_windows
 from moc.session.saving.stage import POSITIONS
 from moc.snapshot.buffer_pool import Rotation, Slot
-from moc.state.host_memory import kept_of_windows, most_copies
+from moc.store.reserved_memory import most_copies
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
 NOTHING = (-1, TORN)
@@ -80,7 +81,9 @@ class Setting:
     @property
     def slots(self) -> int:
         """Number of buffers that are ever needed."""
-        return self.machine.of(self.spare, self.memory, stores=self.stores).most(self.window)
+        return self.machine.of(self.spare, self.memory, stores=self.stores).most(
+            self.window, kept_of_windows(self.window)
+        )
 
     @property
     def size(self) -> int:

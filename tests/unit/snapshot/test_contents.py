@@ -13,9 +13,7 @@ from moc.sharding import parse_scheme
 from moc.sharding.save_plan import StageReplicas, describe_replicas, planned_bytes_by_rank
 from moc.snapshot import contents as of_ranks
 from moc.snapshot.contents import Contents, share
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Fragment, Region
 from moc.store.manifest import FileEntry, OperatorEntry, RankReport, merge_reports
 from tests.unit.sharding.fragment_worlds import NAMES, Tensor, World
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from moc.background import GivenUpError
 from moc.snapshot import device_copy, staging
-from moc.snapshot.background import GivenUpError
 from moc.snapshot.contents import share
 from moc.snapshot.device_copy import Gate
 from moc.snapshot.saver import Saver
-from moc.state.fragments import Fragment
-from moc.state.operators import Detail
-from moc.state.region import Region
+from moc.state.operators import Detail, Fragment, Region
 from moc.store.manifest import OperatorEntry
 from moc.store.shard_file import LocalBlob, ShardReader, compute_digest, read_stored_boxes, tensor_bytes
 from moc.store.storage import LocalStorage

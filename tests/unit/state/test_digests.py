@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.state.digests import ChunkDigest, differing_operators, from_limbs, to_limbs, to_text, total_of
-from moc.state.fragments import Fragment
-from moc.state.region import Region, boxes_of_range
+from moc.state.operators import Fragment, Region, boxes_of_range
 from tests.cases import each_row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)

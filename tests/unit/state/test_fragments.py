@@ -4,8 +4,7 @@ import random
 
 import torch
 
-from moc.state.fragments import OwnedSlice, Piece, fragments_of
-from moc.state.region import Region
+from moc.state.operators import OwnedSlice, Piece, Region, fragments_of
 from tests.cases import each_row
 
 

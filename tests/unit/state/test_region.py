@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.state.region import Region, boxes_of_range
+from moc.state.operators import Region, boxes_of_range
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

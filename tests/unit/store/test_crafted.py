@@ -12,9 +12,8 @@ from moc.store.errors import CheckpointError
 from moc.store.header import INDEX_KEY, read_boxes
 from moc.store.manifest import FORMAT, FileEntry, Manifest, OperatorEntry, RankReport
 from moc.store.ownership import Claim, Fence, Holder
-from moc.store.runs import find_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import Store, find_run
 from tests.cases import each_row
 from tests.errors import raises
 from tests.mutations import changed, signed

@@ -14,10 +14,9 @@ from moc import cli_output
 from moc.store.errors import TakenError
 from moc.store.ownership import NAME as FENCE
 from moc.store.ownership import Claim, Fence, Holder, lives
-from moc.store.runs import RUN_FILE as RUN
-from moc.store.runs import Run, begin_run, find_run, record_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import RUN_FILE as RUN
+from moc.store.store import Run, Store, begin_run, find_run, record_run
 from tests.cases import each_row
 from tests.unit.store.test_store import saved
 

@@ -14,10 +14,9 @@ from moc.store import dense_files
 from moc.store.errors import CheckpointError
 from moc.store.ownership import NAME as FENCE
 from moc.store.ownership import Claim
-from moc.store.runs import RUN_FILE as RUN
-from moc.store.runs import begin_run, find_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import RUN_FILE as RUN
+from moc.store.store import Store, begin_run, find_run
 from tests.cases import each_row
 from tests.unit.store.test_store import saved
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.header import extract_sub_file
 from moc.store.shard_file import BoxTensor, write_shard_file
 from tests.cases import each_row

@@ -24,9 +24,8 @@ from moc.store.host_memory import (
     user_directory,
 )
 from moc.store.ownership import Claim
-from moc.store.runs import Run, begin_run, find_run, record_run
 from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.store import Run, Store, begin_run, find_run, record_run
 from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.store.test_store import saved

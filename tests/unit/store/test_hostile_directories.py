@@ -18,19 +18,10 @@ from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import (
-    find_memory_storage,
-    leftovers,
-    memory_storage,
-    record_lease,
-    remove_leftover,
-    renew_lease,
-    user_directory,
-)
+from moc.store.host_memory import find_memory_storage, leftovers, memory_storage, remove_leftover, user_directory
 from moc.store.ownership import Claim, Fence
-from moc.store.runs import Run, begin_run, record_run
-from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.storage import LocalStorage, record_lease, renew_lease
+from moc.store.store import Run, Store, begin_run, record_run
 from tests.hostile import Uses, add_victims, make_hostile, outside, state_of
 from tests.shared import ALL
 from tests.unit.inspect import checkpoints

@@ -12,14 +12,13 @@ import torch
 
 from moc.inspect import summary, verify
 from moc.recovery.inventory import look
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import lease_remaining_s, leftover, record_lease
+from moc.store.host_memory import leftover
 from moc.store.ownership import Claim
-from moc.store.runs import Run, begin_run, record_run
 from moc.store.shard_file import MissingTensorError, ShardReader
-from moc.store.storage import LocalStorage
-from moc.store.store import Store
+from moc.store.storage import LocalStorage, lease_remaining_s, record_lease
+from moc.store.store import Run, Store, begin_run, record_run
 from tests.cases import each_row
 from tests.mutated_snapshots import OF_DIRECTORY, OF_SNAPSHOT, mutate
 from tests.shared import ALL

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from moc.files.safe_directory import RefusedFileError
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store import object_storage
 from moc.store.manifest import MANIFEST_FILE as MANIFEST
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from moc.store.reserved_memory import RESERVE_FILE, SpaceReserve, allocate_file, find_free_file, reserve_files
+from moc.store.reserved_memory import allocate_file, find_free_file, reserve_files
+from moc.store.storage import RESERVE_FILE, SpaceReserve
 from tests.cases import each_row
 
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moc.state.fragments import Fragment
-from moc.state.region import Region, boxes_of_range
+from moc.state.operators import Fragment, Region, boxes_of_range
 from moc.store.shard_file import (
     BoxTensor,
     FileLayout,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.manifest import FileEntry, Manifest, OperatorEntry, RankReport
 from moc.store.ownership import Claim
 from moc.store.shard_file import BoxTensor, FileLayout, ShardReader, compute_digest, tensor_bytes

@@ -14,9 +14,8 @@ import torch
 import xxhash
 
 from moc.files import decode, safe_directory
-from moc.files.decode import FileName, Name
+from moc.files.decode import FileName, Name, short_repr, shorten
 from moc.files.safe_directory import SafeDirectory
-from moc.files.text import short_repr, shorten
 from moc.store import header
 from moc.store.errors import CheckpointError
 from moc.store.shard_file import tensor_bytes

@@ -18,8 +18,7 @@ from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts
 from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH, Described, Family, described_model
 from megatron.pretraining.convert.hugging_face.files import TensorLocation, TensorSpec
 from moc.inspect.coverage import PARAM, operator_or_other
-from moc.state.operators import is_module_state
-from moc.state.region import Region
+from moc.state.operators import Region, is_module_state
 from moc.store.errors import CheckpointError
 from moc.store.shard_file import TensorBox
 

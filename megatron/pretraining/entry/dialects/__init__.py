@@ -12,23 +12,21 @@ from dataclasses import dataclass, field
 
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.entry.dialects import (
-    flagscale,
+    forks,
     megatron_deepspeed,
-    mindspeed,
     older_megatron,
-    pai,
     previous_release,
 )
 from megatron.pretraining.entry.dialects.rules import Dialect, Given, Line, OptionOutcome, split_options
-from moc.files.text import short_repr
+from moc.files.decode import short_repr
 
 OLDER = older_megatron.DIALECT
 _OTHERS = (
     previous_release.DIALECT,
     megatron_deepspeed.DIALECT,
-    mindspeed.DIALECT,
-    pai.DIALECT,
-    flagscale.DIALECT,
+    forks.MINDSPEED,
+    forks.PAI,
+    forks.FLAGSCALE,
 )
 DIALECTS = {dialect.name: dialect for dialect in (OLDER, *_OTHERS)}
 """Dialects by the name for ``--dialect``; all have the entries of :data:`OLDER` unless they override them."""

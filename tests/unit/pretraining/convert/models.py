@@ -8,7 +8,7 @@ import torch
 
 from megatron.pretraining.convert.contents import ConvertedState, Facts, whole_of
 from moc.inspect.coverage import operator_or_other
-from moc.state.region import Region
+from moc.state.operators import Region
 from moc.store.shard_file import TensorBox
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")

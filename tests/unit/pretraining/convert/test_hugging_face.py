@@ -23,9 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from megatron.pretraining.convert import program  # noqa: E402
 from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of  # noqa: E402
 from megatron.pretraining.convert.dense import DenseContents, write_dense  # noqa: E402
-from megatron.pretraining.convert.hugging_face import directory, tensors  # noqa: E402
-from megatron.pretraining.convert.hugging_face.conversions import _judged  # noqa: E402
-from megatron.pretraining.convert.hugging_face.directory import Description, write_directory  # noqa: E402
+from megatron.pretraining.convert.hugging_face import conversions, tensors  # noqa: E402
+from megatron.pretraining.convert.hugging_face.conversions import (  # noqa: E402
+    Description,
+    _judged,
+    write_directory,
+)
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
 from megatron.pretraining.convert.hugging_face.files import read_directory  # noqa: E402
 from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
@@ -37,7 +40,7 @@ from megatron.pretraining.convert.hugging_face.tensors import (  # noqa: E402
 )
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
 from moc.inspect.coverage import operator_or_other  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from moc.store.shard_file import TensorBox  # noqa: E402
 from tests.cases import each_row  # noqa: E402
 from tests.unit.pretraining.convert.test_families import MODELS, RUN, SHARED, SIZES, model_of  # noqa: E402
@@ -368,7 +371,7 @@ def test_nothing_is_staged_where_another_user_could_change_it(dense, tmp_path, m
     left = tmp_path / ".hf.incomplete"
     make(left)
     before = left.lstat()
-    with directory._staged(tmp_path / "hf") as staging:
+    with conversions._staged(tmp_path / "hf") as staging:
         assert staging.parent.lstat().st_mode & 0o777 == 0o700 and staging.parent != left
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     assert left.lstat() == before and (tmp_path / "victim/precious").read_text() == "precious"
@@ -386,7 +389,7 @@ def test_what_is_there_is_never_replaced(dense, tmp_path, capsys):
 
 
 def test_a_conversion_under_way_is_left_alone(dense, tmp_path, capsys):
-    with directory._staged(tmp_path / "hf"):
+    with conversions._staged(tmp_path / "hf"):
         assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "directory-in-use"
 
 

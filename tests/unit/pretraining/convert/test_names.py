@@ -22,7 +22,7 @@ from megatron.pretraining.convert.torch_dist import (  # noqa: E402
 )
 from megatron.pretraining.entry.configuration import described as described_by_arguments  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
-from moc.state.region import Region  # noqa: E402
+from moc.state.operators import Region  # noqa: E402
 from tests.cases import each_row  # noqa: E402
 from tests.configs import config_of  # noqa: E402
 

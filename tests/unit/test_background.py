@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from moc.snapshot.background import Background, background, within
+from moc.background import Background, background, within
 
 
 def test_one_thing_after_the_other_and_what_is_cancelled_is_not_done():
@@ -31,7 +31,7 @@ def test_a_process_has_one_of_a_name():
 
 
 def test_a_process_ends_although_a_call_hangs():
-    program = "import time; from moc.snapshot.background import background; background('x').submit(time.sleep, 3600)"
+    program = "import time; from moc.background import background; background('x').submit(time.sleep, 3600)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 

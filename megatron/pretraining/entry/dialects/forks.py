@@ -1,4 +1,7 @@
-"""Options of MindSpeed-LLM (gitcode.com/Ascend/MindSpeed-LLM) that megatron-core has an equivalent for."""
+"""Options of MindSpeed-LLM, Pai-Megatron-Patch and FlagScale, as far as megatron-core has an equivalent.
+
+Sources: gitcode.com/Ascend/MindSpeed-LLM, github.com/alibaba/Pai-Megatron-Patch, github.com/flagos-ai/FlagScale.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,25 @@ _WEIGHTS = refused_option(
     "weights of Hugging Face are not converted when training starts", "convert them with tools/convert_checkpoint.py"
 )
 
+_PACKED = ignored("samples of indexed data have --seq-length tokens")
+_OF_TRANSFORMERS = becomes("--tokenizer-type", "HuggingFaceTokenizer")
+
+_FLAGSCALE_RULES: dict[str, Rule] = {
+    "--tokenizer-type": of_value(
+        {
+            "QwenTokenizerFS": _OF_TRANSFORMERS,
+            "Qwen2TokenizerFS": _OF_TRANSFORMERS,
+            "Llama3TokenizerFS": _OF_TRANSFORMERS,
+            "HFTokenizerFS": _OF_TRANSFORMERS,
+            "AquilaTokenizerFS": refused_option("there is no such tokenizer", "choose HuggingFaceTokenizer"),
+        },
+        same("--tokenizer-type"),
+    ),
+    "--tokenizer-path": renamed("--tokenizer-model"),
+    "--rampup-save-interval": ignored("--save-interval holds from the start"),
+}
+FLAGSCALE = Dialect("flagscale", "FlagScale", _FLAGSCALE_RULES)
+
 
 def _dense_layers(line: Line, values: Sequence[str]) -> OptionOutcome:
     layers = min(line.count("--num-layers"), MOST_LAYERS)
@@ -43,7 +65,7 @@ def _normalized(line: Line, values: Sequence[str]) -> OptionOutcome:
     return OptionOutcome(why="probabilities of the selected experts always sum up to 1")
 
 
-RULES: dict[str, Rule] = {
+_MINDSPEED_RULES: dict[str, Rule] = {
     "--tokenizer-type": of_value(
         {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceTokenizer")}, same("--tokenizer-type")
     ),
@@ -93,4 +115,32 @@ RULES: dict[str, Rule] = {
         _MEMORY,
     ),
 }  # fmt: skip
-DIALECT = Dialect("mindspeed", "MindSpeed-LLM", RULES)
+MINDSPEED = Dialect("mindspeed", "MindSpeed-LLM", _MINDSPEED_RULES)
+
+
+def _tokenizer(line: Line, values: Sequence[str]) -> OptionOutcome:
+    """Uses the tokenizer of the model in ``--load``, as Pai does."""
+    words = ("--tokenizer-type", "HuggingFaceTokenizer")
+    if "--tokenizer-model" in line:
+        return OptionOutcome(words)
+    if not (directory := line.text("--load")):
+        return OptionOutcome(problem="no directory has the tokenizer", fix="choose --tokenizer-model")
+    return OptionOutcome((*words, "--tokenizer-model", directory), "the tokenizer is in --load")
+
+
+_PAI_RULES: dict[str, Rule] = {
+    "--patch-tokenizer-type": _tokenizer,
+    "--tokenizer-type": ignored("--patch-tokenizer-type is given"),
+    "--dataset": of_value(
+        {"MMAP": _PACKED, "LLama-Pretrain-Idxmap": _PACKED},
+        refused_option("only indexed data are read", "convert the data with tools/preprocess_data.py"),
+    ),
+    "--max-padding-length": _PACKED,
+    "--train-mode": of_value(
+        {"pretrain": ignored("it is the only mode")}, refused_option("this program only pre-trains")
+    ),
+    "--extra-vocab-size": ignored("it added rows of the embedding that no token has"),
+    "--qk-nope-head-dim": renamed("--qk-head-dim"),
+    "--qk-rope-head-dim": renamed("--qk-pos-emb-head-dim"),
+}
+PAI = Dialect("pai", "Pai-Megatron-Patch", _PAI_RULES)

@@ -1,0 +1,209 @@
+"""Operations that may hang or fail without ending training: daemon threads, retries and backoff.
+
+Threads of :mod:`concurrent.futures` are joined at interpreter exit. A write to storage that never returns would keep
+the process alive forever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+from moc.errors import warning
+from moc.store.errors import CheckpointError, TakenError
+
+_of_process: dict[str, Background] = {}
+_SILENCE_S = 60.0  # minimum between two warnings
+_SHARE = 20.0  # minimum ratio of a pause to the duration of the attempt before it
+
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a calculation; errors of files and communication have their own handlers."""
+
+
+class GivenUpError(Exception):
+    """Error of an abandoned write that no caller waits for."""
+
+
+class Background:
+    """A daemon thread that runs actions one at a time, in the order of submission."""
+
+    def __init__(self, name: str):
+        self._name, self._asked, self._starting = name, SimpleQueue(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, action: Callable, *args) -> Future:
+        """Queues an action without waiting for it.
+
+        The future has its result or exception, and can be cancelled until the action starts.
+        """
+        done: Future = Future()
+        self._asked.put((done, action, args))
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+        return done
+
+    def end(self) -> None:
+        """Ends the thread after all submitted actions; nothing may be submitted afterwards."""
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        while self._do(self._asked.get()):  # a separate call frees the large arguments
+            pass
+
+    def _do(self, asked: tuple[Future, Callable, tuple] | None) -> bool:
+        """Runs one action; returns whether more may follow."""
+        if asked is None:
+            return False
+        done, action, args = asked
+        if not done.set_running_or_notify_cancel():
+            return True
+        try:
+            result = action(*args)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+        return True
+
+
+def background(name: str) -> Background:
+    """Returns the process-wide thread of this name.
+
+    An action starts once all earlier ones have ended, abandoned ones included. So writes of two generations cannot mix.
+    """
+    return _of_process.setdefault(name, Background(name))
+
+
+def with_retries(action: Callable[[], None], pauses_s: Sequence[float], given_up: threading.Event) -> int:
+    """Runs a storage operation, and repeats it after each pause while it fails; returns the number of repetitions.
+
+    Raises:
+        TakenError: another job owns the storage.
+        CheckpointError, OSError: the last repetition failed, too.
+        GivenUpError: the operation was given up during a pause.
+    """
+    for number, pause_s in enumerate(pauses_s):
+        try:
+            action()
+        except TakenError:
+            raise
+        except (CheckpointError, OSError):
+            if given_up.wait(pause_s):
+                raise GivenUpError from None
+        else:
+            return number
+    action()
+    return len(pauses_s)
+
+
+def within(seconds: float | None, action: Callable, *args):
+    """Returns the result of an action, or None after ``seconds``; the action then continues in the background.
+
+    Without a limit (None) it runs on this thread.
+    """
+    if seconds is None:
+        return action(*args)
+    asked = Background("moc-within")
+    done = asked.submit(action, *args)
+    asked.end()
+    try:
+        return done.result(timeout=seconds)
+    except TimeoutError:
+        if done.done():
+            raise
+        return None
+
+
+class Trouble:
+    """Backoff of a failing operation: retries after 1 s to 1 min, warnings every 1 min to 1 h, both doubling.
+
+    An operation that alternately fails and works also causes at most one warning a minute.
+
+    Attributes:
+        count: failures in total.
+        warned: a warning was due since the operation began to fail.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.count = 0
+        self._since: float | None = None
+        self._next_try, self._warned_at, self._next_warning = 0.0, -math.inf, -math.inf
+        self._begins()
+
+    def _begins(self) -> None:
+        self.warned = False
+        self._pause, self._silence = 1.0, _SILENCE_S
+
+    def __bool__(self) -> bool:
+        """Whether the operation is failing."""
+        return self._since is not None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first failure; 0 while the operation works."""
+        return 0.0 if self._since is None else self._clock() - self._since
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is too early to retry."""
+        return self._since is not None and self._clock() < self._next_try
+
+    def failed(self, took_s: float = 0.0) -> bool:
+        """Records a failed attempt, retried less often if it took long; returns whether a warning is due."""
+        now = self._clock()
+        self.count += 1
+        if self._since is None:
+            self._since = now
+        self._next_try = now + max(self._pause, _SHARE * took_s)
+        self._pause = min(2 * self._pause, 60.0)
+        if now < self._next_warning:
+            return False
+        self._warned_at = now
+        self._next_warning = now + self._silence
+        self._silence = min(2 * self._silence, 3600.0)
+        self.warned = True
+        return True
+
+    def over(self) -> float:
+        """Records that the operation works again; returns the seconds since its first failure."""
+        lasted, self._since = self.seconds, None
+        self._next_warning = min(self._next_warning, self._warned_at + _SILENCE_S)
+        self._begins()
+        return lasted
+
+
+class Harmless:
+    """Contexts for choices and reports: an error is printed, and does not end training.
+
+    Args:
+        say: prints a message.
+        what: the failing calculation, as the subject of a sentence.
+        effect: effect of the failure, as a clause.
+    """
+
+    def __init__(self, say: Callable[[str], None], what: str, effect: str):
+        self._say, self._what, self._effect = say, what, effect
+        self._trouble = Trouble()
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Suppresses an error of the body; prints it at most once a minute."""
+        try:
+            yield
+        except _MISTAKES as error:
+            if self._trouble.failed():
+                self._say(
+                    warning(
+                        f"{self._what} failed ({type(error).__name__}: {error}), and {self._effect}. Fix: report the "
+                        "message as an issue",
+                        code="calculation-failed",
+                    )
+                )
