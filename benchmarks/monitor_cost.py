@@ -12,28 +12,66 @@ Other flags are passed to the program.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import IN_MEMORY, KIND
-from benchmarks.module_state_cost import SIZES, clocked, measure
 from benchmarks.save_peers.trainer import begin
 
+SIZES = """--hidden-size 256 --ffn-hidden-size 512 --num-experts 8 --seq-length 128 --max-position-embeddings 128
+    --vocab-size 1023 --use-distributed-optimizer --micro-batch-size 2 --global-batch-size 8 --lr 1e-3""".split()
 GOAL = 0.002
+WARM_UP = 5  # iterations; the first ones record everything
 SERVICE_S = 0.001  # for each call
 CALLS = {
     "wandb": ("init", "log", "finish"),
     "mlflow": ("set_experiment", "search_runs", "start_run", "log_metrics", "set_tag", "end_run"),
 }
+
+
+@contextlib.contextmanager
+def clocked(functions: Iterable[tuple[Any, str]]) -> Iterator[list[float]]:
+    """Yields one number: the seconds inside some functions, each given by its owner and name."""
+    inside = [0.0]
+
+    def with_clock(function: Callable) -> Callable:
+        def clock(*arguments):
+            begun = time.perf_counter()
+            result = function(*arguments)
+            inside[0] += time.perf_counter() - begun
+            return result
+
+        return clock
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in functions:
+            patches.enter_context(mock.patch.object(owner, name, with_clock(getattr(owner, name))))
+        yield inside
+
+
+def measure(run, stop, iterations: int, inside: list[float]) -> list[tuple[float, float]]:
+    """Returns for each iteration the seconds ``inside`` the clocked functions, and the duration."""
+    from megatron.pretraining.loop import iterate
+
+    measured = []
+    for _ in range(WARM_UP + iterations):
+        inside[0], begun = 0.0, time.perf_counter()
+        iterate(run, stop)
+        measured.append((inside[0], time.perf_counter() - begun))
+    return measured[WARM_UP:]
 
 
 def stand_in(name: str) -> ModuleType:

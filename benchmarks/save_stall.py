@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine_and_versions, show, write_json
 from benchmarks.live.job import SHARED
-from benchmarks.overhead.methods import parameters
 from benchmarks.save_peers import ours, report
 from benchmarks.save_peers.cases import CASES, DEEPSPEED, LAYOUTS, OURS, WORKERS, Case, left_out, model_flags
 from benchmarks.save_peers.launching import TORCHRUN, RunFailed, directory_in, launch, train
@@ -128,8 +127,13 @@ def measure_layout(bench: Bench, layout: str, own: argparse.Namespace, deepspeed
 
 def state_bytes(flags: list[str]) -> int:
     """Returns the bytes of masters and moments of the model that the flags describe."""
-    counts = parameters(flags)
-    return 12 * (counts["experts"] + counts["others"])
+    from megatron.pretraining.entry.offline import config_of_words
+    from megatron.pretraining.planning.model import meta_operators
+
+    config = config_of_words([*flags, "--train-iters", "1"], None)
+    tokens = config.tokenizer.vocab_size
+    assert tokens is not None
+    return 12 * sum(operator.parameters for operator in meta_operators(config, None, tokens + 1))  # NullTokenizer: + 1
 
 
 def deepspeed_version(python: str) -> str | None:

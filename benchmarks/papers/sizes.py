@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, meta_operators
-from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts
-from moc.policy.pec_tuner import uniform_plt
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts, uniform_plt
 from moc.sharding import (
     SCHEMES,
     ParallelLayout,
@@ -79,7 +78,7 @@ def figure_15() -> Reproduction:
     notes = (
         f"K: {', '.join(map(str, path))}; a constant K = 1 would lose {100 * _ABOVE * PLT_LIMIT:.2f} %.",
         "The paper states neither the number of faults nor the loss of one.  Each loses the amount that",
-        "moc.policy.pec_tuner expects, all from storage.  With 10 to 160 faults a constant K = 1 would lose",
+        "moc.policy.pec_selection expects, all from storage.  With 10 to 160 faults a constant K = 1 would lose",
         f"1.1 to 3 times the limit; K ends at {ends}, and PLT at {lost} %.",
     )
     fitted = (f"{_FAULTS} faults", "loss of a fault: a constant K = 1 exceeds the limit by a third")

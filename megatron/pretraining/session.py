@@ -57,7 +57,6 @@ def settings_of(config: Config, engine: Engine) -> Settings:
         keep=snapshot.ckpt_keep,
         sharding=snapshot.ckpt_sharding,
         persist_interval=snapshot.persist_interval,
-        persists_all=snapshot.chooses_experts,
         replicas=snapshot.replicas,
         replication_rate=snapshot.replication_rate,
         upstream_logging=snapshot.upstream_logging,
@@ -95,10 +94,11 @@ class FlaggedChoices:
 
 
 def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
-    """Returns the object that chooses the policy; None unless ``--ckpt-policy auto``."""
+    """Returns the object that chooses the policy; None unless ``--ckpt-policy auto`` or ``--pec-k auto``."""
     snapshot, parallel = config.snapshot, config.parallel
-    if snapshot.ckpt_policy != AUTO:
+    if not snapshot.is_chosen:
         return None
+    fixed = snapshot.snapshot_interval
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     limits = AutoLimits(
         tier=snapshot.ckpt_tier,
@@ -111,6 +111,8 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
         has_experts=config.moe.num_experts is not None,
         gradients=may_save_gradients(config),
         lasting=lasting(config),
+        only=None if snapshot.ckpt_policy == AUTO else snapshot.ckpt_policy,
+        interval=int(fixed) if fixed.isdecimal() else None,
     )
     return AutoPolicy(limits, FlaggedChoices(config), log)
 

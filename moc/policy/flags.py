@@ -141,8 +141,8 @@ class PolicyFlags:
                 code="experts-per-snapshot-invalid",
             )
 
-    def uses_failure_rate(self, flags: FlagValues) -> bool:
-        """Returns whether these flags make the policy depend on the failure rate (``--mtbf-hours``)."""
+    def chooses_settings(self, flags: FlagValues) -> bool:
+        """Returns whether the policy's settings are chosen as by ``--ckpt-policy auto``, with no other policy."""
         return False
 
     def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:

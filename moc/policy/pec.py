@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price
 from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import ExpertId
 from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
-from moc.policy.interface import Load, PolicyReport, RecoveryResponse, SnapshotPlan, SnapshotSizer, StorageSchedule
+from moc.policy.interface import Load, PolicyReport, RecoveryResponse, SnapshotPlan, StorageSchedule
 from moc.policy.interval import Every
 from moc.policy.partial import ExpertTable, PartialPolicy, PartialRecovery, PartialState, PartialStorage
 from moc.policy.pec_selection import (
@@ -29,7 +28,6 @@ from moc.policy.pec_selection import (
     sequential_experts,
     storage_cycle_length,
 )
-from moc.policy.pec_tuner import PecChoice, PecLimits, PecTuner, candidate_expert_counts
 from moc.policy.registry import AUTO, policy
 from moc.state.operators import Detail
 
@@ -66,8 +64,8 @@ FLAGS = (
         "pec_k",
         str,
         "1",
-        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto chooses the numbers for memory and "
-        "storage from measurements, and with --snapshot-interval auto also the interval.",
+        "With --ckpt-policy pec: experts of each layer in a snapshot (K_pec); auto is --ckpt-policy auto with no other "
+        "policy, and keeps a given --snapshot-interval.",
         parse=number_or_auto,
         metavar="K|auto",
         chosen_by_auto=True,
@@ -154,8 +152,8 @@ class PecFlags(PolicyFlags):
         ),
     )
 
-    def uses_failure_rate(self, flags: FlagValues) -> bool:
-        """Returns whether the numbers of experts are chosen from measurements."""
+    def chooses_settings(self, flags: FlagValues) -> bool:
+        """As :meth:`PolicyFlags.chooses_settings`."""
         return flags.pec_k == "auto"
 
     def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:
@@ -172,8 +170,6 @@ class PecFlags(PolicyFlags):
         return {
             "k": k,
             "k_persist": k_persist,
-            "auto": flags.pec_k == "auto",
-            "auto_plt_limit": flags.pec_plt_limit,
             "plt_limit": flags.pec_plt_limit if flags.pec_dynamic_k else 0.0,
         }
 
@@ -239,11 +235,6 @@ class Pec(PartialPolicy):
             all experts (MoC's W and O, section 6.3).
         ep: expert-parallel ranks, over which the selection is balanced.
         plt_limit: K doubles when faults have lost its share of this proportion of tokens; 0 for never.
-        auto: both K and, unless fixed, the interval are chosen from measurements (section 5.3); ``k`` and ``k_persist``
-            apply until then.
-        auto_plt_limit: maximum of the expected PLT of this choice.
-        mtbf_s: mean time between failures in seconds, assumed by a choice.
-        one_level: no tier above storage.
         persist_every: snapshots per persisted one, if fixed.
 
     Raises:
@@ -256,10 +247,6 @@ class Pec(PartialPolicy):
     target: str = "both"
     ep: int = 1
     plt_limit: float = 0.0
-    auto: bool = False
-    auto_plt_limit: float = PLT_LIMIT
-    mtbf_s: float = 86400.0
-    one_level: bool = False
     persist_every: int = 1
     state: PecState = field(default_factory=PecState, compare=False, kw_only=True)
 
@@ -298,18 +285,6 @@ class Pec(PartialPolicy):
                     "number of experts, or --expert-model-parallel-size",
                     code="experts-not-divisible",
                 )
-        if self.auto and self._tuner is None:
-            wanted = self.interval.interval if isinstance(self.interval, Every) else None
-            limits = PecLimits(self.auto_plt_limit, wanted, one_level=self.one_level)
-            object.__setattr__(self, "interval", PecTuner(limits, self.mtbf_s))
-
-    def on_sizes(self, busiest: SnapshotSizer) -> None:
-        """As :meth:`Policy.on_sizes`: for every candidate K."""
-        if self._tuner is not None and self.num_experts:
-            self._tuner.busiest_rank_bytes = {
-                k: busiest(self.plan_with(0, self._in_turn(k, 0, 0, self._never())).operators)
-                for k in candidate_expert_counts(min(self.num_experts.values()))
-            }
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
         """As :meth:`PartialPolicy.plan_partial`."""
@@ -338,13 +313,12 @@ class Pec(PartialPolicy):
     @property
     def k_to_persist(self) -> int:
         """Current K_persist."""
-        return max(self._raised, self._before_faults[1])
+        return max(self._raised, self.k_persist or self.k)
 
     @property
     def k_to_snapshot(self) -> int:
         """Current K_snapshot; faults raise it in proportion to K_persist, up to all experts."""
-        k, k_persist = self._before_faults
-        raised = -(-k * self.k_to_persist // k_persist)
+        raised = -(-self.k * self.k_to_persist // (self.k_persist or self.k))
         return min(raised, min(self.num_experts.values(), default=raised))
 
     @property
@@ -352,30 +326,11 @@ class Pec(PartialPolicy):
         """K_persist as raised by faults; 0 without Dynamic-K."""
         return min(self.state.k, min(self.num_experts.values(), default=0)) if self.plt_limit else 0
 
-    @property
-    def _before_faults(self) -> tuple[int, int]:
-        choice = self.choice
-        return (choice.k_snapshot, choice.k_persist) if choice else (self.k, self.k_persist or self.k)
-
-    @property
-    def choice(self) -> PecChoice | None:
-        """K and interval that were chosen from measurements; None before the first choice, or if they are fixed."""
-        return self._tuner and self._tuner.choice
-
-    @property
-    def _tuner(self) -> PecTuner | None:
-        return self.interval if isinstance(self.interval, PecTuner) else None
-
-    def limit_choice(self) -> None:
-        """Keeps the tuner's choice at or above the K_persist raised by faults."""
-        if self._tuner is not None:
-            self._tuner.limits = dataclasses.replace(self._tuner.limits, k_persist=max(1, self._raised))
-
     def expected(self, persists: bool) -> tuple[Ages, Ages | None] | None:
         """Returns the expected ages of experts in iterations: after a fault that spares memory, and from storage only.
 
-        The second is None unless snapshots are persisted. The result is None without experts, if K or the interval is
-        tuned, or if the selection is by load.
+        The second is None unless snapshots are persisted. The result is None without experts, if the interval is tuned,
+        or if the selection is by load.
         """
         if not isinstance(self.interval, Every) or not self.num_experts or self.selection != "sequential":
             return None
@@ -383,16 +338,6 @@ class Pec(PartialPolicy):
         k, k_persist = self.k_to_snapshot, self.k_to_persist
         memory, storage = expert_ages(number, k, k_persist, every)
         return memory.scaled(interval), storage.scaled(every * interval) if persists else None
-
-    def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """As :meth:`Policy.loading`."""
-        load_state = super().loading(state)
-
-        def load() -> None:
-            load_state()
-            self.limit_choice()
-
-        return load
 
     def _selected(self, iteration: int, load: Load | None, persists: bool) -> ExpertTable:
         """Returns the experts that memory lacks, or storage if the snapshot ``persists``."""
@@ -474,20 +419,13 @@ class PecStorage(PartialStorage):
 
 @dataclass(frozen=True)
 class PecReport(PolicyReport):
-    """Numbers of experts, the reason for their choice, and the expected cost of a fault."""
+    """Numbers of experts, and the expected cost of a fault."""
 
     policy: Pec
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`PolicyReport.gauges`: both K, and the interval if it is chosen."""
-        policy, choice = self.policy, self.policy.choice
-        gauges: dict[str, float] = {"k_snapshot": policy.k_to_snapshot, "k_persist": policy.k_to_persist}
-        return gauges if choice is None else gauges | {"snapshot_interval": choice.interval}
-
-    def reason(self) -> str | None:
-        """As :meth:`PolicyReport.reason`."""
-        choice = self.policy.choice
-        return None if choice is None else choice.reason
+        """As :meth:`PolicyReport.gauges`: both K."""
+        return {"k_snapshot": self.policy.k_to_snapshot, "k_persist": self.policy.k_to_persist}
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """As :meth:`PolicyReport.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
@@ -528,6 +466,5 @@ class PecRecovery(PartialRecovery):
             before = DynamicK(policy.k_to_persist, number, policy.plt_limit, first, state.booked)
             after = before.after_recovery(max(0.0, plt))  # negative if a newer state was found later
             state.booked = after.lost
-            if after.k > before.k:  # otherwise do not limit the choice
+            if after.k > before.k:
                 state.k = after.k
-            policy.limit_choice()

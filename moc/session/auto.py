@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -26,7 +26,8 @@ from moc.policy import POLICIES, ObservedIteration, full_policy_name
 from moc.policy.errors import rounded_up
 from moc.policy.interface import Load, SnapshotSizer
 from moc.policy.interval import BLOCK, BLOCKS, Measurements
-from moc.policy.pec_tuner import bytes_by_expert_count
+from moc.policy.partial import experts_by_layer
+from moc.policy.pec_selection import candidate_expert_counts, sequential_experts
 from moc.policy.windows import operators_by_stage
 from moc.recovery.copy_placement import DEFAULT_REPLICAS
 from moc.runtime.collectives import gather
@@ -37,7 +38,7 @@ from moc.session.tiers import LOOKING_S, Tiers
 from moc.simulate.elastic import Lasting
 from moc.simulate.live_costs import NAMES, Running, SavedBytes, flags_of_candidate, host_bytes, options_of
 from moc.simulate.planner import Candidate, PlanLimits, PolicyChoice, best_of, every_candidate, keeps_to, priced
-from moc.state.operators import Detail
+from moc.state.operators import Detail, Operator
 from moc.store.errors import CheckpointError
 from moc.store.store import Store
 
@@ -72,6 +73,8 @@ class AutoLimits:
         has_experts: the model has experts, whose tokens are counted from the start.
         gradients: snapshots may contain gradients instead of state.
         lasting: loss model of an elastic job, whose workers continue when nodes leave or join; otherwise None.
+        only: the only policy to choose from; None for all.
+        interval: iterations between snapshots, of policies without windows; None to choose.
     """
 
     tier: str
@@ -84,6 +87,8 @@ class AutoLimits:
     has_experts: bool
     gradients: bool = False
     lasting: Lasting | None = None
+    only: str | None = None
+    interval: int | None = None
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,7 @@ class AutoPolicy:
         """Limits as a list; a choice made under other limits is void."""
         asked = self._asked
         limits = [asked.tier, asked.replicas, asked.exact_only, asked.host_memory_gb, dict(asked.plt)]
-        return [*limits, asked.mtbf_hours, asked.gradients]
+        return [*limits, asked.mtbf_hours, asked.gradients, *((asked.only, asked.interval) if asked.only else ())]
 
     @property
     def _replicas(self) -> tuple[int, ...]:
@@ -310,8 +315,9 @@ class AutoPolicy:
             exact_only=asked.exact_only,
             host_bytes=None if asked.host_memory_gb is None else 1e9 * asked.host_memory_gb,
             plt_by_policy=asked.plt,
-            policies=tuple(name for name in NAMES if self._may_be(name)),
+            policies=tuple(name for name in NAMES if asked.only in (None, name) and self._may_be(name)),
             replicas=self._replicas,
+            interval=asked.interval,
             rarer=rarer,
         )
 
@@ -349,6 +355,23 @@ class AutoPolicy:
         self._log.events.write(
             "choice", iteration=iteration, **self._flags, cause=cause, mtbf_s=self._mtbf_s, ettr=others, reason=reason
         )
+
+
+def bytes_by_expert_count(sizer: SnapshotSizer, operators: Sequence[Operator], ep: int) -> dict[int, int]:
+    """Returns the busiest rank's bytes by number of experts saved per layer; empty without experts.
+
+    A collective call.
+    """
+    experts = experts_by_layer(operators)
+    layers = {layer: index for index, layer in enumerate(experts)}
+
+    def details(k: int) -> dict[str, Detail]:
+        chosen = {layer: sequential_experts(0, layers[layer], k, number, ep) for layer, number in experts.items()}
+        saved = (one for one in operators if one.place is None or one.place[1] in chosen[one.place[0]])
+        return {operator.name: Detail.FULL for operator in saved}
+
+    counts = candidate_expert_counts(min(experts.values())) if experts else []
+    return {k: sizer(details(k)) for k in counts}
 
 
 def changed(before: Mapping[str, float], now: Mapping[str, float]) -> str | None:

@@ -43,7 +43,6 @@ class Settings:
         keep: complete snapshots to keep in storage.
         sharding: rule that selects one of several replicas to save a state (:mod:`moc.sharding`).
         persist_interval: with a memory tier, iterations between snapshots that also go to storage; None for none.
-        persists_all: every snapshot goes to storage, and the policy chooses which part of it.
         replicas: other nodes that keep copies of each node's snapshots; None for all, up to two.
         replication_rate: maximum copy rate of a node in GB/s; None for no limit.
         upstream_logging: log the traffic between pipeline stages.
@@ -70,7 +69,6 @@ class Settings:
     keep: int = 2
     sharding: str = "EE+AN"
     persist_interval: int | None = None
-    persists_all: bool = False
     replicas: int | None = None
     replication_rate: float | None = None
     upstream_logging: bool = False

@@ -71,7 +71,7 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
         nodes=tuple(nodes),
         leads_node=world.rank == node[0],
         node=node,
-        persist_interval=1 if settings.persists_all and memory is not None else settings.persist_interval,
+        persist_interval=settings.persist_interval,
         keep=settings.keep,
     )
 

@@ -18,7 +18,7 @@ import numpy
 from moc.policy import POLICIES, policy_by_flag
 from moc.policy.costs import Machine, Price, SnapshotSizes
 from moc.policy.interface import Load
-from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.pec_selection import candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes, order_operators
 from moc.sharding import ParallelLayout

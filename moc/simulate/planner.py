@@ -30,6 +30,7 @@ class PlanLimits:
         policies: the policies to choose from.
         replicas: the numbers of copies in peers' memory to choose from.
         rarer: failures per failure that needs a checkpoint.
+        interval: iterations between snapshots of policies without windows; None for the best.
     """
 
     exact_only: bool = False
@@ -39,6 +40,7 @@ class PlanLimits:
     policies: tuple[str, ...] = (checkfreq.__name__, *REGISTERED)
     replicas: tuple[int, ...] = (2, 1)
     rarer: float = 1.0
+    interval: int | None = None
 
     def __post_init__(self):
         unknown = [name for name in self.policies if name not in POLICIES]
@@ -145,7 +147,8 @@ def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[C
     Intervals stay within the limit on lost tokens if they can.
     """
     for name in limits.policies:
-        basic = Options(mtbf_s=limits.rarer * mtbf_s, dynamic=False, plt_limit=limits.plt_of(name))
+        rarer_s, plt = limits.rarer * mtbf_s, limits.plt_of(name)
+        basic = Options(interval=limits.interval, mtbf_s=rarer_s, dynamic=False, plt_limit=plt)
         for options in on.offered(name, basic, limits.replicas):
             yield priced(on, name, options)
 

@@ -14,8 +14,7 @@ from moc.policy import POLICIES as REGISTERED
 from moc.policy import RegisteredPolicy
 from moc.policy.costs import Machine, PolicySettings, Price, SnapshotSizes
 from moc.policy.expert_selection import CountsByLayer
-from moc.policy.pec_selection import PLT_LIMIT, DynamicK
-from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK, candidate_expert_counts
 from moc.policy.tokens_at_risk import risk_by_share
 from moc.policy.windows import OperatorBytes
 from moc.recovery.copy_placement import place

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from moc.policy.costs import Price
-from moc.policy.pec_selection import DynamicK
-from moc.policy.pec_tuner import uniform_plt
+from moc.policy.pec_selection import DynamicK, uniform_plt
 from moc.policy.windows import generate_schedule
 from moc.recovery.copy_placement import Placement, survival
 from moc.recovery.plan import JobInventory, plans

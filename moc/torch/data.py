@@ -94,8 +94,9 @@ class Batches:
         self.is_stateful = isinstance(data, Stateful) and isinstance(data, Iterable)
         if self.is_stateful:
             self._first_state = data.state_dict()
+            loader: Any = data
             if getattr(data, "num_workers", 0):
-                data.worker_init_fn = functools.partial(begin_reader, getattr(data, "worker_init_fn", None))
+                loader.worker_init_fn = functools.partial(begin_reader, getattr(data, "worker_init_fn", None))
             return
         is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
         is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)

@@ -12,7 +12,6 @@ from moc.elastic.plan import Plan
 from moc.elastic.transfers import plan_transfers
 from moc.logs.log import LogEntry, LogReader, LogWriter, log_directory
 from moc.policy import Every, full_plan, policy_named
-from moc.policy.pec_tuner import PecLimits, choose_pec_settings
 from moc.policy.token_ledger import TokenLedger
 from moc.sharding import ParallelLayout, StateBytes, list_save_items
 from moc.simulate.closed_form import best_interval
@@ -23,7 +22,6 @@ from moc.store.ownership import Claim
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
 from tests.unit.elastic.test_transfers import TENSORS
-from tests.unit.policy.test_adaptive import MACHINE
 from tests.unit.sharding.test_save_plan import StageReplicas, told, world
 from tests.unit.store.test_assemble import full, made, part
 from tests.unit.store.test_store import file_parts, publish, saved, written
@@ -109,7 +107,6 @@ MISTAKES = {
     "operator-incomplete": lambda: made([part(0, expert=full()), part(1, expert=full(master=0))]),
     "part-overwritten": overwritten,
     "parts-contradictory": lambda: merge_reports([replace(part(0), job="one"), replace(part(1), job="two")]),
-    "plt-limit-too-low": lambda: choose_pec_settings(MACHINE, PecLimits(0.1), lambda *_: 0.2),
     "report-unreadable": contradictory_report,
     "saved-state-invalid": lambda: policy_of("pec").loading({"told": 1}),
     "state-without-source": lambda: plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]}),

@@ -47,7 +47,11 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
 @pytest.mark.recovery
 @pytest.mark.parametrize(
     ("policy", "number", "limits"),
-    [("pec", "pec_k", {}), ("selective", "selective_experts", dict(selective_mlt_limit=1.0))],
+    [
+        ("pec", "pec_k", {}),
+        ("pec", "pec_k", dict(ckpt_policy="pec", pec_k="auto")),
+        ("selective", "selective_experts", dict(selective_mlt_limit=1.0)),
+    ],
 )
 def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(policy, number, limits, data, flags):
     """Where both may lose that much, the one that is expected to lose less is chosen."""

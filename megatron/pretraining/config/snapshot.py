@@ -132,9 +132,10 @@ class _EveryPolicy(FlagGroup):
         return UNDISTURBED_MTBF_S if self.mtbf_hours is None else 3600.0 * self.mtbf_hours
 
     @property
-    def chooses_experts(self) -> bool:
-        """Whether the policy chooses its numbers of experts from measurements."""
-        return self.ckpt_policy in POLICIES and POLICIES[self.ckpt_policy].flags.uses_failure_rate(self)
+    def is_chosen(self) -> bool:
+        """Whether the policy, or only its settings, are chosen from measurements."""
+        kind = POLICIES.get(self.ckpt_policy or "")
+        return self.ckpt_policy == AUTO or kind is not None and kind.flags.chooses_settings(self)
 
     @property
     def experts(self) -> tuple[int, int]:

@@ -52,13 +52,8 @@ def _check_monitor(config: FlagGroups, problems: Problems) -> None:
 
 
 def _check_failure_rate(config: FlagGroups, problems: Problems) -> None:
-    snapshot = config.snapshot
-    kind = POLICIES.get(snapshot.ckpt_policy or "")
-    is_used = (
-        config.elastic.elastic or snapshot.ckpt_policy == AUTO or (kind and kind.flags.uses_failure_rate(snapshot))
-    )
     problems.refuse(
-        snapshot.mtbf_hours is not None and not is_used,
+        config.snapshot.mtbf_hours is not None and not (config.elastic.elastic or config.snapshot.is_chosen),
         "--mtbf-hours needs --elastic, --pec-k auto or --ckpt-policy auto, which reckon with it. Fix: add one of them, "
         "or drop --mtbf-hours",
         code="flag-needs-another",

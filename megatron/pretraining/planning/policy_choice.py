@@ -27,14 +27,27 @@ _FLAGS = {
 }
 """Flag and unit of each measurement."""
 
+_MEASURED = {
+    "forward_backward_s": "seconds of forward and backward of an iteration",
+    "iteration_s": "seconds of an iteration",
+    "snapshot_gbs": "GB/s from a rank's device to host memory",
+    "persist_gbs": "GB/s that a rank gets to storage when all write",
+    "mtbf_hours": "hours from one fault to the next, in the mean",
+}
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-policy`` and the flags that it needs in addition to those of ``--explain-k``."""
+    """Adds ``--explain-policy`` and the flags that it needs."""
     group = parser.add_argument_group(
-        "--explain-policy: what --ckpt-policy auto would choose (docs/how-to/choose-a-policy.md), from --iteration-s, "
-        "--forward-backward-s, --snapshot-gbs, --persist-gbs, --mtbf-hours and --plt-limit above, or a cluster's sheet"
+        "--explain-policy: what --ckpt-policy auto would choose (docs/how-to/choose-a-policy.md), from measurements or "
+        "a cluster's sheet"
     )
     group.add_argument("--explain-policy", action="store_true", help="choose policy, interval, K, window and replicas")
+    group.add_argument("--explain-k", action="store_true", help="the same, with pec as the only policy (--pec-k auto)")
+    for name, text in _MEASURED.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="X", help=text)
+    group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")
+    group.add_argument("--restart-s", type=float, help=argparse.SUPPRESS)  # of earlier versions; has no effect
     group.add_argument(
         "--cluster", metavar="NAME", help=f"cluster whose values replace missing measurements: {EXPLAINED}"
     )
@@ -64,6 +77,11 @@ def chosen(
     """
     if args.mtbf_hours is None or not args.mtbf_hours > 0:
         raise ToolError("--explain-policy needs --mtbf-hours, above 0. Fix: add it", code="flag-needs-another")
+    names = NAMES if args.explain_policy else ("pec",)
+    if not args.explain_policy and not config.moe.num_experts:
+        raise ToolError(
+            "--explain-k chooses numbers of experts. Fix: take a model that has some", code="model-without-experts"
+        )
     run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
     if args.replicas is not None and not 1 <= args.replicas < run.nodes:
         raise ToolError(
@@ -77,7 +95,7 @@ def chosen(
         plt_by_policy={
             name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
         },
-        policies=tuple(name for name in NAMES if _allowed(config, name, run.tier)),
+        policies=tuple(name for name in names if _allowed(config, name, run.tier)),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ from megatron.pretraining.planning import policy_choice, selective_choice
 from megatron.pretraining.planning.model import config_of, meta_operators, refused_all
 from megatron.pretraining.presets import PRESETS
 from moc.cli_output import Parser, ToolError, escapes_output, print_json, print_lines
-from moc.policy.pec_selection import sequential_experts
-from moc.policy.pec_tuner import PecChoice, PecLimits, PecMeasurements, candidate_expert_counts, choose_pec_settings
+from moc.policy.pec_selection import candidate_expert_counts, sequential_experts
 from moc.sharding import (
     RULES,
     SCHEMES,
@@ -30,8 +28,6 @@ from moc.sharding import (
     list_save_items,
     pec_leaves_ranks_unequal,
 )
-from moc.simulate import SimulationError
-from moc.simulate.tables import sentences
 from moc.state.operators import Operator
 
 CASES = {1: (8, 8), 2: (16, 16), 3: (16, 8)}
@@ -46,7 +42,7 @@ examples:
   python tools/plan_checkpoint.py --case 3 --whole --keep-master
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --json
   python tools/plan_checkpoint.py --case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 \\
-      --snapshot-gbs 1 --persist-gbs 0.1 --restart-s 120 --mtbf-hours 24 --plt-limit 0.0375
+      --snapshot-gbs 1 --persist-gbs 0.1 --mtbf-hours 24 --plt-limit 0.0375
   python tools/plan_checkpoint.py --model qwen-moe-14b --world 96 --pp 6 --ep 8 --explain-policy \\
       --cluster a100-80gb --tier peers --mtbf-hours 1 --exact-only --host-memory-gb 400
   python tools/plan_checkpoint.py --model deepseek-moe-16b --world 64 --pp 4 --ep 8 --explain-selective \
@@ -84,7 +80,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fp32", action="store_true", help="32-bit training: no 16-bit copy of the master weights")
     parser.add_argument("--no-zero", action="store_true", help="optimizer state is replicated, not partitioned")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    add_flags(parser)
     policy_choice.add_flags(parser)
     selective_choice.add_flags(parser)
     return parser
@@ -98,18 +93,20 @@ def main(argv: list[str] | None = None) -> int:
         plan = _plan(args, model_flags)
         rows = [plan.row(k) for k in plan.rows_wanted()]
         ranks = plan.ranks(args.pec_k) if args.pec_k is not None else None
-        busiest = {row.k: row.bottleneck["EE+AN"] for row in rows if row.k is not None}
-        choice = choose_pec_settings(measured(args, busiest), PecLimits(plt=args.plt_limit)) if args.explain_k else None
-        policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy else None
+        policy = policy_choice.chosen(args, *plan.shape) if args.explain_policy or args.explain_k else None
         selective = selective_choice.chosen(args, *plan.shape, zero=plan.zero)
     except (ToolError, ValueError) as error:
         return refused_all("plan_checkpoint", error)
     if args.json:
-        told = {"rows": [row.to_dict() for row in rows], "ranks": ranks, "choice": choice and asdict(choice)}
-        told |= {"policy": policy and policy_choice.told(*policy), "explain_selective": selective and asdict(selective)}
+        told = {
+            "rows": [row.to_dict() for row in rows],
+            "ranks": ranks,
+            "policy": policy and policy_choice.told(*policy),
+        }
+        told |= {"explain_selective": selective and asdict(selective)}
         print_json(plan.facts() | told)
     else:
-        more = ([_rank_table(plan, ranks)] if ranks else []) + ([explained(choice)] if choice else [])
+        more = [_rank_table(plan, ranks)] if ranks else []
         more += [policy_choice.explained(*policy)] if policy else []
         more += [selective_choice.explained(selective)] if selective else []
         print_lines(*_title(plan))
@@ -341,67 +338,3 @@ def _aligned(lines: list[list[str]]) -> list[str]:
 
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f}"
-
-
-_MEASURED = {
-    "forward_backward_s": "seconds of forward and backward of an iteration",
-    "iteration_s": "seconds of an iteration",
-    "snapshot_gbs": "GB/s from a rank's device to host memory",
-    "persist_gbs": "GB/s that a rank gets to storage when all write",
-    "restart_s": "seconds from a fault until training continues",
-    "mtbf_hours": "hours from one fault to the next, in the mean",
-}
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--explain-k`` and the flags that it needs."""
-    group = parser.add_argument_group("--explain-k: how many experts, and how often (MoC, sections 5.3 and 6.2.5)")
-    group.add_argument("--explain-k", action="store_true", help="choose from these measurements, sharded by EE+AN")
-    for name, text in _MEASURED.items():
-        group.add_argument(_flag(name), type=float, metavar="X", help=text)
-    group.add_argument("--plt-limit", type=float, metavar="P", help="most tokens that faults may lose, such as 0.0375")
-
-
-def measured(args: argparse.Namespace, busiest: Mapping[int, int]) -> PecMeasurements:
-    """Returns the measurements given by the flags, for bytes of the busiest rank by K.
-
-    Raises:
-        ValueError: a flag is missing or invalid.
-    """
-    missing = [_flag(name) for name in _MEASURED if getattr(args, name) is None]
-    if missing:
-        raise SimulationError(
-            f"--explain-k needs {', '.join(missing)} too. Fix: add what was measured",
-            code="flag-needs-another",
-        )
-    if not busiest:
-        raise SimulationError(
-            "--explain-k chooses numbers of experts. Fix: take a model that has some",
-            code="model-without-experts",
-        )
-    if not args.mtbf_hours > 0:
-        raise SimulationError(
-            f"--mtbf-hours cannot be {args.mtbf_hours}. Fix: give a number above 0",
-            code="value-out-of-range",
-        )
-    return PecMeasurements(
-        busiest_rank_bytes=busiest,
-        forward_backward_s=args.forward_backward_s,
-        iteration_s=args.iteration_s,
-        snapshot_bandwidth=1e9 * args.snapshot_gbs,
-        persist_bandwidth=1e9 * args.persist_gbs,
-        restart_s=args.restart_s,
-        faults_per_iteration=args.iteration_s / (3600 * args.mtbf_hours),
-    )
-
-
-def explained(choice: PecChoice) -> list[str]:
-    """Returns the choice, as lines."""
-    return [
-        f"K_snapshot {choice.k_snapshot}, K_persist {choice.k_persist}, a snapshot every {choice.interval} iterations",
-        *sentences(choice.reason),
-    ]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

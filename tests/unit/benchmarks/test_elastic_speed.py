@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.cluster.elastic import as_of_fixed_members, members
-from benchmarks.elastic_generations import cycles
 from benchmarks.elastic_speed import speeds
 from benchmarks.faults.run import End
 from tests.cases import each_row
@@ -15,11 +14,6 @@ def test_speed_is_compared_with_rounds():
     assert found[3]["speed"] == pytest.approx(11 / 21, abs=1e-4) and found[3]["promised"] == pytest.approx(
         11 / 21, abs=1e-4
     )
-
-
-def test_a_loss_and_the_growth_after_it_count_together():
-    samples = [{"descriptors": one} for one in (9, 4, 6, 4, 8, 4)]
-    assert cycles(samples) == [{"descriptors": 5.0}, {"descriptors": 6.0}]
 
 
 EXPECTED = End({"1": [2.0, 1.0], "2": [1.0, 1.0]}, {"box": "digest"})

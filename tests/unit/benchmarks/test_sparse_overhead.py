@@ -1,12 +1,10 @@
-"""From what runs tell to what sparse checkpoints cost, and what is frozen while a window is computed again."""
+"""From what runs tell to what sparse checkpoints cost."""
 
 import pytest
 
 from benchmarks.live.blocks import Blocks, between
-from benchmarks.replay_cost import NORMAL, beside_normal, frozen_in
 from benchmarks.sparse_overhead import AUTO, BASE, GEMINI, LAYOUTS, MODEL, THREE, WAYS, figures, summary, verdicts
 from megatron.pretraining.entry.offline import config_of_words
-from moc.state.operators import Operator
 from tests.cases import each_row
 
 
@@ -100,19 +98,3 @@ def test_a_median_is_told_with_what_it_may_be():
 def test_the_flags_of_a_way_are_flags(way):
     saving = [*WAYS[way].flags.split(), "--ckpt-dir", "d"] if WAYS[way].flags else []
     config_of_words([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving], None)
-
-
-def test_what_is_frozen_in_each_iteration_of_a_replay():
-    experts = [Operator(f"layers.0.expert.{i}", "expert", 0, i, 1) for i in range(3)]
-    operators = [Operator("embedding", "embedding", None, None, 1), *experts]
-    operators += [Operator("output", "output", None, None, 1)]
-    assert frozen_in(operators, 3) == {
-        "W = 3, 1 of 2": ("layers.0.expert.2", "embedding", "output"),
-        "W = 3, 2 of 2": ("output",),
-    }
-    assert frozen_in(operators, 1) == {}
-
-
-def test_what_a_replay_costs_is_beside_the_same_round():
-    told = {NORMAL: {"flops": 300, "seconds": [1.0, 2.0, 4.0]}, "frozen": {"flops": 200, "seconds": [0.5, 1.6, 3.0]}}
-    assert beside_normal(told)["frozen"] == {"flops": pytest.approx(2 / 3), "seconds": 0.75}

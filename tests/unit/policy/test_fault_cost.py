@@ -90,7 +90,6 @@ def test_two_levels():
 
 def test_nothing_is_said_of_what_is_not_known():
     assert made(8, 1, 1, selection="load_aware").expected(True) is None
-    assert made(8, 1, 1, auto=True).expected(True) is None
     shape = ModelShape((0, 0), 64, 256, 64, 64, 16, 1000)
     assert policy_named("pec")(model_operators(shape), Every(1)).expected(True) is None
     assert policy_named("pec")(made(8, 1, 1).operators, IntervalTuner(), k=1).expected(True) is None

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Capability, Every, JobShape, ObservedIteration, Transfer, full_plan
 from moc.policy.expert_selection import Preselection, count_limit, proportional
-from moc.policy.interval import BLOCK, WARM_UP
+from moc.policy.interval import BLOCK, WARM_UP, IntervalTuner
 from moc.policy.pec import PecState
-from moc.policy.pec_tuner import PecLimits, PecTuner
 from moc.policy.selective import Selective
 from moc.policy.selective_choice import (
     ExpertSizes,
@@ -152,7 +151,7 @@ def test_a_resumed_run_has_the_same_budgets():
 def test_another_tuners_state_is_ignored_and_a_damaged_one_refused():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, copied=Transfer(100.0, 1.0))
     state = tuner.state_dict()
-    tuner.load_state_dict(PecTuner(PecLimits(0.1), 1.0).state_dict())
+    tuner.load_state_dict(IntervalTuner().state_dict() | {"copied": [[1.0, 2.0]]})
     assert tuner.local_bytes is None and not tuner.is_due(1)
     for damaged in ([], state | {"copied": 3}, state | {"faults": "many"}):
         with raises("saved-state-invalid"):

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from moc.policy import POLICIES
-from moc.policy.pec_tuner import candidate_expert_counts
+from moc.policy.pec_selection import candidate_expert_counts
 from moc.policy.windows import OperatorBytes
 from moc.sharding import ParallelLayout
 from moc.simulate.engine import SimulatedJob, simulate
