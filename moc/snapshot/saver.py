@@ -352,7 +352,7 @@ class Saver:
         snapshot.seal_s = time.perf_counter() - begun
         if snapshot.after is not None:
             snapshot.after.result()
-        reach("snapshot_sealed")
+        reach("snapshot_finalized")
         return part
 
     def _persist(

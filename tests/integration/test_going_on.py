@@ -30,7 +30,7 @@ FAULTS = [
     for rank, iteration, held, _ in LOSSES
     for fault in (
         # not right after the vote: a survivor that has not begun its snapshot by then would let the window begin anew
-        f"kill rank={rank} iteration={iteration + 1} point=before_vote",
+        f"kill rank={rank} iteration={iteration + 1} point=before_commit",
         f"stop rank={rank} iteration={held} point=replaying",
     )
 ]

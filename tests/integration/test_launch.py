@@ -113,7 +113,7 @@ def test_the_controller_dies_before_the_workers_are_brought_together_and_while_t
     flags, undisturbed, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    slow = dict(inject="slow rank=1 iteration=0 point=meeting seconds=3 times=99")
+    slow = dict(inject="slow rank=1 iteration=0 point=ready seconds=3 times=99")
     with Launched("EP2", flags | slow, tmp_path / "job", cold=True) as job:
         for iteration, later in ((3, 0.0), (6, 1.0)):
             job.reach(iteration)

@@ -181,7 +181,7 @@ def test_a_worker_that_is_slow_elsewhere_begins_no_generation(data, tmp_path, mo
     """The others wait in their steps, on the device, for longer than a step may take."""
     monkeypatch.setenv("LYING_DEVICE", "{}")
     snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
-    faults = ["slow rank=0 iteration=4 point=snapshot_published seconds=9"]
+    faults = ["slow rank=0 iteration=4 point=snapshot_committed seconds=9"]
     with node_memory() as memory:
         flags = data | snapshots | REPLICATED | dict(ckpt_memory_dir=memory, train_iters=8, inject=faults)
         own, program = ["--hang-timeout", "step=4"], "tests/integration/lying_pretrain_gpt_moe.py"

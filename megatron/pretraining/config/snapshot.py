@@ -267,7 +267,7 @@ class FaultFlags(FlagGroup):
 
     inject: tuple[str, ...] | None = flag(
         None,
-        f"""Faults such as "kill rank=2 iteration=40 point=after_vote"; several are separate words, or separated by
+        f"""Faults such as "kill rank=2 iteration=40 point=after_commit"; several are separate words, or separated by
         semicolons. First the action: {"; ".join(f"{name}, {text}" for name, text in ACTIONS.items())}.
         Then its target: rank=N, ranks=N,N or node=N; the first iteration: iteration=N; the number of times: times=N
         (default 1); and the point (default start): point=NAME:

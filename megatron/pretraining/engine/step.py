@@ -81,7 +81,7 @@ class Stepper:
         reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
         totals = self._all_reduce(iteration + 1, reports, stop)  # after this, all workers can complete the iteration
-        reach("after_vote")
+        reach("after_commit")
         record = self._decide(iteration, totals)
         progress("save")
         for participant in self.participants:  # a snapshot in progress reads state that the update is about to change
@@ -155,7 +155,7 @@ class Stepper:
             contribution["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
             contribution["params_square_norm"] = self.optimizer.local_params_square_norm()
-        reach("before_vote")
+        reach("before_commit")
         with self.boundaries.waiting():  # stages that finish early wait here
             return sum_over_workers(contribution, self.world)
 

@@ -121,7 +121,7 @@ class Committer:
         begun, storage = time.perf_counter(), self._tiers.storage
         commit = functools.partial(self._commit, storage, plan, state, range(self._world.size))
         with_retries(commit, pauses_s, self._abandoned)
-        reach("published")
+        reach("committed")
         if plan.ends_window:
             self._retain(plan.iteration)
         publish_s = time.perf_counter() - begun
