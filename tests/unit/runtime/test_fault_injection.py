@@ -31,7 +31,9 @@ def injector(text, directory, told, rank=0, node=0):
 
 
 def test_a_fault_as_it_is_written():
-    assert parse_faults("kill rank=2 iteration=40 point=after_commit") == (Fault("kill", 40, (2,), point="after_commit"),)
+    assert parse_faults("kill rank=2 iteration=40 point=after_commit") == (
+        Fault("kill", 40, (2,), point="after_commit"),
+    )
     assert parse_faults("slow ranks=1,0 seconds=.5 iteration=3 times=2; stop node=1 iteration=0;") == (
         Fault("slow", 3, (0, 1), seconds=0.5, times=2),
         Fault("stop", 0, node=1),
