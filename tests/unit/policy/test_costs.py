@@ -82,15 +82,12 @@ def settings(name="pec", **flags) -> dict:
 def test_settings_follow_from_flags_and_job():
     found = settings()
     assert found == dict(
-        k=2, k_persist=2, selection="sequential", target="both", ep=2, plt_limit=0.0, auto=False,
-        auto_plt_limit=PLT_LIMIT, mtbf_s=3600.0, one_level=False, persist_every=1,
+        k=2, k_persist=2, selection="sequential", target="both", ep=2, plt_limit=0.0, persist_every=1,
     )  # fmt: skip
     operators = model_operators(ModelShape((1, 1), 8, 16, 8, 8, 4, 100, num_experts=4, expert_ffn_hidden_size=8))
     assert policy_named("pec")(operators, Every(4), **found).k_to_persist == 2
     more = settings(pec_k_snapshot=4, pec_k_persist=1, pec_dynamic_k=True, pec_plt_limit=0.01, ckpt_tier="disk")
-    assert (more["k"], more["k_persist"], more["plt_limit"], more["one_level"]) == (4, 1, 0.01, True)
-    chosen = settings(pec_k="auto")
-    assert (chosen["auto"], chosen["k"], chosen["k_persist"]) == (True, 1, 1)
+    assert (more["k"], more["k_persist"], more["plt_limit"]) == (4, 1, 0.01)
     assert settings("sparse", sparse_order="index") == dict(window=0, order="index", ep=2, stages=(0, 0, 1))
     assert settings("sparse", sparse_window="7")["window"] == 7
     assert settings("full") == {}
