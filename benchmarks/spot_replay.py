@@ -267,7 +267,7 @@ def forecast(
         own: flags of the benchmark.
         of: number of nodes over time.
         way: one of :data:`WAYS`.
-        told: the job's result.
+        told: result of the job.
         stood: durations of changes.
         files: a directory for the trace.
     """

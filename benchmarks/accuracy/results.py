@@ -1,4 +1,4 @@
-"""Stores the samples of many runs in a JSON file, from which an interrupted benchmark resumes."""
+"""Stores the samples of many runs in a JSON file that lets an interrupted benchmark resume."""
 
 from __future__ import annotations
 

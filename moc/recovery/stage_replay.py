@@ -108,7 +108,7 @@ class Course:
 
     @property
     def whole(self) -> int:
-        """First iteration at which all operators of the stage learn."""
+        """First iteration that updates all operators of the stage."""
         return self.begin if self.way is None else self.way.iteration
 
     def moment(self, iteration: int) -> ReplayPoint | None:
@@ -125,7 +125,7 @@ def goes_on(
     held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
-    """Returns the plan by which a stage continues from its current state to the iteration ``until``.
+    """Returns the plan of a stage that continues from its current state to the iteration ``until``.
 
     A worker completes an iteration only when its stage has all reduced gradients (``moc/session/resume/replay.py``). So
     workers of a stage are at most one iteration apart. The availability of logs is not checked.

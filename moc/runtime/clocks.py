@@ -69,7 +69,7 @@ class Lease:
 
 
 class RunningClock:
-    """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
+    """Counts the seconds that this process ran, so that peers are not blamed for messages missed during its pauses.
 
     Args:
         max_step_s: maximum seconds between two ticks; any excess counts as a pause.

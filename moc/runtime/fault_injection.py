@@ -47,7 +47,7 @@ class Fault:
 
     Attributes:
         action: one of :data:`ACTIONS`.
-        iteration: first iteration in which it may strike, counted from 1; 0 includes the start of the job.
+        iteration: first iteration that it may strike, counted from 1; 0 includes the start of the job.
         ranks: ranks of the workers; empty for all workers of the node.
         node: number of the node; None for any.
         point: one of :data:`moc.fault_points.POINTS`.

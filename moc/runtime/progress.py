@@ -75,7 +75,7 @@ class Progress:
         """Marks the thread as waiting for other workers within the block.
 
         Args:
-            on_stream: the block enqueues an operation in which the device's stream waits.
+            on_stream: the block enqueues an operation that makes the device's stream wait.
         """
         begun = time.monotonic()
         self._is_waiting = True

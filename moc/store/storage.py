@@ -34,7 +34,7 @@ class Blob(Protocol):
         """Hints that the bytes [start, stop) will be read soon."""
 
 
-_READ_AHEAD_BYTES = 4 << 20  # bytes read ahead at once
+_READ_AHEAD_BYTES = 4 << 20  # bytes per read-ahead
 
 
 class LocalBlob:

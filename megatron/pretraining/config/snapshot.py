@@ -263,7 +263,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FaultFlags(FlagGroup):
-    """Injected faults: tests of what a run survives."""
+    """Injected faults, to test recoveries."""
 
     inject: tuple[str, ...] | None = flag(
         None,

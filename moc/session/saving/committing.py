@@ -30,7 +30,11 @@ from moc.store.store import Store
 
 
 class Committer:
-    """Committer of snapshots, in the background for storage; communicates with no other worker."""
+    """Makes snapshots valid by writing their manifests last; communicates with no other worker.
+
+    In memory, the first rank of each node commits before the method returns.  In storage, rank 0 commits in the
+    background.
+    """
 
     def __init__(
         self,

@@ -142,7 +142,7 @@ class Copying(Stage):
 
 
 SWITCH_S = 1e-4
-"""Python's switch interval during snapshots; its default of 5 ms is as long as a complete copy."""
+"""Python's switch interval during snapshots; its default of 5 ms is the duration of a complete copy."""
 
 _BESIDE, _WITH = "snapshot-", "event-log"
 """Name prefixes of background threads, and of threads that training waits for."""

@@ -132,8 +132,7 @@ def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, argv, sentence):
 
 
 EXPLAIN = (
-    "--case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 --snapshot-gbs 1 --persist-gbs 0.1 "
-    "--mtbf-hours 24"
+    "--case 1 --explain-k --forward-backward-s 1.2 --iteration-s 1.5 --snapshot-gbs 1 --persist-gbs 0.1 --mtbf-hours 24"
 ).split()
 
 
