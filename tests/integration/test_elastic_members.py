@@ -133,7 +133,7 @@ def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a worker while others wait for it")
-def test_a_worker_that_hangs_before_it_has_left_is_replaced_and_the_others_meet_who_has_come(data, growing):
+def test_worker_hanging_before_drain_is_replaced_during_scale_up(data, growing):
     job = growing("stop node=2 iteration=5 point=draining")
     job.go_on(5)
     job.tells("sent no heartbeat for")

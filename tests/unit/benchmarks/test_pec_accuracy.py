@@ -32,7 +32,7 @@ def test_each_seed_has_every_cell_once():
     assert [c.method for c in wanted if c.kind == "curve"] == ["baseline", "W", "O", "WO", "WO-2L"]
 
 
-def test_faults_of_the_grid_come_at_the_midpoint_when_all_experts_have_been_saved_again():
+def test_grid_faults_occur_after_all_experts_were_saved():
     for cell in cells(PLAN, seed=1):
         if cell.kind == "grid":
             assert cell.faults == (PLAN.iterations // 2,) and cell.faults[0] % cell.interval == 0

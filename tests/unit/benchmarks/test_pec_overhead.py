@@ -159,7 +159,7 @@ def test_storage_follows_if_it_gets_all_snapshots_but_the_first():
     assert figures.followed(skipped, every=EVERY, snapshots=3)["stored"] == 2
 
 
-def test_whether_storage_follows_is_tried_at_the_interval_and_at_the_next_shorter_one():
+def test_storage_is_tried_at_interval_and_next_shorter_one():
     assert pec_overhead.shortest(3) == [3, 2] and pec_overhead.shortest(1) == [1]
 
 

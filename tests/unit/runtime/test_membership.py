@@ -201,7 +201,7 @@ def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_nobody_want
     assert membership.node_joined(1, told, 0) == [Kill(1, names[2]), Kill(1, names[3])]
 
 
-def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_are_told_what_they_have_missed():
+def test_returning_node_gets_missed_orders():
     membership, names = running()
     membership.node_lost(1)
     told = [
@@ -292,7 +292,7 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     assert membership.worker_exited("3.0", -15)[0].code == 143
 
 
-def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to_join():
+def test_restarted_controller_does_not_wait_for_joining_nodes():
     membership, names = running()
     membership.node_joined(2)
     membership = restarted(membership)
@@ -477,7 +477,7 @@ def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():
     assert membership.end is None and membership.stop_signal == 15
 
 
-def test_a_controller_that_is_started_again_ends_no_job_since_others_are_about_to_join():
+def test_restarted_controller_does_not_end_the_job():
     membership, names = running()
     membership = restarted(membership)
     has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]

@@ -211,9 +211,7 @@ def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_asked_again(
-    replica_servers, lead, tmp_path
-):
+def test_killed_peer_leaves_nothing_and_is_asked_again(replica_servers, lead, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     replica_server = Keeping(tmp_path / "x")
