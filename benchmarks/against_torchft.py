@@ -1,4 +1,4 @@
-"""Compares moc.torch with torchft: the same loop with two workers on CPUs and gloo, of which one is killed.
+"""Compares moc.torch with torchft: the same loop with two workers on CPUs and gloo; one is killed.
 
     python -m benchmarks.against_torchft --output docs/results/against_torchft_cpu.json
 

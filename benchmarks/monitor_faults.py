@@ -30,7 +30,7 @@ from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, launcher
 
 BETWEEN = 3  # iterations from one kill to the next
-LAST = 80  # iterations after the last kill, in which metrics are compared
+LAST = 80  # iterations after the last kill that compare metrics
 STOPPED_S = 10.0  # less than --silence-timeout
 
 

@@ -224,8 +224,8 @@ def of_selective(chance: random.Random, tier: str, size: int, nodes: int, iterat
     if "selective" not in tier or "disk" in tier:
         return []
     points = [] if "states" in tier else ["gradient_staged", "folding"]
-    points += ["peers_published"] if "peers" in TIERS[tier] and nodes > 1 else []
-    leads = {"peers_published": range(0, size, size // nodes)}
+    points += ["peers_committed"] if "peers" in TIERS[tier] and nodes > 1 else []
+    leads = {"peers_committed": range(0, size, size // nodes)}
     return [
         Fault("kill", chance.randint(2, iterations - 3), (chance.choice(leads.get(point, range(size))),), point=point)
         for point in points

@@ -83,7 +83,7 @@ def planned(mean: float, iterations: int, seed: int) -> list[str]:
     told = []
     for at in sorted(chance.sample(places, round(len(places) / mean))):
         ranks = sorted(chance.sample(range(WORKERS), chance.randint(1, MOST)))
-        told.append(f"kill ranks={','.join(map(str, ranks))} iteration={at} point=before_vote")
+        told.append(f"kill ranks={','.join(map(str, ranks))} iteration={at} point=before_commit")
     return told
 
 

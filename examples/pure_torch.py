@@ -4,7 +4,7 @@
     python -m moc.launch --nproc-per-node 2 examples/pure_torch.py --ckpt-dir /tmp/snapshots
 
 A small language model with experts, replicated; one all-reduce averages gradients.  Kill any worker: another one takes
-its place, and the last line is that of a run in which nobody was killed.  docs/how-to/own-engine.md goes through it.
+its place, and the last line is identical to an uninterrupted run's.  docs/how-to/own-engine.md explains it.
 """
 
 import argparse
@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 def name_of(parameter: str) -> str:
-    """The name of a parameter in checkpoints: Megatron's, from which its operator follows."""
+    """Returns the name of a parameter in checkpoints: Megatron's, which determines its operator."""
     head, _, rest = parameter.partition(".")
     if head != "layers":
         return {"embedding": "embedding.", "output": "output_layer."}[head] + rest
@@ -108,7 +108,7 @@ class Engine:
     def compare_samples(self, saved, say): ...
 
     def gradients(self, iteration):
-        """Computes the mean gradients of an iteration; samples follow from its number and the rank alone."""
+        """Computes the mean gradients of an iteration; samples depend only on its number and the rank."""
         samples = torch.Generator().manual_seed(iteration * self.world.size + self.world.rank)
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=samples).sort(-1).values
         self.optimizer.zero_grad()
@@ -195,5 +195,5 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (CheckpointError, ValueError) as error:  # one sentence that says what to do
+    except (CheckpointError, ValueError) as error:  # one sentence with the remedy
         sys.exit(refused("pure_torch", error))

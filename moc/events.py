@@ -589,7 +589,7 @@ EVENTS = {
         {"iteration": "iterations completed", "reason": "done, limit or signal", "code": "exit code"},
     ),
 }
-"""Event types by ``type``, in the order in which a run emits them."""
+"""Event types by ``type``, in the order of a run."""
 
 
 def problems(event: Mapping[str, object]) -> list[str]:

@@ -11,8 +11,8 @@ STEP = {
     "start": "an iteration begins",
     "forward_backward": "a micro batch is about to be computed, of this iteration or of an evaluation",
     "after_reduce": "gradients are reduced",
-    "before_vote": "this worker is about to contribute to the commit all-reduce",
-    "after_vote": "the totals of the commit all-reduce are known, and nothing is updated",
+    "before_commit": "this worker is about to contribute to the commit all-reduce",
+    "after_commit": "the totals of the commit all-reduce are known, and nothing is updated",
     "after_apply": "the update is done; with ZeRO-1, weights are not gathered yet",
 }
 AFTER = {
@@ -23,29 +23,40 @@ AFTER = {
 SNAPSHOT = {
     "gradient_staged": "the gradients of a snapshot may be cleared, and perhaps nothing of it is in host memory",
     "snapshot_copying": "a snapshot is being copied, in a background thread",
-    "snapshot_sealed": "this worker's part of a snapshot is finalized, and the others do not know it yet",
-    "snapshot_published": "all know that a snapshot is finalized, and one worker of each node commits it in memory",
+    "snapshot_finalized": "this worker's part of a snapshot is finalized, and the others do not know it yet",
+    "snapshot_committed": "all know that a snapshot is finalized, and one worker of each node commits it in memory",
     "replicating": "a snapshot is being copied to other nodes",
-    "peers_published": "a node has its copies of a snapshot, and the others do not know it yet; on the node's leader",
+    "peers_committed": "a node has its copies of a snapshot, and the others do not know it yet; on the node's leader",
     "persisting": "this worker's part of a snapshot or of a Megatron-LM checkpoint is in storage, and not reported yet",
-    "published": "a snapshot is committed in storage, and older ones still exist; only on the first worker",
+    "committed": "a snapshot is committed in storage, and older ones still exist; only on the first worker",
 }
 RECOVERY = {
     "rebuilding": "a worker has built its model, and has no data yet",
-    "meeting": "a worker has reported that it is ready, and waits for the others",
+    "ready": "a worker has reported that it is ready, and waits for the others",
     "loading": "a worker is about to fill its state from a snapshot",
     "folding": "some gradients of a snapshot are applied to the loaded experts, and others are not yet",
     "replaying": "a worker is about to compute an iteration again",
     "loaded": "a worker has its state again",
 }
 ELASTIC = {
-    "parting": "all workers have agreed to connect to new nodes: this one is about to leave its generation",
+    "draining": "all workers have agreed to connect to new nodes: this one is about to leave its generation",
     "rebalancing": "state moves: this worker has received its new parts (of a layer, or of shards), not yet in use",
     "passing_on": "state moves: workers have received parts of it, and are about to forward them to one another",
     "landed": "state moves: all workers have their new parts, and this one is about to use them",
 }
 POINTS = STEP | AFTER | SNAPSHOT | RECOVERY | ELASTIC
 """Meaning of each point, by name."""
+FORMER_NAMES = {
+    "before_vote": "before_commit",
+    "after_vote": "after_commit",
+    "snapshot_sealed": "snapshot_finalized",
+    "snapshot_published": "snapshot_committed",
+    "peers_published": "peers_committed",
+    "published": "committed",
+    "meeting": "ready",
+    "parting": "draining",
+}
+"""Names of points in earlier releases, which faults may still use, with the current names."""
 
 Listener = Callable[[str, "int | None"], None]
 _listener: Listener | None = None

@@ -344,7 +344,7 @@ def _make_log_dir(directory: Path) -> None:
 
 
 def _unusable(address: str, error: OSError) -> LaunchError:
-    """Returns the error for an address on which the controller cannot listen."""
+    """Returns the error for an address that the controller cannot listen on."""
     host, _, port = address.rpartition(":")
     if error.errno == errno.EADDRINUSE:
         return LaunchError(

@@ -142,7 +142,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             self.run.reduce()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
-        """Ends an iteration, and repeats those that a lost worker has undone."""
+        """Ends an iteration, and repeats iterations that a lost worker has undone."""
         run = self.run
         assert run is not None  # in training
         target, output = run.iteration + 1, None

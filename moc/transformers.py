@@ -127,7 +127,7 @@ class FaultTolerance:
         )
 
     def commit(self) -> None:
-        """Ends an iteration, and repeats those that a lost worker has undone."""
+        """Ends an iteration, and repeats iterations that a lost worker has undone."""
         run, groups = self._run, self._groups
         assert run is not None and groups is not None  # in training
         target = run.iteration + 1

@@ -1,4 +1,4 @@
-"""torchrun, as batch systems need it: it lets the workers save, and says how they ended.
+"""Runs torchrun for batch systems: lets the workers save, and exits with their exit code.
 
 Takes torchrun's arguments, and differs from it in two things:
 

@@ -3,15 +3,15 @@
     with warm.starts():
         process = subprocess.Popen([sys.executable, "-m", "moc.launch", ...], start_new_session=True)
 
-Such a process is what a cold one would be: a child of the one that starts it, with the command line, environment,
-directory and descriptors that it was given, and a death that its parent hears of.  Launchers and controllers start
-theirs in the same way.  What is read when Python itself starts (options of the C library, ``PYTHON*``) stays as the
-server has it, except for ``PYTHONWARNINGS=ignore``; tests of such things start their programs cold.
+Such a process equals a cold one: it is a child of its starter, which receives its exit code, with the given command
+line, environment, directory and descriptors.  Launchers and controllers start their processes in the same way.
+Settings that Python reads at its start (options of the C library, ``PYTHON*``) are the server's, except for
+``PYTHONWARNINGS=ignore``; tests of these start their programs cold.
 
 A process that runs threads must not fork, and a launcher does.  So each gets a server of its own before it begins,
 which forks for it.  A ``sitecustomize.py`` in the first directory of ``PYTHONPATH`` runs first, as in a cold process::
 
-    server -- forks for each request a --> middle -- forks and ends --> program, by then a child of whoever asked
+    server -- forks for each request a --> middle -- forks and ends --> program, by then a child of the requester
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def start(request: dict, connection: socket.socket, serve_forks) -> None:
 
 def _run(request: dict, connection: socket.socket, serve_forks) -> int:
     _, *options = request["arguments_of_program"]
-    if options[0] == "-u":  # as torchrun says: its output comes at its end
+    if options[0] == "-u":  # as torchrun does: its output is printed at its end
         options = options[1:]
     if options[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
@@ -204,7 +204,7 @@ def _own_server(serve_forks, connection: socket.socket):
 
 
 def _take(descriptors: list[int], numbers: list[int], connection: socket.socket) -> None:
-    """Gives what was received the numbers that it has in the process that asks, and tells that this one is there."""
+    """Gives received descriptors the requester's numbers, and reports that this process has started."""
     import fcntl
 
     beyond = max(*numbers, *descriptors, connection.fileno()) + 1
@@ -221,7 +221,7 @@ def _take(descriptors: list[int], numbers: list[int], connection: socket.socket)
 
 
 def _show(arguments: list[str]) -> None:
-    """Writes a command line over that of the server, where Linux reads it from."""
+    """Replaces the server's command line, where Linux reads it from."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])
     line = b"".join(os.fsencode(argument) + b"\0" for argument in arguments)[: end - begin - 1]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tells whether checkpoints are whole."""
+"""Reports whether checkpoints are valid."""
 
 import sys
 from pathlib import Path

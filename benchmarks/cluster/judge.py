@@ -28,7 +28,7 @@ class Publication:
 
 
 def overlaps(lives: Sequence[Life]) -> list[tuple[int, float, float]]:
-    """Returns the times at which a rank lived on two hosts: rank, start and end."""
+    """Returns the times when a rank lived on two hosts: rank, start and end."""
     found = []
     for i, one in enumerate(lives):
         for other in lives[i + 1 :]:

@@ -81,7 +81,7 @@ class Cluster:
 
 
 def scenarios(nnodes: int, size: int, silence: float) -> dict[str, Scenario]:
-    """Returns all rows, by name; the arguments are those of :class:`Cluster`."""
+    """Returns all rows, by name; :class:`Cluster` has the same arguments."""
     cluster = Cluster(nnodes, size, silence)
     return _losses(cluster) | _cuts(cluster) | _frozen_storage(cluster) | _stopped_processes(cluster)
 

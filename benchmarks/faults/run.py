@@ -78,7 +78,7 @@ TIERS = {
 }
 """Flags of full, sparse and partial snapshots in several tiers."""
 LOSSY = tuple(name for name, flags in TIERS.items() if "pec" in flags or "selective" in flags)
-"""Tiers with which a run may resume from experts of different iterations; then its final bits differ."""
+"""Tiers that may let a run resume from experts of different iterations; then its final bits differ."""
 STOPPED_S = 3.0  # seconds that a replica server is stopped: its sockets stay open, but do not answer
 
 

@@ -56,7 +56,7 @@ def read(directory: Path) -> dict[Key, Routed]:
 
 
 def parting(one: Mapping[Key, Routed], other: Mapping[Key, Routed], iterations: int) -> tuple[Choice, ...]:
-    """Returns the choices by which two runs diverge: the different choices of the first iteration that has any.
+    """Returns the choices that make two runs diverge: the different choices of the first iteration that has any.
 
     For each micro batch, only the first layer that differs is used, since later layers have different input.
 

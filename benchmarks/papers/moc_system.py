@@ -27,7 +27,7 @@ _SEQUENCES, _LENGTH = 2, 2048  # per GPU; not stated in the paper
 _SAVED = 8  # MoC-Async saves one of this number of experts
 _NVLINK = 900 / 400  # H100 relative to A800
 _FOLLOWS, _CERTAIN = "following from the fit", "that could not fail"
-_COUNTED = 64  # GPUs for which bytes are counted; with more, the bytes per GPU stay the same
+_COUNTED = 64  # GPUs to count bytes of; with more, the bytes per GPU stay the same
 
 
 @dataclass(frozen=True)

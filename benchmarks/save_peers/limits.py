@@ -1,4 +1,4 @@
-"""Measures the machine's limits and ours: 4 workers at once copy, write and read shares of the same bytes.
+"""Measures the machine's limits and ours: 4 concurrent workers copy, write and read shares of the same bytes.
 
 A disk's speed changes from minute to minute, so our code alternates with plain copying, writing and reading.
 """

@@ -1,4 +1,4 @@
-"""Runs this repository's trainer, whose iterations are timed and whose model and optimizer the peers save."""
+"""Runs this repository's trainer and times its iterations; the peers save its model and optimizer."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def prepare(run: TrainingRun) -> None:
 
 
 def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
-    """Carries out the duties after the last completed iteration; returns whether training ends with it."""
+    """Evaluates and saves after the last completed iteration, if due; returns whether training ends with it."""
     stopping = duties.stops
     if duties.evaluates and not stopping:
         stopping = not report_loss(run, "valid", stop)

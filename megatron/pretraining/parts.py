@@ -97,7 +97,9 @@ class Program(Protocol):
 class Callback(CommitParticipant):
     """Extension of the training loop.  By default, each hook does nothing.
 
-    All workers have the same callbacks, and call each hook of all of them in the same order.
+    All workers have the same callbacks, and call each hook of all of them in the same order, so hooks except
+    :meth:`close` may contain collectives.  :meth:`contribution` and :meth:`on_totals` add values to the commit
+    all-reduce, and receive their sums.
     """
 
     def before_training(self, run: TrainingRun) -> None:
@@ -164,7 +166,7 @@ class WorkerParts:
     Attributes:
         world: this worker's rank and groups in the current generation.
         streams: readers of ``train``, ``valid`` and ``test``; None on stages that read no data.
-        train_iters: iterations of the whole run.
+        train_iters: iterations of the complete run.
         vocabulary_rows: rows of the embedding.
         data: identity of the data that this worker reads, or once the generation has started, any worker.
         data_sizes: sizes of the training data, if this worker reads files.
@@ -202,7 +204,7 @@ class WorkerParts:
     began: int | None = None
 
     def met(self, loss: Interruption | None) -> None:
-        """Takes over the rank and groups of the generation in which all workers reconnected; logs it after a loss."""
+        """Takes over the rank and groups of the generation after all workers reconnected; logs it after a loss."""
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
@@ -236,7 +238,7 @@ class TrainingRun:
         callbacks: extensions of the loop, in the order of their calls.
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
-        train_iters: iterations of the whole run.
+        train_iters: iterations of the complete run.
         stops: a worker received a stop request during set-up, and there is state to save.
         missed: duties of the last completed iteration that are not done.
     """

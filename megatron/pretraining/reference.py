@@ -21,6 +21,7 @@ from moc import launch
 from moc.cli_output import CORRECT_FLAGS, REMEDIES, print_lines, replacing
 from moc.errors import UserError
 from moc.events import EVENTS, EVERY
+from moc.fault_points import POINTS
 
 FIX = " Fix: "
 """Separates the cause from the remedy in a message."""
@@ -139,7 +140,7 @@ def pages() -> dict[str, str]:
 
 
 def flags_page() -> str:
-    """Returns the page of flags of training and of the launcher, and of the commands."""
+    """Returns the page of flags of training and of the launcher, of the commands, and of the points of faults."""
     parts = [
         f"# Flags\n\n{_NOTE}\n",
         "`pretrain_gpt_moe.py` (`moc-pretrain`) and scripts of Megatron-LM have these flags in addition to\n"
@@ -157,6 +158,9 @@ def flags_page() -> str:
         "## Commands\n",
         "Each is a command of the installed package, and a file that runs without it. `--help` has its flags.\n",
         _table(("command", "file", ""), _commands()),
+        "## Fault points\n",
+        "Points of `--inject`, in the order of an iteration and of a recovery.\n",
+        _table(("point", "position"), [(f"`{name}`", position) for name, position in POINTS.items()]),
     ]
     return "\n".join(parts)
 

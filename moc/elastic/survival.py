@@ -16,7 +16,7 @@ import numpy
 from moc.errors import UserError
 
 _MAX_ENUMERATED_NODES = 16
-"""Maximum number of nodes for which every choice of lost nodes is enumerated."""
+"""Maximum number of nodes for an enumeration of all choices of lost nodes."""
 
 
 class TooManyNodesError(UserError, ValueError):

@@ -429,7 +429,7 @@ class Pipeline:
         return [Crossing(direction, chunk, i) for i, chunk in chunks if (stage, chunk) != (0, 0)]
 
     def senders(self, stage: int) -> frozenset[int]:
-        """Returns the stages from which a stage receives anything."""
+        """Returns the stages that a stage receives from."""
         return frozenset(self.sender(stage, way) for way in Direction if self.received_by(stage, way))
 
     def received_by(self, stage: int, direction: Direction) -> list[Crossing]:

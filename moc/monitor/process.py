@@ -153,7 +153,7 @@ class EventHook:
 
 
 class Monitor:
-    """What one node's monitor knows.
+    """State known to one node's monitor.
 
     Args:
         find_file: returns the path of the event file; raises OSError while there is none.

@@ -1,4 +1,4 @@
-"""Decides which operators each iteration saves, and at which detail (checkpoint policies).
+"""Decides which operators each iteration saves, with which state subset (checkpoint policies).
 
 Imports every file in this directory, and every module that an installed package lists under the entry point
 ``moc.policies``. A new policy is a new file.

@@ -28,13 +28,13 @@ class SnapshotSizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """A model partitioned over ranks, and the copy speed, for which policies are priced.
+    """A model partitioned over ranks, and the copy speed: the input of prices.
 
     Attributes:
         ranks: ranks of the job.
         full_snapshot: sizes of a full snapshot.
         with_experts: sizes of a snapshot of everything dense and K experts of each layer, for any K from 1 to all.
-        stages: operators by pipeline stage, in the order in which sparse snapshots save them.
+        stages: operators by pipeline stage, in the order of sparse snapshots.
         overlap_s: seconds of an iteration that a copy can overlap at no cost.
         copy_rate: bytes per second of an overlapped copy.
         expert_counts: candidate values of K, ascending, the last being all experts; empty without experts.
@@ -69,7 +69,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Price:
-    """Contents and price of one checkpoint of a policy, from which a run can resume.
+    """Contents and price of one checkpoint of a policy that a run can resume from.
 
     Attributes:
         size: total size of its snapshots.

@@ -81,7 +81,7 @@ class FlagConflict:
 
     Attributes:
         applies: whether these flags have the conflict.
-        message: what failed, its cause and the remedy: a sentence, or a function of the flags.
+        message: failure, cause and remedy: a sentence, or a function of the flags.
         code: stable code of the error.
     """
 
@@ -114,7 +114,7 @@ class JobRequirement:
 
 
 class PolicyFlags:
-    """Flags of a policy, and what they require; without state.
+    """Flags of a policy, and their requirements; without state.
 
     Attributes:
         specs: the policy's own flags; listed in ``--help``, refused with other policies.

@@ -306,7 +306,7 @@ class GradientStorage(StorageSchedule):
 
 @dataclass(frozen=True)
 class GradientSchedule(SnapshotSchedule):
-    """Rounds in which each operator has one turn."""
+    """Rounds with one turn of each operator."""
 
     policy: Gradient
 

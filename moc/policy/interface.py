@@ -174,9 +174,11 @@ class Policy(ABC):
 
     @abstractmethod
     def plan(self, iteration: int, load: Load | None = None) -> SnapshotPlan | None:
-        """Plans the snapshot after ``iteration`` iterations; None if nothing is to be saved.
+        """Plans the snapshot after ``iteration`` iterations; None if nothing is to be saved.  Changes nothing.
 
-        ``load`` is None, here and below, if tokens are not counted.
+        Args:
+            iteration: number of completed iterations.
+            load: tokens since training began, by layer and expert; None, here and below, if tokens are not counted.
         """
 
     def on_sizes(self, busiest: SnapshotSizer) -> None:  # noqa: B027
@@ -364,8 +366,8 @@ class PolicyReport:
         """Returns a warning, as text and as event fields, if the next fault would lose too many tokens; otherwise None.
 
         Args:
-            plt: tokens that faults have lost so far, as a proportion of the whole training's tokens.
-            train_iters: iterations of the whole training.
+            plt: tokens that faults have lost so far, as a proportion of the tokens of the complete training.
+            train_iters: iterations of the complete training.
         """
         return None
 
@@ -378,7 +380,7 @@ class RecoveryResponse:
 
     @property
     def capacity_boost(self) -> CapacityBoost | None:
-        """Capacity boost with which experts compensate tokens lost to a recovery; by default none."""
+        """Capacity boost of experts that compensate tokens lost to a recovery; by default none."""
         return None
 
     def on_resume(self, in_memory: bool, in_storage: bool) -> None:
@@ -391,7 +393,7 @@ class RecoveryResponse:
         """
 
     def on_recovery(self, plt: float) -> None:
-        """Records the cost of a recovery: the increase of the proportion of lost tokens over the whole training."""
+        """Records the cost of a recovery: the increase of the proportion of lost tokens over the complete training."""
 
 
 def add_requirements(policy: Policy, capabilities: Iterable[Capability]) -> None:

@@ -173,7 +173,7 @@ class _Stored:
 
 
 class IntervalTuner(Interval):
-    """The shortest interval at which snapshots cost no more than a budget: CheckFreq's policy.
+    """Shortest interval whose snapshots cost no more than a budget.
 
     Rules of CheckFreq (Mohan, Phanishayee, Chidambaram, FAST 2021):
 

@@ -389,7 +389,7 @@ class Pec(PartialPolicy):
 
 @dataclass(frozen=True)
 class PecStorage(PartialStorage):
-    """Of the experts in a snapshot, storage receives those that it lacks most."""
+    """Storage of PEC: of the experts in a snapshot, it receives the ones that it lacks most."""
 
     policy: Pec
 

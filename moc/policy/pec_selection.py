@@ -18,7 +18,7 @@ from moc.policy.errors import PolicyError
 def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int, ep: int) -> list[int]:
     """Selects the k experts of one layer that a checkpoint saves, only by position (MoC, section 3.2, Figure 4).
 
-    The experts of a layer form a circle in which neighbours belong to different expert-parallel ranks. Each checkpoint
+    The experts of a layer form a circle whose neighbours belong to different expert-parallel ranks. Each checkpoint
     takes the next k of them, and each layer starts where the previous one stops. So the experts taken from consecutive
     layers form one arc over ranks 0, 1, ... in turn. No rank saves more than one expert more than any other, in the
     model and in each pipeline stage. Every expert is saved at least once in any ceil(num_experts / k) checkpoints.
@@ -247,7 +247,7 @@ def expert_ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every
 
 
 PLT_LIMIT = 0.0375
-"""PLT up to which MoC finds no loss of accuracy (section 3.1.2, Figure 5)."""
+"""Largest PLT without a loss of accuracy in MoC (section 3.1.2, Figure 5)."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class DynamicK:
     def after_recovery(self, plt: float) -> DynamicK:
         """Returns the state after a recovery.
 
-        ``plt`` is the increase of the PLT over the whole training (eq. 7): relative to the tokens so far, an early
+        ``plt`` is the increase of the PLT over the complete training (eq. 7): relative to the tokens so far, an early
         fault would weigh too much.
 
         Raises:

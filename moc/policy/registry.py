@@ -128,7 +128,7 @@ AUTO = "auto"
 """Instead of a policy name: policy and settings are chosen from measurements."""
 
 ENTRY_POINTS = "moc.policies"
-"""Entry-point group in which packages list the modules of their policies."""
+"""Entry-point group with the modules of packages' policies."""
 
 Kind = TypeVar("Kind", bound=type[Policy])
 
@@ -191,7 +191,7 @@ def policy(
     Args:
         name: value of ``--ckpt-policy``.
         flags: the policy's own flags; by default none.
-        costs: its candidate settings and their prices; by default those of full snapshots.
+        costs: its candidate settings and their prices; by default the prices of full snapshots.
         requires: capabilities that it needs with any settings; replay implies windows.
 
     Raises:

@@ -368,7 +368,7 @@ class ExpertChoice:
         score: ``tokens`` or ``tokens-age``, with the rule ``per-byte``.
         max_age: iterations after which an expert, or the base of a chain, is saved first.
         gradients: gradients are saved in place of state where they suffice.
-        sizes: sizes of both, by which scores count; None if unknown.
+        sizes: bytes of states and gradients, for scores per byte; None if unknown.
         saves_comparison: if an expert is saved in full although its gradients suffice, these are saved, too.
         storage_max_age: as ``max_age``, for versions in storage; None for :data:`MAX_AGE_CYCLES` cycles at its speed.
     """
@@ -526,7 +526,7 @@ class SelectiveTuner(Interval):
     def local_bytes(self) -> float | None:
         """B_local: bytes that a rank copies to host memory while it computes; None until measured.
 
-        The paper uses the whole iteration. Here training waits for the copy before the update, so only forward and
+        The paper uses the complete iteration. Here training waits for the copy before the update, so only forward and
         backward count, or the pipeline's bubbles.
         """
         computing = self._overlapped_bytes

@@ -370,7 +370,7 @@ class Sparse(Policy):
 
 @dataclass(frozen=True)
 class SparseSchedule(SnapshotSchedule):
-    """Windows in which each operator is saved in full once."""
+    """Windows that save each operator in full once."""
 
     policy: Sparse
 

@@ -56,7 +56,7 @@ class TokenDebt:
         Args:
             lost: tokens lost to this recovery; negative where a newer state than before was found.
             iterations: iterations for compensation; they restart if any tokens were lost.
-            before: debt of the iteration from which the run resumes; continues unchanged if nothing was lost.
+            before: debt of the iteration that the run resumes from; continues unchanged if nothing was lost.
         """
         if not any(map(any, lost)):
             return before
@@ -77,7 +77,7 @@ class TokenDebt:
         return sum(tokens for tokens, _ in pairs), sum(map(min, pairs))
 
     def after_iteration(self, beyond: Sequence[Sequence[int]]) -> TokenDebt:
-        """Returns the debt after one more iteration, in which experts processed these tokens beyond their capacity."""
+        """Returns the debt after one more iteration, with these tokens processed by experts beyond their capacity."""
         now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
         return now if any(map(any, now.owed)) else replace(now, left=0)
 

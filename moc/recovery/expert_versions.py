@@ -132,7 +132,7 @@ class Held(NamedTuple):
     """A snapshot in memory.
 
     Attributes:
-        whole: all its operators.
+        whole: the snapshot with all its operators.
         copied: operators that other nodes have copies of, if all nodes' parts are needed.
         compared: experts with both their state and the gradients that led to it.
     """

@@ -143,7 +143,7 @@ class Course:
 
     @property
     def whole(self) -> int:
-        """First iteration at which all operators of the stage learn."""
+        """First iteration that updates all operators of the stage."""
         return self.begin if self.way is None else self.way.iteration
 
     def moment(self, iteration: int) -> ReplayPoint | None:
@@ -160,7 +160,7 @@ def goes_on(
     held: Iterable[AvailableCheckpoint],
     operators: Sequence[Operator],
 ) -> Course | None:
-    """Returns the plan by which a stage continues from its current state to the iteration ``until``.
+    """Returns the plan of a stage that continues from its current state to the iteration ``until``.
 
     A worker completes an iteration only when its stage has all reduced gradients (``moc/session/resume/replay.py``). So
     workers of a stage are at most one iteration apart. The availability of logs is not checked.
@@ -246,7 +246,7 @@ def kept_of(way: RecoveryPath) -> dict[str, int]:
 def still_needed(
     way: RecoveryPath, held: Iterable[AvailableCheckpoint], operators: Sequence[Operator]
 ) -> list[AvailableCheckpoint]:
-    """Returns the checkpoints in use, and those that would replace survivor state after another loss."""
+    """Returns the checkpoints in use, and the ones that would replace survivor state after another loss."""
     used = {one.key: one for one in way.used() if one.tier != LIVE}
     if kept_of(way):
         past = [one for one in held if one.iteration <= way.iteration]
@@ -319,9 +319,9 @@ class RecoveryPlan:
     """Instructions for every rank to reach the iteration that the job resumes from.
 
     Attributes:
-        iteration: that the job resumes from.
+        iteration: number of completed iterations after the recovery.
         keep: ranks that keep their state.
-        copies: from survivors to the others, of operators that these do not load.
+        copies: copies of operators from survivors to ranks that do not load them.
         way: recovery path that the others load; None if they copy, or if all keep or continue. For an inexact policy it
             includes the survivor state that its holders keep.
         courses: by pipeline stage, the stage plan of its workers, for stages that do not keep their state; empty if all
@@ -378,7 +378,7 @@ def plans(
     (:mod:`moc.recovery.plan`).
 
     Yields:
-        Plans by which every rank reaches its complete state at the plan's iteration. The order of preference is:
+        Plans that bring every rank to its complete state at the plan's iteration. The order of preference is:
         memory, copies from other ranks, storage and updates by saved gradients, a replay by some stages. With ``exact``
         off, copies to all are preferred, since checkpoints of the same iteration may have older experts.
     """

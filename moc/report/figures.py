@@ -97,7 +97,7 @@ class Saving:
         persisted_bytes: bytes written to storage.
         write_s: writing, including fsync.
         restored: snapshots of lost nodes restored from replicas.
-        folded: expert bases to which gradients were applied in the background.
+        folded: expert bases with gradients applied in the background.
         survival: by number of nodes lost together, the probability that their state survives.
     """
 

@@ -59,7 +59,7 @@ class RecoveryTimes:
         time: when training resumed, in Unix seconds.
         reasons: the launcher's descriptions of the losses; empty without a launcher.
         newest: the last iteration completed before the loss was detected.
-        iteration: the iteration from which training resumed.
+        iteration: iteration of the state that training resumed from.
         cause: type of the first loss, as in the event ``generation``; empty without a launcher.
         rank: rank of the first lost worker; None if unknown.
         node: its node; None if unknown.
@@ -397,7 +397,7 @@ class WallClock:
 
 
 def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> Mapping[str, float]:
-    """Returns the seconds of each phase of a recovery from its last loss on; those that are known."""
+    """Returns the known seconds of each phase of a recovery, from its last loss on."""
     replayed_s = sum(event["seconds"] for event in replays)
     if parts is not None:
         times = (parts.detect_s, parts.regroup_s, parts.transfer_s, replayed_s, parts.warm_up_s)

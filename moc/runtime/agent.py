@@ -77,12 +77,12 @@ class ProgramRefusedError(UserError, RuntimeError):
 
 
 class Agent:
-    """Agent of one node of the job.
+    """Agent of one node: starts, monitors and kills its workers as the controller orders, and reports their exits.
 
     Args:
         flags: launcher's flags.
-        controllers: actual addresses of the controller candidates.
-        token: the job's secret.
+        controllers: actual addresses of the controller candidates, as ``host:port``.
+        token: the job's secret, 32 bytes.
 
     Attributes:
         iteration: newest completed iteration reported by this node's workers.
@@ -475,7 +475,7 @@ class Agent:
                     self._check_section(worker, worker.section, worker.section_s + silent_s)
 
     def _check_forkserver(self) -> None:
-        """Raises DependencyLostError if the warm forkserver was silent for ``silence_s``; else sends a health check."""
+        """Raises DependencyLostError if the forkserver was silent for ``silence_s``, otherwise sends a health check."""
         if self._forkserver_answered_at is None:
             return
         silence_s = self._flags.silence_timeout_s

@@ -135,7 +135,7 @@ class AgentPeer:
 
     @property
     def liveness_address(self) -> str | None:
-        """Address at which its process listens while it lives."""
+        """Address of its process while it lives."""
         return self.hello["door"]
 
 

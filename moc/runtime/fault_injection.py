@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moc.errors import UserError
-from moc.fault_points import AFTER, ELASTIC, POINTS, RECOVERY, STEP
+from moc.fault_points import AFTER, ELASTIC, FORMER_NAMES, POINTS, RECOVERY, STEP
 from moc.files.safe_directory import open_without_links
 
 ACTIONS = {
@@ -47,7 +47,7 @@ class Fault:
 
     Attributes:
         action: one of :data:`ACTIONS`.
-        iteration: first iteration in which it may strike, counted from 1; 0 includes the start of the job.
+        iteration: first iteration that it may strike, counted from 1; 0 includes the start of the job.
         ranks: ranks of the workers; empty for all workers of the node.
         node: number of the node; None for any.
         point: one of :data:`moc.fault_points.POINTS`.
@@ -150,9 +150,10 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_point(text: str) -> str:
-    if text not in POINTS:
+    point = FORMER_NAMES.get(text, text)
+    if point not in POINTS:
         raise ValueError(f"one of {', '.join(POINTS)}")
-    return text
+    return point
 
 
 _PARSERS: dict[str, Callable] = {
@@ -187,7 +188,7 @@ def random_faults(mean: float, seed: int, size: int, iterations: int) -> tuple[F
             generator.choice([name for name in POINTS if name not in ELASTIC | AFTER]),
             _sample_ranks(generator, size),
         )
-        if point == "published":
+        if point == "committed":
             ranks = (0,)  # only rank 0 commits in storage
         if point in RECOVERY:
             first = ranks if point == "rebuilding" else _sample_ranks(generator, size)

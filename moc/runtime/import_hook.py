@@ -48,7 +48,7 @@ class _LoadedModuleLoader(Loader):
 
     @classmethod
     def spec(cls, module: ModuleType) -> ModuleSpec:
-        """Returns a specification with which an import returns the unchanged module."""
+        """Returns a specification that makes an import return the unchanged module."""
         spec = ModuleSpec(module.__name__, cls(module), is_package=True)
         spec.submodule_search_locations = list(module.__path__)
         return spec

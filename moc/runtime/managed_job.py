@@ -379,7 +379,7 @@ class ManagedJob(Job):
                 self._send("here", generation=generation, parts=self.nodes_per_model, iteration=PROGRESS.iteration)
                 if not fault_point_reached:
                     fault_point_reached = True
-                    reach("meeting")
+                    reach("ready")
                 self._notice.wait(NOTICE_TIMEOUT_S)
             if self._newest_generation > generation:
                 return False

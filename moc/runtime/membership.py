@@ -130,7 +130,7 @@ class Membership:
     _finished: set[int] = field(default_factory=set)
     _released_memory: str | None = None
     _known_generation: dict[int, int] = field(default_factory=dict)  # newest generation known to each present node
-    _resize_generation: int = 0  # generation in which the members last changed
+    _resize_generation: int = 0  # generation of the last change of members
     _continued: set[str] = field(default_factory=set)  # workers that kept running at the last change of members
     _announced: tuple[int, tuple[int, ...]] = (-1, ())  # generation and rank blocks of the last notice of departures
 
@@ -702,7 +702,7 @@ class Membership:
         return [Abort(self.generation, reason.cause, reason.reason, reason.lost), *self._start_missing_workers()]
 
     def _start_missing_workers(self) -> list[Order]:
-        """Starts missing workers, and kills those that can no longer initialize in step with the others."""
+        """Starts missing workers, and kills workers that can no longer initialize in step with the others."""
         orders: list[Order] = []
         some_ready = any(worker.is_ready for worker in self.workers.values())
         if (

@@ -179,11 +179,11 @@ class WorkerRecord:
     rank: int
     starts_together: bool  # started with all others
     is_ready: bool = False  # ready to train, and so able to survive the loss of others
-    reported_generation: int = -1  # generation in which it last reported
-    connected_generation: int = -1  # generation in which it last connected with the others
+    reported_generation: int = -1  # generation of its last report
+    connected_generation: int = -1  # generation of its last connection with the others
     drained_generation: int = -1  # generation that it last left after an iteration, for a change of members
     has_handed_over: bool = False  # the others had its state when it left that generation
-    rank_generation: int = 0  # generation in which it got its rank
+    rank_generation: int = 0  # generation that assigned its rank
     survives_resize: bool = False  # the program continues in the same processes when their number changes
     is_joining: bool = False  # initializes on a new node, and belongs to no generation yet
     size: int = 0  # number of workers in the generations of its rank

@@ -97,7 +97,7 @@ class Progress:
         """Marks the thread as waiting for other workers within the block.
 
         Args:
-            on_stream: the block enqueues an operation in which the device's stream waits.
+            on_stream: the block enqueues an operation that makes the device's stream wait.
         """
         begun = time.monotonic()
         self._is_waiting = True
@@ -241,7 +241,7 @@ class Lease:
 
 
 class RunningClock:
-    """Counts the seconds in which this process ran, so that peers are not blamed for messages missed during its pauses.
+    """Counts the seconds that this process ran, so that peers are not blamed for messages missed during its pauses.
 
     Args:
         max_step_s: maximum seconds between two ticks; any excess counts as a pause.

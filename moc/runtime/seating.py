@@ -182,7 +182,7 @@ class NodeCandidate:
 
     Attributes:
         block: rank block of the node.
-        model_part: part of the model for which its workers are initialized; None if it has no workers.
+        model_part: part of the model that its workers have initialized; None if it has no workers.
         has_state: its workers have the state of that part.
     """
 

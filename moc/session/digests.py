@@ -308,7 +308,7 @@ class Digests(CommitParticipant):
         stale: Collection[str] = ()
         if self._sums is not None and self._sums[0] == iteration:
             before = self._total(self._sums[1].result())
-        else:  # after a recovery, in which an interrupted move may have left state on several workers
+        else:  # after a recovery: an interrupted move may have left state on several workers
             before, stale = self._reference(iteration, {}, 0), self.stale
         yield
         self.renew()

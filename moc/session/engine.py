@@ -246,9 +246,13 @@ class Engine(Protocol):
     ) -> None:
         """Updates operators that are not frozen, as recorded: no forward, no backward, no collective.
 
-        Loss scale and learning rate must match the iteration.  By default, the gradients are still in memory, see
-        ``reduced``.  With ``gradients``, state that changes without gradients, such as router biases, is not updated
-        and must be loaded.  With ``operators``, only these are updated.  Weights must be gathered afterwards.
+        Loss scale and learning rate must match the iteration.  Weights must be gathered afterwards.
+
+        Args:
+            record: decisions of the iteration.
+            gradients: reduced gradients; None for those in memory (``reduced``).  If given, state that changes without
+                gradients, such as router biases, is not updated and must be loaded.
+            operators: names of the operators to update; None for all.
         """
 
     def rules(self) -> Rules:
@@ -259,5 +263,10 @@ class Engine(Protocol):
         ...
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterTally:
-        """Counts the decisions of these layers' routers; on request, sums the probabilities of the chosen experts."""
+        """Starts to count the tokens that these layers' routers send to each expert on this worker.
+
+        Args:
+            layers: numbers of layers with experts, from 0.
+            with_probabilities: also sum the gating probabilities of the chosen experts.
+        """
         ...

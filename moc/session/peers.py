@@ -373,7 +373,7 @@ class Peers:
             trouble += self._trouble(node, iteration, pulled)
             if self._experts:
                 carry(self._carriers[node], self._safe, self.folds)
-        reach("peers_published")
+        reach("peers_committed")
         return Copied(amount, seconds, alike, trouble, missing)
 
     def _trouble(self, node: str, iteration: int, pulled: CopyResult) -> list[str]:

@@ -51,9 +51,17 @@ _ENDING_S = 10.0
 
 
 class Session(CommitParticipant):
-    """Fault tolerance of one generation; every worker calls every method except :meth:`close` and :meth:`interrupt`.
+    """Fault tolerance of one generation: resumes, takes snapshots and commits them.
+
+    A training loop calls :meth:`resume` once, and in each iteration :meth:`contribution` and :meth:`on_totals` (before
+    and after the commit all-reduce), :meth:`completed` (after the update) and :meth:`take`.  It ends with
+    :meth:`flush`, or after the loss of another worker with :meth:`interrupt`.  Every worker calls every method except
+    :meth:`close` and :meth:`interrupt`.
 
     Args:
+        engine: this worker's part of the model.
+        settings: policy, schedule and tiers of snapshots; identical on all workers.
+        log: receives events and messages.
         remains: state kept from the previous generation; kept up to date.
         elsewhere: other checkpoints to start from if there is no snapshot.
         chooser: chooses policy and settings, instead of ``settings``.
@@ -194,7 +202,7 @@ class Session(CommitParticipant):
 
         Args:
             record: step record of the completed iteration.
-            begun: start of the iteration, by ``time.perf_counter``.
+            begun: start of the iteration in seconds, by ``time.perf_counter``.
         """
         self.position, self.record, self._whole = self.position.after(record), record, True
         self.remains.records.add(record)
@@ -228,9 +236,9 @@ class Session(CommitParticipant):
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Context, between two iterations, for moves of state between workers; a collective call.
+        """Returns a context for moves of state between workers, between two iterations; a collective call.
 
-        Snapshots in progress are copied before.  The next ones contain the state that each worker holds afterwards.
+        It first completes the copies of snapshots in progress.  Later snapshots contain the moved state.
 
         Raises:
             CheckpointError: on all workers: the move has changed the state.

@@ -33,10 +33,10 @@ class Settings:
         train_iters: iterations of the entire training.
         policy: name, such as ``full`` or ``sparse``; None to take no snapshots.
         snapshot_interval: iterations between snapshots, or ``auto``; a number becomes text.
-        overhead_budget: with ``auto``, the share of the training time that snapshots may cost.
+        overhead_budget: with ``auto``, the share of the training time that snapshots may cost (0.03: 3 %).
         options: arguments of the policy's constructor.
         tier: where a snapshot is durable: ``disk``, ``memory`` or ``peers``.
-        memory_dir: memory file system.
+        memory_dir: directory in a memory file system, for snapshots in memory.
         node_of_rank: comma-separated node names by rank; None for the launcher's names, or the host names.
         blocking: training waits until a snapshot is durable.
         max_snapshot_lag: iterations that may complete while a snapshot is not durable; None for no limit.
@@ -45,10 +45,10 @@ class Settings:
         persist_interval: with a memory tier, iterations between snapshots that also go to storage; None for none.
         replicas: other nodes that keep copies of each node's snapshots; None for all, up to two.
         replication_rate: maximum copy rate of a node in GB/s; None for no limit.
-        upstream_logging: log the traffic between pipeline stages.
+        upstream_logging: log the activations and gradients sent between pipeline stages (MoEvement, section 3.4).
         step: iteration of the snapshot to start from; None for the newest.
         save_failure: ``continue`` to retry a failed save to storage, ``stop`` to end the run.
-        digest_interval: iterations between digests of the state, by which recoveries verify it; 0 for none.
+        digest_interval: iterations between digests of the state, which recoveries compare; 0 for none.
         deterministic: repeated computation gives identical bits; otherwise a replay that differs is only reported.
 
     Raises:

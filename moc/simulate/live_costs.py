@@ -129,7 +129,7 @@ class Running:
 
     @cached_property
     def machine(self) -> Machine:
-        """Machine for which policies are priced; losing a node also loses its snapshots.
+        """Machine for the prices of policies; losing a node also loses its snapshots.
 
         A snapshot hides if copy (and, on disk, write) fit an iteration.
         """

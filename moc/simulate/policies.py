@@ -185,7 +185,7 @@ class Setup:
         return risk_by_share(self.loads)
 
     def machine(self, replicas: int, interval: int | None = None) -> Machine:
-        """Returns the machine for which policies are priced, with this many copies in peers' memory.
+        """Returns the machine for the prices of policies, with this many copies in peers' memory.
 
         Gradients may replace state if a snapshot is taken in every iteration, and copied.
         """

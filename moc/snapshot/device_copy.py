@@ -104,7 +104,7 @@ class GateSplit:
     """Division of copies at a gate.
 
     Attributes:
-        beside: bytes that pass although it is closed, during computation.
+        beside: bytes that pass during computation, although the gate is closed.
         piece: bytes copied between two checks of the gate.
     """
 
@@ -217,7 +217,7 @@ class Captures(Capture):
 
 
 class Capturer(ABC):
-    """Starts copies; at most a few are in progress, and they run in the order in which they were started."""
+    """Starts copies; at most a few are in progress, and they run in the order of their start."""
 
     @abstractmethod
     def start(self, copies: Sequence[Copy]) -> Capture:
@@ -508,7 +508,7 @@ class BubbleGate(Gate):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context in which this worker waits for another one."""
+        """Context of this worker's waits for another one."""
         before, begun = (self.is_open, self._waits), time.perf_counter()
         self._waits = True
         self.open()

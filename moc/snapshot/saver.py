@@ -252,7 +252,7 @@ class Saver:
         return snapshot
 
     def _start(self, gradients: list[Copy], state: list[Copy]) -> _Started:
-        """Starts all copies of a snapshot: those that training waits for first."""
+        """Starts all copies of a snapshot, first the copies that training waits for."""
         start = self._capturer.start
         staged = self._staging.stage(gradients) if gradients else None
         if staged is not None:
@@ -356,7 +356,7 @@ class Saver:
         snapshot.seal_s = time.perf_counter() - begun
         if snapshot.after is not None:
             snapshot.after.result()
-        reach("snapshot_sealed")
+        reach("snapshot_finalized")
         return part
 
     def _persist(

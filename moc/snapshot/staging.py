@@ -1,4 +1,4 @@
-"""Copies gradients to a second buffer on the device, so that the next iteration may clear them at once.
+"""Copies gradients to a second buffer on the device, so that the next iteration may clear them immediately.
 
 Without it, training waits for the copies of gradients to host memory: the next iteration clears and accumulates
 gradients from its first micro batch on.  From the second buffer they are copied during that iteration, as state is.
@@ -28,7 +28,7 @@ class GradientStaging:
     """Second buffer of the gradients of one snapshot.
 
     Args:
-        device: on which training runs.
+        device: device of the training.
     """
 
     def __init__(self, device: torch.device):

@@ -47,7 +47,7 @@ class Rules:
     """How the next update treats experts.
 
     Attributes:
-        clip_grad: the norm to which gradients are clipped; 0 for no clipping.
+        clip_grad: maximum norm of gradients; 0 for no clipping.
         by_kind: rules by :func:`kind_of`; a kind whose parameters differ is absent.
     """
 

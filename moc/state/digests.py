@@ -112,7 +112,7 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 
 def _consecutive(words: torch.Tensor, first: int) -> torch.Tensor:
-    """Returns the weighted sum of words, of which ``first`` is the index of the first one."""
+    """Returns the weighted sum of words; ``first`` is the index of the first one."""
     odd, total = _odd_numbers(words.device), None
     for start in range(0, len(words), _MOST):
         part, before = words[start : start + _MOST], 2 * (first + start)
@@ -218,7 +218,7 @@ def to_text(keys: Iterable[Key], sums: Iterable[int]) -> dict[str, dict[str, str
 
 
 def total_of(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[Key, int]:
-    """Returns the digests of the complete state from those of its parts; inverts :func:`to_text`."""
+    """Returns the digests of the complete state from the digests of its parts; inverts :func:`to_text`."""
     total: dict[Key, int] = {}
     for part in parts:
         for operator, slots in part.items():

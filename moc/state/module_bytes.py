@@ -31,7 +31,7 @@ _Row = tuple[Name, Sizes, Count, Name]  # dtype, shape, offset after the header,
 
 @dataclass(frozen=True)
 class _Header:
-    """What the bytes hold."""
+    """Contents of the bytes."""
 
     values: dict[str, Any]
     tensors: list[_Row]

@@ -10,7 +10,7 @@ from moc.files.decode import Amount, Count, Positive
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The decisions of an iteration, by which it can be replayed given its reduced gradients.
+    """The decisions of an iteration: with its reduced gradients, they are sufficient to replay it.
 
     Attributes:
         iteration: number of iterations completed, including this one.

@@ -218,7 +218,7 @@ class BoxDescription(Protocol):
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the unsharded tensor."""
         ...
 
     @property

@@ -27,7 +27,7 @@ SUFFIX = ".safetensors"
 
 _DIRECTORY = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"rank_(?P<rank>\d{5,})(?P<part>\.\d+)?\.safetensors")
-_CHUNK = 16 << 20  # bytes written at once
+_CHUNK = 16 << 20  # bytes per write
 _HIDDEN_MARK = f"{manifests.MANIFEST_FILE}.superseded"
 _REMOVAL_MARK = f"{manifests.MANIFEST_FILE}.removed"
 
@@ -64,13 +64,13 @@ def sub_file_name(file: str, number: int) -> str:
 
 
 def is_shard_file(file: str) -> bool:
-    """Returns whether a file name is that of a rank's file, which holds all that the rank saved."""
+    """Returns whether a file name belongs to a rank's file, which holds all that the rank saved."""
     match = _RANK.fullmatch(file)
     return match is not None and match["part"] is None
 
 
 def is_shard_file_or_part(file: str) -> bool:
-    """Returns whether a file name is that of a rank's file, or of a part of one."""
+    """Returns whether a file name belongs to a rank's file, or to a part of one."""
     return _RANK.fullmatch(file) is not None
 
 

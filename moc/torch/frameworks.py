@@ -17,7 +17,7 @@ from moc.torch.data import DealtBatches, PositionError, reordered
 from moc.torch.loop import init
 
 _HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Variables by which a framework would connect and wrap the model itself."""
+"""Variables that make a framework connect and wrap the model itself."""
 
 _job: Job | None = None
 

@@ -133,7 +133,7 @@ def protect(
         snapshot_interval: iterations between snapshots, or ``auto``.
         options: options of the policy, such as ``{"k": 2}`` for ``pec``.
         operators: operators by parameter names (:func:`moc.torch.naming.structure_of`).
-        top_k: experts of a token, if the model does not tell.
+        top_k: experts of a token, if the model has no such attribute.
         forward: function of model and batch that returns the loss; policies that replay iterations need it.
         seed: seed of random numbers and of the order of samples, which follow from it and the position; None to seed
             only the data.

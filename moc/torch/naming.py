@@ -58,7 +58,7 @@ class Structure:
 
     Attributes:
         tensors: parameters and persistent buffers, in forward order.
-        routers: routers, of which at most one belongs to a layer.
+        routers: routers, at most one per layer.
         layers: number of blocks.
     """
 
@@ -99,7 +99,7 @@ def structure_of(module: nn.Module, patterns: Mapping[str, str] | None = None) -
 
 
 def clean_name(name: str) -> str:
-    """Returns a parameter's name without the prefixes of wrappers, such as those of ``torch.compile``."""
+    """Returns a parameter's name without the prefixes of wrappers such as ``torch.compile``."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 

@@ -28,7 +28,7 @@ def records(events):
 
 def test_a_worker_with_a_gpu_is_killed_and_another_goes_on(tmp_path):
     """It is forked from a process that has imported everything, and has not touched CUDA."""
-    faults = ["kill rank=0 iteration=8 point=forward_backward", "kill rank=0 iteration=14 point=after_vote"]
+    faults = ["kill rank=0 iteration=8 point=forward_backward", "kill rank=0 iteration=14 point=after_commit"]
     with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
         places = ["--ckpt-memory-dir", memory, "--snapshot-interval"]
         whole = train(tmp_path / "whole", *places, ITERATIONS)

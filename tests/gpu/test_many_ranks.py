@@ -68,7 +68,7 @@ def ep2(tmp_path_factory) -> Job:
 
 
 def test_kills_at_named_points(ep2):
-    points = ("forward_backward", "after_reduce", "after_vote", "after_apply", "snapshot_copying")
+    points = ("forward_backward", "after_reduce", "after_commit", "after_apply", "snapshot_copying")
     faults = [f"kill rank={i % 2} iteration={2 * i + 1} point={point}" for i, point in enumerate(points)]
     ep2.is_unharmed("points", len(faults), "--snapshot-interval", 1, "--inject", *faults)
 
@@ -86,7 +86,7 @@ def test_a_worker_with_more_than_half_of_the_memory_is_replaced(ep2):
 
 def test_a_lost_stage_replays_from_logs(tmp_path):
     job = Job(tmp_path, 4, 8, SPARSE)
-    faults = ["kill rank=2 iteration=4 point=forward_backward", "kill rank=1 iteration=6 point=after_vote"]
+    faults = ["kill rank=2 iteration=4 point=forward_backward", "kill rank=1 iteration=6 point=after_commit"]
     job.is_unharmed("stages", len(faults), "--snapshot-interval", 1, "--inject", *faults)
 
 

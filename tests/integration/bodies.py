@@ -1,4 +1,4 @@
-"""What workers of a test's world do: see :mod:`tests.worlds`."""
+"""Functions that workers of a test's world execute: see :mod:`tests.worlds`."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ loop.LAST_TRIES_S = pipeline.LAST_TRIES_S = (0.1, 0.2, 0.4)  # storage that a te
 
 
 def train(flags: dict) -> dict:
-    """Runs the program; what it did.
+    """Runs the program.
 
     Returns:
-        ``code``: what it would exit with;
-        ``start``: iteration from which it went on;
+        ``code``: its exit code;
+        ``start``: iteration that it resumed from;
         ``records``: step records;
         ``weights``: digest of each box of the unpartitioned parameters that this worker holds;
         ``parameters``: digest of each local parameter of the bare model;
@@ -137,7 +137,7 @@ def write_corpus(prefix: str, documents: int, seed: int, vocab_size: int) -> Non
 
 
 def with_run(flags: dict, use):
-    """Sets up what the flags say, and gives it to ``use`` in place of the training loop; its answer."""
+    """Sets up a run by flags, calls ``use`` with it in place of the training loop, and returns the result."""
     answers = []
     loop.train = lambda run, stop: answers.append(use(run)) or 0
     loop.pretrain(*program_of(flags))
@@ -149,8 +149,8 @@ def steps(flags: dict, poison: str | None = None, poisoned_step: int = 0) -> lis
 
     Args:
         flags: the flags; ``train_iters`` steps are computed.
-        poison: what the last worker sees in one step: ``weight`` or ``loss`` is not a number.
-        poisoned_step: in which step.
+        poison: value that is not a number on the last worker in one step: ``weight`` or ``loss``.
+        poisoned_step: number of that step.
 
     Returns:
         For each step ``collectives`` between reduced gradients and apply, ``apply_collectives`` and
@@ -268,14 +268,14 @@ def _gradients(run) -> dict[str, str]:
 
 
 def refusals(flags: dict, damages: list[dict]) -> list[str | None]:
-    """What loading raises without damage to a file, then with each.
+    """Returns the errors of loading, without damage to a file and then with each.
 
     Args:
         flags: with ``load``; fitting the checkpoint.
         damages: ``{"path", "kind"}``; kind is ``missing``, ``truncated`` or ``flipped``.
 
     Returns:
-        The refusals, None for what was loaded; weights never change.
+        The errors; None if loaded. Weights never change.
     """
 
     def use(run) -> list:
@@ -324,7 +324,7 @@ def train_with_small_files(flags: dict, limit: int) -> dict:
 
 
 def die_while_writing(flags: dict) -> None:
-    """Is killed when the forked writer has been at work for a moment: it would go on for ten minutes."""
+    """Is killed shortly after the forked writer has started, which would run for ten minutes."""
 
     def die(run):
         real = writer.write_shard_file

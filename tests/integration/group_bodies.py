@@ -25,7 +25,7 @@ from tests.integration.own_program import program_of
 
 
 def between_generations(port: int) -> dict:
-    """What groups do before the first generation, in one that is over, and when they are gone."""
+    """Uses groups before the first generation, in one that is over, and when they are destroyed."""
     groups, store = installed(), store_at(port)
     pair, alone, told = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in range(2)], {}
     told["members"] = [group is not dist.GroupMember.NON_GROUP_MEMBER for group in alone]
@@ -87,7 +87,7 @@ def move_between_worlds(port: int, generations: int) -> dict:
 
 
 def _among_nobodies(groups: Groups, port: int, generation: int) -> list:
-    """What a group tells and does in which nobody has the other places, before and after the next generation begins."""
+    """Uses a group whose other positions are vacant, before and after the next generation begins."""
     before = dist.new_group([-2, 0, -7], group_desc="before")
     groups.begin(store_at(port), generation)
     after = dist.new_group([0, -1], group_desc="after")
@@ -117,7 +117,7 @@ def _sum(group) -> float:
 
 
 def wait_for_a_live_peer(port: int) -> dict:
-    """The first worker waits for what the second never does, in every way, and is woken; its other sockets live."""
+    """The first worker waits in each kind of operation for the second, and is woken; other sockets stay open."""
     groups, store, told = installed(), store_at(port), {}
     ways = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
@@ -167,7 +167,7 @@ def _alive(pair: tuple[socket.socket, socket.socket]) -> bool:
 
 
 def suspect(port: int) -> str:
-    """What the first worker is told when the second dies, and nobody has ended the generation."""
+    """Returns the error of the first worker when the second dies and the generation has not been ended."""
     groups = installed()
     groups.begin(store_at(port), 0)
     if _rank() == 1:
@@ -176,7 +176,7 @@ def suspect(port: int) -> str:
 
 
 def die_in_the_middle_of_a_message(port: int, operation: str) -> str:
-    """The second worker dies in a transfer; gloo may tell the first nothing, whose generation is ended then."""
+    """The second worker dies in a transfer; if gloo reports nothing to the first, its generation is ended."""
     groups, values = installed(), torch.ones(1 << 26)
     transfer = {
         "all_reduce": lambda: dist.all_reduce(values),
@@ -195,7 +195,7 @@ def die_in_the_middle_of_a_message(port: int, operation: str) -> str:
 
 
 def hear_nothing_from_gloo(port: int, operation: str) -> str:
-    """The first worker waits for the second, which does not come; sockets stay open when their generation ends."""
+    """The first worker waits for the second, which never connects; sockets stay open when their generation ends."""
     moc.runtime.generation.shut_down_sockets = lambda sockets: 0
     groups, store, values, part = installed(), store_at(port), torch.ones(4), torch.ones(2)
     waits = {
@@ -234,7 +234,7 @@ def end_in_the_middle_of_messages(port: int, limit: float) -> list:
 
 
 def end_while_beginning(port: int) -> dict:
-    """A begin to which the second worker comes late, half, or not at all."""
+    """Begins a generation while the second worker connects late, partly, or never."""
     groups, store, told = installed(), store_at(port), {}
     if _rank() == 0:
         told["not at all"] = aborted_soon(groups, lambda: groups.begin(store, 0))
@@ -246,7 +246,7 @@ def end_while_beginning(port: int) -> dict:
         told["ended before"] = outcome(lambda: groups.begin(store, 2))
     groups.abort(2)
     groups.begin(store, 3)
-    groups.abort(2)  # news that comes late
+    groups.abort(2)  # a late notice
     told["then"] = _sum(None)
     store.set(f"done/{_rank()}", b"")
     store.wait(["done/0", "done/1"])
@@ -291,7 +291,7 @@ def many_generations(port: int, count: int) -> list[dict]:
 
 
 def _settled(threads: int) -> dict:
-    """What this process uses when it has no more than so many threads, or had time enough."""
+    """Returns the resources of this process once it has at most this many threads, or after a timeout."""
     deadline = time.monotonic() + 60
     while _usage()["threads"] > threads and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -354,7 +354,7 @@ def _groups() -> list:
 
 
 def _sums() -> list:
-    """Ranks of each group, and the sum of what its members hold, counted from one."""
+    """Returns the ranks of each group, and the sum of its members' values, counted from one."""
     return [[dist.get_process_group_ranks(group), _sum(group)] for group in _groups()]
 
 

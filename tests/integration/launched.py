@@ -1,4 +1,4 @@
-"""Jobs under our own launcher, and what happens to them.
+"""Jobs under our own launcher, and faults that hit them.
 
 They run ``held_pretrain_gpt_moe.py``: the program, which does not end before :meth:`Launched.wait` is called.
 """
@@ -34,11 +34,11 @@ class Launched:
 
     Args:
         layout: one of tiny's.
-        flags: of the program, beside the tiny model's.
+        flags: of the program, in addition to the tiny model's.
         directory: for all that it writes.
         own: flags of the launcher.
         nodes: launchers to start, one for each node.
-        least: nodes with which it continues, if they are fewer.
+        least: minimum number of nodes to continue.
         spares: launchers beyond these.
         candidates: nodes that may have the controller.
         launcher: module of the launcher.
@@ -136,7 +136,7 @@ class Launched:
 
     @property
     def console(self) -> str:
-        """What all processes wrote."""
+        """Output of all processes."""
         return (self._directory / "console").read_text()
 
     @property
@@ -163,14 +163,14 @@ class Launched:
             time.sleep(0.01)
 
     def tells(self, sentence: str, seconds: float = PATIENCE_S) -> None:
-        """Waits until the console says something."""
+        """Waits for a text on the console."""
         deadline = time.monotonic() + seconds
         while sentence not in self.console:
             assert time.monotonic() < deadline, f"{sentence!r} is not in:\n{self.console[-4000:]}"
             time.sleep(0.05)
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
-        """Sends workers a signal, all at once."""
+        """Sends all workers a signal simultaneously."""
         for pid in [self.pids[rank] for rank in ranks]:
             os.kill(pid, number)
 
@@ -195,7 +195,7 @@ class Launched:
         self._lost.add(node)
 
     def go_on(self, iteration: int) -> None:
-        """Lets the first worker go on in an iteration that ``TEST_WAITS_IN`` names."""
+        """Lets the first worker continue in an iteration that ``TEST_WAITS_IN`` names."""
         (self._directory / f"may go on in {iteration}").touch()
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
@@ -207,7 +207,7 @@ class Launched:
             raise AssertionError(f"did not end:\n{self.console[-4000:]}") from None
 
     def states(self) -> list[dict[str, str]]:
-        """What each worker wrote of its state at the end, by ``losing_pretrain_gpt_moe.py``."""
+        """Final states that ``losing_pretrain_gpt_moe.py`` wrote on each worker."""
         return [json.loads(path.read_text()) for path in sorted(self._directory.glob("state of *.json"))]
 
     def begun(self) -> dict[int, list[int]]:

@@ -46,7 +46,7 @@ def world() -> World:
 
 
 def begin_together(groups: Groups, store: dist.Store, generation: int) -> None:
-    """Begins a generation, and waits until all have: who ends it then disturbs nobody who still connects."""
+    """Begins a generation, and waits until all have, so that its end interrupts no connection."""
     groups.begin(store, generation)
     store.set(f"begun {generation} {dist.get_rank()}", "")
     store.wait([f"begun {generation} {rank}" for rank in range(dist.get_world_size())])
@@ -67,7 +67,7 @@ def abort_all(groups: Groups, store: dist.Store) -> threading.Thread:
 
 
 def operations(port: int) -> list:
-    """What collectives give on groups that lie, in two generations.
+    """Returns the results of collectives on lying groups, in two generations.
 
     Transfers of :func:`tests.integration.group_operations._point_to_point` are not batched, and all receive first: on a
     communicator that is connected eagerly they follow each other, and wait for ever.
@@ -86,7 +86,7 @@ def operations(port: int) -> list:
 
 
 def vote_while_a_peer_is_gone(port: int, when: str) -> str:
-    """What a vote gives that a peer does not take part in: ``never`` it comes, or its own reduction was cut off."""
+    """Returns the result of a commit all-reduce without a peer: it ``never`` joins, or its reduction was cut off."""
     groups = lying_groups(completes=1.0)
     groups.begin(store_at(port), 0)
     gradient = torch.ones(4)
@@ -104,7 +104,7 @@ def vote_while_a_peer_is_gone(port: int, when: str) -> str:
 
 
 def believe(port: int, rounds: int) -> list:
-    """Whether votes that complete are right, and known to be by all: generations end at random moments."""
+    """Whether completed commit all-reduces are valid on all workers; generations end at random moments."""
     groups, told = lying_groups(seed=rounds), []
     chance = torch.Generator().manual_seed(int(os.environ[RANK]))
     store = store_at(port)
@@ -131,7 +131,7 @@ def believe(port: int, rounds: int) -> list:
 
 
 def cut_off_batch(port: int) -> list:
-    """A generation that ends within a batch; what the next one reduces."""
+    """Ends a generation within a batch; returns the next one's reduction."""
     groups, store = lying_groups(), store_at(port)
     begin_together(groups, store, 0)
     try:
@@ -181,7 +181,7 @@ def seconds_until_free(port: int) -> float:
 
 
 def two_on_one_device(port: int) -> str:
-    """What ranks are told that have one device together."""
+    """Returns the errors of two ranks on one device."""
     os.environ["LOCAL_RANK"] = "0"
     groups = lying_groups()
     try:
@@ -192,7 +192,7 @@ def two_on_one_device(port: int) -> str:
 
 
 def gather_of_some(port: int) -> list:
-    """What members of a group on the device tell each other, while the others do something else."""
+    """Gathers objects among members of a group on the device, while the others do something else."""
     groups = lying_groups()
     pair = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][dist.get_rank() // 2]
     groups.begin(store_at(port), 0)
@@ -212,7 +212,7 @@ def lost_while_connecting(port: int) -> str:
 
 
 def one_is_slow(port: int) -> list[bool]:
-    """Whether a worker reports that it waits, while another one is slow, and when it has come."""
+    """Whether a worker reports that it waits, while another one is slow, and afterwards."""
     groups, told = lying_groups(), []
     groups.begin(store_at(port), 0)
     progress("step")
@@ -234,7 +234,7 @@ def one_is_slow(port: int) -> list[bool]:
 
 
 def votes_of_other_worlds(port: int) -> list[float]:
-    """A vote of three workers, and then one of two of them."""
+    """Runs a commit all-reduce of three workers, and then one of two of them."""
     mine, groups, told = int(os.environ[RANK]), lying_groups(), []
     for generation, there in enumerate([(0, 1, 2), (0, 2)]):
         if mine in there:
@@ -272,7 +272,7 @@ def connections(port: int, flags: dict) -> tuple[list[int], list[str]]:
 
 
 def ring(port: int, unbatched: bool) -> list | str:
-    """What a worker receives from the one before it, if all receive first; ends a generation in which they cannot."""
+    """Receives from the previous worker, if all receive first; ends a generation in which they cannot."""
     groups, store = lying_groups(), store_at(port)
     groups._unbatched = ["ring"] if unbatched else []
     pipeline = groups.new_group(group_desc="ring")
@@ -299,7 +299,7 @@ def ring(port: int, unbatched: bool) -> list | str:
 
 
 def both_send_first(port: int, batched: bool) -> list | str:
-    """What a worker of two receives, each of which sends first; ends a generation in which they cannot."""
+    """Receives on two workers that both send first; ends a generation in which they cannot."""
     groups, store = lying_groups(), store_at(port)
     begin_together(groups, store, 0)
     mine, received, other = torch.full((1,), 1.0 + dist.get_rank()), torch.zeros(1), 1 - dist.get_rank()

@@ -1,4 +1,4 @@
-"""What workers do where the memory of nodes is lost: they record every state of a run, and load from many places."""
+"""Functions of workers whose nodes lose their memory: they record every state of a run, and load from many places."""
 
 from __future__ import annotations
 

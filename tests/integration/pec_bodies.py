@@ -1,4 +1,4 @@
-"""What workers of a test's world do: they look at what was loaded, are slow, or die."""
+"""Functions of a test's workers: they inspect loaded state, are slow, or die."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def die_after(flags: dict, iteration: int) -> None:
 
 
 def under_way(session: Session) -> list[Future]:
-    """What this worker does beside training for snapshots that are not everywhere yet."""
+    """Returns this worker's background work for snapshots that are not durable yet."""
     assert session._running is not None
     stages = session._running[1]._stages
     moving = (stages.copying, stages.replicating, stages.writing, stages.committing)

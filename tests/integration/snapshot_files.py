@@ -1,4 +1,4 @@
-"""What tests of snapshots look for in files and memory."""
+"""Checks of snapshots in files and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(layout: str, flags: dict, body: str = "bodies:train", **arguments) -> 
 
 
 def told(world: World) -> Trained:
-    """What a world that ended well has told."""
+    """Returns the results of a world that ended without errors."""
     results = world.wait()
     assert all(result.value is not None for result in results), results[0].output[-2000:]
     return Trained([result.value for result in results])
@@ -59,7 +59,7 @@ def stores(flags: dict) -> dict[str, Store]:
 
 
 def damage(store: Store, iteration: int) -> str | None:
-    """What is wrong with a published snapshot, if anything is: of every byte."""
+    """Returns the problems of a committed snapshot, from a check of every byte."""
     try:
         manifest = store.read_manifest(iteration)
         for name, entry in manifest.files.items():
@@ -103,7 +103,7 @@ def newest_whole(flags: dict) -> int:
 
 
 def events(flags: dict, kind: str) -> list[dict]:
-    """What a run wrote to its ``--log-dir``; all of it must be in the schema."""
+    """Returns the events in a run's ``--log-dir``; all must match the schema."""
     log = Events(Path(flags["log_dir"]) / "events.jsonl")
     assert [(event, wrong) for event in log.all() if (wrong := problems(event))] == []
     return log.of(kind)

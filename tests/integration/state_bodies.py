@@ -1,4 +1,4 @@
-"""What workers of a test's world do to the training state."""
+"""Functions of a test's workers that use the training state."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def freeze_refused(flags: dict) -> str | None:
 
 
 def _ramp(like: torch.Tensor, start: int) -> torch.Tensor:
-    """Values that tell where in a parameter they belong."""
+    """Returns values that identify their position in a parameter."""
     return (0.25 + torch.arange(start, start + len(like), device="cpu") % 7 / 64).to(like.dtype)
 
 

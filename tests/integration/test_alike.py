@@ -57,9 +57,7 @@ def tensors(directory: str) -> dict[tuple[str, str], list]:
     return {key: reader.read_region(*key, Region((0,) * len(shape), shape)).tolist() for key, shape in shapes.items()}
 
 
-def test_replicas_of_experts_copy_for_each_other_and_all_start_again_without_the_memory_of_a_node(
-    flags, data, tmp_path
-):
+def test_expert_replicas_survive_lost_node_memory(flags, data, tmp_path):
     """Of four nodes every other one has the same experts: only headers of files are sent."""
     expected = records("DP4xEP2", data)
     with Launched("DP4xEP2", flags, tmp_path / "job", nodes=4) as job:

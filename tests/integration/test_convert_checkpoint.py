@@ -158,7 +158,7 @@ def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch
     flags = f"""{EP2} {ZERO1} {BIASES} --bf16 --hidden-dropout 0.1 --attention-dropout 0.1
         --clip-grad 0.3 --train-iters 12 --lr-decay-iters 12"""
     taken = f"{flags} --ckpt-blocking --ckpt-keep 12"
-    kill = "--inject", "kill ranks=0,1 iteration=9 point=before_vote"
+    kill = "--inject", "kill ranks=0,1 iteration=9 point=before_commit"
     with node_memory() as memory:
         window = f"{taken} {WINDOWS[policy]} --ckpt-memory-dir {memory} --ckpt-dir window"
         assert run(tmp_path, OWN_PROGRAM, 2, window, *kill, launcher="--max-restarts 0").code != 0

@@ -123,10 +123,10 @@ def test_resume_across_engines_and_layouts(name, saved, data, tmp_path):
 
 FAULTS = [
     "kill rank=1 iteration=4 point=forward_backward",
-    "kill rank=2 iteration=8 point=after_vote",
-    "kill ranks=0,3 iteration=11 point=before_vote",
+    "kill rank=2 iteration=8 point=after_commit",
+    "kill ranks=0,3 iteration=11 point=before_commit",
 ]
-POINTS = [*STEP, "snapshot_copying", "snapshot_sealed", "snapshot_published", "persisting"]
+POINTS = [*STEP, "snapshot_copying", "snapshot_finalized", "snapshot_committed", "persisting"]
 EACH_POINT = [f"kill rank={i % 4} iteration={4 + 3 * i} point={point}" for i, point in enumerate(POINTS)]
 EACH_POINT += [f"kill rank=3 iteration={4 + 3 * len(POINTS)} point={point}" for point in ("after_reduce", "loading")]
 

@@ -66,7 +66,7 @@ def test_it_ends_with_the_same_bits_or_has_counted_the_tokens_that_it_lost(case,
     snapshots, nodes = CASES[case], 2 if "peers" in CASES[case]["ckpt_tier"] else 1
     start = MEASURES if case in MEASURING else 0
     faults = [f"kill rank=1 iteration={start + 5} point=forward_backward"]
-    faults += [f"kill ranks=0,3 iteration={start + 9} point=after_vote"]
+    faults += [f"kill ranks=0,3 iteration={start + 9} point=after_commit"]
     iterations = start + 18
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory)

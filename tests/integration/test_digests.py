@@ -22,21 +22,21 @@ EACH = dict(ckpt_policy="full", snapshot_interval=1, train_iters=LAST)
 LAYOUTS_OF_ALL_KINDS = ("1", "DP2", "DP4xEP2", "EP4", "TP2xEP2", "PP2xTP2", "PP2", "PP4", "interleaved")
 OPERATORS = 30
 CASES = {
-    "kept by a survivor": ("DP2", "0 7 kept", dict(ckpt_tier="memory"), "kill rank=1 iteration=8 point=before_vote"),
+    "kept by a survivor": ("DP2", "0 7 kept", dict(ckpt_tier="memory"), "kill rank=1 iteration=8 point=before_commit"),
     "kept by a replica": (
         "DP2",
         "1 7 kept",
         dict(ckpt_tier="memory", use_distributed_optimizer=False),
-        "kill rank=0 iteration=8 point=before_vote",
+        "kill rank=0 iteration=8 point=before_commit",
     ),
     "kept, all snapshots older": (
         "PP2",
         "0 7 kept",
         dict(ckpt_policy="sparse", sparse_window=2, upstream_logging=True, ckpt_tier="memory"),
-        "kill rank=1 iteration=8 point=before_vote",
+        "kill rank=1 iteration=8 point=before_commit",
     ),
-    "saved in memory": ("PP2", "0 7 saved", dict(ckpt_tier="memory"), "kill rank=0 iteration=8 point=before_vote"),
-    "saved on disk": ("EP2", "1 7 saved", BF16, "kill ranks=0,1 iteration=9 point=before_vote"),
+    "saved in memory": ("PP2", "0 7 saved", dict(ckpt_tier="memory"), "kill rank=0 iteration=8 point=before_commit"),
+    "saved on disk": ("EP2", "1 7 saved", BF16, "kill ranks=0,1 iteration=9 point=before_commit"),
 }
 
 

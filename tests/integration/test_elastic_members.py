@@ -17,9 +17,9 @@ from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
 MORE = {  # name: faults
-    "voted": ["kill node=1 iteration=6 point=after_vote"],
+    "voted": ["kill node=1 iteration=6 point=after_commit"],
     "landed": ["kill node=2 iteration=4", "kill node=3 iteration=4 point=landed"],
-    "meeting": ["kill node=1 iteration=4", "kill node=3 iteration=4 point=meeting"],
+    "meeting": ["kill node=1 iteration=4", "kill node=3 iteration=4 point=ready"],
     "one after the other": ["kill node=1 iteration=4", "kill node=3 iteration=9"],
     "first": ["kill node=0 iteration=5"],
 }
@@ -101,7 +101,7 @@ def test_nodes_are_taken_in_between_two_iterations_so_that_none_is_dropped(data,
 @pytest.mark.parametrize("moment", ["before the vote", "after it"])
 def test_a_node_is_lost_before_it_has_met_one_that_comes(data, growing, moment):
     """The other one is seated in its place, and gets what it had."""
-    job = growing(*["kill node=2 iteration=5 point=parting"] * (moment == "after it"))
+    job = growing(*["kill node=2 iteration=5 point=draining"] * (moment == "after it"))
     if moment == "before the vote":
         job.lose(2)
         job.tells("node 2 is lost: training continues on 2 of 3 nodes")
@@ -133,8 +133,8 @@ def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a worker while others wait for it")
-def test_a_worker_that_hangs_before_it_has_left_is_replaced_and_the_others_meet_who_has_come(data, growing):
-    job = growing("stop node=2 iteration=5 point=parting")
+def test_worker_hanging_before_drain_is_replaced_during_scale_up(data, growing):
+    job = growing("stop node=2 iteration=5 point=draining")
     job.go_on(5)
     job.tells("sent no heartbeat for")
     assert job.wait() == 0, job.console[-4000:]
@@ -165,7 +165,7 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain, zero):
     """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
-    faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=meeting"]
+    faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=ready"]
     three, records = dict(elastic_min_replicas=3, use_distributed_optimizer=zero), []  # of five nodes, two may be lost
     for run in ("first", "second"):
         with job_of(data, tmp_path / run, faults, least=3, layout="DP6", **three, elastic_domain=domain) as job:

@@ -146,7 +146,7 @@ def test_a_node_with_several_workers_and_a_part_of_the_model_is_lost_and_comes_b
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node move to another stage, twice")
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_surplus_node_moves_to_the_stage_that_has_lost_more_and_the_same_history_is_repeated(data, tmp_path, zero):
+def test_surplus_node_moves_to_stage_that_lost_more(data, tmp_path, zero):
     """Of three copies two are left, the second time since a node that has helped moves, for which all wait."""
     records = []
     for run in ("first", "second"):
@@ -182,7 +182,7 @@ def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a stage")
-def test_where_a_stage_is_lost_a_node_moves_to_it_and_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+def test_lost_stage_gets_a_node_and_all_load_a_checkpoint(data, tmp_path):
     saved = dict(snapshot_interval=3, ckpt_blocking=True, ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
     faults = ["kill node=1 iteration=8", "kill node=3 iteration=8"]
     with job_of(data, tmp_path, faults, layout="PP2xDP2", **SPREAD, **saved) as job:

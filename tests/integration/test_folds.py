@@ -146,7 +146,7 @@ def assert_nobody_can_tell(job: Launched, data, tmp_path) -> None:
 @pytest.mark.recovery
 def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_tell(data, tmp_path):
     """A worker dies with gradients copied, one with copies that nobody knows of, one while it repeats updates."""
-    points = {"gradient_staged": 5, "peers_published": 9, "folding": 0}
+    points = {"gradient_staged": 5, "peers_committed": 9, "folding": 0}
     kills = [f"kill rank=1 iteration={iteration} point={point}" for point, iteration in points.items()]
     with node_memory() as memory:
         flags = flags_of(data, tmp_path, memory) | dict(inject=kills)
@@ -164,7 +164,7 @@ def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_t
 
 @pytest.mark.recovery
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses all workers while they fold")
-def test_all_workers_are_lost_while_they_fold_with_the_memory_of_a_node_and_nobody_can_tell(data, tmp_path):
+def test_loss_of_all_workers_during_folding_is_invisible(data, tmp_path):
     with node_memory() as memory:
         flags = flags_of(data, tmp_path, memory)
         with Launched("EP2", flags, tmp_path / "job", nodes=2, program=PROGRAM) as job:

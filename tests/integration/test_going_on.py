@@ -30,7 +30,7 @@ FAULTS = [
     for rank, iteration, held, _ in LOSSES
     for fault in (
         # not right after the vote: a survivor that has not begun its snapshot by then would let the window begin anew
-        f"kill rank={rank} iteration={iteration + 1} point=before_vote",
+        f"kill rank={rank} iteration={iteration + 1} point=before_commit",
         f"stop rank={rank} iteration={held} point=replaying",
     )
 ]
@@ -73,7 +73,7 @@ def lose_while_held(job: Launched, held: int, lost: int) -> None:
         os.kill(before[held], signal.SIGCONT)
 
 
-def test_who_was_called_away_before_the_update_completes_it_with_the_same_operators_frozen(data):
+def test_interrupted_update_completes_with_same_frozen_operators(data):
     flags = FLAGS | data | SMALL | BF16 | EXPERT_BIAS | dict(num_layers=2, train_iters=4)
     body, pattern = "tests.integration.replay_bodies:complete_late", r"layers.0.expert.[0-3]|layers.1.*"
     for worker in run_world(2, body, flags=flags, pattern=pattern):

@@ -89,7 +89,7 @@ def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
 def test_a_lost_worker_alone_reads_and_updates(layout, data, flags, tmp_path):
     """Killed before the vote: the others keep their state, and nobody computes an iteration again."""
     size = dict(train_iters=14, num_experts=8)
-    faults = [f"kill rank=1 iteration={iteration} point=before_vote" for iteration in (7, 11)]
+    faults = [f"kill rank=1 iteration={iteration} point=before_commit" for iteration in (7, 11)]
     with Launched(layout, flags | HARD | size | dict(inject=faults), tmp_path / "job") as job:
         assert job.wait() == 0, job.console[-4000:]
     straight = train(layout, data | HARD | size | _stored(tmp_path, 14))
@@ -142,7 +142,7 @@ def test_a_round_in_storage_is_resumed_in_another_layout_and_by_another_policy(d
 def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data, flags, tmp_path):
     """Nobody has been told that anything is safe in storage: it has one of three snapshots of a round."""
     size, own = dict(train_iters=12, persist_interval=3), ["--silence-timeout", "5"]
-    fault = "stop rank=1 iteration=7 point=before_vote"
+    fault = "stop rank=1 iteration=7 point=before_commit"
     with Launched("EP2", flags | HARD | size | dict(inject=[fault]), tmp_path / "job", *own, nodes=2) as job:
         job.tells("injected: stop of worker 1 in iteration 7")
         assert stores(flags)["storage"].iterations() in ([5], [5, 6])

@@ -107,7 +107,7 @@ def test_workers_are_lost_at_any_moment_and_nobody_can_tell(data, tmp_path):
     flags = data | CLIPPED | dict(train_iters=32)
     plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))
     assert set(train("PP2xEP2", plain).codes) == {0}
-    kills = [f"kill rank=0 iteration={iteration} point=after_vote" for iteration in (8, 14, 20)]
+    kills = [f"kill rank=0 iteration={iteration} point=after_commit" for iteration in (8, 14, 20)]
     kills += ["kill rank=3 iteration=25 point=snapshot_copying", "kill rank=2 iteration=0 point=loading"]
     with node_memory() as memory:
         flags |= GRADIENTS | dict(ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"), persist_interval=7)

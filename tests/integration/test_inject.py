@@ -16,13 +16,13 @@ FAULTS = [
     "kill rank=1 iteration=3 point=forward_backward",
     "kill rank=1 iteration=3 point=rebuilding",
     "kill rank=0 iteration=2 point=loading",  # which has lost nothing, and is about to fill its state again
-    "kill rank=0 iteration=6 point=after_vote",
-    "kill ranks=0,1 iteration=9 point=snapshot_sealed",
-    "kill rank=0 iteration=12 point=published",
+    "kill rank=0 iteration=6 point=after_commit",
+    "kill ranks=0,1 iteration=9 point=snapshot_finalized",
+    "kill rank=0 iteration=12 point=committed",
 ]
 EXPECTED = [
-    *[(0, "after_vote"), (0, "loading"), (0, "published"), (0, "snapshot_sealed")],
-    *[(1, "forward_backward"), (1, "rebuilding"), (1, "snapshot_sealed")],
+    *[(0, "after_commit"), (0, "loading"), (0, "committed"), (0, "snapshot_finalized")],
+    *[(1, "forward_backward"), (1, "rebuilding"), (1, "snapshot_finalized")],
 ]
 
 

@@ -109,11 +109,9 @@ def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
         assert "the controller has died: started again" in job.console
 
 
-def test_the_controller_dies_before_the_workers_are_brought_together_and_while_they_meet(
-    flags, undisturbed, tmp_path, monkeypatch
-):
+def test_controller_killed_before_and_during_rendezvous(flags, undisturbed, tmp_path, monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    slow = dict(inject="slow rank=1 iteration=0 point=meeting seconds=3 times=99")
+    slow = dict(inject="slow rank=1 iteration=0 point=ready seconds=3 times=99")
     with Launched("EP2", flags | slow, tmp_path / "job", cold=True) as job:
         for iteration, later in ((3, 0.0), (6, 1.0)):
             job.reach(iteration)
@@ -384,7 +382,7 @@ def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, fl
         assert job.left() == []
 
 
-def test_a_launcher_that_stands_still_loses_its_workers_before_others_have_their_places(flags, undisturbed, tmp_path):
+def test_stopped_launcher_loses_workers_before_reassignment(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", "--spares", "1", "--silence-timeout", "6") as job:
         job.reach(2)
         job.tells("node 1 is there, and waits as a spare")

@@ -21,10 +21,10 @@ SLOW_COPIES = "tests/integration/slow_copies_pretrain_gpt_moe.py"
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3, upstream_logging=True)
 SMALL = dict(clip_grad=0.3, lr=1e-2)
 FAULTS = [
-    "error rank=3 iteration=7 point=after_vote",  # as if it had missed the vote: it completes the iteration later
-    "kill rank=1 iteration=7 point=after_vote",
-    "kill ranks=1,2 iteration=11 point=after_vote",
-    "kill rank=2 iteration=19 point=before_vote",
+    "error rank=3 iteration=7 point=after_commit",  # as if it had missed the vote: it completes the iteration later
+    "kill rank=1 iteration=7 point=after_commit",
+    "kill ranks=1,2 iteration=11 point=after_commit",
+    "kill rank=2 iteration=19 point=before_commit",
     "kill rank=3 iteration=19 point=loading",  # while 2 recovers
 ]
 
@@ -119,7 +119,7 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
     # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late: who
     # is cut off while weights are gathered keeps its state
     faults = dict(
-        inject=["slow rank=3 iteration=9 point=after_vote seconds=3", "kill rank=1 iteration=9 point=after_vote"]
+        inject=["slow rank=3 iteration=9 point=after_commit seconds=3", "kill rank=1 iteration=9 point=after_commit"]
     )
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1,0,1")
@@ -144,7 +144,7 @@ def test_any_window(layout, window, data, tmp_path):
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     sparse = SPARSE | dict(sparse_window=window, ckpt_blocking=True)
     faults = dict(
-        inject=["kill rank=1 iteration=10 point=forward_backward", "kill rank=0 iteration=16 point=after_vote"]
+        inject=["kill rank=1 iteration=10 point=forward_backward", "kill rank=0 iteration=16 point=after_commit"]
     )
     with Launched(layout, flags | sparse | places | faults, tmp_path / "job") as job:
         assert job.wait() == 0, job.console[-4000:]
@@ -166,7 +166,7 @@ def test_any_window(layout, window, data, tmp_path):
 def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when 0 dies, all have the last snapshot of the window 5 to 7, and it was about to say so for its node
-    faults = dict(inject=["kill rank=0 iteration=8 point=after_vote"])
+    faults = dict(inject=["kill rank=0 iteration=8 point=after_commit"])
     monkeypatch.setenv("TEST_WAITS_IN", "8")
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,1")
@@ -189,8 +189,8 @@ def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, d
     faults = dict(
         inject=[
             f"slow rank={victim} iteration=6 point=snapshot_copying seconds=600",
-            f"kill rank={victim} iteration=7 point=after_vote",
-            f"kill rank={victim} iteration=9 point=after_vote",
+            f"kill rank={victim} iteration=7 point=after_commit",
+            f"kill rank={victim} iteration=9 point=after_commit",
         ]
     )
     monkeypatch.setenv("TEST_WAITS_IN", "9")
@@ -214,10 +214,10 @@ def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_pat
     flags = data | SMALL | BF16 | dict(train_iters=14)
     faults = dict(
         inject=[
-            "kill rank=1 iteration=7 point=after_vote",
+            "kill rank=1 iteration=7 point=after_commit",
             "slow rank=0 iteration=7 point=loaded seconds=15",  # time to lose what is lost below
-            "kill rank=1 iteration=8 point=before_vote",
-            "kill rank=1 iteration=10 point=after_vote",
+            "kill rank=1 iteration=8 point=before_commit",
+            "kill rank=1 iteration=10 point=after_commit",
         ]
     )
     monkeypatch.setenv("TEST_WAITS_IN", "9")

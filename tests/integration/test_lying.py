@@ -84,7 +84,7 @@ def test_two_that_send_before_they_receive_wait_for_ever_unless_that_is_a_batch(
 
 
 @pytest.mark.parametrize("unbatched", [False, True])
-def test_neighbours_that_transfer_outside_of_batches_do_not_wait_for_other_neighbours(unbatched, store):  # noqa: F811
+def test_unbatched_transfers_do_not_wait_for_other_neighbours(unbatched, store):  # noqa: F811
     told = run_world(4, f"{BODIES}:ring", port=store.port, unbatched=unbatched)
     assert told == [[3.0], [0.0], [1.0], [2.0]] if unbatched else told == ["Aborted"] * 4
 
@@ -127,7 +127,7 @@ def test_a_job_on_a_lying_device_ends_as_if_nobody_had_been_killed(data, tmp_pat
 
 
 @pytest.mark.recovery
-def test_workers_of_a_device_that_breaks_are_replaced_until_its_node_gives_up_its_place(tmp_path, monkeypatch):
+def test_broken_device_ends_its_node_after_replacements(tmp_path, monkeypatch):
     monkeypatch.setenv("LYING_DEVICE", '{"seed": 1, "breaks": 1.0, "spares": [0]}')
     program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
     with running(tmp_path / "run", iterations=10**6, program=program) as run:
@@ -181,7 +181,7 @@ def test_a_worker_that_is_slow_elsewhere_begins_no_generation(data, tmp_path, mo
     """The others wait in their steps, on the device, for longer than a step may take."""
     monkeypatch.setenv("LYING_DEVICE", "{}")
     snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
-    faults = ["slow rank=0 iteration=4 point=snapshot_published seconds=9"]
+    faults = ["slow rank=0 iteration=4 point=snapshot_committed seconds=9"]
     with node_memory() as memory:
         flags = data | snapshots | REPLICATED | dict(ckpt_memory_dir=memory, train_iters=8, inject=faults)
         own, program = ["--hang-timeout", "step=4"], "tests/integration/lying_pretrain_gpt_moe.py"

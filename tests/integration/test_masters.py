@@ -73,7 +73,7 @@ def straight_to_the_end(data, precision, tmp_path):
 def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tmp_path):
     flags, straight, end = straight_to_the_end(data, precision, tmp_path)
     places = dict(upstream_logging=True, ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
-    faults = dict(inject=["kill rank=1 iteration=7 point=after_vote", "kill rank=0 iteration=12 point=before_vote"])
+    faults = dict(inject=["kill rank=1 iteration=7 point=after_commit", "kill rank=0 iteration=12 point=before_commit"])
     with Launched("PP2", flags | WINDOWS | places | faults, tmp_path / "job") as job:
         assert job.wait() == 0, job.console[-4000:]
     assert contents(Store(LocalStorage(tmp_path / "c")), 14) == contents(end, 14)

@@ -19,8 +19,8 @@ KILLS = (
     # the other stage has routed tokens by then; the first snapshot may be of iteration 3
     "kill rank=3 iteration=5 point=forward_backward",
     "kill rank=2 iteration=7 point=after_reduce",
-    "kill rank=0 iteration=9 point=after_vote",
-    "kill rank=1 iteration=11 point=before_vote",
+    "kill rank=0 iteration=9 point=after_commit",
+    "kill rank=1 iteration=11 point=before_commit",
 )
 LOSSY = {
     "pec": dict(ckpt_policy="pec", pec_k="1", snapshot_interval=1),

@@ -154,7 +154,7 @@ def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
         first, again = loaded("EP2", flags), loaded("EP2", flags)
         assert first == again  # what is left in memory stays until a new snapshot is safe
         late = ["slow ranks=0,1 iteration=0 point=snapshot_copying seconds=600"]  # it is begun, and not safe
-        late.append(f"kill ranks=0,1 iteration={base + 2} point=after_vote")
+        late.append(f"kill ranks=0,1 iteration={base + 2} point=after_commit")
         assert {result.exit for result in start("EP2", flags | dict(inject=late)).wait()} == {-9}
         assert Events(log / "events.jsonl").of("iteration")[-1]["iteration"] == base + 1
         assert loaded("EP2", flags) == first

@@ -90,7 +90,7 @@ def test_a_job_whose_batch_node_is_lost_goes_on_and_ends(hosts, tmp_path, code, 
     job.wait(lambda: not list(tmp_path.glob(".mocrun-*-*")), "files are left")
 
 
-def test_launchers_go_on_without_the_node_that_has_the_batch_script_and_the_controller(hosts, tmp_path):
+def test_job_survives_loss_of_batch_script_and_controller(hosts, tmp_path):
     cluster, slurm = hosts
     (tmp_path / "work.py").write_text(WORKER)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -56,7 +56,7 @@ def asked(point, *nodes):
     return [f"term node={node} iteration={LOST} point={point}" for node in nodes]
 
 
-@pytest.mark.parametrize("point", ["meeting", *ALL * ["rebalancing", "landed", "loaded"]])
+@pytest.mark.parametrize("point", ["ready", *ALL * ["rebalancing", "landed", "loaded"]])
 @pytest.mark.parametrize("zero", [False, *ALL * [True]])
 def test_the_nodes_that_are_left_of_an_elastic_job_save_and_end(data, tmp_path, point, zero):
     faults = [f"kill node=1 iteration={LOST}", *asked(point, 0, 2)]
@@ -70,7 +70,7 @@ def test_the_nodes_that_are_left_of_an_elastic_job_save_and_end(data, tmp_path, 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a job that is about to meet nodes that have come")
 def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_WAITS_IN", "5")
-    faults = ["kill node=1 iteration=3", *asked("parting", 0, 2)]
+    faults = ["kill node=1 iteration=3", *asked("draining", 0, 2)]
     flags = FLAGS | dict(elastic_rebalance_interval=0, elastic_slots=4)
     with job_of(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags) as job:
         job.is_in(5, workers=2)
@@ -81,9 +81,9 @@ def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp
     assert "the job is to stop, and meets no more" in job.console
 
 
-@pytest.mark.parametrize("point", ["rebuilding", *ALL * ["meeting", "loaded"]])
+@pytest.mark.parametrize("point", ["rebuilding", *ALL * ["ready", "loaded"]])
 def test_a_spare_takes_the_place_of_a_lost_node_before_all_save_and_end(data, tmp_path, point):
-    faults = [f"kill node=1 iteration={LOST}", *asked("meeting", 0), *asked(point, 1)]
+    faults = [f"kill node=1 iteration={LOST}", *asked("ready", 0), *asked(point, 1)]
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, spares=1, **PLAIN)
     assert "node 2 takes its place" in job.console
     assert_that_all_is_saved(job, saved)
@@ -102,7 +102,7 @@ def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves
 
 
 def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):
-    faults = [f"kill rank=1 iteration={LOST}", f"term rank=0 iteration={LOST} point=meeting"]
+    faults = [f"kill rank=1 iteration={LOST}", f"term rank=0 iteration={LOST} point=ready"]
     with job_of(data, tmp_path, "DP2", faults, **PLAIN) as job:
         assert_that_all_is_saved(*stopped(job, tmp_path))
     assert job.events("generation")[0]["reason"] == "worker 1 was killed by signal 9"
@@ -110,7 +110,7 @@ def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses what others had while all are about to save")
 def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(data, tmp_path):
-    faults = [f"kill node=1 iteration={LOST}", *asked("meeting", 0)]
+    faults = [f"kill node=1 iteration={LOST}", *asked("ready", 0)]
     flags = PLAIN | dict(snapshot_interval=2, ckpt_blocking=True)
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, **flags)
     assert saved == [2, 4] and job.iteration == 4

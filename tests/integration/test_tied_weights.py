@@ -11,8 +11,8 @@ TIED = dict(num_layers=2, hidden_size=32, seq_length=16, global_batch_size=4, un
 FULL = dict(ckpt_policy="full", snapshot_interval=1)
 SPARSE = dict(ckpt_policy="sparse", sparse_window=3)
 FAULTS = [
-    "kill rank=1 iteration=8 point=before_vote",  # of the first stage; the last one has nothing of the embedding
-    "kill rank=3 iteration=11 point=before_vote",
+    "kill rank=1 iteration=8 point=before_commit",  # of the first stage; the last one has nothing of the embedding
+    "kill rank=3 iteration=11 point=before_commit",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The device: its one stream, on which the compute thread is, and its errors, which stay."""
+"""The device: one stream for the compute thread, and persistent errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lies:
         seed: of all choices.
         completes: chance that an operation whose peer is gone completes, with garbage, before this worker aborts.
         breaks: chance that an abort leaves the device broken.
-        how: what such an abort does, each as often: it fails, or leaves an error that stays.
+        how: effects of such an abort, equally likely: it fails, or leaves a persistent error.
         spares: ranks whose devices never break.
     """
 
@@ -38,7 +38,7 @@ class Lies:
 
     @classmethod
     def from_environment(cls) -> Lies:
-        """As ``LYING_DEVICE`` says."""
+        """Reads ``LYING_DEVICE``."""
         given = json.loads(os.environ.get(VARIABLE, "{}"))
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
@@ -82,7 +82,7 @@ class Later:
 
 
 class StreamMark:
-    """A place on the stream, as ``torch.cuda.Event``; it counts as reached when somebody first sees that it is."""
+    """A place on the stream, as ``torch.cuda.Event``; it counts as reached at the first query that sees it."""
 
     def __init__(self):
         self._ahead, self._reached = DEVICE.ahead, 0.0
@@ -99,7 +99,7 @@ class StreamMark:
 
 
 class Stream:
-    """What the compute thread waits for before it computes or reads: all that it has asked the stream to wait for."""
+    """Operations that the compute thread waits for before it computes or reads."""
 
     def __init__(self):
         self.broken = ""
@@ -127,11 +127,11 @@ class Stream:
 
     @property
     def ahead(self) -> list:
-        """What operations that are enqueued now wait for."""
+        """Predecessors of operations that are enqueued now."""
         return [*self._waits]
 
     def drain(self) -> None:
-        """Waits for the stream.  What it waited for may be garbage by now: it does not say so."""
+        """Waits for the stream.  Results may be undefined by now, without an error."""
         while self._waits:
             self._waits.pop(0).done.wait()
         if self.broken:
@@ -178,7 +178,7 @@ def compute_on_stream() -> None:
 
 
 def fill_with_garbage(tensors: list[torch.Tensor], chance: random.Random) -> None:
-    """What is in the memory of an operation that never came to its end: what was there, nothing, or anything."""
+    """Fills the memory of an operation that never completed: unchanged, zeros, or random values."""
     kind = chance.choice(("stale", "zeros", "bits"))
     for tensor in tensors if kind != "stale" else ():
         flat = tensor.detach().view(-1) if tensor.is_contiguous() else None

@@ -46,7 +46,7 @@ class LyingWork(dist.Work):
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        """What it is to fill: not what it sends from the same memory."""
+        """Memory to fill, without the part that it sends from."""
         return [
             tensor
             for name, (args, _) in zip(self.names, self.calls, strict=True)
@@ -64,7 +64,7 @@ class LyingWork(dist.Work):
     synchronize = wait
 
     def _source_rank(self) -> int:
-        """Whose message it has received."""
+        """Sender of the received message."""
         self.done.wait()
         return self.begun[0]._source_rank()
 
@@ -303,7 +303,7 @@ def install(lies: Lies | None = None) -> None:
 
 
 def _exchange_in_host_memory() -> None:
-    """What workers tell one another in host memory waits for no device, in whatever module it is used."""
+    """Messages in host memory wait for no device, in any module."""
     from moc.runtime import collectives
 
     for name in ("gather", "broadcast_from_rank0"):

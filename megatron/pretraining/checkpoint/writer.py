@@ -116,7 +116,7 @@ def _report(staging: Path, rank: int) -> Path:
 
 @contextlib.contextmanager
 def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
-    """Collects the errors of ``owner.method``, by which rank 0 writes, instead of raising them during the save.
+    """Collects the errors of ``owner.method``, rank 0's writer, instead of raising them during the save.
 
     The other workers would wait for rank 0 in a collective; this way, all workers receive the errors after it.
     """
@@ -153,4 +153,4 @@ def use_mortal_result_queue() -> None:
         manager.start(initializer=functools.partial(attach_without_gpus, os.getpid()))
         results: Any = manager.Queue()
         filesystem_async._results_queue = results
-        results.manager = manager  # the server lives as long as the manager object
+        results.manager = manager  # the server ends with the manager object

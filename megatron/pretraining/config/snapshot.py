@@ -264,11 +264,11 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FaultFlags(FlagGroup):
-    """Injected faults: tests of what a run survives."""
+    """Injected faults, to test recoveries."""
 
     inject: tuple[str, ...] | None = flag(
         None,
-        f"""Faults such as "kill rank=2 iteration=40 point=after_vote"; several are separate words, or separated by
+        f"""Faults such as "kill rank=2 iteration=40 point=after_commit"; several are separate words, or separated by
         semicolons. First the action: {"; ".join(f"{name}, {text}" for name, text in ACTIONS.items())}.
         Then its target: rank=N, ranks=N,N or node=N; the first iteration: iteration=N; the number of times: times=N
         (default 1); and the point (default start): point=NAME:

@@ -117,7 +117,7 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
         "--upstream-logging",
         code="upstream-logging-unsupported",
     )
-    # a tied embedding's gradient is a sum over two stages; a stage that replays alone has only its own part
+    # a tied embedding's gradient is a sum over two stages; a stage that replays without others has only its part
     problems.refuse(
         not config.network.untie_embeddings_and_output_weights,
         "--upstream-logging replays one pipeline stage, and embeddings that are tied across stages do not allow that. "

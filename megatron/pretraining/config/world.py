@@ -17,7 +17,7 @@ class Workers(NamedTuple):
     """Workers of a job.
 
     Attributes:
-        least: minimum nodes with which the job continues after others are lost.
+        least: minimum nodes to continue after others are lost.
         most: nodes of the job.
         per_node: workers of each node.
     """
@@ -86,7 +86,7 @@ def copy_by_copy(config: Config, per_node: int, varies: bool) -> bool:
 
 
 def stages_on_nodes(config: Config, per_node: int, varies: bool) -> int:
-    """Returns the pipeline stages of a node if ranks are numbered by model copy; else 1."""
+    """Returns the pipeline stages of a node if ranks are numbered by model copy, otherwise 1."""
     if not copy_by_copy(config, per_node, varies):
         return 1
     return min(config.parallel.pipeline_model_parallel_size, per_node // _inner_size(config))

@@ -212,7 +212,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def whole_tensors(reader: ShardReader) -> list[TensorBox]:
-    """Returns every tensor and optimizer-state key of which region files hold a part, in model order.
+    """Returns every tensor and optimizer-state key with a part in region files, in model order.
 
     Raises:
         CheckpointError: files contradict each other about a tensor.

@@ -332,8 +332,8 @@ def write_dense(
         contents: the state to write.
         root: the ``--save`` directory to write into.
         writers: number of files for the optimizer state.
-        dtype: the dtype to which masters are rounded; None if unknown.
-        file_bytes: size at which the next file of weights starts.
+        dtype: dtype of rounded masters; None if unknown.
+        file_bytes: size that starts the next file of weights.
         advance: called with the number of bytes written.
 
     Raises:

@@ -208,7 +208,7 @@ def write_weights(
         weights: chunks that together cover each tensor once.
         extra_states: empty objects of modules: key, stacked shape, and offset in it.
         iteration: the iteration in ``common.pt``.
-        file_bytes: size at which the next ``.distcp`` file starts.
+        file_bytes: size that starts the next ``.distcp`` file.
 
     Raises:
         CheckpointError: values cannot be read.

@@ -4,7 +4,7 @@ Reading is cheap and sequential; decoding and parsing are expensive. A `Reader` 
 bytes. Another process can decode them with `DocumentPiece.texts`. Invalid input raises `BadText`, with one sentence
 that names the file and the line.
 
-:class:`PairWriter` writes the encoded documents as an ``.idx`` and ``.bin`` pair that becomes visible at once.
+:class:`PairWriter` writes the encoded documents as an ``.idx`` and ``.bin`` pair that becomes visible atomically.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class SplitSource:
 
     Attributes:
         prefix: prefix of the dataset's files; empty with ``--mock-data``.
-        whole: documents of the dataset.
+        whole: documents of the complete dataset.
         documents: documents of the split in this dataset.
         tokens: tokens of these documents.
         samples: samples that the split needs from the dataset; None if it is read exactly once.
@@ -102,7 +102,7 @@ def _figure(epochs: float) -> str:
 
 
 def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None:
-    """Drops evaluation splits from which the run needs no samples, since megatron-core would read one."""
+    """Drops evaluation splits that the run does not sample, since megatron-core would read one."""
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
         if parts is not None:
@@ -144,7 +144,7 @@ def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: flo
 
 
 def refuse_empty(splits: Sequence[DataSplit], config: GPTDatasetConfig) -> None:
-    """Rejects splits on which megatron-core would loop forever or fail silently.
+    """Rejects splits that would make megatron-core loop forever or fail silently.
 
     Raises:
         ConfigError: a split has no document or token, or too few tokens for a sample of a dataset that is read once.

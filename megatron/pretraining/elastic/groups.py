@@ -25,7 +25,7 @@ def dispatch_group() -> dist.ProcessGroup:
 
 
 def dispatch_within(group: dist.ProcessGroup | None) -> None:
-    """Sets the domain in which this worker dispatches tokens; None for all of the exchange group."""
+    """Sets the domain for this worker's dispatch of tokens; None for all of the exchange group."""
     global _domain
     _domain = group
 

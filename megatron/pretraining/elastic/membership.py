@@ -402,5 +402,5 @@ class Guests(Callback):
             departing = {block for told in gather(self._world.job.departing) for block in told}
             if departing:
                 self._hand_over(departing)
-            reach("parting")
+            reach("draining")
             raise MembersChange(place() in departing)

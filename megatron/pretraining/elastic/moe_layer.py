@@ -117,7 +117,7 @@ class ElasticLayer(MoELayer):
         Args:
             slots: the expert in each slot; None if empty.
             replicas: replicas of each expert on each rank of the exchange group, [experts, ranks].
-            domain: the ranks among which this worker dispatches tokens.
+            domain: the ranks that this worker dispatches tokens to.
             capacities: function that computes the tokens of the replicas.
         """
         self.experts.slots = tuple(slots)

@@ -32,7 +32,7 @@ Waiting = Callable[[], AbstractContextManager]
 
 
 def pipeline_of(core_config: TransformerConfig, num_micro_batches: int) -> Pipeline:
-    """Returns the order in which the schedule computes; requires initialized process groups."""
+    """Returns the schedule's order of computation; requires initialized process groups."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     chunks = core_config.virtual_pipeline_model_parallel_size or 1
     table = get_schedule_table(num_micro_batches, chunks, core_config.microbatch_group_size_per_vp_stage)

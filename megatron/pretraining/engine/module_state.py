@@ -34,7 +34,7 @@ from moc.state.undo_log import Place, UndoLog, differs, places, record
 
 _LIBRARIES = ("megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _SPARE = 4096
-"""Bytes by which the values of an operator may grow beyond twice their initial size."""
+"""Bytes that the values of an operator may grow beyond twice their initial size."""
 
 
 class ModuleState:

@@ -120,7 +120,7 @@ def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yields the parameters of which this rank owns a slice, with its master weights, once per slice."""
+    """Yields the parameters with a slice on this rank, with its master weights, once per slice."""
     for member in members(optimizer):
         yield from _of_member(member)
 
@@ -255,7 +255,7 @@ def _parts(member: MegatronOptimizer) -> Iterator[_Part]:
 
 
 def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
-    """Returns the index in the flattened parameter at which this rank's slice begins."""
+    """Returns the first index of this rank's slice in the flattened parameter."""
     if isinstance(member, ZeroOptimizer):
         return member.starts[parameter]
     return (

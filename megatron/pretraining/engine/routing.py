@@ -64,7 +64,7 @@ class RouterBoost:
 
     Args:
         owed: part of the token debt of each expert that one call of this router may make up.
-        fraction: part of its capacity by which an expert may exceed it.
+        fraction: maximum excess of an expert, relative to its capacity.
     """
 
     def __init__(self, router: TopKRouter, owed: Sequence[int], fraction: float):

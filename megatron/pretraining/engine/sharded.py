@@ -67,7 +67,7 @@ class ShardedOptimizer(FragmentedOptimizer):
     Args:
         whole: megatron-core's optimizer of all dense parameters, which this one replaces.
         masters: its parameters, each with its master weights, in the same order on all ranks.
-        group: the ranks among which blocks are distributed.
+        group: the ranks that share the blocks.
 
     Attributes:
         blocks: blocks of all parameters.

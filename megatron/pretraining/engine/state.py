@@ -135,7 +135,7 @@ class MegatronState:
         self._freezer = Freezer(self._chunks, self._optimizer, self._parameters)
 
     def operators(self) -> list[str]:
-        """Returns the names of the operators of which this rank holds a part, in model order."""
+        """Returns the names of the operators with a part on this rank, in model order."""
         names = (operator_of(piece.name) for pieces in self._parameters.values() for piece in pieces)
         return list(dict.fromkeys(names))
 
@@ -235,7 +235,7 @@ class MegatronState:
                 self._modules.loaded(buffer)
 
     def steps(self) -> dict[str, int]:
-        """Returns Adam's update count of each operator of which this rank's optimizer owns a slice; empty with SGD."""
+        """Returns Adam's update count of each operator with a slice in this rank's optimizer; empty with SGD."""
         counted = {}
         for operator, counter in self._counters:
             if "step" in counter:

@@ -45,7 +45,22 @@ class NonFiniteError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Stepper:
-    """Computes iterations with the parts of a worker."""
+    """Computes iterations with the parts of a worker, and commits each by one all-reduce over all workers.
+
+    Attributes:
+        topology: rank and groups of this worker.
+        chunks: model chunks of its pipeline stages, in order.
+        modules: undo log of values in modules that an iteration changes.
+        schedule: megatron-core's schedule of micro batches.
+        optimizer: clips and updates as the totals of the commit all-reduce require.
+        scheduler: learning rate and weight decay.
+        auxiliary: auxiliary losses of routers.
+        boundaries: log of the tensors sent between stages.
+        count_zeros: whether the record has the number of zeros in gradients.
+        params_norm: whether the record has the norm of parameters.
+        refuse_non_finite: whether a loss or gradient that is not finite stops all workers.
+        participants: contribute values to the commit all-reduce, and receive its totals.
+    """
 
     topology: Topology
     chunks: list[DistributedDataParallel]
@@ -81,7 +96,7 @@ class Stepper:
         reports = self.reduced_gradients(iteration, batches)
         reach("after_reduce")
         totals = self._all_reduce(iteration + 1, reports, stop)  # after this, all workers can complete the iteration
-        reach("after_vote")
+        reach("after_commit")
         record = self._decide(iteration, totals)
         progress("save")
         for participant in self.participants:  # a snapshot in progress reads state that the update is about to change
@@ -100,7 +115,7 @@ class Stepper:
         """Replays an iteration from its step record; frozen operators do not change.
 
         Gradients are clipped by the recorded norm: frozen operators have no gradients to contribute to a norm, and
-        stages that replay without the others have only their own.  Loss scale and learning rate must be those of the
+        stages that replay without the others have only their own.  Loss scale and learning rate must match the
         iteration.  ``completing`` is entered for the update, while the state is between two iterations.
 
         Returns:
@@ -131,7 +146,7 @@ class Stepper:
         """Computes the iteration after ``iteration`` completed ones up to its reduced gradients.
 
         A replay passes ``tokens``, the loss tokens over all ranks.  Returns the loss function's report of each micro
-        batch (last stage; else empty).
+        batch (last stage, otherwise empty).
         """
         self.modules.begin()
         self.optimizer.zero_grad()
@@ -155,7 +170,7 @@ class Stepper:
             contribution["zeros"] = self.optimizer.count_zeros()
         if self.params_norm:
             contribution["params_square_norm"] = self.optimizer.local_params_square_norm()
-        reach("before_vote")
+        reach("before_commit")
         with self.boundaries.waiting():  # stages that finish early wait here
             return sum_over_workers(contribution, self.world)
 

@@ -150,7 +150,7 @@ def remember(source: str | Path, parser: argparse.ArgumentParser) -> None:
 
 
 def _released(source: Path) -> tuple[Option, ...]:
-    """Returns the options in the package if they are those of a source file, otherwise nothing."""
+    """Returns the options in the package if they match a source file, otherwise nothing."""
     known = decode.decode(RELEASED.read_bytes(), ParserOptions)
     return known.options if known.source == xxhash.xxh3_64_hexdigest(source.read_bytes()) else ()
 
@@ -180,7 +180,7 @@ def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
 
     Args:
         script: path of the script.
-        places: directories in which modules are looked for.
+        places: directories with modules.
 
     Returns:
         The strings.  None if they cannot be determined: an option's name is computed, a provider of options is in an
@@ -215,7 +215,7 @@ def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
-    """Yields imported modules, and the names by which the importing module knows them or their contents."""
+    """Yields imported modules, and their names, or their contents' names, in the importing module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for one in node.names:

@@ -180,7 +180,7 @@ def load(path: str, mmap_mode=None, **_) -> numpy.ndarray:
             raise IndexCacheError(f"{one} of the sample index belongs to another user, and is not read. Fix: {remedy}")
     try:
         with open(path, "rb") as file:
-            numpy.lib.format.read_magic(file)  # refuses archives, for which numpy.load returns no array
+            numpy.lib.format.read_magic(file)  # refuses archives: numpy.load returns no array of them
         return numpy.load(path, mmap_mode=mmap_mode, allow_pickle=False)
     except _REFUSED as error:
         why = f"{type(error).__name__}: {error}".encode("unicode_escape").decode()[:200]

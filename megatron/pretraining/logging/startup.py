@@ -36,7 +36,7 @@ class DataSizes:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What one worker contributes to the description.
+    """Contribution of one worker to the description.
 
     Attributes:
         node: name of its machine.

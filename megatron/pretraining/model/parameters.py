@@ -182,7 +182,7 @@ def initialize_weights(chunk: torch.nn.Module, seed: int) -> None:
 
 
 def _method_of(name: str, core_config: Any) -> Callable[[torch.Tensor], object]:
-    """Returns the function by which megatron-core initialises a parameter."""
+    """Returns megatron-core's function to initialise a parameter."""
     if "linear_proj.weight" in name or "linear_fc2.weight" in name:
         return core_config.output_layer_init_method
     if name.startswith("embedding.") or (core_config.use_mup and name.startswith("output_layer.")):

@@ -86,7 +86,7 @@ class BubbleEstimate:
     """Work hidden in the pipeline's bubbles (Algorithm 4), as estimated for a 1F1B schedule.
 
     Attributes:
-        share: share of forward and backward for which a stage waits.
+        share: share of forward and backward that a stage waits.
         seconds: the same, in seconds of an iteration.
         of_copy: share of copying the busiest rank's snapshot that fits in them.
     """
@@ -101,7 +101,7 @@ class SelectiveChoice:
     """Predicted behaviour of the policy ``selective``.
 
     Attributes:
-        tier: tier in which snapshots are durable.
+        tier: tier that makes snapshots durable.
         replicas: nodes that keep a copy of each node's snapshots; 0 without peers.
         local: B_local, which a rank copies during forward and backward.
         remote: B_remote until the next snapshot: bytes that a node receives, or with tier ``disk`` a rank writes; None

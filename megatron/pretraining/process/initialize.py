@@ -127,5 +127,5 @@ def be_deterministic(config: Config) -> None:
     torch.use_deterministic_algorithms(True)
     # nothing here reads memory before it is written, and filling every torch.empty() costs bandwidth
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    # A resumed or replayed run has shapes in another order, for which torch.compile may generate other kernels.
+    # A resumed or replayed run has shapes in another order, and torch.compile may then generate other kernels.
     torch.compiler.set_stance("force_eager")

@@ -35,9 +35,10 @@ _CHUNK = 16 << 20  # bytes per write
 
 
 class Committer:
-    """Committer of snapshots, in the background for storage; communicates with no other worker.
+    """Makes snapshots valid by writing their manifests last; communicates with no other worker.
 
-    ``replicas`` has the number of nodes that save an operator, if several do.
+    In memory, the first rank of each node commits before the method returns.  In storage, rank 0 commits in the
+    background.  ``replicas`` has the number of nodes that save an operator, if several do.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Committer:
         begun, storage = time.perf_counter(), self._tiers.storage
         commit = functools.partial(self._commit, storage, plan, state, range(self._world.size))
         with_retries(commit, pauses_s, self._abandoned)
-        reach("published")
+        reach("committed")
         if plan.ends_window:
             self._retain(plan.iteration)
         publish_s = time.perf_counter() - begun

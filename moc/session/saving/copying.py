@@ -189,7 +189,7 @@ class MemoryTier:
                 part = snapshot.snapshot.sealed.result()
                 self._parts.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, part)
             self.carrying.committed(snapshot.iteration)
-        reach("snapshot_published")
+        reach("snapshot_committed")
 
     def is_durable(self, snapshot: SnapshotInProgress) -> None:
         """Records that the snapshot is durable on all workers, so that older ones are no longer needed."""

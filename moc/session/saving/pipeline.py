@@ -175,9 +175,11 @@ def totals_at(totals: Mapping[str, float], place: int) -> dict[str, float]:
 
 
 class SavingPipeline:
-    """Saving pipeline of one worker; every worker calls every method except :meth:`close`.
+    """Copies, replicates, writes and commits the snapshots of one worker, in stages that run in the background.
 
-    Every method may raise CheckpointError on all workers: a snapshot could not be saved.
+    A snapshot enters the next stage when a commit all-reduce has shown that all workers have finished this one.
+    Every worker calls every method except :meth:`close`.  Every method may raise CheckpointError on all workers: a
+    snapshot could not be saved.
 
     Attributes:
         storage: state that storage has and lacks.

@@ -71,10 +71,10 @@ class SnapshotInProgress:
 class Stage(ABC):
     """Stage of the pipeline: snapshots in the order of their beginning, which is identical on all workers.
 
-    A snapshot leaves the stage after the all-reduce in which all workers have reported its work as done.
+    A snapshot leaves the stage when an all-reduce has shown that its work is done on all workers.
 
     Attributes:
-        queue: snapshots whose work is not done on all workers, as far as this worker knows.
+        queue: snapshots whose work is not known to be done on all workers.
     """
 
     entry: ClassVar[str]

@@ -174,8 +174,8 @@ def test_workers_are_killed_where_selective_snapshots_are_peculiar():
     def points(tier, nodes):
         return [fault.point for fault in of_selective(random.Random(1), tier, 4, nodes, 16)]
 
-    assert points("selective, fewer copies", 2) == ["gradient_staged", "folding", "peers_published"]
-    assert points("selective, fewer copies, states", 2) == ["peers_published"]
+    assert points("selective, fewer copies", 2) == ["gradient_staged", "folding", "peers_committed"]
+    assert points("selective, fewer copies, states", 2) == ["peers_committed"]
     assert points("selective, all, peers", 1) == ["gradient_staged", "folding"]
     assert points("selective, disk", 2) == points("pec", 2) == []
 

@@ -53,7 +53,7 @@ def test_the_least_loaded_are_filled_up():
             assert (loads[more == 0] >= filled.max() - 1).all()
 
 
-def test_one_hot_expert_is_shared_by_all_that_hold_it_and_level_makes_up_for_cold_ones():
+def test_hot_expert_is_shared_and_level_compensates_cold_ones():
     tokens = numpy.array([0, 30, 90])
     replicas = numpy.array([[1, 0, 0], [1, 0, 0], [1, 1, 1]])
     assert level_capacities(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [10, 40, 40]]

@@ -148,7 +148,7 @@ def test_survival_of_many_nodes_in_equal_domains_is_exact():
     assert found[:2] == [1, 40] and found[2] == comb(40, 2) - (comb(20, 1) - alone[1])
 
 
-def test_groups_are_alike_in_domains_of_other_sizes_so_that_replicas_survive_together():
+def test_groups_are_equal_in_domains_of_different_sizes():
     """Experts with equally many replicas in one domain may have unequally many in a larger one."""
     made = make_plan(range(7), {0: [12, 23, 17, 4, 15, 12]}, PlanSettings(2, 2, 0, max_domain_ranks=4))
     assert made.domains == (4, 3)

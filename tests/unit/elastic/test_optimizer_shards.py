@@ -38,7 +38,7 @@ def test_blocks_of_a_large_model_are_level_and_not_many():
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=300), NODES, RANKS, COPIES)
-def test_each_block_has_as_many_holders_as_there_can_be_on_as_many_nodes_as_there_can_be(sizes, nodes, ranks, copies):
+def test_each_block_has_most_holders_on_most_nodes(sizes, nodes, ranks, copies):
     found = assign_blocks(sizes, range(nodes), ranks, copies)
     assert len(found.holders) == len(sizes) and not found.lost_blocks
     for of in found.holders:

@@ -98,7 +98,7 @@ class WithDefaults:
 
 
 @each_row("lacking", ["count", "names"])
-def test_a_state_that_lacks_a_field_with_a_default_is_refused_where_every_field_is_required(lacking):
+def test_missing_field_with_default_is_refused_if_required(lacking):
     whole = {"count": 1, "names": ["a"]}
     assert decode.convert_state(whole, WithDefaults, "x", requires_every_field=True) == WithDefaults(1, ("a",))
     del whole[lacking]

@@ -234,7 +234,7 @@ def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(mak
     assert {path.stat().st_ino for path in (directory / "slots").iterdir()} >= slots
 
 
-def test_on_a_device_a_thread_that_sleeps_waits_for_copies_and_memory_is_freed_after_them(make, monkeypatch):
+def test_sleeping_thread_waits_for_copies_then_memory_is_freed(make, monkeypatch):
     """What is asked of CUDA; memory is the host's."""
     asked: list[tuple] = []
 

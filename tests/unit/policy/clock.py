@@ -1,4 +1,4 @@
-"""A training run on a model clock, in which snapshots cost what one says."""
+"""A training run on a model clock, with given costs of snapshots."""
 
 import random
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from moc.policy import Interval, ObservedIteration
 
 @dataclass
 class Clock:
-    """What one iteration and one snapshot take, in seconds; may be changed between runs.
+    """Durations of an iteration and a snapshot, in seconds; may be changed between runs.
 
     Attributes:
         interval: decides when a snapshot is taken.
         iteration_s: an iteration that nothing disturbs.
         stall_s: for how long training stands still at a snapshot.
-        persist_s: from its start until it is persisted, while training goes on.
-        slowdown: share by which iterations are longer meanwhile.
-        noise: share by which any iteration may be longer or shorter.
+        persist_s: from its start until it is persisted, while training continues.
+        slowdown: relative slowdown of iterations meanwhile.
+        noise: maximum relative deviation of an iteration.
         starts: iterations completed at the start of each snapshot.
         lost_s: seconds lost by snapshots.
     """
@@ -35,7 +35,7 @@ class Clock:
         self._iteration, self._left_s, self._started = 0, 0.0, False
 
     def run(self, iterations: int, hiccups: dict[int, float] | None = None) -> "Clock":
-        """Trains; a hiccup is what one iteration, counted from now, takes more."""
+        """Trains; a hiccup is the additional time of one iteration, counted from now."""
         for step in range(iterations):
             self._step((hiccups or {}).get(step, 0.0))
         return self

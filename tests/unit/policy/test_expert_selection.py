@@ -48,7 +48,7 @@ def test_shares_are_rounded_by_their_remainders_and_ties_go_to_the_lower_layer()
     assert allocate_experts({0: [5, 5], 1: [5, 5], 2: [5, 5]}, 4) == {0: 2, 1: 1, 2: 1}
 
 
-def test_a_layer_saves_no_more_than_all_its_experts_and_the_others_get_what_it_leaves():
+def test_unused_share_of_a_layer_goes_to_other_layers():
     assert allocate_experts({0: [98, 0], 1: [1, 0, 0], 2: [1, 0, 0]}, 5) == {0: 2, 1: 2, 2: 1}
     assert allocate_experts({0: [5], 1: [5, 5]}, 9) == {0: 1, 1: 2}
 

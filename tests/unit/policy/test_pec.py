@@ -46,7 +46,7 @@ def persist(policy, iteration, load=None, published=True):
     return plan, part
 
 
-def test_the_first_snapshot_saves_everything_and_the_others_one_expert_of_each_layer_in_turn():
+def test_first_snapshot_is_full_then_experts_rotate():
     policy = policy_named("pec")(operators(), Every(5))
     first, second, third = (take(policy, iteration) for iteration in (5, 10, 15))
     assert first == full_plan(policy, 5) and first.complete

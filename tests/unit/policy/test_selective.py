@@ -67,7 +67,7 @@ def based(policy, iteration=1, load=ZEROS):
     return policy
 
 
-def test_after_a_full_snapshot_it_saves_dense_operators_and_the_experts_with_the_most_to_lose():
+def test_later_snapshots_have_dense_and_riskiest_experts():
     policy = Selective(OPERATORS, Every(1), experts=1)
     assert policy.plan(1, ZEROS).complete
     load = {0: [5, 9, 0, 1], 1: [1, 1, 1, 1]}

@@ -59,7 +59,7 @@ def observe(tuner, number=1, seconds=1.0, **seen):
     return tuner
 
 
-def test_nothing_is_due_before_iterations_and_the_cost_of_the_first_snapshot_are_measured():
+def test_nothing_is_due_before_measurements():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK - 1)
     assert not tuner.is_due(14) and tuner.local_bytes is None and tuner.affordable_interval(9.0) == 1
     observe(tuner)
@@ -337,7 +337,7 @@ def test_the_experts_that_continue_are_those_of_the_snapshot_before():
     assert chained_experts(chains, 8) == {(0, 0)}
 
 
-def test_gradients_are_saved_beside_the_state_that_ends_their_chain_if_they_are_folded():
+def test_folded_gradients_are_saved_with_the_next_base():
     one, load = policy(bytes=3 * STATES, max_age=3, fold="peers"), ZEROS
     for iteration in range(2, 8):
         load = loads(9, 5, 3, 1, before=load)

@@ -20,7 +20,7 @@ def test_momentary_lost_tokens_are_in_units_of_each_layer_s_iteration():
     assert lost_tokens_by_layer({0: [3, 2], 1: [0, 4], 2: [0, 0]}, {0: 10.0, 1: 2.0, 2: 0.0}) == [0.5, 2.0]
 
 
-def test_in_turn_every_expert_is_saved_equally_often_also_if_layers_save_no_whole_number():
+def test_rotation_saves_experts_equally_with_fractional_counts():
     table = {1: [0, 0], 2: [0, 0]}
     assert [experts_in_turn(table, 3, snapshot) for snapshot in range(2)] == [{1: [0, 1], 2: [0]}, {1: [0], 2: [0, 1]}]
     assert experts_in_turn(table, 9, 5) == {1: [0, 1], 2: [0, 1]} and experts_in_turn(table, 0, 5) == {1: [], 2: []}

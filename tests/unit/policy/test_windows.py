@@ -243,7 +243,7 @@ def measured(tuner, *seconds):
     return tuner
 
 
-def test_the_first_iterations_are_passed_over_and_a_block_is_measured_without_a_snapshot():
+def test_warmup_is_skipped_and_a_block_is_measured():
     tuner = measured(WindowTuner(), *[90.0] * WARM_UP)
     assert tuner.seconds is None and not tuner.is_due(WARM_UP)
     measured(tuner, *[2.0] * (BLOCK - 1))

@@ -287,9 +287,7 @@ TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
         (1, 2, dict(moe_layer_freq="[0,0,0,1]"), 1, ((), (3,))),
     ],
 )
-def test_of_each_part_of_the_model_losses_are_survived_by_the_workers_that_hold_its_experts(
-    monkeypatch, per_node, stages, more, ranks, parts
-):
+def test_survival_counts_holders_of_each_model_part(monkeypatch, per_node, stages, more, ranks, parts):
     elastic = dict(elastic=True, elastic_slots=4, calculate_per_token_loss=True, global_batch_size=48, ckpt_dir="there")
     flags = MODEL | TRAINING | AUTO | elastic | dict(num_layers=4, pipeline_model_parallel_size=stages) | more
     places = {environment.MIN_NODES: 4, environment.MAX_NODES: 8, "LOCAL_WORLD_SIZE": per_node}

@@ -135,7 +135,7 @@ def test_a_generation_with_another_topology_goes_on_with_the_same_samples(data, 
     assert drawn(stream, 24, topology(2, 4, 2, 8)) == [[28, 29]]
 
 
-def test_a_reader_serves_all_iterations_of_a_schedule_that_draws_no_more_than_it_needs(data, monkeypatch):
+def test_reader_serves_all_iterations_of_a_schedule(data, monkeypatch):
     stream, readers = data.BatchStream(Counting(100)), []
     make = stream._loader
     monkeypatch.setattr(stream, "_loader", lambda *where: readers.append(where) or make(*where))

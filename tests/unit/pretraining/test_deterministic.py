@@ -59,7 +59,7 @@ EXACT, LOSSY, ALLOW = "--ckpt-policy full --save x", "--ckpt-policy pec --save x
         ("", True, False, None),
     ],
 )
-def test_a_policy_whose_recovery_is_exact_makes_cuda_deterministic_unless_that_is_kept_off(flags, cuda, on, exact):
+def test_exact_policies_turn_on_deterministic_mode(flags, cuda, on, exact):
     config = deterministic_if_exact(parse(flags), cuda)
     assert config.training.deterministic_mode == on and is_exact(config, cuda) is exact
 

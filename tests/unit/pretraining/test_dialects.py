@@ -145,7 +145,7 @@ def test_a_dialect_is_named_or_found(known):
         ("--layernorm-epsilon 1e-6 --ckpt-policy full", "megatron-lm"),
     ],
 )
-def test_options_that_two_programs_have_are_of_the_previous_release_with_its_other_options(words, named, known):
+def test_shared_options_select_dialect_by_other_options(words, named, known):
     notice = next(iter(translated(f"--num-experts 4 {words}".split(), known).notices))
     assert f"(--dialect {named})" in notice
 

@@ -199,7 +199,7 @@ def test_faults_that_cannot_be_are_refused():
 
 
 @each_row("from_file", [False, True])
-def test_a_value_that_is_the_default_counts_as_given_on_the_command_line_and_in_a_file(from_file, tmp_path):
+def test_default_value_counts_as_given(from_file, tmp_path):
     options = {"transformer-impl": "transformer_engine", "moe-token-dispatcher-type": "allgather"}
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     words = f"--config {write(tmp_path, options)}" if from_file else words

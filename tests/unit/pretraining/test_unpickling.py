@@ -125,14 +125,14 @@ def test_no_file_outside_the_checkpoint_is_opened(tmp_path, name):
             stored.relative_path = name
 
     changed(directory, change)
-    with pytest.raises(CheckpointError, match="which is not in the checkpoint's directory"):
+    with pytest.raises(CheckpointError, match="not in"):
         check_metadata(directory)
 
 
 @pytest.mark.parametrize("remember", [b"r" + (1 << 31).to_bytes(4, "little"), b"p2147483648\n"])
 def test_a_few_bytes_do_not_take_all_memory(directory, remember):
     (directory / ".metadata").write_bytes(b"\x80\x02N" + remember + b".")
-    with pytest.raises(CheckpointError, match="numbers an object 2147483648"):
+    with pytest.raises(CheckpointError, match="2147483648"):
         check_metadata(directory)
 
 

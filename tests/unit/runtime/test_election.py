@@ -59,7 +59,7 @@ def test_what_an_earlier_leader_may_have_allowed_is_waited_for():
     assert election.leases_expire_at == 10.0 - 5.0 + TIMES.lease_s
 
 
-def test_it_is_waited_for_too_where_all_have_promised_and_one_leaves_before_it_is_admitted():
+def test_election_waits_for_a_node_that_leaves_before_admission():
     election = elected(there=[])
     for node in range(3):
         election.add_agent(node, 0, 3.0, 1.0, now=10.0)
@@ -118,7 +118,7 @@ def test_an_agent_follows_one_at_a_time():
     assert agent.handle_request(1, sure=False, now=8.0) == 0 and agent.handle_request(0, sure=True, now=100.0) is None
 
 
-def test_who_is_known_to_have_died_is_not_waited_for_nor_who_comes_after_it_at_the_same_address():
+def test_known_dead_candidate_is_not_waited_for():
     agent = Follower(3, TIMES.promise_s, started_at=0.0)
     agent.handle_request(3, sure=True, now=5.0)
     agent.record_death(1)

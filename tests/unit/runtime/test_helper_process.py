@@ -81,7 +81,7 @@ def test_one_that_does_not_answer_is_killed(helper, given):
     (pid,) = helper.pids
     psutil.Process(pid).suspend()
     helper.timeout_s = 0.1
-    with pytest.raises(HelperError, match=r"has not answered for 0.1 s"):
+    with pytest.raises(HelperError, match=r"0\.1 s"):
         helper.call_process({"given": given})
     assert helper.pids == [] and not psutil.pid_exists(pid)
 
@@ -107,7 +107,7 @@ def test_one_that_dies_before_it_has_started_is_told():
 
 def test_one_that_cannot_be_started_is_told(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    with pytest.raises(HelperError, match="cannot be started: .*nowhere"):
+    with pytest.raises(HelperError, match="/nowhere/python"):
         HelperProcess(MODULE).start()
 
 
@@ -119,7 +119,7 @@ def test_whoever_waits_is_told_of_the_end(helper):
         helper.close()
         with pytest.raises(HelperError, match="has died"):
             asked.result(timeout=60)
-    with pytest.raises(HelperError, match="has been ended"):
+    with pytest.raises(HelperError, match="ended"):
         helper.start()
 
 

@@ -46,7 +46,7 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
     "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
 )
 def test_others_are_refused_where_they_are_sent(value):
-    with pytest.raises(TypeError, match="workers cannot exchange a"):
+    with pytest.raises(TypeError, match="exchange"):
         encode_object([value])
 
 
@@ -131,7 +131,7 @@ def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, tok
     bomb = Bomb(str(tmp_path / "ran"))
     tensor, size = authenticated_object_functions(token, lambda _: where)["_object_to_tensor"](bomb, cpu, group0)
     for sent, nbytes in ((tensor, size), c10d._object_to_tensor(bomb, cpu, group0), (tensor[:5], torch.tensor([5]))):
-        with pytest.raises(ObjectAuthenticationError, match="not of a worker of this job in generation 1"):
+        with pytest.raises(ObjectAuthenticationError, match="generation 1"):
             mine["_tensor_to_object"](sent, nbytes, group0)
     assert not (tmp_path / "ran").exists()
     tensor, size = mine["_object_to_tensor"]({"plain": (1, 2)}, cpu, group0)

@@ -63,7 +63,7 @@ def test_losses_at_one_iteration_end_the_job_and_name_the_device():
     assert abort.lost.items() >= {"lost_after": 6, "lost_devices": [(1, 1)] * 3}.items()
     (end,) = lose(membership, newest(membership, 3), 6)
     assert end.code == 137 and codes_in(end.reason) == ["progress-missing"]
-    assert "device 1 of node 1" in end.reason and "iteration 6" in end.reason
+    assert all(name in end.reason for name in ("device 1", "node 1", "iteration 6"))
 
 
 def rejoined(membership):
@@ -114,7 +114,7 @@ def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place(
     assert orders[0] == Kill(1, names[2])
     assert isinstance(orders[1], RemoveNode) and orders[1].node == 1
     assert codes_in(orders[1].reason) == ["device-broken"]
-    assert all(name in orders[1].reason for name in ("worker 3", "signal 9", "device 1 of node 1"))
+    assert all(name in orders[1].reason for name in ("worker 3", "signal 9", "device 1", "node 1"))
     assert orders[2].cause is Cause.NODE_GAVE_UP
     assert "node 1" in orders[2].reason and "node 2" in orders[2].reason
     assert len(started) == 2 and all(membership.workers[each].node == 2 for each in started)
@@ -201,7 +201,7 @@ def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_nobody_want
     assert membership.node_joined(1, told, 0) == [Kill(1, names[2]), Kill(1, names[3])]
 
 
-def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_are_told_what_they_have_missed():
+def test_returning_node_gets_missed_orders():
     membership, names = running()
     membership.node_lost(1)
     told = [
@@ -292,7 +292,7 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     assert membership.worker_exited("3.0", -15)[0].code == 143
 
 
-def test_a_controller_that_is_started_again_waits_for_nobody_who_may_be_about_to_join():
+def test_restarted_controller_does_not_wait_for_joining_nodes():
     membership, names = running()
     membership.node_joined(2)
     membership = restarted(membership)
@@ -477,7 +477,7 @@ def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():
     assert membership.end is None and membership.stop_signal == 15
 
 
-def test_a_controller_that_is_started_again_ends_no_job_since_others_are_about_to_join():
+def test_restarted_controller_does_not_end_the_job():
     membership, names = running()
     membership = restarted(membership)
     has = [trains(name, rank) for rank, name in enumerate(names[:PER_NODE])]

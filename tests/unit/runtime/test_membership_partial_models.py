@@ -34,7 +34,7 @@ def test_a_node_too_many_for_whole_copies_waits():
     assert membership.node_lost(4) == [] and membership.running
 
 
-def test_where_a_copy_takes_two_nodes_the_partner_of_a_lost_one_helps_until_that_comes_back():
+def test_partner_of_lost_node_helps_until_it_returns():
     membership, workers = spread()
     *seats, abort = membership.node_lost(2)
     assert [(order.node, order.rank, order.size, order.partial_model_parts) for order in seats] == [
@@ -121,7 +121,7 @@ def test_a_new_controller_knows_who_helps():
     assert again.running and [order.rank for order in again.node_lost(1) if isinstance(order, AssignRank)] == [0, 1]
 
 
-def test_a_node_that_waits_builds_for_the_part_of_a_lost_one_without_waiting_for_more():
+def test_waiting_node_initializes_the_lost_part():
     membership, _ = spread(5)
     membership.node_lost(1)
     train(membership, [])
@@ -149,7 +149,7 @@ def test_where_a_part_is_lost_a_node_moves_to_it_and_its_worker_is_started_again
     assert [(order.node, order.rank) for order in starts(orders)] == [(3, 0)]
 
 
-def test_where_fewer_copies_than_the_least_would_be_left_all_wait_for_those_that_move():
+def test_all_wait_for_moving_nodes_below_minimum_copies():
     membership, workers = spread(6, least=4)
     membership.node_lost(0)
     train(membership, [])
@@ -159,7 +159,7 @@ def test_where_fewer_copies_than_the_least_would_be_left_all_wait_for_those_that
     assert [(order.node, order.rank) for order in starts(orders)] == [(5, 2)]
 
 
-def test_a_node_too_many_of_a_part_is_built_for_the_other_beside_one_copy_and_another_one_that_helps():
+def test_surplus_node_initializes_the_other_part():
     membership, workers = spread(6)
     membership.node_lost(0)
     train(membership, [])
@@ -176,7 +176,7 @@ def test_a_node_too_many_of_a_part_is_built_for_the_other_beside_one_copy_and_an
     assert membership.blocks.members == (4, 1, 5, 3) and membership.seating.partial_model_parts == ()
 
 
-def test_a_node_that_helps_moves_once_those_are_lost_that_were_to_be_built_in_its_place():
+def test_helper_moves_when_its_substitutes_are_lost():
     membership, workers = spread(8)
     for node in (0, 2):
         membership.node_lost(node)

@@ -99,7 +99,7 @@ def test_each_end_needs_the_token():
 def test_nothing_is_sent_to_a_peer_that_has_not_proved_itself():
     client, server = Channel(TOKEN, "client"), Channel(TOKEN, "server")
     client.receive(server.handshake_bytes())
-    with pytest.raises(WireError, match="before it has proved"):
+    with pytest.raises(WireError, match="proved"):
         client.send(Message({"kind": "test"}))
 
 
@@ -175,7 +175,7 @@ def test_a_flipped_bit_anywhere_is_refused(data):
             arrived += receiver.receive(bytes([byte]))
         receiver.handle_end()
     assert [message.header["number"] for message in arrived] in ([], [0])
-    with pytest.raises(WireError, match="the connection is over"):
+    with pytest.raises(WireError, match="over"):
         receiver.receive(b"")
 
 
@@ -203,11 +203,12 @@ def test_a_cut_stream_is_told_from_one_that_ended():
     sender, receiver = open_pair()
     stream = frame(sender) + frame(sender)
     receiver.receive(stream[: len(stream) // 2])
-    with pytest.raises(PeerGoneError, match="^the peer closed the connection. Fix: "):
+    with pytest.raises(PeerGoneError) as between:
         receiver.handle_end()
+    assert "middle" not in str(between.value)
     assert receiver.send(Message({"kind": "test"}))  # it may still listen
     receiver.receive(stream[len(stream) // 2 : -1])
-    with pytest.raises(PeerGoneError, match="in the middle of a message"):
+    with pytest.raises(PeerGoneError, match="middle"):
         receiver.handle_end()
     with pytest.raises(WireError):
         receiver.receive(stream[-1:])
@@ -247,7 +248,7 @@ def test_a_claim_within_the_limits_takes_no_memory_before_its_bytes_come():
 def test_the_sender_is_told_what_the_receiver_takes():
     client, server = Channel(TOKEN, "client", 10), Channel(TOKEN, "server", 20, "rank 3")
     shake_hands(client, server)
-    with pytest.raises(ValueError, match="snapshot: rank 3 takes bodies of up to 10 bytes, not 11"):
+    with pytest.raises(ValueError, match="^snapshot: rank 3 .*10 bytes.*11"):
         server.send(Message({"kind": "snapshot"}, bytes(11)))
     assert client.receive(b"".join(server.send(Message({"kind": "snapshot"}, bytes(10)))))  # nothing has happened
     assert server.receive(b"".join(client.send(Message({"kind": "snapshot"}, bytes(20)))))
@@ -297,12 +298,12 @@ def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
 def test_a_bad_header_from_a_peer_that_knows_the_token_is_refused(header, words, monkeypatch):
     sender, receiver = open_pair()
     monkeypatch.setattr(protocol, "encode_header", lambda _: header)
-    with pytest.raises(WireError, match=f"message 0 from the peer has a bad header: .*{words}"):
+    with pytest.raises(WireError, match=f"^message 0 .*{words}"):
         receiver.receive(frame(sender))
 
 
 def test_a_channel_needs_a_token_and_a_role():
-    with pytest.raises(ValueError, match="a token has 32 bytes, not 3"):
+    with pytest.raises(ValueError, match="32 bytes"):
         Channel(b"abc", "client")
-    with pytest.raises(ValueError, match="client, server, not agent"):
+    with pytest.raises(ValueError, match="agent"):
         Channel(TOKEN, "agent")

@@ -95,7 +95,7 @@ def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
 def test_a_wait_ends_by_its_timeout_and_by_closing(store):
     client = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     client.set("there", "")
-    with pytest.raises(ValueTimeoutError, match="^never did not arrive within 0.2 s"):
+    with pytest.raises(ValueTimeoutError, match=r"^never .*0\.2 s"):
         RendezvousClient(store.address, TOKEN, 0, MINUTE).wait(["there", "never"], SOON)
     assert client.check(["there"]) and not client.check(["never"])
     threading.Timer(0.1, client.close).start()

@@ -175,7 +175,7 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
 def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
-    with pytest.raises(CheckpointError, match="node a does not have the snapshot of iteration 3"):
+    with pytest.raises(CheckpointError, match="node a .*iteration 3"):
         b.copy(of_a(replica_servers, 3))
     (tmp_path / "a").mkdir(exist_ok=True)
     orders = b._connection
@@ -196,9 +196,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_server
     publish(tmp_path / "a", 3)
     path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)
     path.write_bytes(path.read_bytes()[:99] if truncated else b"?" + path.read_bytes()[1:])
-    with pytest.raises(
-        CheckpointError, match=f"{shard_file_name(1)} of iteration 3 of node a.*(truncated|does not match)"
-    ):
+    with pytest.raises(CheckpointError, match=f"{shard_file_name(1)} .*iteration 3 .*node a.*(truncated|hash|match)"):
         lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, patient=True))
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
@@ -213,9 +211,7 @@ def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_a_peer_that_is_killed_midway_leaves_nothing_and_one_that_comes_back_is_asked_again(
-    replica_servers, lead, tmp_path
-):
+def test_killed_peer_leaves_nothing_and_is_asked_again(replica_servers, lead, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     replica_server = Keeping(tmp_path / "x")
@@ -468,8 +464,6 @@ def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
     save(tmp_path / "a")
     path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)
     path.write_bytes(path.read_bytes().replace(b"experts.1.", b"experts.2."))
-    with pytest.raises(
-        CheckpointError, match=f"{shard_file_name(1)} of iteration 3 of node a.*does not match its hash"
-    ):
+    with pytest.raises(CheckpointError, match=f"{shard_file_name(1)} .*iteration 3 .*node a.*hash"):
         lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert2="full"))
     assert_nothing_is_published(tmp_path / "b" / "of_a")

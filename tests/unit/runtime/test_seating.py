@@ -43,7 +43,7 @@ def test_nodes_stay_at_their_parts_and_as_many_as_can_be_keep_what_they_hold(dat
 
 
 @given(st.data(), PARTS)
-def test_whoever_moves_goes_where_nodes_are_lacking_and_those_without_workers_go_first(data, parts):
+def test_moves_fill_missing_parts_idle_nodes_first(data, parts):
     there = data.draw(candidates(parts))
     found = assign_seats(there, parts, len(there) // parts)
     part_of = {place: seat % parts for seat, place in enumerate(found)}
@@ -151,7 +151,7 @@ def test_the_first_spare_takes_the_place_and_the_next_waits():
     assert places.remove_node(4) == (None, None)  # it is known already
 
 
-def test_a_node_that_comes_back_prefers_the_place_that_it_had_then_that_of_its_number():
+def test_returning_node_prefers_its_former_rank_block():
     places = filled(3)
     places.add_node(3, None)
     places.remove_node(1)  # node 3 has place 1

@@ -53,7 +53,7 @@ def test_it_goes_after_an_error(tmp_path):
     assert os.listdir(user_directory(tmp_path)) == []
 
 
-def test_that_of_a_killed_job_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(tmp_path, job):
+def test_next_job_removes_directory_of_killed_job_only(tmp_path, job):
     process, directory = job
     for number in (None, signal.SIGSTOP):  # a stopped job has not ended
         if number is not None:

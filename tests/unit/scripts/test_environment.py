@@ -218,7 +218,7 @@ def test_other_versions_without_a_name_or_an_environment_are_refused(clone, argu
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_outside_of_the_repository_the_active_environment_is_used_if_it_has_the_package(machine, tmp_path, installed):
+def test_active_environment_is_used_outside_the_repository(machine, tmp_path, installed):
     place = tmp_path / "job" / "scripts"
     place.mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "common.sh", place)

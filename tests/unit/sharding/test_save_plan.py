@@ -93,7 +93,7 @@ def counted(world: World, plan: dict, parts: dict, ranks, joins: bool) -> tuple[
 
 @settings(max_examples=30, deadline=None)
 @given(worlds(), plans(), st.sampled_from(EVERY_SCHEME), st.data())
-def test_each_node_saves_what_its_ranks_hold_in_the_same_boxes_and_storage_gets_each_once(world, plan, scheme, data):
+def test_nodes_save_equal_chunks_and_storage_gets_each_once(world, plan, scheme, data):
     of_replica = data.draw(st.lists(st.sampled_from("abc"), min_size=world.dp, max_size=world.dp))
     nodes, stage = [of_replica[rank // world.tp] for rank in world.ranks], StageReplicas(told(world))
     parts = plan_shards(stage, plan, scheme, nodes)

@@ -68,7 +68,7 @@ def test_a_window_replays_its_iterations_and_those_since():
     assert run(WINDOW, ClusterEvent(3.5, lost=1)).replayed == 3  # before there is one: from the start
 
 
-def test_stages_beside_each_other_start_over_together_and_others_replay_at_the_same_time():
+def test_neighbouring_stages_restart_together():
     first, second = ClusterEvent(11.25, lost=1), ClusterEvent(12.25, lost=1)
     both = {run(WINDOW, first, second, stages=8, seed=seed).recovery_s for seed in range(30)}
     alone = 2 + 4 * 0.4 + 3 * 0.5

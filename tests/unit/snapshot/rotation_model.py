@@ -1,14 +1,14 @@
-"""A small model of a job that takes snapshots, to walk through all that can happen to it.
+"""A small model of a job that takes snapshots, to enumerate all of its reachable states.
 
-The state machine is the real one; around it stand what ``moc/session/saving/pipeline.py`` does with it, and
-what happens beside training: copies, seals and writes that end whenever they like, workers that are at different places
-between two votes, and leaders of nodes that publish a little later than the others go on.  A kill needs no step of its
-own: what it leaves behind is the state in which it hits, so each state that can be reached has to be recoverable.
+The buffer rotation is the real one.  The model adds the operations of ``moc/session/saving/pipeline.py`` and the
+background work: copies, headers and writes that end at any time, workers at different positions between two commit
+all-reduces, and leaders of nodes that commit later than others continue.  A kill is not a step: each reachable state
+must be recoverable.
 
-When a snapshot is due, how long training goes on, and which snapshot goes to storage too, is left open: at each vote
-any of it may happen.  So what holds here holds for every interval, and for runs of any length.
+Intervals, the length of training, and the snapshots for storage are not fixed: any choice is possible at each
+all-reduce.  The results therefore hold for every interval, and for runs of any length.
 
-Snapshots may be those of windows, which are whole when all of their snapshots are; then there is another one.
+With windows, a snapshot is valid only with all snapshots of its window.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ NOTHING = (-1, TORN)
 
 
 class Violation(Exception):
-    """A state from which the job could not go on; the message says why."""
+    """A state that the job cannot continue from; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is modelled.
+    """Configuration of the model.
 
     Attributes:
         nodes: the ranks of each node; the first one publishes in its memory.
         memory: there is a memory tier.
         stores: snapshots in memory may go to storage too, from when they begin, or at the end of the run.
-        recovered: memory holds a snapshot of an earlier job, from which this one goes on.
-        window: snapshots that are whole together.
+        recovered: memory holds a snapshot of an earlier job, which this one resumes from.
+        window: number of snapshots that are valid together.
         machine: the state machine.
-        spare: buffers beside those of what is needed to recover.
+        spare: buffers in addition to the ones needed to recover.
         removes_at_once: a leader removes the older snapshot together with publishing, rather than after the next vote.
-        waits: the update waits for copies of what it changes.
-        peers: each node keeps a copy of what the node before it has published; a snapshot is complete when all have,
+        waits: the update waits for copies of the state that it changes.
+        peers: each node keeps a copy of the previous node's snapshots; a snapshot is complete when all have it,
             and then any node may be lost with its memory.
-        impatient: with peers, a snapshot is complete when it is published.
+        impatient: with peers, a snapshot is complete when it is committed.
         fails: storage may refuse what ranks write, or the manifest; then all give that snapshot up.
-        waits_for_storage: with a memory tier, too, who has no buffer waits for what is being written.
-        carries: snapshots are partial: what one lacks, the leader of a node carries out of the one before it, which
-            has been published by then, and its own part does not count as sealed before that.
-        carries_late: with these, its own part counts as sealed without that.
+        waits_for_storage: with a memory tier, too, a rank without a buffer waits for writes.
+        carries: snapshots are partial: the leader of a node retains missing experts of the previous snapshot, which
+            is committed by then; its own part counts as finalized only afterwards.
+        carries_late: its own part counts as finalized before that.
     """
 
     nodes: tuple[tuple[int, ...], ...] = ((0, 1),)
@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def leaders(self) -> set[int]:
-        """Who publishes in memory."""
+        """Ranks that commit in memory."""
         return {node[0] for node in self.nodes} if self.memory else set()
 
     @property
@@ -91,7 +91,7 @@ class Setting:
         return sum(map(len, self.nodes))
 
     def begin(self) -> State:
-        """The state after set-up; snapshots are numbered, and what an earlier job left is number 0."""
+        """Returns the state after setup; snapshots are numbered, and a snapshot of an earlier job is number 0."""
         rotation = self.machine.of(self.spare, self.memory, [0] if self.recovered else [])
         # one buffer more: the one of the earlier job, which this one does not write to
         buffers = (*[NOTHING] * self.slots, (0, WHOLE))
@@ -113,7 +113,7 @@ class Taken(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What the memory of a node has of a snapshot: the same, and by rank the buffer."""
+    """A snapshot in the memory of a node, with its buffer by rank."""
 
     number: int
     ends: int | None
@@ -137,12 +137,12 @@ class Rank(NamedTuple):
     waiting: bool = False  # a snapshot is due and there was no buffer
     publishes: tuple[Taken, ...] = ()
     removes: int | None = None  # what is older than this
-    superseded: int | None = None  # the same, after the next vote: what supersedes it is safe
+    superseded: int | None = None  # the same, after the next all-reduce: the newer one is durable
     carrying: tuple[int, ...] = ()  # for these is still to be carried what they lack
 
 
 class State(NamedTuple):
-    """All processes, and what outlives them: buffers, the manifests in each node's memory, and storage."""
+    """All processes, and the state that outlives them: buffers, manifests in each node's memory, and storage."""
 
     ranks: tuple[Rank, ...]
     manifests: tuple[tuple[Published, ...], ...]
@@ -153,7 +153,7 @@ class State(NamedTuple):
 
 
 def check(state: State, setting: Setting) -> None:
-    """The promise: once a window was published, there is one whose every buffer holds it whole.
+    """Checks the invariant: once a window was committed, a valid one exists.
 
     Raises:
         Violation: there is none.
@@ -165,7 +165,7 @@ def check(state: State, setting: Setting) -> None:
 
 
 def is_safe(state: State) -> bool:
-    """Whether a window is whole in memory, with peers whichever node is lost."""
+    """Whether a window is valid in memory, with peers after the loss of any node."""
     lost = range(len(state.manifests)) if state.copies else ()
     return any_whole_in_memory(state) and all(any_whole_in_memory(state, node) for node in lost)
 
@@ -193,10 +193,10 @@ def any_whole_in_memory(state: State, lost: int | None = None) -> bool:
 
 
 def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
-    """Every step that may come next: what happens, and the state after it.
+    """Yields every possible next step: its description, and the state after it.
 
     Raises:
-        Violation: a step writes what is not whole, or the ranks disagree.
+        Violation: a step writes invalid content, or the ranks disagree.
     """
     for number, rank in enumerate(state.ranks):
         for what, after in _beside(rank, _lacks(state, setting, number)):
@@ -221,7 +221,7 @@ def following(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
 
 
 def _beside(rank: Rank, lacks: bool) -> Iterator[tuple[str, Rank]]:
-    """What threads of a rank do: each at any time, and in the order in which it was asked for."""
+    """Steps of the threads of a rank: each at any time, in the order of the requests."""
     unsealed = _unsealed(rank)
     if unsealed and not lacks:
         yield "sealed", _filled(rank, unsealed, WHOLE)
@@ -282,14 +282,14 @@ def _copied(state: State, setting: Setting, node: int) -> Iterator[tuple[str, St
 
 
 def _told(queue: tuple[Taken, ...], done: Callable[[Taken], bool]) -> int:
-    """How many snapshots at the head of a queue a vote tells to be done."""
+    """Returns how many snapshots at the head of a queue an all-reduce shows to be done."""
     return len(list(itertools.takewhile(done, queue[:POSITIONS])))
 
 
 def _commits(state: State, setting: Setting) -> Iterator[tuple[str, State]]:
-    """All vote, and hear what all say; what is done too late for the contribution is as good as done after the vote.
+    """All ranks contribute and receive the totals; later work counts as done after the all-reduce.
 
-    But a contribution is filled one line after the other, so that it may miss the seal of what it says is written.
+    A contribution is filled line by line, so it may lack the header of a snapshot that it reports as written.
     """
     first = state.ranks[0]
     if any(rank.rotation != first.rotation for rank in state.ranks):
@@ -346,7 +346,7 @@ def _heard(rank: Rank, copied: int, replicated: int, written: int, leads: bool, 
 
 
 def _led(state: State, setting: Setting, number: int) -> State:
-    """What the leader of a node does in its memory."""
+    """Steps of the leader of a node in its memory."""
     rank = state.ranks[number]
     which = next(i for i, node in enumerate(setting.nodes) if node[0] == number)
     manifests = state.manifests[which]
@@ -449,7 +449,7 @@ def _with(state: State, number: int, rank: Rank) -> State:
 
 
 def canonical(state: State, setting: Setting) -> State:
-    """The same state with snapshots numbered anew, and without what makes no difference any more."""
+    """Returns the same state with new snapshot numbers, and without values that have no effect any more."""
     alive = {one.number for node in state.manifests for one in node}
     alive |= {number for kept in state.copies for number in kept}
     for rank in state.ranks:
@@ -461,7 +461,7 @@ def canonical(state: State, setting: Setting) -> State:
     renumbering = tuple(numbers.items())
     newest = len(numbers) - 1
     stored = {number: new if new == newest else -1 for number, new in numbers.items()} | {None: None}
-    if not setting.memory and state.begun:  # later ones replace it, and nobody asks which it is
+    if not setting.memory and state.begun:  # later ones replace it, and its number has no effect
         state, stored = state._replace(to_publish=()), {}
     return State(
         tuple(_renumbered(rank, renumbering) for rank in state.ranks),
@@ -510,7 +510,7 @@ def _same(rotation: Rotation) -> Rotation:
 
 
 def explore(setting: Setting, most: int = 400_000) -> set[State]:
-    """All states that can be reached, each of which is checked.
+    """Returns all reachable states, and checks each.
 
     Raises:
         Violation: with the shortest way to it.

@@ -129,7 +129,7 @@ def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
     assert {path.name for path in slots.iterdir()} == {mine, "rank_00001.0"}
 
 
-def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_to_nobody(tmp_path):
+def test_interrupted_session_passes_on_its_buffers(tmp_path):
     remains, parts = LocalRemains(), SimpleNamespace()
     remains.buffers.keep([HostBuffer(4096, tmp_path / "slot")])
     session = Session(*[cast(Any, parts)] * 3, remains)
@@ -139,7 +139,7 @@ def test_an_interrupted_session_leaves_its_buffers_to_the_next_and_a_closed_one_
     assert not remains.buffers.paths and not (tmp_path / "slot").exists()
 
 
-def test_a_worker_with_another_rank_than_before_leaves_the_names_of_that_rank_to_its_new_worker(memory, kept):
+def test_new_rank_leaves_old_file_names_to_its_new_worker(memory, kept):
     state, slots = state_of(6, 2), memory.storage.root / "slots"
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)

@@ -361,9 +361,7 @@ def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
     assert not storage.storage.list_names()
 
 
-def test_what_is_copied_when_it_is_closed_is_sealed_and_what_is_not_being_written_is_given_up(
-    storage, memory, monkeypatch
-):
+def test_close_finalizes_copies_and_drops_pending_writes(storage, memory, monkeypatch):
     seals = threading.Event()
     monkeypatch.setattr("moc.snapshot.saver.reach", lambda point: seals.wait() if point == "snapshot_copying" else None)
     fragments = state_of(6, 2)

@@ -127,7 +127,7 @@ def test_one_worker_of_a_node_prints_the_name(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_the_directory_that_has_the_snapshots_is_kept_when_the_first_name_becomes_free(tmp_path):
+def test_memory_directory_is_kept_when_first_name_is_free(tmp_path):
     home(tmp_path).touch()
     root = memory_storage(tmp_path, "job", "run").root
     home(tmp_path).unlink()

@@ -334,7 +334,7 @@ def test_the_job_that_starts_last_has_the_place(any_place):
     assert second.iterations() == first.iterations() == [7]
 
 
-def test_of_one_launch_the_newest_term_has_the_place_and_no_other_launch_takes_it_back(any_place):
+def test_newest_term_of_a_launch_owns_the_prefix(any_place):
     def store(job, generation):
         return Store(type(any_place)(any_place.name, claim=Claim(job, (0, generation), "run")))
 

@@ -104,7 +104,7 @@ def write_directory(
         model: the tensors.
         about: their metadata.
         output: the directory, which must not exist or be empty.
-        file_bytes: size at which the next file starts.
+        file_bytes: size that starts the next file.
         verify: read everything again, and compare all bits with the source, before publishing.
         advance: called with the number of bytes written and of bytes compared.
 

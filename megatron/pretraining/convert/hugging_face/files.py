@@ -24,7 +24,7 @@ from moc.store.storage import LocalBlob
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH = 8  # bytes of the header's length, with which a file starts
+_LENGTH = 8  # bytes of the header's length, the first ones of a file
 _ALIGNED = 8  # alignment of the data
 
 Advance = Callable[[int], None]

@@ -176,7 +176,7 @@ class ZeroOptimizer(FragmentedOptimizer):
 
     Attributes:
         fragments: the parts of parameters that this rank updates.
-        starts: by parameter, the index at which its part begins.
+        starts: by parameter, the first index of its part.
     """
 
     is_stub_optimizer = False
