@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from benchmarks.papers.reproduction import Reproduction, Row
 from megatron.pretraining.planning.model import config_of, meta_operators
-from moc.policy.pec_selection import PLT_LIMIT, DynamicK, sequential_experts, uniform_plt
+from moc.policy.pec_selection import PLT_LIMIT, DynamicK, mean_age, sequential_experts
 from moc.sharding import (
     SCHEMES,
     ParallelLayout,
@@ -107,4 +107,4 @@ def _range(values: Iterable) -> str:
 
 
 def _age(k: int) -> float:
-    return uniform_plt(_EXPERTS, 1.0, 1.0, k, k, 1)
+    return mean_age(_EXPERTS, k)

@@ -42,7 +42,8 @@ def messages(sources: list[Path]) -> dict[str, list[str]]:
     for tree in trees:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-            for code in _stated(call) if _has_code(call) else [of_class.get(name)]:
+            has_code = any(keyword.arg == "code" for keyword in call.keywords)
+            for code in _stated(call) if has_code else [of_class.get(name)]:
                 texts = {_with_remedy(text, remedies.get(name)) for text in filter(None, map(_text, call.args))}
                 if code is not None and texts:
                     found[code] |= texts
@@ -75,10 +76,6 @@ def _of_classes(trees: list[ast.Module], attribute: str) -> dict[str, str]:
 
     of_class = {name: found_in(name) for name in classes if name != "UserError"}
     return {name: found for name, found in of_class.items() if found is not None}
-
-
-def _has_code(call: ast.Call) -> bool:
-    return any(keyword.arg == "code" for keyword in call.keywords)
 
 
 def _stated(call: ast.Call) -> list[str]:

@@ -69,11 +69,6 @@ class JobShape:
     is_elastic: bool = False
     offloads_optimizer: bool = False
 
-    @property
-    def memory_remedy(self) -> str:
-        """The remedy for a policy that needs snapshots in memory."""
-        return "drop --elastic, which keeps none there" if self.is_elastic else "add --ckpt-tier memory or peers"
-
 
 @dataclass(frozen=True)
 class FlagConflict:

@@ -325,25 +325,10 @@ def candidate_expert_counts(num_experts: int) -> list[int]:
     return [k for k in range(1, num_experts + 1) if num_experts <= 16 or k == num_experts or k & (k - 1) == 0]
 
 
-def uniform_plt(
-    num_experts: int, faults_per_iteration: float, from_storage: float, k_snapshot: int, k_persist: int, interval: int
-) -> float:
-    """Returns the expected PLT if all experts are equally busy and saved in turn.
+def mean_age(num_experts: int, k: int) -> float:
+    """Returns the mean age in snapshots of a layer's experts, if each snapshot has the next K of them.
 
-    Memory has each expert's newest version: K_snapshot experts are in the newest snapshot, K_snapshot in the previous
-    one, and so on; likewise storage with K_persist. So each expert of a layer loses the tokens of its age times the
-    interval. With faults proportional to iterations, this is a proportion of all tokens, independent of the length of
-    training. (Follows from eq. 7; the paper measures it.)
-
-    ``from_storage`` is the share of the experts restored from storage, because their memory is lost.
+    Each equally busy expert of a layer loses the tokens of its age. So this is the expected PLT of a fault in each
+    iteration, with a snapshot in each iteration. (Follows from eq. 7; the paper measures it.)
     """
-    lost, left = _mean_age(num_experts, k_snapshot, k_persist), _mean_age(num_experts, k_snapshot, k_snapshot)
-    return faults_per_iteration * interval * (from_storage * lost + (1 - from_storage) * left)
-
-
-@cache
-def _mean_age(num_experts: int, k_snapshot: int, k_persist: int) -> float:
-    """Returns the mean age in checkpoints of a layer's experts, if K_persist of a snapshot's experts are kept."""
-    if k_persist == k_snapshot or num_experts % k_snapshot == 0 == k_snapshot % k_persist:  # in turn without a gap
-        return sum(place // k_persist for place in range(num_experts)) / num_experts
-    return expert_ages(num_experts, k_snapshot, k_persist)[1].mean
+    return sum(place // k for place in range(num_experts)) / num_experts

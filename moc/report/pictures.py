@@ -65,13 +65,10 @@ def _draw_progress(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
 
 def _mark_of(recovery: RecoveryTimes, began: float) -> LossMark:
     """Returns the mark where training resumed, seconds since the begin of the run."""
-    who = "restarted" if recovery.rank is None else f"worker {recovery.rank} {_fate(recovery)}"
+    fate = "killed" if recovery.signal == signal.SIGKILL else "lost"
+    who = "restarted" if recovery.rank is None else f"worker {recovery.rank} {fate}"
     at = recovery.time - began
     return LossMark(at, who, recovery.outside_s, max(0.0, at - recovery.outside_s))
-
-
-def _fate(recovery: RecoveryTimes) -> str:
-    return "killed" if recovery.signal == signal.SIGKILL else "lost"
 
 
 def _draw_workers(panel, runs: Mapping[str, Report], events: Sequence[Sequence[Event]]) -> None:

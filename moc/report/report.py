@@ -216,10 +216,6 @@ def _localized_recoveries(run: Report) -> str | None:
     return recoveries.stages and f"{_mean_and_most(recoveries.stages)}; in {recoveries.alone} of {recoveries.count}"
 
 
-def _per_snapshot(total: str, count: str) -> Cell:
-    return _saved(lambda saving: human(getattr(saving, total) / getattr(saving, count)), count)
-
-
 def _per_iteration(total: str) -> Cell:
     def cell(run: Report) -> str | None:
         nbytes = getattr(run.saving, total, 0)
@@ -232,10 +228,6 @@ def _not_written(kind: str) -> Cell:
     return lambda run: f"{run.not_written[kind]:,}" if run.not_written.get(kind) else None
 
 
-def _stall(run: Report) -> str | None:
-    return seconds(run.saving.stall_s / run.computed) if run.saving and run.saving.snapshots else None
-
-
 def _worst_layers(run: Report) -> str | None:
     lost = sorted(run.plt_by_layer.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
@@ -244,10 +236,6 @@ def _worst_layers(run: Report) -> str | None:
 def _violations(run: Report) -> str | None:
     layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])[:8]
     return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
-
-
-def _compensated(run: Report) -> str | None:
-    return "{:,} of {:,}".format(*run.made_up) if run.made_up else None
 
 
 _SECTIONS: dict[str, dict[str, Cell]] = {
@@ -287,7 +275,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
     "snapshots": {
         "tier": _saved(lambda saving: saving.tier),
         "taken": _saved(lambda saving: f"{saving.snapshots:,}"),
-        "bytes of one": _per_snapshot("snapshot_bytes", "snapshots"),
+        "bytes of one": _saved(lambda saving: human(saving.snapshot_bytes / saving.snapshots)),
         "bytes an iteration, to host memory": _per_iteration("snapshot_bytes"),
         "bytes an iteration, to peers": _per_iteration("replicated_bytes"),
         "not sent, identical on the peers": _per_iteration("not_sent_bytes"),
@@ -300,7 +288,9 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
             lambda saving: _percent(saving.bubble_bytes / saving.snapshot_bytes, 1), "bubble_bytes"
         ),
         "copy, hash": _saved(lambda saving: f"{seconds(saving.copy_s)}, {seconds(saving.hash_s)}"),
-        "stall of an iteration": _stall,
+        "stall of an iteration": lambda run: (
+            seconds(run.saving.stall_s / run.computed) if run.saving and run.saving.snapshots else None
+        ),
         "replicated": _saved(
             lambda saving: f"{saving.replicated:,} in {seconds(saving.replicate_s)} each", "replicated"
         ),
@@ -338,7 +328,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "at risk (MLT), in iterations: mean, most": _highest("mlt", "{:.3g}".format),
         "at risk with a node's memory: mean, most": _highest("mlt_peers", "{:.3g}".format),
         "at risk with all memory: mean, most": _highest("mlt_storage", "{:.3g}".format),
-        "of the newest, made up by more capacity": _compensated,
+        "of the newest, made up by more capacity": lambda run: run.made_up and "{:,} of {:,}".format(*run.made_up),
     },
     "policy": {title: _gauge(name, _setting) for name, title in _SETTINGS.items()},
 }

@@ -379,7 +379,7 @@ class Controller:
         hello = peer.hello
         self._election.add_agent(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
         if self._membership.end is not None:
-            self._post(peer, "end", **_end_fields(self._membership.end))
+            self._post(peer, "end", **self._membership.end.to_message())
             peer.is_admitted = True
         elif self._state is not None and peer.epoch == self._election.epoch:
             self._admit(peer, self._state)
@@ -575,7 +575,7 @@ class Controller:
                 ):  # each launcher reports its own stop signal
                     _log.error("%s", order.reason)
                 self._end_is_logged = True
-                self._send_all("end", **_end_fields(order))
+                self._send_all("end", **order.to_message())
 
     def _order_connect(self, generation: int) -> None:
         assert self._state is not None  # after takeover
@@ -600,16 +600,6 @@ class Controller:
     def _post(peer: AgentPeer, kind: str, **fields) -> None:
         with contextlib.suppress(WireError):  # the handler of the connection detects a disconnect
             peer.connection.post(Message({"kind": kind} | fields))
-
-
-def _end_fields(end: End) -> dict:
-    return {
-        "code": end.code,
-        "reason": end.reason,
-        "leaving": end.workers_exiting,
-        "gives_back": end.released_memory,
-        "asked": end.stop_signal,
-    }
 
 
 @dataclass(eq=False)

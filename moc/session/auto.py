@@ -73,7 +73,7 @@ class AutoLimits:
         has_experts: the model has experts, whose tokens are counted from the start.
         gradients: snapshots may contain gradients instead of state.
         lasting: loss model of an elastic job, whose workers continue when nodes leave or join; otherwise None.
-        only: the only policy to choose from; None for all.
+        only: the only policy to choose from, which also measures; None for all.
         interval: iterations between snapshots, of policies without windows; None to choose.
     """
 
@@ -299,7 +299,9 @@ class AutoPolicy:
 
     def _measuring(self) -> dict[str, object]:
         """Returns flags that measure bandwidths with little memory."""
-        flags: dict[str, object] = {"ckpt_policy": full_policy_name()}
+        kind = POLICIES[self._asked.only or full_policy_name()]
+        flags: dict[str, object] = {one.name: one.default for one in kind.flags.specs if one.chosen_by_auto}
+        flags["ckpt_policy"] = kind.name
         if self._asked.tier != "disk":
             flags["persist_interval"] = 1
         return flags | ({"replicas": min(self._replicas)} if max(self._replicas) else {})

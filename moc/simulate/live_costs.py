@@ -319,11 +319,6 @@ def _traffic(run: Running, price: Price, replicas: int) -> Traffic:
     return Traffic(host=total, network=replicas * total, storage=total if run.tier == "disk" else 0.0)
 
 
-def _of_rank(run: Running, saving: SimulatedCosts) -> float:
-    """Returns the bytes of a rank's checkpoint; for a window, of all its snapshots."""
-    return saving.traffic.host / (run.ranks * run.nodes)
-
-
 def _persist_interval(run: Running, saving: SimulatedCosts, price: Price) -> int | None:
     """Returns the shortest persist interval that storage sustains, for a tier in memory; None for disk.
 
@@ -332,7 +327,8 @@ def _persist_interval(run: Running, saving: SimulatedCosts, price: Price) -> int
     """
     if run.tier == "disk":
         return None
-    every = run.iterations(run.persist_s(_of_rank(run, saving)))
+    rank_bytes = saving.traffic.host / (run.ranks * run.nodes)  # of a window, all its snapshots
+    every = run.iterations(run.persist_s(rank_bytes))
     if price.interval:
         return max(_SELDOM, every)
     return saving.interval if not saving.exact else math.ceil(every / saving.interval) * saving.interval

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from moc.policy.costs import Price
-from moc.policy.pec_selection import DynamicK, uniform_plt
+from moc.policy.pec_selection import DynamicK, mean_age
 from moc.policy.windows import generate_schedule
 from moc.recovery.copy_placement import Placement, survival
 from moc.recovery.plan import JobInventory, plans
@@ -167,11 +167,7 @@ def at_risk(price: Price, num_experts: int) -> float:
     """Returns tokens at risk, in iterations, with a checkpoint in each: by the policy, or for experts in turn."""
     if price.k is None or price.k >= num_experts:
         return 0.0
-    return (
-        uniform_plt(num_experts, 1.0, 0.0, price.k, price.k, 1)
-        if price.tokens_at_risk is None
-        else price.tokens_at_risk
-    )
+    return mean_age(num_experts, price.k) if price.tokens_at_risk is None else price.tokens_at_risk
 
 
 class Strategy:

@@ -156,7 +156,8 @@ class Saver:
     def adopt(self, iterations: Iterable[int]) -> None:
         """Assigns the kept buffers with the committed snapshots of these iterations, if any, to the slots from 0 on."""
         for slot, iteration in enumerate(iterations):
-            buffer = self._kept.published_as(self._published(iteration))
+            directory = self._memory_place().root / checkpoint_name(iteration)
+            buffer = self._kept.published_as(directory / shard_file_name(self._rank))
             if buffer is not None:
                 self._buffers[slot] = buffer
 
@@ -456,9 +457,6 @@ class Saver:
         SafeDirectory(root, is_owned=True).link(
             source, f"{checkpoint_name(snapshot.iteration)}/{shard_file_name(self._rank)}"
         )
-
-    def _published(self, iteration: int) -> Path:
-        return self._memory_place().root / checkpoint_name(iteration) / shard_file_name(self._rank)
 
     @property
     def _directory(self) -> Path | None:

@@ -68,7 +68,7 @@ def pack(values: Mapping[str, Any], target: torch.Tensor) -> None:
     text = len(header).to_bytes(8, "little") + header
     target[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for tensor in tensors:
-        target[offset : offset + tensor.nbytes].copy_(_bytes_of(tensor), non_blocking=True)
+        target[offset : offset + tensor.nbytes].copy_(tensor.detach().reshape(-1).view(torch.uint8), non_blocking=True)
         offset += _aligned(tensor.nbytes)
 
 
@@ -219,10 +219,6 @@ class _Reader:
 
 def _plain(values: torch.Tensor) -> bytes:
     return values.cpu().numpy().tobytes()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _start(header: bytes) -> int:

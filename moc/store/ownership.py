@@ -352,7 +352,7 @@ class Fence:
 
     def _show_life(self) -> None:
         """Locks the launch's file for the lifetime of this process."""
-        path = self._lock_path(self.claim)
+        path = self._root.resolve() / f"{_LOCK}.{self.claim.tag}"  # the name may be a link, which is not resolved
         if _is_current(path):
             self._lock = _held[path]
             return
@@ -393,9 +393,6 @@ class Fence:
         finally:
             os.close(descriptor)
         return None if kind == fcntl.F_UNLCK else process
-
-    def _lock_path(self, claim: Claim) -> Path:
-        return self._root.resolve() / f"{_LOCK}.{claim.tag}"  # the name itself is not resolved: it may be a link
 
 
 def lives(root: Path) -> Holder | None:

@@ -217,7 +217,8 @@ class _Finder:
         elif layer is not None:
             yield NamedTensor(f"layers.{layer}.mlp", name, tensor)
         else:
-            yield NamedTensor("output" if self._is_after(name) else "embedding", name, tensor)
+            is_after = self._seen_block and "." in name  # of a module that is defined after the first block
+            yield NamedTensor("output" if is_after else "embedding", name, tensor)
 
     def _expert(self, name: str, tensor: Tensor, experts: str, count: int, layer: int) -> Iterator[NamedTensor]:
         first = self._first[experts]
@@ -250,10 +251,6 @@ class _Finder:
             if (number := self._blocks.get(".".join(parts[:end]))) is not None:
                 return number
         return None
-
-    def _is_after(self, name: str) -> bool:
-        """Whether a tensor outside of the blocks belongs to a module that is defined after the first block."""
-        return self._seen_block and "." in name
 
 
 def _compiled(pattern: str, operator: str) -> tuple[re.Pattern[str], str]:

@@ -382,7 +382,7 @@ def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Sto
     """
     places = {}
     for key, shape in shapes.items():
-        stack = _stacked_axes(key)
+        stack = bool(_STACKED_LAYERS.fullmatch(key)) + bool(_STACKED_EXPERTS.fullmatch(key))
         halves = 2 if _is_gated(key, shapes) else 1
         rest = shape[stack:]
         part = (rest[0] // halves, *rest[1:]) if halves > 1 else rest
@@ -426,10 +426,6 @@ def _unpartitioned_name(key: str, axes: tuple[int, ...]) -> str:
     if experts := _STACKED_EXPERTS.fullmatch(key):
         key = f"{experts[1]}.{axes[0]}.{experts[2]}"
     return key
-
-
-def _stacked_axes(key: str) -> int:
-    return bool(_STACKED_LAYERS.fullmatch(key)) + bool(_STACKED_EXPERTS.fullmatch(key))
 
 
 def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

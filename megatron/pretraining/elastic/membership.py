@@ -119,7 +119,8 @@ def settle(
         _begin(config, replicas, shards, nodes)
         return Settled(under_way=False)
     known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
-    empty = [] if min_nodes() is None else _without_state(told)
+    trained_stages = {one.stage for one in told if one.trained}
+    empty = [] if min_nodes() is None else sorted({one.stage for one in told} - trained_stages)
     changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
     plans = {}
     for number, own in replicas.plans.items():
@@ -159,11 +160,6 @@ def _settle_experts(replicas: Replicas, plans: Plans, wanted: Plans | None, node
     lacking = (one for one in lost.get(stage, ()) if one[1] in whole[stage].experts_of(one[0], rank))
     names = frozenset(expert_operator(*one) for one in lacking)
     return Settled(True, _subject([one for of in lost.values() for one in of]), sum(map(len, lost.values())), names)
-
-
-def _without_state(told: Sequence[ReportedState]) -> list[int]:
-    """Returns the pipeline stages without a trained worker."""
-    return sorted({one.stage for one in told} - {one.stage for one in told if one.trained})
 
 
 def _members_differ(known: Mapping[str, Plan], one: ReportedState, nodes: NodesOfStages) -> bool:

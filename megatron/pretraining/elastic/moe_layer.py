@@ -91,11 +91,12 @@ class ElasticLayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int, pg_collection=None, **options):
         groups, router = get_default_pg_collection(), submodules.router
+        experts: Any = submodules.experts  # a functools.partial, as in megatron-core's layer specifications
         inside = copy.copy(config)
         inside.num_moe_experts, inside.moe_token_dispatcher_type = slots, "alltoall"
         submodules = dataclasses.replace(
             submodules,
-            experts=_with_function(submodules.experts, ElasticExperts),
+            experts=functools.partial(ElasticExperts, *experts.args, **experts.keywords),
             router=lambda config, **others: router(config=whole, **others),
         )
         whole = config
@@ -142,11 +143,6 @@ class ElasticLayer(MoELayer):
 def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:
     """Returns the elastic layers of the chunks, in model order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, ElasticLayer)]
-
-
-def _with_function(builder: Any, function: Callable) -> functools.partial:
-    """Returns a ``functools.partial``, as in megatron-core's layer specifications, that calls another function."""
-    return functools.partial(function, *builder.args, **builder.keywords)
 
 
 class ElasticDispatcher(MoETokenDispatcher):

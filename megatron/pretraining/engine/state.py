@@ -324,17 +324,13 @@ def _weights(owned: OwnedSlice) -> OwnedSlice:
     return dataclasses.replace(owned, slots={PARAM: _flat(owned.parameter)[owned.start : owned.stop]})
 
 
-def _master(owned: OwnedSlice) -> OwnedSlice:
-    return dataclasses.replace(owned, slots={MASTER: owned.slots[MASTER]})
-
-
 def _moments(owned: OwnedSlice) -> OwnedSlice:
     return dataclasses.replace(owned, slots={slot: v for slot, v in owned.slots.items() if slot != MASTER})
 
 
 _CUT = {
     Detail.FULL: lambda owned: owned,
-    Detail.MASTER: _master,
+    Detail.MASTER: lambda owned: dataclasses.replace(owned, slots={MASTER: owned.slots[MASTER]}),
     Detail.MOMENTS: _moments,
     Detail.COMPUTE: _weights,
     Detail.GRAD: lambda owned: owned,

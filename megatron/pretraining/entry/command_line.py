@@ -285,15 +285,11 @@ def _words_of(actions: Sequence[argparse.Action], value: Any, named: str, proble
                 True, f"{named} is {short_repr(value)}. Fix: make it true or false", code="value-unreadable"
             )
     elif action.nargs is None:
-        yield f"{action.option_strings[0]}={_without_spaces(value) if isinstance(value, list) else value}"
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else value  # as in layer patterns
+        yield f"{action.option_strings[0]}={text}"
     elif value != []:
         yield action.option_strings[0]
         yield from map(str, value if isinstance(value, list) else [value])
-
-
-def _without_spaces(values: list) -> str:
-    """Returns a list in the notation of Megatron-LM's layer patterns."""
-    return f"[{','.join(map(str, values))}]"
 
 
 def _underscored(key: object) -> str:

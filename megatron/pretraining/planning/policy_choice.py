@@ -95,7 +95,7 @@ def chosen(
         plt_by_policy={
             name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
         },
-        policies=tuple(name for name in names if _allowed(config, name, run.tier)),
+        policies=tuple(name for name in names if _with(config, name, run.tier) is not None),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
@@ -115,11 +115,6 @@ def told(run: Running, plan: PolicyChoice) -> dict:
         one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)
     }
     return {"flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier}, "reason": plan.reason, "policies": found}
-
-
-def _allowed(config: Config, policy: str, tier: str) -> bool:
-    """Returns whether the training flags allow this policy with this tier."""
-    return _with(config, policy, tier) is not None
 
 
 def _with(config: Config, policy: str, tier: str) -> Config | None:

@@ -3,7 +3,7 @@
 import pytest
 
 from moc.policy import Every, policy_named
-from moc.policy.pec_selection import candidate_expert_counts, uniform_plt
+from moc.policy.pec_selection import candidate_expert_counts, expert_ages, mean_age
 from moc.policy.token_ledger import TokenLedger
 from moc.state.shape import ModelShape, model_operators
 from tests.cases import each_row
@@ -34,8 +34,10 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
                 gone = [(first + i) % 8 for i in range(from_storage)]
                 restored = {e: (storage if e in gone else memory)[e].iteration for e in range(8)}
                 losses.append(ledger.after_recovery({0: restored}).plt() * ledger.iteration)
-    expected = uniform_plt(8, 1.0, from_storage / 8, k_snapshot, k_persist, interval)
+    memory, storage = (ages.scaled(interval).mean for ages in expert_ages(8, k_snapshot, k_persist))
+    expected = from_storage / 8 * storage + (1 - from_storage / 8) * memory
     assert sum(losses) / len(losses) == pytest.approx(expected, rel=1e-2)
+    assert memory == interval * mean_age(8, k_snapshot)
 
 
 def test_numbers_of_experts_that_are_looked_at():

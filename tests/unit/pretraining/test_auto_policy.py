@@ -153,13 +153,15 @@ def test_popular_experts_are_saved_first_where_tokens_are_counted(tmp_path):
 def test_pec_k_auto_chooses_k_only_and_keeps_other_flags(tmp_path):
     asked = dict(ckpt_policy="pec", pec_k="auto", pec_selection="load_aware", mtbf_hours=1)
     run = Run(tmp_path, **asked, snapshot_interval="7", pec_plt_limit=1.0)
-    assert (run.in_force.ckpt_policy, run.in_force.snapshot_interval) == ("full", "7")
+    assert (run.in_force.ckpt_policy, run.in_force.pec_k, run.in_force.snapshot_interval) == ("pec", "1", "7")
     assert run.train(40, copy_s=0.1, write_s=0.1)  # full snapshots would cost nothing
     again = Run(tmp_path, run.auto.state_dict(), **asked, snapshot_interval="7", pec_plt_limit=1.0).in_force
     assert (again.ckpt_policy, again.snapshot_interval, again.pec_selection) == ("pec", "7", "load_aware")
     assert 1 <= int(again.pec_k) < 8 and again.mtbf_hours is None
     free = Run(tmp_path, run.auto.state_dict(), **asked)  # the choice was made for another interval
-    assert free.in_force.ckpt_policy == "full" and free.train(1) == 1
+    assert free.in_force.snapshot_interval == "auto" and free.train(1) == 1
+    in_memory = Run(tmp_path, **asked, ckpt_tier="memory").in_force
+    assert (in_memory.ckpt_policy, in_memory.pec_k, in_memory.persist_interval) == ("pec", "1", 1)
 
 
 def test_gradients_are_weighed_where_the_job_can_save_them(tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.pretraining.config.megatron_lm import CORRECTIONS, corrections_named
+from megatron.pretraining.config.groups import CORRECTIONS, corrections_named
 from megatron.pretraining.process import cpu
 from tests.cases import each_row
 from tests.errors import raises
