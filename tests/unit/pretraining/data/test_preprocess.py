@@ -202,13 +202,13 @@ def test_a_very_long_line_is_cut_between_words(tmp_path):
     assert documents(tmp_path / "o_text_document") == [numbers, numbers]
 
 
-@each_row(("size", "dtype"), [(65_498, numpy.uint16), (65_499, numpy.int32)])
+@each_row(("size", "dtype"), [(65_499, numpy.uint16), (65_500, numpy.int32)])
 def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
-    write_json(tmp_path / "in.jsonl", [f"{size - 1} 0"])
+    write_json(tmp_path / "in.jsonl", [f"{size - 2} 0"])
     args = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--append-eod"]
     assert preprocess(*args, *NUMBERS, "--vocab-size", size) == 0
     assert IndexedDataset(f"{tmp_path}/o_text_document").index.dtype == dtype
-    assert documents(tmp_path / "o_text_document") == [[size - 1, 0, size]]
+    assert documents(tmp_path / "o_text_document") == [[size - 2, 0, size - 1]]
 
 
 @each_row(
