@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="encode special tokens of a HuggingFaceTokenizer inside a text, such as <|endoftext|>, as other text",
     )
-    group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer, whose last one ends a document")
+    group.add_argument("--vocab-size", type=int, help="ids of a NullTokenizer; the last ends a document")
     group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document")
