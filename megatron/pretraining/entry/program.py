@@ -364,6 +364,17 @@ def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -
                     code="result-depends-on-layout",
                 )
             )
+    core: Any = get_model_config(chunks[0])
+    shards = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    if core.num_moe_experts and core.moe_expert_capacity_factor is not None and shards > 1:
+        log.message(
+            warning(
+                f"each of {shards} tensor- or context-parallel workers limits the tokens that it sends to an expert: "
+                "other tokens are dropped than in another layout. Fix: keep the layout, or drop "
+                "--moe-expert-capacity-factor",
+                code="result-depends-on-layout",
+            )
+        )
 
 
 def _is_repeated(run: TrainingRun) -> bool:
