@@ -3,6 +3,7 @@
     DataLoader, Sampler    batch ``k`` of epoch ``e`` follows from the seed, ``set_epoch(e)`` and ``k``
     list, tuple            batch ``position % len``
     a function             ``data(position)`` returns an iterable that begins with the batch of this position
+    None                   a batch is its position, for loops without a data set
     state_dict             a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
                            ``StatefulDataLoader``; each worker's state is saved with every snapshot
 
@@ -65,6 +66,10 @@ def _length(data: Any) -> int:
         return 0
 
 
+def _positions(position: int) -> Iterable[int]:
+    return itertools.count(position)
+
+
 class Batches:
     """Batches of one worker, in order.
 
@@ -78,6 +83,7 @@ class Batches:
     """
 
     def __init__(self, data: Any, seed: int, rank: int):
+        data = _positions if data is None else data
         self._data, self._seed, self._rank = data, seed, rank
         self._first_state = None
         self._iterator: Iterator | None = None
@@ -89,8 +95,9 @@ class Batches:
         is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
         is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)
         if is_iterable_set or not is_known or isinstance(data, type):
+            kind = data if isinstance(data, type) else type(data)
             raise PositionError(
-                f"data of {type(data).__name__} have no position, so a replacement could not read the same batches. "
+                f"data of {kind.__name__} have no position, so a replacement could not read the same batches. "
                 "Fix: give a DataLoader of a map-style data set, a loader with state_dict and load_state_dict, or a "
                 "function that returns the batches from a position on",
                 code="data-without-position",
@@ -120,11 +127,12 @@ class Batches:
         return self._data.state_dict() if self.is_stateful else None
 
     def take(self) -> Any:
-        """Returns the next batch.
+        """Returns the next batch; random numbers that the data draw here follow from the position.
 
         Raises:
             PositionError: there is none.
         """
+        set_seed(derived_seed(self._seed, self._position, self._rank))
         for _ in range(2):  # an iterator may end with its epoch
             if self._iterator is None:
                 self._iterator = iter(self._from(self._position))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from moc.runtime.host_group import ObjectDecodeError, decode_object, encode_object
 from moc.state.operators import UnsupportedStateError
@@ -52,6 +53,8 @@ def decode_plain(text: Any) -> Any:
 
 
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        raise TypeError("it has a new DTensor each time")
     if isinstance(value, torch.Tensor):
         local = value.detach().cpu().contiguous()
         data = local.view(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
