@@ -23,6 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from moc.errors import UserError
+from moc.session.settings import SettingsError
 
 
 class PositionError(UserError, ValueError):
@@ -108,13 +109,19 @@ class Batches:
                 code="data-without-position",
             )
 
-    def __len__(self) -> int:
-        """Returns the batches of an epoch.
+    @property
+    def epoch(self) -> int:
+        """Number of batches of an epoch.
 
         Raises:
-            TypeError: they are unknown.
+            SettingsError: it is unknown.
         """
-        return len(self._data)
+        try:
+            return len(self._data)
+        except TypeError:
+            raise SettingsError(
+                "the data have no length. Fix: give iterations to protect()", code="setting-invalid"
+            ) from None
 
     def begin(self, position: int, state: Any = None) -> None:
         """Moves to a position; ``state`` is this worker's state there, of stateful data."""

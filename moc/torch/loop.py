@@ -45,6 +45,7 @@ from moc.torch.naming import structure_of
 _TIMEOUT = timedelta(minutes=10)
 
 _job: tuple[Job, torch.device, str] | None = None
+_running: tuple[Job, ProtectedRun] | None = None
 
 
 def init(device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = _TIMEOUT) -> Job:
@@ -182,22 +183,13 @@ def protect(
         forward=forward,
     )
     if iterations is None:
-        iterations = _epoch(batches) // accumulate
+        iterations = batches.epoch // accumulate
     chosen = Settings(
         directory, iterations, policy, snapshot_interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
     engine = LoopEngine(world, loop, structure, batches)
     loop = dataclasses.replace(loop, replays=check_policy(chosen, engine, wrap is not None))
     return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
-
-
-def _epoch(batches: Batches) -> int:
-    try:
-        return len(batches)
-    except TypeError:
-        raise SettingsError(
-            "the data have no length. Fix: give iterations to protect()", code="setting-invalid"
-        ) from None
 
 
 class ProtectedRun:
@@ -322,6 +314,14 @@ class ProtectedRun:
 
     def _begin(self) -> None:
         """Begins a generation: resumes, and wraps the model, on all workers in the same order."""
+        global _running
+        if _running is not None and _running[0] is self._job and _running[1] is not self:
+            raise SettingsError(
+                "another run of this program has not ended, and a recovery repeats the iterations of one. Fix: protect "
+                "one nn.ModuleDict of the models, with one optimizer of their parameters, or end the other run first",
+                code="loop-call-unsupported",
+            )
+        _running = self._job, self
         if lost := self._job.report_ready() or self._lost:
             self._log.message(f"generation {lost.generation}: {lost.reason}")
         self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
@@ -474,7 +474,8 @@ class ProtectedRun:
         """Ends after ``break`` or an exception in the body."""
         if self._is_over:
             return
-        failure, DEFERRAL.failure = DEFERRAL.failure, None
+        global _running
+        _running, failure, DEFERRAL.failure = None, DEFERRAL.failure, None
         DEFERRAL.set_active(False)
         if failure is not None:
             self._log.message(f"the loop's body ended after a lost connection ({failure}): this worker is replaced")

@@ -95,7 +95,7 @@ def structure_of(module: nn.Module, patterns: Mapping[str, str] | None = None) -
     for named in tensors:
         if named.operator.endswith(".router") and experts[layer := _layer(named.operator)]:
             found.setdefault(layer, set()).add(named.name.rpartition(".")[0])
-    routers = [Router(layer, *names, experts[layer]) for layer, names in found.items() if len(names) == 1]
+    routers = [Router(layer, min(names), experts[layer]) for layer, names in found.items() if len(names) == 1]
     return Structure(tuple(tensors), tuple(routers), layers)
 
 

@@ -173,7 +173,12 @@ def refusals():
         sharded = fully_shard(nn.Linear(2, 2))
         return protect(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), **more)
 
+    def two_runs():
+        batches = [iter(protect(iterations=2)) for _ in range(2)]
+        list(map(next, batches))
+
     return [
+        ("loop-call-unsupported", two_runs),
         ("data-without-position", lambda: protect(data=DataLoader(Endless()))),
         ("data-without-position", lambda: protect(data=iter([1]))),
         ("data-without-position", lambda: protect(data=Noisy)),
@@ -200,7 +205,7 @@ def refusals():
     ]
 
 
-@each_row("number", range(23))
+@each_row("number", range(24))
 def test_what_cannot_be_exact_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:
