@@ -3,6 +3,7 @@
     DataLoader, Sampler    batch ``k`` of epoch ``e`` follows from the seed, ``set_epoch(e)`` and ``k``
     list, tuple            batch ``position % len``
     a function             ``data(position)`` returns an iterable that begins with the batch of this position
+    None                   a batch is its position, for loops without a data set
     state_dict             a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
                            ``StatefulDataLoader``; each worker's state is saved with every snapshot
 
@@ -20,11 +21,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from moc.errors import UserError
 from moc.runtime.child_processes import begin_reader
 from moc.runtime.collectives import ObjectDecodeError, decode_object, encode_object
+from moc.session.settings import SettingsError
 from moc.state.operators import UnsupportedStateError
 
 MAX_BYTES = 1 << 24
@@ -74,6 +77,10 @@ def _length(data: Any) -> int:
         return 0
 
 
+def _positions(position: int) -> Iterable[int]:
+    return itertools.count(position)
+
+
 class Batches:
     """Batches of one worker, in order.
 
@@ -87,6 +94,7 @@ class Batches:
     """
 
     def __init__(self, data: Any, seed: int, rank: int):
+        data = _positions if data is None else data
         self._data, self._seed, self._rank = data, seed, rank
         self._first_state = None
         self._iterator: Iterator | None = None
@@ -101,8 +109,9 @@ class Batches:
         is_iterable_set = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
         is_known = isinstance(data, DataLoader | Sampler | list | tuple) or callable(data)
         if is_iterable_set or not is_known or isinstance(data, type):
+            kind = data if isinstance(data, type) else type(data)
             raise PositionError(
-                f"data of {type(data).__name__} have no position, so a replacement could not read the same batches. "
+                f"data of {kind.__name__} have no position, so a replacement could not read the same batches. "
                 "Fix: give a DataLoader of a map-style data set, a loader with state_dict and load_state_dict, or a "
                 "function that returns the batches from a position on",
                 code="data-without-position",
@@ -113,13 +122,19 @@ class Batches:
                 code="data-without-position",
             )
 
-    def __len__(self) -> int:
-        """Returns the batches of an epoch.
+    @property
+    def epoch(self) -> int:
+        """Number of batches of an epoch.
 
         Raises:
-            TypeError: they are unknown.
+            SettingsError: it is unknown.
         """
-        return len(self._data)
+        try:
+            return len(self._data)
+        except TypeError:
+            raise SettingsError(
+                "the data have no length. Fix: give iterations to protect()", code="setting-invalid"
+            ) from None
 
     def begin(self, position: int, state: Any = None) -> None:
         """Moves to a position; ``state`` is this worker's state there, of stateful data."""
@@ -132,11 +147,12 @@ class Batches:
         return self._data.state_dict() if self.is_stateful else None
 
     def take(self) -> Any:
-        """Returns the next batch.
+        """Returns the next batch; random numbers that the data draw here follow from the position.
 
         Raises:
             PositionError: there is none.
         """
+        set_seed(derived_seed(self._seed, self._position, self._rank))
         for _ in range(2):  # an iterator may end with its epoch
             if self._iterator is None:
                 self._iterator = iter(self._from(self._position))
@@ -301,6 +317,8 @@ def decode_plain(text: Any) -> Any:
 
 
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        raise TypeError("it has a new DTensor each time")
     if isinstance(value, torch.Tensor):
         local = value.detach().cpu().contiguous()
         data = local.view(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""

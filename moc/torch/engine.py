@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +17,13 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moc.policy import Capability, Policy
+from moc.policy import Capability
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.runtime.device import copy_to_host
 from moc.runtime.job import World
 from moc.session.engine import Gradients, NoTap, ReplayOutcome
-from moc.session.settings import SettingsError
+from moc.session.session import policy_of
+from moc.session.settings import Settings, SettingsError
 from moc.state.operators import NAMED, Detail, Region, UnsupportedStateError, operator_of
 from moc.state.record import Position, StepRecord
 from moc.state.replicated import SavedTensor, TorchState, local_values
@@ -44,10 +46,10 @@ class Loop:
         accumulate: batches of an iteration.
         grouped: they are returned together.
         clip_grad_norm: largest norm of the gradients; None for no limit.
-        averages: the gradients are averaged over workers here, and not by a wrapper.
         seed: seed of random numbers and of the order of samples; None to seed nothing.
         top_k: experts of a token; None if the model has the number.
         forward: function of model and batch that returns the loss, to replay iterations; or None.
+        replays: the policy replays iterations.
     """
 
     model: nn.Module
@@ -58,10 +60,10 @@ class Loop:
     accumulate: int = 1
     grouped: bool = False
     clip_grad_norm: float | None = None
-    averages: bool = True
     seed: int | None = 0
     top_k: int | None = None
     forward: Callable[[nn.Module, Any], Tensor] | None = None
+    replays: bool = False
 
 
 class LoopEngine:
@@ -74,7 +76,8 @@ class LoopEngine:
         batches: batches of this worker.
 
     Attributes:
-        averages: the engine averages the gradients, because no wrapper does.
+        averages: the engine averages the gradients of parameters that are no DTensors, because no wrapper does.
+        is_partitioned: some tensors of the model are DTensors.
 
     Raises:
         UnsupportedStateError: the state cannot be saved.
@@ -85,8 +88,8 @@ class LoopEngine:
     def __init__(self, world: World, loop: Loop, structure: Structure, batches: Batches):
         self.world, self.loop, self.batches, self._structure = world, loop, batches, structure
         self._live = dict(_live_tensors(loop.objects))
-        saved = _alike(list(_saved(structure.tensors, world)))
-        saved += [SavedTensor.replicated(f"output{NAMED}{name}", t, world.rank) for name, t in self._live.items()]
+        live = [NamedTensor("output", name, tensor) for name, tensor in self._live.items()]
+        saved = _alike(list(_saved([*structure.tensors, *live], world)))
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
         self.layout, self.slices = {"workers": world.size}, (world.rank,)
@@ -100,7 +103,8 @@ class LoopEngine:
         self._described = xxhash.xxh3_64_hexdigest(
             repr([(one.name, one.global_shape, str(one.tensor.dtype)) for one in saved]).encode()
         )
-        self.averages = loop.averages
+        self.averages = True
+        self.is_partitioned = any(isinstance(named.tensor, DTensor) for named in structure.tensors)
         self._updates, self._lag = 0, dict.fromkeys(parameters, 0)
         self._data_states: list[Any] | None = None
         self._next_data_states: list[Any] | None = None
@@ -153,6 +157,8 @@ class LoopEngine:
         mine = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
         self.batches.begin(position.iteration * self.loop.accumulate, mine)
         self.loop.optimizer.zero_grad()
+        if self.loop.scaler is not None:
+            _forget_unscaling(self.loop.scaler)  # of an iteration that a lost worker has interrupted
         self._next_data_states = states
         self.capture()
 
@@ -207,17 +213,18 @@ class LoopEngine:
         if self.batches.is_stateful:
             self._next_data_states = gather(encode_plain("data", self.batches.state()))
         if self.averages:
-            average_gradients(self.parameters, self.world.size)
+            average_gradients([p for p in self.parameters if not isinstance(p, DTensor)], self.world.size)
         if loop.scaler is not None:
             wrong = any(not bool(torch.isfinite(local_values(g)).all()) for g in self._gradients())
             finite = not sum_over_workers({"wrong": float(wrong)}, self.world)["wrong"]
             if not finite:  # the scaler of each worker must find one
+                _forget_unscaling(loop.scaler)
                 for gradient in self._gradients():
                     local_values(gradient).fill_(float("inf"))
             with contextlib.suppress(RuntimeError):  # the user has unscaled them
                 loop.scaler.unscale_(loop.optimizer)
         if loop.clip_grad_norm is not None and finite:
-            nn.utils.clip_grad_norm_(self.parameters, loop.clip_grad_norm)
+            _clip(self.parameters, loop.clip_grad_norm)
         if self.world.size > 1:
             for buffer in self._buffers:  # as DistributedDataParallel does before the next forward
                 dist.broadcast(buffer, src=0)
@@ -289,24 +296,63 @@ class LoopEngine:
         raise SettingsError("a loop cannot fold gradients. Fix: choose another policy", code="loop-policy-unsupported")
 
 
-def check_policy(policy: Policy, loop: Loop, is_wrapped: bool) -> None:
-    """Refuses policies that need more than the loop gives.
+def check_policy(settings: Settings, engine: LoopEngine, is_wrapped: bool) -> bool:
+    """Refuses policies that need more than the loop gives; returns whether the policy replays iterations.
 
     Raises:
-        SettingsError: the loop lacks something.
+        SettingsError: the loop lacks something, or the policy does not fit the model.
     """
+    if settings.policy is None:
+        return False
+    if settings.policy == "auto":
+        raise SettingsError(
+            "policy auto restarts workers with other flags, which a loop does not have. Fix: choose a policy, such as "
+            "full, and snapshot_interval='auto'",
+            code="loop-policy-unsupported",
+        )
+    policy, loop = policy_of(settings, engine.operators), engine.loop
     requires, needs = policy.requires, None
+    replays = "to replay iterations"
     if not requires.isdisjoint({Capability.GRADIENTS, Capability.BACKGROUND_UPDATES}):
         needs = "gradients at fixed addresses, which a loop does not keep", "choose another policy, such as full"
-    elif Capability.REPLAY in requires and loop.forward is None:
-        needs = "to replay iterations", "give forward, a function of model and batch that returns the loss"
-    elif Capability.REPLAY in requires and (is_wrapped or not loop.averages):
-        needs = "to replay iterations, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
     elif Capability.BUBBLES in requires:
         needs = "the bubbles of a pipeline, which a loop does not have", "set hide to compute"
+    elif Capability.REPLAY not in requires:
+        return False
+    elif loop.grouped:
+        needs = f"{replays}, and the framework computes the loss of a loop", "choose full"
+    elif loop.forward is None:
+        needs = replays, "give forward, a function of model and batch that returns the loss"
+    elif is_wrapped or engine.is_partitioned:
+        needs = f"{replays}, which a wrapped or partitioned model cannot", "drop wrap, or choose full"
+    elif loop.objects or engine.batches.is_stateful:
+        needs = f"{replays}, which would not change the objects in state or a loader with state_dict", "choose full"
     if needs is not None:
         need, remedy = needs
         raise SettingsError(f"policy {policy.name} needs {need}. Fix: {remedy}", code="loop-policy-unsupported")
+    return True
+
+
+def _forget_unscaling(scaler: Any) -> None:
+    """Lets a scaler unscale gradients again, as after an update; its scale stays."""
+    with contextlib.suppress(AssertionError):  # it has not scaled anything yet
+        scaler.update(scaler.get_scale())
+
+
+def _clip(parameters: Sequence[Tensor], limit: float) -> None:
+    """Clips gradients to a common norm, also if only some are DTensors, which torch's function cannot combine."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    if len(kinds) < 2:
+        nn.utils.clip_grad_norm_(parameters, limit)
+        return
+    norms = [nn.utils.get_total_norm(of_kind) for of_kind in kinds.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    factor = (limit / (torch.linalg.vector_norm(torch.stack(norms)) + 1e-6)).clamp(max=1.0)
+    for gradient in itertools.chain(*kinds.values()):
+        local_values(gradient).mul_(factor)
 
 
 def average_gradients(parameters: Sequence[Tensor], size: int) -> None:
@@ -387,7 +433,7 @@ def _live_tensors(objects: Mapping[str, Stateful]) -> Iterator[tuple[str, Tensor
                 tensor.numel()
                 and tensor.is_contiguous()
                 and other is not None
-                and other.data_ptr() == tensor.data_ptr()
+                and local_values(other).data_ptr() == local_values(tensor).data_ptr()
             ):
                 yield path, tensor.detach()
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from moc.cli_output import print_lines
@@ -36,7 +35,7 @@ from moc.runtime.process_group import DEFERRAL
 from moc.runtime.progress import progress
 from moc.session.resume.point import NoRecoveryPoint
 from moc.session.resume.survivors import LocalRemains
-from moc.session.session import Session, policy_of
+from moc.session.session import Session
 from moc.session.settings import Settings, SettingsError
 from moc.state.record import Position, StepRecord
 from moc.torch.data import Batches, Stateful
@@ -46,6 +45,7 @@ from moc.torch.naming import structure_of
 _TIMEOUT = timedelta(minutes=10)
 
 _job: tuple[Job, torch.device, str] | None = None
+_running: tuple[Job, ProtectedRun] | None = None
 
 
 def init(device: torch.device | str | None = None, backend: str | None = None, timeout: timedelta = _TIMEOUT) -> Job:
@@ -88,7 +88,7 @@ def protect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    data: Any,
+    data: Any = None,
     iterations: int | None = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -118,7 +118,7 @@ def protect(
         model: module, not wrapped in DistributedDataParallel.
         optimizer: torch's Adam, AdamW or SGD without dampening, of all parameters that are updated.
         data: DataLoader of a map-style data set, Sampler, list of batches, loader with ``state_dict``, or function that
-            returns the batches from a position on (:mod:`moc.torch.data`).
+            returns the batches from a position on (:mod:`moc.torch.data`); None for the positions themselves.
         iterations: updates of the training; None for one epoch of the data.
         scheduler: learning-rate schedule; :meth:`ProtectedRun.step` steps it.
         scaler: ``torch.amp.GradScaler``; :meth:`ProtectedRun.step` steps and updates it.
@@ -178,29 +178,18 @@ def protect(
         accumulate=accumulate,
         grouped=grouped,
         clip_grad_norm=clip_grad_norm,
-        averages=not any(isinstance(named.tensor, DTensor) for named in structure.tensors),
         seed=seed,
         top_k=top_k,
         forward=forward,
     )
     if iterations is None:
-        iterations = _epoch(batches) // accumulate
+        iterations = batches.epoch // accumulate
     chosen = Settings(
         directory, iterations, policy, snapshot_interval=snapshot_interval, options=options or {}, tier=tier, **settings
     )
     engine = LoopEngine(world, loop, structure, batches)
-    if policy is not None:
-        check_policy(policy_of(chosen, engine.operators), loop, wrap is not None)
+    loop = dataclasses.replace(loop, replays=check_policy(chosen, engine, wrap is not None))
     return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
-
-
-def _epoch(batches: Batches) -> int:
-    try:
-        return len(batches)
-    except TypeError:
-        raise SettingsError(
-            "the data have no length. Fix: give iterations to protect()", code="setting-invalid"
-        ) from None
 
 
 class ProtectedRun:
@@ -325,6 +314,14 @@ class ProtectedRun:
 
     def _begin(self) -> None:
         """Begins a generation: resumes, and wraps the model, on all workers in the same order."""
+        global _running
+        if _running is not None and _running[0] is self._job and _running[1] is not self:
+            raise SettingsError(
+                "another run of this program has not ended, and a recovery repeats the iterations of one. Fix: protect "
+                "one nn.ModuleDict of the models, with one optimizer of their parameters, or end the other run first",
+                code="loop-call-unsupported",
+            )
+        _running = self._job, self
         if lost := self._job.report_ready() or self._lost:
             self._log.message(f"generation {lost.generation}: {lost.reason}")
         self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
@@ -338,7 +335,7 @@ class ProtectedRun:
             self.model = self._wrap(self._loop.model)
             wrappers = [self.model, *self.model.modules()] if isinstance(self.model, nn.Module) else []
             reducers = [module for module in wrappers if isinstance(module, DistributedDataParallel)]
-            self._engine.averages = self._loop.averages and not reducers
+            self._engine.averages = not reducers
             if self.size > 2 and lost is None and not all(one.find_unused_parameters for one in reducers):
                 self._log.message(
                     "DistributedDataParallel changes the order of its buckets in its second iteration, so weights will "
@@ -366,7 +363,16 @@ class ProtectedRun:
 
         Returns:
             Whether the gradients are averaged; False if a worker was lost.
+
+        Raises:
+            SettingsError: the policy replays iterations, without what the body does to gradients.
         """
+        if self._loop.replays:
+            raise SettingsError(
+                f"policy {self._settings.policy} replays iterations, without what the body does to gradients after "
+                "reduce(). Fix: drop reduce(), and clip by clip_grad_norm of protect(), or choose full",
+                code="loop-policy-unsupported",
+            )
         return self._attempt(self._average)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
@@ -468,7 +474,8 @@ class ProtectedRun:
         """Ends after ``break`` or an exception in the body."""
         if self._is_over:
             return
-        failure, DEFERRAL.failure = DEFERRAL.failure, None
+        global _running
+        _running, failure, DEFERRAL.failure = None, DEFERRAL.failure, None
         DEFERRAL.set_active(False)
         if failure is not None:
             self._log.message(f"the loop's body ended after a lost connection ({failure}): this worker is replaced")

@@ -5,6 +5,7 @@
     model.blocks.0.moe.gate           layers.0.router       a module with one row for each expert, next to them
     model.blocks.0.moe.experts.3      layers.0.expert.3     an element of a ModuleList of experts in a block
     model.blocks.1.moe.experts.w1     layers.1.expert.E     stacked experts: the leading dimension is the expert
+    model.blocks.1.moe.w1             layers.1.expert.E     the same, if the module has the router, too
     model.norm                        output                modules after the last block
 
 A list in a block contains experts if its name contains ``expert``, or if a module next to it has one row for each of
@@ -58,7 +59,7 @@ class Structure:
 
     Attributes:
         tensors: parameters and persistent buffers, in forward order.
-        routers: routers, at most one per layer.
+        routers: routers of layers with one router.
         layers: number of blocks.
     """
 
@@ -90,12 +91,12 @@ def structure_of(module: nn.Module, patterns: Mapping[str, str] | None = None) -
     tensors.sort(key=lambda named: _forward_order(named.operator))  # stable
     layers = 1 + max((_layer(named.operator) for named in tensors if "." in named.operator), default=-1)
     experts = Counter(_layer(name) for name in {named.operator for named in tensors} if ".expert." in name)
-    routers = {
-        layer: Router(layer, named.name.rpartition(".")[0], experts[layer])
-        for named in tensors
-        if named.operator.endswith(".router") and experts[layer := _layer(named.operator)]
-    }
-    return Structure(tuple(tensors), tuple(routers.values()), layers)
+    found: dict[int, set[str]] = {}
+    for named in tensors:
+        if named.operator.endswith(".router") and experts[layer := _layer(named.operator)]:
+            found.setdefault(layer, set()).add(named.name.rpartition(".")[0])
+    routers = [Router(layer, min(names), experts[layer]) for layer, names in found.items() if len(names) == 1]
+    return Structure(tuple(tensors), tuple(routers), layers)
 
 
 def clean_name(name: str) -> str:
@@ -130,11 +131,16 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
 def _outermost_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not _are_experts(module, name, child):
-            if any(True for _ in child.parameters()):
-                yield path, child
-        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if not _is_list(child):
             yield from _outermost_lists(child, f"{path}.")
+        elif not _are_experts(module, name, child) and any(True for _ in child.parameters()):
+            yield path, child
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module is a list of modules of one kind; a ModuleDict of different ones is only a namespace."""
+    kinds = {type(child) for child in module.children()}
+    return isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and len(kinds) == 1)
 
 
 def _rows(module: nn.Module) -> int | None:
@@ -144,7 +150,7 @@ def _rows(module: nn.Module) -> int | None:
 
 
 def _router_of(parent: nn.Module, experts: str, count: int) -> str | None:
-    """Returns the child of ``parent``, or of a child, that has one row for each expert."""
+    """Returns the child of ``parent``, or of a child, that has one row for each expert, outside of ``experts``."""
     for name, child in parent.named_modules():
         if name and name.split(".")[0] != experts and name.count(".") < 2 and _rows(child) == count:
             return name
@@ -158,15 +164,14 @@ def _are_experts(parent: nn.Module, name: str, elements: nn.Module) -> bool:
     return alike and ("expert" in name or _router_of(parent, name, count) is not None)
 
 
-def _stacked(module: nn.Module, parent: nn.Module, name: str) -> int | None:
-    """Returns the number of experts in a module whose parameters have a leading dimension of experts."""
+def _stack_size(module: nn.Module) -> int | None:
+    """Returns the leading dimension of a module's own parameters, if some have three dimensions and it is the same."""
+    is_of_torch = type(module).__module__.startswith("torch.nn.")  # such as a convolution
     own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-    counts = {p.shape[0] for p in own}
-    if len(counts) != 1 or not any(p.dim() > 2 for p in own):
+    counts = {int(p.shape[0]) for p in own}
+    if is_of_torch and not isinstance(module, nn.ParameterList | nn.ParameterDict):
         return None
-    count = int(counts.pop())
-    named = "expert" in name or getattr(module, "num_experts", None) == count
-    return count if count > 1 and (named or _router_of(parent, name, count) is not None) else None
+    return counts.pop() if len(counts) == 1 and any(p.dim() > 2 for p in own) else None
 
 
 class _Finder:
@@ -178,26 +183,39 @@ class _Finder:
         self.used: set[str] = set()
         self._experts: dict[str, int] = {}  # by name of a list or a stacked module, the number of its experts
         self._first: dict[str, int] = {}  # number of its first expert in the layer
-        self._routers: set[str] = set()
+        self._routers: set[str | None] = set()
         totals: dict[int, int] = {}
         for name, child in module.named_modules():
-            path, _, own = name.rpartition(".")
-            parent = module.get_submodule(path)
-            layer = self._layer_of(name)
-            count = None
-            if isinstance(child, nn.ModuleList | nn.ModuleDict) and name and _are_experts(parent, own, child):
-                count = len(list(child.children()))
-            elif name:
-                count = _stacked(child, parent, own)
-            if count is None or any(name.startswith(f"{outer}.") for outer in self._experts):
+            if not name or any(name.startswith(f"{outer}.") for outer in self._experts):
                 continue
-            layer = 0 if layer is None else layer
-            self._experts[name], self._first[name] = count, totals.get(layer, 0)
-            totals[layer] = totals.get(layer, 0) + count
-            router = _router_of(parent, own, count)
-            if router is not None:
-                self._routers.add(f"{path}.{router}" if path else router)
+            count, router = self._experts_in(name, child)
+            if count is not None:
+                layer = self._layer_of(name) or 0
+                self._experts[name], self._first[name] = count, totals.get(layer, 0)
+                totals[layer] = totals.get(layer, 0) + count
+                self._routers |= {router} - {None}
         self._seen_block = False
+
+    def _experts_in(self, name: str, child: nn.Module) -> tuple[int | None, str | None]:
+        """Returns the number of experts that a module contains, and the name of their router; None if unknown."""
+        path, _, own = name.rpartition(".")
+        parent = self._module.get_submodule(path)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            is_list, count = True, len(list(child.children()))
+            if not _are_experts(parent, own, child):
+                return None, None
+        elif (count := _stack_size(child)) is None or count < 2:
+            return None, None
+        else:
+            is_list = False
+        beside = None if name in self._blocks else _router_of(parent, own, count)
+        within = None if is_list else _router_of(child, "", count)
+        if within is not None:
+            return count, f"{name}.{within}"
+        if beside is not None:
+            return count, f"{path}.{beside}" if path else beside
+        is_named = is_list or "expert" in name or getattr(child, "num_experts", None) == count
+        return (count if is_named else None), None
 
     def named(self, name: str, tensor: Tensor) -> Iterator[NamedTensor]:
         """Yields the parts of a tensor with their operators."""
@@ -207,13 +225,12 @@ class _Finder:
                 yield from self._by_pattern(name, tensor, operator, found)
                 return
         layer = self._layer_of(name)
-        for experts, count in self._experts.items():
-            if name.startswith(f"{experts}."):
-                yield from self._expert(name, tensor, experts, count, layer or 0)
-                return
         self._seen_block |= layer is not None
+        experts = next((one for one in self._experts if name.startswith(f"{one}.")), None)
         if any(name.startswith(f"{router}.") for router in self._routers):
             yield NamedTensor(f"layers.{layer or 0}.router", name, tensor)
+        elif experts is not None:
+            yield from self._expert(name, tensor, experts, self._experts[experts], layer or 0)
         elif layer is not None:
             yield NamedTensor(f"layers.{layer}.mlp", name, tensor)
         else:
@@ -227,7 +244,7 @@ class _Finder:
             keys = [key for key, _ in module.named_children()]
             number = keys.index(name[len(experts) + 1 :].split(".")[0])
             yield NamedTensor(f"layers.{layer}.expert.{first + number}", name, tensor)
-        elif tensor.dim() and tensor.shape[0] == count:
+        elif "." not in name[len(experts) + 1 :] and tensor.dim() and tensor.shape[0] == count:
             for index in range(count):
                 yield NamedTensor(f"layers.{layer}.expert.{first + index}", name, tensor, index)
         else:

@@ -2,9 +2,12 @@
 
 import argparse
 import hashlib
+import json
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,25 +37,32 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """A dense part with dropout, and experts: stacked, or a list of which some have no tokens."""
+    """A dense part with dropout, and experts: stacked, in one matrix, or a list of which some have no tokens."""
 
-    def __init__(self, stacked):
+    def __init__(self, kind):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.gate.top_k = 1
-        self.experts = Experts() if stacked else nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+        if kind == "bank":
+            self.bank = nn.Parameter(torch.randn(EXPERTS, WIDTH * WIDTH) / 4)
+        else:
+            linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+            self.experts = Experts() if kind == "stacked" else linears
 
     def forward(self, tokens):
         tokens = tokens + self.dropout(self.down(self.up(self.norm(tokens)).relu()))
         weight, chosen = self.gate(tokens).softmax(-1).max(-1)
-        if isinstance(self.experts, Experts):
+        if hasattr(self, "bank"):
+            made = torch.einsum("btw,btwv->btv", tokens, self.bank.view(EXPERTS, WIDTH, WIDTH)[chosen])
+        elif isinstance(self.experts, Experts):
             made = self.experts(tokens, chosen)
         else:
             made = torch.zeros_like(tokens)
             for number, expert in enumerate(self.experts):
-                if (here := chosen == number).any():
+                here = chosen == number
+                if here.any() or isinstance(expert.weight, DTensor):  # FSDP2 needs gradients on all workers
                     made[here] = expert(tokens[here])
         return tokens + weight[..., None] * made
 
@@ -60,10 +70,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Predicts the next token; a batch norm has buffers that a forward changes."""
 
-    def __init__(self, stacked):
+    def __init__(self, kind):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(stacked) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
         self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens):
@@ -102,6 +112,24 @@ class Counting:
         self.at = state["at"]
 
 
+class Averages:
+    """Moving averages of parameters that may be DTensors, which AveragedModel does not copy."""
+
+    def __init__(self, model):
+        self.tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update_parameters(self, model):
+        for name, parameter in model.named_parameters():
+            self.tensors[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        for name, tensor in state.items():
+            self.tensors[name].copy_(tensor)
+
+
 class Adversaries(nn.Module):
     """A generator and a discriminator, as in DCGAN."""
 
@@ -127,6 +155,48 @@ def loss_of(model, tokens):
     return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Tokens:
+    """Tokens of each expert, summed over workers, by completed iteration; replays overwrite."""
+
+    def __init__(self, model, path):
+        self.now, self.path = torch.zeros(len(model.blocks), EXPERTS), path
+        for layer, block in enumerate(model.blocks):
+            block.gate.register_forward_hook(partial(self.count, layer))
+
+    def count(self, layer, _module, _inputs, output):
+        self.now[layer] += torch.bincount(output.argmax(-1).flatten(), minlength=EXPERTS)
+
+    def write(self, run):
+        total, self.now = self.now, torch.zeros_like(self.now)
+        dist.all_reduce(total)
+        with open(f"{self.path}{run.rank}", "a") as file:
+            file.write(json.dumps([run.iteration, total.int().tolist()]) + "\n")
+
+
+PATTERNS = {"blocks.N.bank": "layers.N.expert.*", "blocks.N.gate.*": "layers.N.router"}
+
+
+def policy_and_experts(kind):
+    """Returns policy, experts and wrapper of a kind such as ``pec-stacked-ddp``; or of a kind with a name."""
+    if "-" in kind:
+        return kind.split("-")
+    return "full", "stacked" if kind in ("plain", "ddp", "fsdp") else "list", kind
+
+
+def partitioned(model, wrapper, size):
+    """Distributes the model of a kind by DTensors; a batch norm has no DTensors."""
+    model.norm = nn.Identity()
+    if wrapper == "fsdp":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh, plan, src_data_rank=None)  # a replacement has nobody to receive from
+
+
 def main():
     """Trains and prints."""
     parser = argparse.ArgumentParser()
@@ -137,38 +207,42 @@ def main():
     asked = parser.parse_args()
     torch.set_num_threads(1)
     kind, more = asked.kind, {}
+    policy, experts, wrapper = policy_and_experts(kind)
     job = ft.init()
-    torch.manual_seed(1 if kind in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
-    model = Model(stacked=kind in ("plain", "ddp", "fsdp")) if kind != "gan" else Adversaries()
+    torch.manual_seed(1 if wrapper in ("fsdp", "tp") else job.rank)  # replicas begin with rank 0's weights
+    model = Model(experts) if kind != "gan" else Adversaries()
     data = DataLoader(Noisy(), batch_size=8, shuffle=True, drop_last=True)
-    if kind == "fsdp":
-        model.norm = nn.Identity()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-    if kind == "tp":
-        model.norm = nn.Identity()
-        mesh = init_device_mesh("cpu", (job.size,))
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, mesh, plan, src_data_rank=None)  # a replacement has nobody to receive from
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        data = StatefulDataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1)
+    if wrapper in ("fsdp", "tp"):
+        partitioned(model, wrapper, job.size)
+    if wrapper == "tp":
         more["data_rank"] = 0
+    if experts == "bank":
+        more["operators"] = PATTERNS
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if wrapper == "ddp":
+        more["wrap"] = partial(DistributedDataParallel, find_unused_parameters=True)
     if kind == "ddp":
         more |= dict(
-            wrap=lambda inner: DistributedDataParallel(inner, find_unused_parameters=True),
             accumulate=2,
             scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=7),
         )
-    ema = torch.optim.swa_utils.AveragedModel(model) if kind == "plain" else None
+    averages = {"plain": torch.optim.swa_utils.AveragedModel, "fsdp": Averages}
+    ema = averages[kind](model) if kind in averages else None
     if kind == "plain":
         data = Counting(job.rank)
         more["wrap"] = lambda inner: torch.compile(inner, backend="eager")
-        more |= dict(state={"ema": ema}, scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
-    if kind in ("pec", "selective", "sparse"):
-        more |= dict(policy=kind)
-    if kind == "sparse":
+        more |= dict(scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100))
+    if ema is not None:
+        more["state"] = {"ema": ema}
+    if policy == "sparse":
         more |= dict(forward=loss_of, options={"window": 3})
+    if policy == "selective":
+        more["options"] = {"experts": 3}
+    tokens_of = Tokens(model, Path(asked.ckpt_dir).with_name("tokens")) if policy in ("pec", "selective") else None
     run = ft.protect(
         model,
         optimizer,
@@ -176,7 +250,8 @@ def main():
         iterations=asked.iterations,
         directory=asked.ckpt_dir,
         log_dir=asked.log_dir,
-        clip_grad_norm=None if kind == "tp" else 1.0,
+        clip_grad_norm=1.0,
+        policy=policy,
         **more,
     )
     scaler = more.get("scaler")
@@ -185,8 +260,11 @@ def main():
         (loss if scaler is None else scaler.scale(loss)).backward()
         if kind == "gan" and run.iteration % 2:
             model.discriminator.zero_grad(set_to_none=True)
-        if run.step(loss.detach()) and ema is not None:
+        is_updated = run.step(loss.detach())
+        if is_updated and ema is not None:
             ema.update_parameters(model)
+        if is_updated and tokens_of is not None:
+            tokens_of.write(run)
     tensors = [*model.state_dict().values(), *(ema.state_dict().values() if ema is not None else ())]
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in local))

@@ -2,7 +2,9 @@
 
 import pytest
 
+from benchmarks.live.job import Events
 from tests.integration.test_pure_torch import running
+from tests.shared import ALL
 from tests.worlds import REPOSITORY
 
 EXAMPLES = {
@@ -27,3 +29,28 @@ def test_a_killed_trainer_ends_with_the_undisturbed_weights(framework, tmp_path)
             run.generation(generation)
         assert run.end() == undisturbed, run.console
         assert "iteration 40: weights" in undisturbed and "keeps its state" in run.console, run.console
+
+
+KINDS = [f"{framework}-{policy}" for framework in EXAMPLES for policy in ("pec", "selective")]
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("kind", KINDS if ALL else ["accelerate-pec"])
+def test_experts_of_a_framework_are_saved_in_turn(kind, tmp_path):
+    """Both workers are killed: experts come from older snapshots, and all replicas are alike."""
+    pytest.importorskip(kind.split("-")[0])
+    program = tmp_path / f"{kind}.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.argv.insert(1, {kind!r})\n"
+        "from tests.integration.framework_loops import main\nmain()\n"
+    )
+    with running(tmp_path / "run", iterations=40, program=program) as run:
+        run.reach(12)
+        run.kill(0)
+        run.kill(1)
+        run.generation(1)
+        run.end()
+        (weights,) = (tmp_path / "run").glob("weights of *")
+        assert weights.read_text() == "11", run.console
+        (lost,) = Events(tmp_path / "run" / "log" / "events.jsonl").of("lost")
+        assert lost["iteration"] >= 10 and lost["plt"] > 0, run.console

@@ -1,8 +1,16 @@
 """A user's loop of any kind ends with the weights of its undisturbed run, whoever is killed (moc.torch)."""
 
+import itertools
+import json
+
 import pytest
 
+from benchmarks.live.job import Events
+from moc.policy.token_ledger import TokenLedger
+from moc.store.storage import LocalStorage
+from moc.store.store import Store
 from tests.integration.test_pure_torch import running
+from tests.shared import ALL
 from tests.worlds import REPOSITORY
 
 PROGRAM = REPOSITORY / "tests" / "integration" / "own_loop.py"
@@ -15,7 +23,7 @@ def weights(directory):
 
 
 def train(directory, kind, kills=()):
-    """Trains with two workers (DDP: three), kills ``(rank, iteration)``, and returns weights and console."""
+    """Trains with two workers (DDP: three), kills ``(ranks, iteration)``, and returns weights and console."""
     program = directory / f"{kind}.py"
     directory.mkdir(exist_ok=True)
     program.write_text(
@@ -24,20 +32,51 @@ def train(directory, kind, kills=()):
     )
     flags = ("--nproc-per-node", "3") if kind == "ddp" else ()
     with running(directory / "run", iterations=ITERATIONS, program=program, flags=flags) as run:
-        for generation, (rank, iteration) in enumerate(kills, 1):
+        for generation, (ranks, iteration) in enumerate(kills, 1):
             run.reach(iteration)
-            run.kill(rank)
+            for rank in ranks:
+                run.kill(rank)
             run.generation(generation)
         run.end()
         return weights(directory), run.console
 
 
+KINDS = ["plain", "ddp", "gan", "fsdp", "tp", "sparse-list-plain", *ALL * ["stateful"]]
+
+
 @pytest.mark.recovery
-@pytest.mark.parametrize("kind", ["plain", "ddp", "gan", "fsdp", "tp", "sparse", "pec", "selective"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_loop_ends_with_the_undisturbed_weights(kind, tmp_path):
     """Rank 0 is killed: the initial weights of its replacement must not reach the survivor."""
-    killed, console = train(tmp_path / "killed", kind, [(1, 5), (0, 15)] if kind == "plain" else [(0, 8)])
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    killed, console = train(tmp_path / "killed", kind, [([1], 5), ([0], 15)] if kind == "plain" else [([0], 8)])
     if kind in ("plain", "ddp"):  # with partitioned state, all may load the last snapshot
         assert f"{'2 workers keep' if kind == 'ddp' else '1 worker keeps'}" in console, console
-    if kind not in ("pec", "selective"):  # experts of a lost worker may be older
-        assert killed == train(tmp_path / "undisturbed", kind)[0], console
+    assert killed == train(tmp_path / "undisturbed", kind)[0], console
+
+
+def tokens_by_iteration(path):
+    """Tokens of each layer's experts by iteration, as the loop has counted them."""
+    return {iteration: counts for iteration, counts in map(json.loads, path.read_text().splitlines())}
+
+
+EVERY = map("-".join, itertools.product(("pec", "selective"), ("list", "stacked", "bank"), ("plain", "ddp", "fsdp")))
+
+
+@pytest.mark.recovery
+@pytest.mark.parametrize("kind", list(EVERY) if ALL else ["pec-stacked-fsdp", "pec-bank-ddp", "selective-list-plain"])
+def test_experts_are_as_old_as_the_token_ledger_says(kind, tmp_path):
+    """All workers are killed; each expert has lost the tokens of the last iterations before the recovery."""
+    ended, console = train(tmp_path, kind, [([0, 1], 12)])
+    assert len(set(ended)) == 1 or kind.endswith("fsdp"), console  # replicas are alike
+    counted = tokens_by_iteration(tmp_path / "run" / "tokens0")
+    resumed = [event["iteration"] for event in Events(tmp_path / "run" / "log" / "events.jsonl").of("resume")]
+    ledger = TokenLedger.from_state(
+        Store(LocalStorage(tmp_path / "run" / "snapshots")).read_manifest(ITERATIONS).state["ledger"]
+    )
+    assert any(map(sum, ledger.lost.values())), console
+    for layer, of_layer in ledger.lost.items():
+        for expert, lost in enumerate(of_layer):
+            last = [counted[iteration][int(layer)][expert] for iteration in range(resumed[-1], 0, -1)]
+            assert lost in [0, *itertools.accumulate(last)], (layer, expert, lost, last)

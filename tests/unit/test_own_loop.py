@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -22,7 +23,7 @@ from moc.torch.engine import Loop, LoopEngine
 from moc.torch.naming import Router, structure_of
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
-from tests.integration.own_loop import Model, Noisy
+from tests.integration.own_loop import Counting, Model, Noisy
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +44,37 @@ def operators(model, patterns=None):
 
 
 def test_blocks_routers_and_experts_are_found():
-    found = operators(Model(stacked=False))
+    found = operators(Model("list"))
     assert list(found)[0] == "embedding" and list(found)[-1] == "output"
     assert found["layers.1.expert.3"] == ["blocks.1.experts.3.weight", "blocks.1.experts.3.bias"]
     assert found["layers.0.router"] == ["blocks.0.gate.weight", "blocks.0.gate.bias"]
     assert "blocks.0.norm.weight" in found["layers.0.mlp"] and "norm.running_mean" in found["output"]
-    stacked = structure_of(Model(stacked=True))
+    stacked = structure_of(Model("stacked"))
     assert [(one.layer, one.experts) for one in stacked.routers] == [(0, 4), (1, 4)]
     assert {one.index for one in stacked.tensors if one.operator.startswith("layers.0.expert.")} == {0, 1, 2, 3}
+
+
+class Stacked(nn.Module):
+    """Stacked experts next to their router, and a convolution with as many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.gate, self.norm = nn.Parameter(torch.zeros(4, 2, 2)), nn.Linear(2, 4), nn.LayerNorm(4)
+        self.mix = nn.Conv1d(4, 4, 1)
+
+
+def test_blocks_in_a_namespace_and_experts_with_their_router():
+    """nanoGPT keeps its blocks in a ModuleDict of different modules."""
+    parts = {"wte": nn.Embedding(3, 2), "h": nn.ModuleList(Stacked() for _ in range(2)), "ln": nn.LayerNorm(2)}
+    structure = structure_of(nn.ModuleDict({"transformer": nn.ModuleDict(parts)}))
+    assert [(one.layer, one.module, one.experts) for one in structure.routers] == [
+        (layer, f"transformer.h.{layer}.gate", 4) for layer in (0, 1)
+    ]
+    found = operators(nn.ModuleDict({"transformer": nn.ModuleDict(parts)}))
+    assert found["layers.1.expert.3"] == ["transformer.h.1.w1"] and found["output"][0] == "transformer.ln.weight"
+    assert [name.rpartition(".")[2] for name in found["layers.0.mlp"]] == ["weight", "bias"] * 2
+    two_in_a_layer = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(Stacked(), Stacked())])})
+    assert not structure_of(two_in_a_layer).routers  # their tokens cannot be told apart
 
 
 def test_top_level_modules_are_blocks_and_patterns_win():
@@ -79,6 +103,8 @@ KINDS = {
     "sampler": sampler,
     "list": lambda: [1, 2, 3],
     "function": lambda: lambda position: iter([position, position + 1]),
+    "random": lambda: lambda position: (torch.rand(3) for _ in range(99)),
+    "nothing": lambda: None,
     "dealt": lambda: DataLoader(Noisy(), batch_sampler=DealtBatches(sampler(), 0, 1, 2)),
 }  # fmt: skip
 
@@ -136,20 +162,41 @@ def refusals():
     )
     transposed = nn.Linear(2, 3)
     transposed.weight = nn.Parameter(torch.zeros(2, 3).t())
-    moe = Model(stacked=False)
+    moe = Model("list")
     bubbles = {"hide": "bubble", "bubble_share": 0.2}
+    sparse = {"policy": "sparse", "forward": lambda model, batch: model(batch).sum()}
     of_moe = lambda **more: protect(moe, torch.optim.SGD(moe.parameters(), lr=0.1), **more)  # noqa: E731
+
+    def partitioned(**more):
+        ft.init()
+        sharded = fully_shard(nn.Linear(2, 2))
+        return protect(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), **more)
+
+    def two_runs():
+        batches = [iter(protect(iterations=2)) for _ in range(2)]
+        list(map(next, batches))
+
     return [
+        ("loop-call-unsupported", two_runs),
         ("data-without-position", lambda: protect(data=DataLoader(Endless()))),
         ("data-without-position", lambda: protect(data=iter([1]))),
+        ("data-without-position", lambda: protect(data=Noisy)),
         ("data-without-position", lambda: protect(data=[])),
         ("parameter-not-contiguous", lambda: protect(transposed, torch.optim.SGD(transposed.parameters(), lr=0.1))),
         ("loop-policy-unsupported", lambda: protect(policy="sparse")),
         ("loop-policy-unsupported", lambda: protect(policy="gradient")),
+        ("loop-policy-unsupported", lambda: protect(policy="auto")),
         ("loop-policy-unsupported", lambda: of_moe(policy="selective", options={"gradients": True})),
         ("loop-policy-unsupported", lambda: of_moe(policy="selective", options=bubbles)),
+        ("loop-policy-unsupported", lambda: of_moe(**sparse, wrap=nn.parallel.DistributedDataParallel)),
+        ("loop-policy-unsupported", lambda: of_moe(**sparse, grouped=True)),
+        ("loop-policy-unsupported", lambda: of_moe(**sparse, state={"ema": moe})),
+        ("loop-policy-unsupported", lambda: of_moe(**sparse, data=Counting(0))),
+        ("loop-policy-unsupported", lambda: of_moe(**sparse).reduce()),
+        ("loop-policy-unsupported", lambda: partitioned(**sparse)),
         ("loop-call-unsupported", lambda: protect(optimizer=[sgd, sgd])),
         ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.RMSprop(model.parameters()))),
+        ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.LBFGS(model.parameters()))),
         ("state-not-plain", lambda: encode_plain("it", Unplain().state_dict())),
         ("state-not-plain", lambda: encode_plain("it", Large().state_dict())),
         ("router-unknown", lambda: RouterCounter(moe, (), [0], 1)),
@@ -157,7 +204,7 @@ def refusals():
     ]
 
 
-@each_row("number", range(14))
+@each_row("number", range(24))
 def test_what_cannot_be_exact_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:
@@ -232,7 +279,7 @@ def test_states_are_encoded_without_loss():
 
 
 def test_tokens_are_counted_for_each_expert():
-    model = Model(stacked=False)
+    model = Model("list")
     routers = structure_of(model).routers
     counter = RouterCounter(model, routers, [0, 1], None)
     model(torch.zeros(2, 5, dtype=torch.int64))
