@@ -108,9 +108,9 @@ def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, 
 @pytest.mark.parametrize(
     ("flags", "codes"),
     [
-        (f"{MOE} --fp8-format hybrid --profile", ["fp8-unsupported", "device-unsupported"]),
+        (f"{MOE} --exp-avg-sq-dtype fp8 --profile", ["optimizer-excludes-flag", "device-unsupported"]),
         (f"{MOE} --moe-grouped-gemm --transformer-impl transformer_engine", ["cuda-needed"] * 2),
-        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", ["flag-not-a-multiple"]),
+        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", ["flag-not-a-multiple", "flag-needs-another"]),
         ("--num-layers 4 --num-virtual-stages-per-pipeline-rank 4", ["flag-needs-another"]),
         (f"{MOE} --moe-single-grouped-weight --moe-single-grouped-bias", ["flag-needs-another"] * 2),
     ],

@@ -30,6 +30,25 @@ def test_active_parameters_are_those_of_chosen_experts():
     assert numbers_in(startup.describe_parameters(OPERATORS, 2)) == ["4,200", "1,800"]
 
 
+class Counted(list):
+    """A list that counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_description_reads_the_model_twice_and_gathers_once(monkeypatch):
+    calls, model = [], Counted(OPERATORS * 1000)
+    monkeypatch.setattr(startup, "gather", lambda facts: calls.append(facts) or [facts])
+    world = SimpleNamespace(device=SimpleNamespace(type="cpu"), pipeline_rank=0)
+    assert startup.gather_facts(world, 5) == calls and len(calls) == 1
+    startup.describe_parameters(model, 2)
+    assert model.reads == 2
+
+
 def test_stages_have_their_workers_and_layers():
     lines = startup.stage_lines([worker(0), worker(1, 7), worker(0, 12), worker(1)], [0, 0, 1])
     assert [numbers_in(line) for line in lines] == [["0", "2", "1-2", "12"], ["1", "3", "3", "10"]]
