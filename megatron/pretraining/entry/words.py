@@ -151,9 +151,8 @@ def early_problems(
         depends = read.own.get("elastic") or values.step_batch_size_schedule  # on Megatron-LM
         if config and workers and not depends:
             problems.check(check_job, config, workers)
-        if config and not (
-            has_cuda or depends or read.own.get("deepspeed") or problems.found
-        ):  # as Megatron-LM's check
+        depends = depends or read.own.get("deepspeed")
+        if config and not (has_cuda or depends or problems.found):
             problems.check(check_backend, config, "gloo")
     if workers and not problems.found:
         problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.most)
