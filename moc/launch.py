@@ -32,12 +32,12 @@ from moc.files.event_log import EVENTS_FILE, append_event
 from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
-from moc.runtime.connections import interface_address
+from moc.runtime.connections import InterfaceError, interface_address
 from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
 from moc.runtime.monitor_process import MonitorProcess
-from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, check_arguments, find_program
+from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, ProgramError, check_arguments, find_program
 from moc.runtime.protocol import WireError
 from moc.runtime.standstill import MAX_STANDSTILL
 from moc.runtime.termination import DEPARTED, LOST
@@ -117,7 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mocrun {moc.__version__}")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("script", help="program of the workers: a file, or an installed command such as moc-pretrain")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments").required = False
     return parser
 
 
@@ -182,9 +182,15 @@ def _mistakes(
             f"--nnodes {most}, then the spares",
             code="node-rank-out-of-range",
         )
-    if program is None:
+    if own.metrics_port and own.metrics_port == own.dashboard_port:
         yield UserError(
-            f"{own.script} does not exist. Fix: name the program of the workers behind the flags of mocrun",
+            f"--metrics-port and --dashboard-port are both {own.metrics_port}. Fix: change one of them",
+            code="flags-exclude-each-other",
+        )
+    if program is None:
+        why = "is a directory" if os.path.isdir(own.script) else "does not exist"
+        yield UserError(
+            f"{own.script} {why}. Fix: name the program of the workers behind the flags of mocrun",
             code="program-missing",
         )
     seconds = dict(silence_timeout=1, patience=1, max_wait=0, grow_wait=0, drain_seconds=0)
@@ -213,12 +219,8 @@ def _mistakes(
     if own.network_interface is not None:
         try:
             interface_address(own.network_interface)
-        except OSError as error:
-            yield UserError(
-                f"--network-interface {own.network_interface} cannot be used: {error}. Fix: name an interface that "
-                "`ip address` shows",
-                code="network-interface-missing",
-            )
+        except InterfaceError as error:
+            yield UserError(f"--network-interface {own.network_interface} cannot be used: {error}", code=error.code)
     if own.no_controller and address is None:
         yield UserError(
             "--no-controller needs the address of the controllers. Fix: add --rdzv-endpoint HOST:PORT",
@@ -226,11 +228,8 @@ def _mistakes(
         )
     try:
         progress.parse_hang_caps(own.hang_timeout)
-    except ValueError as error:
-        yield UserError(
-            f"--hang-timeout {own.hang_timeout} is not understood: {error}. Fix: write SECTION=SECONDS, as in --help",
-            code="hang-timeout-malformed",
-        )
+    except progress.HangCapError as error:
+        yield UserError(f"--hang-timeout {own.hang_timeout} is not understood: {error}", code=error.code)
 
 
 def _out_of_range(name: str, value: float, wanted: str) -> UserError:
@@ -421,7 +420,7 @@ def main() -> int:
     else:
         try:
             flags = dataclasses.replace(flags, run_log_dir=check_arguments(flags))
-        except TakenError as error:
+        except (TakenError, ProgramError) as error:
             print_lines(f"mocrun: error: {with_code(error)}", error=True)
             return REFUSED_EXIT_CODE
     return launch(flags, reports=not is_spare)

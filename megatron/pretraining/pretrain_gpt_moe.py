@@ -9,6 +9,8 @@ import os
 import sys
 from importlib import import_module
 
+from moc.cli_output import print_lines
+from moc.errors import with_code
 from moc.runtime import environment
 from moc.runtime.program import RunDirectories
 from moc.runtime.progress import PROGRESS
@@ -52,9 +54,13 @@ def warm_up() -> None:
 
 def _refuse_early() -> None:
     """Exits with a message on the first worker of another launcher, before imports that take seconds."""
-    if os.environ.get("RANK", "0") == "0":
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        nodes = max(int(os.environ.get("WORLD_SIZE", "1")) // per_node, 1)
+    try:
+        rank, size, per_node = environment.worker_place()
+    except environment.PlaceError as error:
+        print_lines(f"{os.path.basename(sys.argv[0])}: error: {with_code(error)}", error=True)
+        sys.exit(2)
+    if rank == 0:
+        nodes = max(size // per_node, 1)
         words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
         words.refuse_early(sys.argv[0], sys.argv[1:], (nodes, nodes, per_node), defaults)
 

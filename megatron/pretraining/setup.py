@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import socket
+import time
 from dataclasses import replace
+from statistics import median
 
 import torch.distributed as dist
 
@@ -27,6 +29,7 @@ from megatron.pretraining.logging.startup import (
     describe_logs,
     describe_parameters,
     describe_policy,
+    expected_failure_cost,
     gather_facts,
     stage_lines,
     summary_lines,
@@ -41,6 +44,9 @@ from moc.fault_points import reach
 from moc.runtime.collectives import gather, run_on_rank0, sum_over_workers
 from moc.session.session import Session
 from moc.session.tiers import LIVE_LOOKING_S, LOOKING_S
+
+_MEASURED = 10
+"""Iterations of a launch before it prints the seconds that a lost worker costs."""
 
 
 def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun:
@@ -137,6 +143,7 @@ def _callbacks(parts: WorkerParts, engine: MegatronEngine, session: Session) -> 
         GarbageCollection(training.manual_gc, training.manual_gc_interval),
         *(() if parts.moving is None else parts.moving.callbacks(parts, engine, session)),
         *(() if parts.auto is None else (PolicySwitch(parts.auto),)),
+        *(() if parts.world.job.term[1] else (FailureCostReport(parts, session),)),
     )
 
 
@@ -151,7 +158,12 @@ def _describe(parts: WorkerParts, session: Session, engine: MegatronEngine, topo
         "layout": [describe_layout(config, world), *stage_lines(workers, engine.stages)],
         "parameters": describe_parameters(engine.operators, config.moe.moe_router_topk or 1),
         "data": describe_data(parts.data_sizes, samples, config.data.seq_length),
-        "policy": describe_policy(session.policy, config.snapshot.ckpt_tier),
+        "policy": describe_policy(
+            session.policy,
+            config.snapshot.ckpt_tier,
+            save_interval_of(parts),
+            parts.log.events.newest("iteration").get("elapsed_s"),  # of an earlier launch
+        ),
         "logs": describe_logs(config),
     }
     print_rank_0(world, " the run, besides the options above:", *summary_lines(summary))
@@ -252,6 +264,38 @@ class GarbageCollection(Callback):
         """As :meth:`Callback.after_iteration`."""
         if due(self._interval, run.position.iteration):
             gc.collect()
+
+
+class FailureCostReport(Callback):
+    """Prints the expected cost of a lost worker in seconds, when a launch has measured some iterations.
+
+    Args:
+        parts: of this worker.
+        session: session whose policy is in force.
+    """
+
+    def __init__(self, parts: WorkerParts, session: Session):
+        self._log, self._session, self._save_interval = parts.log, session, save_interval_of(parts)
+        self._elapsed_s, self._begun = list[float](), 0.0
+
+    def before_iteration(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.before_iteration`."""
+        self._begun = time.perf_counter()
+
+    def after_iteration(self, run: TrainingRun) -> None:
+        """As :meth:`Callback.after_iteration`."""
+        if len(self._elapsed_s) == _MEASURED:
+            return
+        self._elapsed_s.append(time.perf_counter() - self._begun)
+        cost = expected_failure_cost(self._session.policy, self._save_interval)
+        if len(self._elapsed_s) == _MEASURED and cost is not None:
+            self._log.message(cost.described(median(self._elapsed_s)))
+
+
+def save_interval_of(parts: WorkerParts) -> int | None:
+    """Returns the iterations between checkpoints of ``--save``; None without checkpoints before the end."""
+    interval = parts.config.checkpoint.save_interval
+    return interval if parts.config.checkpoint.save and interval and interval < parts.train_iters else None
 
 
 def release_free_memory() -> None:

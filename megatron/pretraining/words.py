@@ -66,13 +66,20 @@ def _unreadable(action: argparse.Action, word: str, why: str) -> ConfigError:
     if why.startswith("expected"):
         return ConfigError(f"{name} has no value. Fix: give it one; --help has the form", code="value-missing")
     if action.choices is not None:
-        choices = ", ".join(map(str, action.choices))
+        choices, why = [*map(str, action.choices)], why.partition(" (choose from ")[0]
+        close = difflib.get_close_matches(value or _quoted(why), choices, n=1, cutoff=_SIMILAR)
+        likely = f"write {close[0]}, or another one of" if close else "choose one of"
         return ConfigError(
-            f"{name} has an {shorten_middle(why)}. Fix: choose one of {choices}", code="value-not-a-choice"
+            f"{name} has an {shorten_middle(why)}. Fix: {likely} {', '.join(choices)}", code="value-not-a-choice"
         )
     return ConfigError(
         f"{name} has an {shorten_middle(why)}. Fix: correct it; --help has the form", code="value-unreadable"
     )
+
+
+def _quoted(text: str) -> str:
+    """Returns what a text of argparse has in quotation marks."""
+    return text.partition("'")[2].rpartition("'")[0]
 
 
 def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Problems) -> dict[str, object]:
@@ -115,7 +122,7 @@ def load_config(path: str | os.PathLike) -> dict:
     """
     try:
         with open(open_user_file(path, MAX_CONFIG_BYTES), encoding="utf-8") as file:
-            content = yaml.load(file, _LOADER) or {}  # noqa: S506  # both loaders make only plain values
+            content = yaml.load(file.read(), _LOADER) or {}  # noqa: S506  # both loaders make only plain values
     except OSError as error:
         raise ConfigError(
             f"--config {path} cannot be read: {error.strerror}. Fix: correct the path", code="config-file-unreadable"
@@ -125,8 +132,10 @@ def load_config(path: str | os.PathLike) -> dict:
             f"--config {path} is nested too deeply. Fix: write one key and value a line", code="config-file-unreadable"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise ConfigError(
-            f"--config {path} is not YAML: {shorten_middle(' '.join(str(error).split()))}. Fix: correct it",
+            f"--config {path} is not YAML: {place}{shorten_middle(' '.join(problem.split()))}. Fix: correct it",
             code="config-file-unreadable",
         ) from None
     refuse(

@@ -30,7 +30,8 @@ th { color: var(--pale); font-weight: 500; white-space: nowrap; } .scroll { over
 .figures { display: flex; flex-wrap: wrap; gap: .4rem 2rem; margin: 0; } .figures div { min-width: 7rem; }
 .figures dt { color: var(--pale); font-size: .85rem; } .figures dd { margin: 0; font-size: 1.2rem; }
 .problem { border-left: 5px solid var(--warn); padding: .3rem .7rem; margin: .3rem 0; }
-.critical { border-color: var(--bad); font-weight: 600; } .fine { border-color: var(--good); }
+.critical { border-color: var(--bad); font-weight: 600; } .problem small { display: block; font-weight: 400; }
+.fine { border-color: var(--good); }
 .nodes { display: flex; flex-wrap: wrap; gap: 2px; } .nodes i { width: 12px; height: 12px; background: var(--good); }
 .nodes .lost { background: var(--bad); } .nodes .partial { background: var(--warn); }
 .nodes .not { background: var(--line); }
@@ -70,10 +71,9 @@ def render_content(state: RunState, job: JobView, now: float) -> str:
     summary = summarize(state, job, now)
     tables = {table.title: _table(table) for table in summary.tables}
     workers = _nodes(job) + tables.pop("Workers of this node", "")
-    drawings = {"Timeline": _timeline(state), "Loss": _loss(state), "Workers": workers}
-    sections = (
-        f"<section><h2>{_text(title)}</h2>{html}</section>" for title, html in (drawings | tables).items() if html
-    )
+    incidents = {title: tables.pop(title) for title in [*tables] if title.startswith("Incidents")}
+    parts = {"Timeline": _timeline(state, now), "Workers": workers, **incidents, "Loss": _loss(state), **tables}
+    sections = (f"<section><h2>{_text(title)}</h2>{html}</section>" for title, html in parts.items() if html)
     return _headline(summary) + "".join(sections)
 
 
@@ -82,10 +82,14 @@ def _text(value: object) -> str:
 
 
 def _headline(summary: JobSummary) -> str:
-    lines = (f'<p class="problem{" critical" * one.is_critical}">{_text(one.text)}</p>' for one in summary.problems)
-    problems = "".join(lines) or f'<p class="problem fine">No problem found: {_text(summary.status)}.</p>'
+    lines = (
+        f'<p class="problem{" critical" * one.is_critical}">{_text(one.text)}'
+        f"<small>To do: {_text(one.remedy)}.</small></p>"
+        for one in summary.problems
+    )
+    problems = "".join(lines) or '<p class="problem fine">No problem found.</p>'
     cells = (f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in summary.figures.items())
-    title = f"<h1>{_text(summary.run)} <small>job {_text(summary.job)}</small></h1>"
+    title = f"<h1>{_text(summary.run)} <small>job {_text(summary.job)}: {_text(summary.status)}</small></h1>"
     return f'{title}{problems}<dl class="figures">{"".join(cells)}</dl>'
 
 
@@ -110,10 +114,12 @@ def _clock(moment: float) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _timeline(state: RunState) -> str:
+def _timeline(state: RunState, now: float) -> str:
     points = [(trained.event["time"], float(number)) for number, trained in state.history]
     losses = [one.time for one in state.recoveries if points and one.time >= points[0][0]]
-    return _drawing(points, losses, "iteration; dashed: training resumed after a loss", "local time")
+    if points and not state.ended:
+        points.append((now, points[-1][1]))  # flat while training stands still
+    return _drawing(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
 
 
 def _loss(state: RunState) -> str:

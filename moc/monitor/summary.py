@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moc.cli_output import human
 from moc.monitor.job_view import JobView
-from moc.monitor.problems import Problem, find_problems
+from moc.monitor.problems import Problem, find_problems, is_interrupted, is_silent
 from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_cells, seconds
 from moc.report.run_state import RunState
 
@@ -40,7 +40,7 @@ class JobSummary:
     Attributes:
         run: name of the run.
         job: id of the launch; empty if it is unknown.
-        status: ``starting``, ``training`` or ``ended``.
+        status: ``starting``, ``training``, ``interrupted`` by a loss, ``silent`` without events, or ``ended``.
         problems: problems, critical ones first.
         figures: values by title.
         tables: tables without empty ones.
@@ -68,11 +68,19 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     return JobSummary(
         run=_short(start.get("run") or "run without snapshots"),
         job=job.job or _short(start.get("job") or ""),
-        status="ended" if state.ended or job.end else "training" if state.time else "starting",
-        problems=tuple(Problem(one.is_critical, _short(one.text)) for one in find_problems(state, job, now)),
+        status=_status(state, job, now),
+        problems=tuple(replace(one, text=_short(one.text)) for one in find_problems(state, job, now)),
         figures=_figures(state, now),
         tables=tuple(table for table in tables if table.rows),
     )
+
+
+def _status(state: RunState, job: JobView, now: float) -> str:
+    if state.ended or job.end:
+        return "ended"
+    if is_silent(state, job, now):
+        return "silent"
+    return "interrupted" if is_interrupted(state, job) else "training" if state.time else "starting"
 
 
 _WORKER_TITLES = "rank", "process", "state", "section", "seconds in it", "newest iteration"

@@ -111,7 +111,11 @@ def render(summary: JobSummary, rows: int):
 
     styles = {True: "bold red", False: "yellow"}
     lines = [Text(escape_line(f"{summary.run}  job {summary.job or '-'}  {summary.status}"), style="bold")]
-    lines += [Text(escape_line(problem.text), style=styles[problem.is_critical]) for problem in summary.problems]
+    for problem in summary.problems:
+        lines += [
+            Text(escape_line(problem.text), style=styles[problem.is_critical]),
+            Text(f"  To do: {problem.remedy}"),
+        ]
     lines += [] if summary.problems else [Text("No problem found", style="green")]
     figures = Table(box=None, show_header=False)
     for title, value in summary.figures.items():

@@ -2,6 +2,8 @@
 
 import os
 
+from moc.errors import UserError
+
 AGENT = "MOC_AGENT"
 """Address of this node's agent, for its workers."""
 
@@ -75,3 +77,32 @@ def min_nodes() -> int | None:
     """Returns MIN of a job with MIN to MAX nodes, which continues after lost nodes; None if the number is fixed."""
     least, most = node_limits()
     return least if least < most else None
+
+
+class PlaceError(UserError, ValueError):
+    """Unusable environment variable of a launcher such as torchrun."""
+
+    code = "environment-malformed"
+    remedy = "start the program with mocrun or torchrun, or unset RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
+
+
+def worker_place() -> tuple[int, int, int]:
+    """Returns rank, number of workers, and workers of each node, from the launcher's variables.
+
+    Raises:
+        PlaceError: a variable is no number, or they contradict each other.
+    """
+    given = {name: os.environ.get(name, default) for name, default in _PLACE.items()}
+    for name, value in given.items():
+        if not value.isdecimal():
+            raise PlaceError(f"the environment variable {name} is {value!r}, which is no number")
+    rank, size, per_node = map(int, given.values())
+    if rank >= size:
+        raise PlaceError(f"the environment variable RANK is {rank}, and WORLD_SIZE is {size}")
+    if per_node < 1:
+        raise PlaceError(f"the environment variable LOCAL_WORLD_SIZE is {per_node}")
+    return rank, size, per_node
+
+
+_PLACE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+"""Values of torchrun's variables without a launcher."""

@@ -36,7 +36,14 @@ from moc.files.decode import parse
 from moc.files.safe_directory import open_without_links
 from moc.runtime import environment, import_hook
 from moc.runtime.child_processes import attach_to_parent, die_with_parent, report_descriptor
-from moc.runtime.program import REFUSED_EXIT_CODE, is_guarded, load_program, program_directory
+from moc.runtime.program import (
+    REFUSED_EXIT_CODE,
+    ProgramError,
+    is_guarded,
+    load_program,
+    program_directory,
+    read_program,
+)
 from moc.runtime.program import flag_errors as errors_of_flags
 from moc.runtime.termination import FAILED, STOP_SIGNALS
 
@@ -93,14 +100,10 @@ def warm_up(script: str) -> str | None:
     except private_interfaces.UnknownReleaseError as error:
         return f"mocrun: error: {with_code(error)}"
     try:
-        if not is_guarded(Path(script).read_text(encoding="utf-8")):
+        if not is_guarded(read_program(script)):
             return None
-    except (SyntaxError, ValueError) as error:
-        refusal = UserError(
-            f"{script} is not a Python program: {error}. Fix: name a Python program, or correct this one",
-            code="program-not-python",
-        )
-        return f"mocrun: error: {with_code(refusal)}"
+    except ProgramError as error:
+        return f"mocrun: error: {with_code(error)}"
     sys.path.insert(0, program_directory(script))
     import_hook.install()
     try:

@@ -18,7 +18,7 @@ from torch.distributed import (  # public, but not in __all__
 )
 from torch.distributed.distributed_c10d import PrefixStore
 
-from moc.runtime import collectives
+from moc.runtime import collectives, environment
 from moc.runtime.collectives import broadcast_from_rank0
 
 _LAUNCH_KEY = "moc/job"
@@ -71,7 +71,7 @@ class Job:
     partial_model_parts: tuple[int, ...] = ()
 
     def __init__(self):
-        self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.size, _ = environment.worker_place()
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:

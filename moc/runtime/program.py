@@ -33,6 +33,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moc.errors import UserError, cause_of
 from moc.runtime.child_processes import die_with_parent
 from moc.runtime.flags import LauncherFlags
 from moc.runtime.import_hook import DISABLE_VARIABLE, ENTRY_MODULE, WATCHED_PACKAGES
@@ -219,6 +220,7 @@ def check_arguments(flags: LauncherFlags) -> Path | None:
     Raises:
         SystemExit: the program refuses its arguments, or has printed the requested output.
         TakenError: another job is using the directory of the job's snapshots.
+        ProgramError: the program is no Python program.
     """
     found = _call_check(flags)
     found = found if isinstance(found, RunDirectories) else RunDirectories(found if isinstance(found, str) else None)
@@ -243,12 +245,8 @@ def _call_check(flags: LauncherFlags) -> object:
     """Returns the result of the program's ``check_arguments()``; None without one."""
     script, *arguments = flags.command
     workers = flags.min_nodes, flags.nnodes, flags.nproc_per_node
-    try:
-        source = Path(script).read_text(encoding="utf-8")
-        offers = offers_function(source, CHECK_FUNCTION)
-    except (OSError, ValueError, SyntaxError):
-        return None  # unreadable, or no valid Python program
-    if not offers:
+    source = read_program(script)
+    if not offers_function(source, CHECK_FUNCTION):
         if not imports_megatron(source):
             return None
         return check_flag_values(script, arguments, workers)
@@ -258,6 +256,23 @@ def _call_check(flags: LauncherFlags) -> object:
         except ImportError:
             return None  # the workers report a missing library
         return check(arguments, *workers)
+
+
+class ProgramError(UserError):
+    """The workers' program is no Python program."""
+
+    code = "program-not-python"
+    remedy = "name a Python program, or correct this one"
+
+
+def read_program(script: str) -> str:
+    """Returns the source of a program; raises ProgramError if it cannot be read or is no Python."""
+    try:
+        source = Path(script).read_text(encoding="utf-8")
+        ast.parse(source, script)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ProgramError(f"{script} is not a Python program: {cause_of(error)}") from None
+    return source
 
 
 def is_guarded(source: str) -> bool:

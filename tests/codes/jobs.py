@@ -170,6 +170,7 @@ CASES = {
         workers=2,
     ),
     "split-empty": job("--split 0,1 --data-path out_text_document", 2, make=dataset),
+    "environment-malformed": worker("", "WORLD_SIZE", variables={"WORLD_SIZE": "two"}),
     "data-damaged": job("--data-path out_text_document", 1, "out_text_document.bin", make=cut_dataset),
     "release-unknown": script("", 1, "torch", make=package("torch", "set_num_threads = print\n"), cold=True),
     "megatron-core-unusable": worker("--seed 1", "megatron.core", make=old_core, cold=True, status=1),
@@ -201,14 +202,15 @@ CASES = {
     "controller-missing": script(
         "", 70, "--rdzv-endpoint", "--nnodes 2 --node-rank 1 --rdzv-endpoint 127.0.0.1:1 --patience 1"
     ),
-    "program-not-python": script("this is no program\n", 1, cold=True),
     "worker-cannot-start": script(
         "import sys\n\ndef warm_up():\n    sys.exit('no licence')\n\nif __name__ == '__main__':\n    pass\n",
         1,
         cold=True,
     ),
     # Megatron-LM's flags and scripts for its functions
-    "megatron-options-refused": front("--num-layers-per-virtual-pipeline-stage 3", "virtual pipeline stage"),
+    "megatron-options-refused": front(
+        "--recompute-granularity selective --recompute-modules moe_act --num-experts 4", "moe_act"
+    ),
     "data-kind-unsupported": front("--sft", "--sft"),
     "dialect-option-unsupported": front("--enable-hf2mg-convert", "--enable-hf2mg-convert"),
     "config-of-another-program": front("model.num_layers=2 model.hidden_size=64", "--num-layers 2 --hidden-size 64"),

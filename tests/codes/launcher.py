@@ -39,6 +39,7 @@ CASES = {
     "node-rank-out-of-range": launcher("--node-rank 1 --rdzv-endpoint a:1", "--node-rank"),
     "program-missing": launcher("", "script.py", make=None),
     "rendezvous-exceeds-nodes": launcher("--rdzv-endpoint a:1,b:1", "--rdzv-endpoint"),
+    "program-not-python": launcher("", "script.py", make=writes(script__py="this is no program\n")),
     "rendezvous-missing": launcher("--nnodes 2", "--rdzv-endpoint"),
     "address-exposed": controller("--listen 0.0.0.0:0", "0.0.0.0:0"),
     "token-missing": launcher(SEVERAL, "MOC_TOKEN", 70),

@@ -22,7 +22,7 @@ from megatron.pretraining.data import preprocess, tokenizer_training
 from megatron.pretraining.planning import simulate, sizes
 from megatron.pretraining.reference import documented
 from moc import launch
-from moc.errors import codes_in
+from moc.errors import FIX, codes_in
 from moc.inspect import memory, summary, verify
 from moc.report import loss, report
 from moc.runtime import controller
@@ -76,7 +76,7 @@ def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
     output = "".join(capfd.readouterr())
     assert status == case.status and code in codes_in(output), output
     assert case.named in output and "Traceback" not in output, output
-    assert all(" Fix: " in line for line in output.splitlines() if codes_in(line)), output
+    assert all(line.count(FIX) == 1 for line in output.splitlines() if codes_in(line)), output
 
 
 @pytest.mark.parametrize("program", sorted(MAINS))

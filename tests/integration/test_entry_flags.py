@@ -105,6 +105,31 @@ def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, 
     assert not cache.exists()  # the package has the options
 
 
+@pytest.mark.parametrize(
+    ("flags", "codes"),
+    [
+        (f"{MOE} --exp-avg-sq-dtype fp8 --profile", ["optimizer-excludes-flag", "device-unsupported"]),
+        (f"{MOE} --moe-grouped-gemm --transformer-impl transformer_engine", ["cuda-needed"] * 2),
+        ("--num-layers 4 --num-layers-per-virtual-pipeline-stage 3", ["flag-not-a-multiple", "flag-needs-another"]),
+        ("--num-layers 4 --num-virtual-stages-per-pipeline-rank 4", ["flag-needs-another"]),
+        (f"{MOE} --moe-single-grouped-weight --moe-single-grouped-bias", ["flag-needs-another"] * 2),
+    ],
+)
+def test_devices_formats_and_virtual_stages_are_checked_without_torch(flags, codes, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended = run(tmp_path, USER_SCRIPT, 1, flags, cold=True)
+    assert ended.code == 2 and codes_in(ended.output) == codes, ended.output
+    assert "| torch\n" not in ended.output
+
+
+def test_an_error_of_megatron_in_a_script_is_one_sentence(tmp_path):
+    flags = f"{MOE} --recompute-granularity selective --recompute-modules moe_act"
+    ended = run(tmp_path, USER_SCRIPT, 1, flags)
+    assert ended.code == 2 and codes_in(ended.output) == ["megatron-options-refused"]
+    assert "Traceback" not in ended.output
+
+
 def test_options_of_a_script_are_neither_refused_nor_translated(tmp_path):
     (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
     (tmp_path / "script.py").write_text(OWN_FORWARD)

@@ -18,7 +18,13 @@ from megatron.pretraining.config import Config, composed
 from megatron.pretraining.config.flag import ConfigError, Problems, convert_value, refuse
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.together import check_own_flags
-from megatron.pretraining.entry.limits import check_contradictions, check_divisions, check_router, check_schedule
+from megatron.pretraining.entry.limits import (
+    check_contradictions,
+    check_divisions,
+    check_router,
+    check_schedule,
+    check_virtual_stages,
+)
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM
 
 _DEFAULTS = {"grad_norm": "stock", "initialization": "stock", "correct": "none"}
@@ -132,7 +138,7 @@ def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Prob
     Returns:
         The configuration, whose arguments are only parsed; None if our flags do not form one, or batches have no size.
     """
-    for check in (check_divisions, check_contradictions, check_schedule, check_router):
+    for check in (check_divisions, check_virtual_stages, check_contradictions, check_schedule, check_router):
         problems.check(check, arguments)
     complete = Namespace(**vars(arguments))
     if complete.expert_tensor_parallel_size is None:  # as Megatron-LM, and elastic training

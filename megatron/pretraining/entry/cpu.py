@@ -18,7 +18,7 @@ import collections
 import functools
 import types
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.process import cpu
 from moc import private_interfaces
 
@@ -61,40 +60,10 @@ def install() -> None:
     _offload_everything()
 
 
-def refuse_models(args: Any) -> None:
-    """Raises ``ConfigError`` if there is no CUDA, and the model or the profiler needs it."""
-    pattern, spec = getattr(args, "hybrid_layer_pattern", None), getattr(args, "spec", None)
-    of_core = not spec or spec[0].startswith("megatron.core.")
-    refuse(
-        bool(pattern) and of_core and not torch.cuda.is_available(),
-        f"--hybrid-layer-pattern {pattern} builds layers of Transformer Engine, which needs CUDA. Fix: use a GPU, or a "
-        "--spec of other layers",
-        code="device-unsupported",
-    )
-    refuse(
-        getattr(args, "profile", False) and not args.use_pytorch_profiler and not torch.cuda.is_available(),
-        "--profile starts CUDA's profiler, which needs CUDA. Fix: use a GPU, or add --use-pytorch-profiler",
-        code="device-unsupported",
-    )
-
-
 def adapt(args: Any) -> None:
     """Sets the arguments of a run on a CPU; does nothing with CUDA."""
     if not torch.cuda.is_available():
         args.distributed_backend = "gloo"
-
-
-def leave_out_kernels(args: Any, given: Collection[str]) -> None:
-    """Turns off, on a CPU, the options of kernels that only CUDA has and that Megatron-LM turns on by default.
-
-    Args:
-        args: Megatron-LM's arguments, before their check.
-        given: names of the arguments on the command line.
-    """
-    if not torch.cuda.is_available():
-        args.apply_rope_fusion = args.gradient_accumulation_fusion = args.masked_softmax_fusion = False
-        if "transformer_impl" not in given:
-            args.transformer_impl = "local"
 
 
 def take_device(config: Config, local_rank: int) -> None:

@@ -30,9 +30,9 @@ from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.world import check_backend, check_fewest, check_start, check_world
-from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic, formats, options
+from megatron.pretraining.entry import command_line, deepspeed, elastic, formats, options
 from megatron.pretraining.entry.configuration import MegatronConfig, check_parsed, config_of
-from megatron.pretraining.entry.limits import check_limits, check_run, set_defaults
+from megatron.pretraining.entry.limits import check_kernels, check_limits, check_run, leave_out_kernels, set_defaults
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -122,7 +122,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
     set_defaults(args, defaults)
     if not read.concealed and problems.check(check_limits, args):
         _limit_connections(args)
-        cpu.leave_out_kernels(args, read.named)
+        leave_out_kernels(args, read.named, torch.cuda.is_available())
         if defaults.get(OWN_PROGRAM):
             _complete(args, read.named)
         problems.check(formats.take_formats, args)
@@ -138,7 +138,7 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             args.no_load_optim = False
     args.use_persistent_ckpt_worker = False
     problems.check(refuse_arguments, args)
-    problems.check(cpu.refuse_models, args)
+    problems.check(check_kernels, args, torch.cuda.is_available())
     return problems
 
 
@@ -315,6 +315,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def transformer_config(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps Megatron-LM's ``core_transformer_config_from_args``: its errors in a script become sentences."""
+
+    @functools.wraps(real)
+    def described(args, *more: Any, **options: Any) -> Any:
+        is_own = getattr(args, OWN_PROGRAM, False)
+        with contextlib.nullcontext() if is_own else reported(Path(sys.argv[0]).name):
+            try:
+                return real(args, *more, **options)
+            except Exception as error:
+                raise refusal_of(error) from error
+
+    return described
 
 
 @contextlib.contextmanager

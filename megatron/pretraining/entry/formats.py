@@ -30,9 +30,9 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
+from megatron.pretraining.entry.limits import MOMENTS, check_formats
 
 TILE = 16
 """Sizes in CUDA's 8-bit product must be multiples of this."""
@@ -179,7 +179,6 @@ def multiply_in_8_bits(chunk: MegatronModule, fp8_format: str) -> None:
             module._forward_impl = partial(linear, fp8_format=fp8_format)
 
 
-_MOMENTS = {"exp_avg_dtype": ("fp32", "fp16", "fp8"), "exp_avg_sq_dtype": ("fp32", "fp16")}
 _PRODUCTS = "moc_fp8"
 
 
@@ -189,32 +188,13 @@ def take_formats(args: Any) -> None:
     Raises:
         ConfigError: the model or the optimizer cannot have these formats.
     """
-    problems = Problems()
+    check_formats(args)
     if args.fp8 and args.transformer_impl == "local":
-        problems.refuse(
-            args.num_experts and args.add_bias_linear,
-            "--fp8-format without Transformer Engine has no biases of experts. Fix: add --disable-bias-linear, or drop "
-            "--fp8-format",
-            code="fp8-unsupported",
-        )
         setattr(args, _PRODUCTS, args.fp8)
         args.fp8 = None
-    for name, known in _MOMENTS.items() if not args.use_precision_aware_optimizer else ():
-        format = getattr(args, name)
-        setattr(args, f"moc_{name}", format)
+    for name in MOMENTS if not args.use_precision_aware_optimizer else ():
+        setattr(args, f"moc_{name}", getattr(args, name))
         setattr(args, name, "fp32")
-        problems.refuse(
-            format not in known,
-            f"--{name.replace('_', '-')} {format} needs Transformer Engine and --use-precision-aware-optimizer. Fix: "
-            f"choose one of {', '.join(known)}",
-            code="optimizer-excludes-flag",
-        )
-        problems.refuse(
-            format != "fp32" and args.optimizer != "adam",
-            f"--{name.replace('_', '-')} is for Adam, and --optimizer is {args.optimizer}. Fix: drop it",
-            code="optimizer-excludes-flag",
-        )
-    problems.raise_found()
 
 
 def multiply_in_format(args: Any, chunks: Iterable[Any]) -> None:
@@ -226,7 +206,7 @@ def multiply_in_format(args: Any, chunks: Iterable[Any]) -> None:
 
 def store_in_formats(args: Any, core: MegatronOptimizer) -> None:
     """Replaces Adam by one that stores moments in other formats, if the arguments ask for it."""
-    formats = [getattr(args, f"moc_{name}", "fp32") for name in _MOMENTS]
+    formats = [getattr(args, f"moc_{name}", "fp32") for name in MOMENTS]
     if formats != ["fp32", "fp32"]:
         for member in members(core):
             member.optimizer = SmallMomentsAdam(member.optimizer.param_groups, *formats)

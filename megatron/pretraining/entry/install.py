@@ -30,7 +30,10 @@ def install() -> None:
     checkpointing.load_args_from_checkpoint = flags.load_args_from_checkpoint(checkpointing.load_args_from_checkpoint)
     arguments.set_global_variables = flags.set_global_variables(arguments.set_global_variables)
     arguments._print_args = flags.print_args
-    factory: Any = import_module("megatron.training.argument_utils").ArgumentGroupFactory
+    utils: Any = import_module("megatron.training.argument_utils")
+    model = flags.transformer_config(utils.core_transformer_config_from_args)
+    utils.core_transformer_config_from_args = arguments.core_transformer_config_from_args = model
+    factory: Any = utils.ArgumentGroupFactory
     described = functools.partial(factory._get_field_docstrings, factory)
     factory._get_field_docstrings = staticmethod(functools.cache(described))  # it parses the source of each class
     package.pretrain = training.pretrain = ours

@@ -6,10 +6,11 @@ divide, contradictions between options, options of tokenizers.  Everything else 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.pretraining.config.flag import Problems, dashed, listed, refuse
+from moc.cli_output import counted
 
 _AT_LEAST = {
     1: (
@@ -43,6 +44,67 @@ def set_defaults(arguments: Any, defaults: Mapping[str, Any]) -> None:
         arguments.save_interval = None  # it has no effect, and scripts turn saving off by 0
     if isinstance(arguments.eval_iters, int):
         arguments.eval_iters = max(arguments.eval_iters, 0)  # scripts turn evaluation off by -1
+
+
+def leave_out_kernels(arguments: Any, given: Collection[str], has_cuda: bool) -> None:
+    """Turns off, on a CPU, the options of kernels that only CUDA has and that Megatron-LM turns on by default.
+
+    Args:
+        arguments: Megatron-LM's arguments, before their check.
+        given: names of the arguments on the command line.
+        has_cuda: whether workers compute on GPUs.
+    """
+    if not has_cuda:
+        arguments.apply_rope_fusion = arguments.gradient_accumulation_fusion = arguments.masked_softmax_fusion = False
+        if "transformer_impl" not in given:
+            arguments.transformer_impl = "local"
+
+
+def check_kernels(arguments: Any, has_cuda: bool) -> None:
+    """Raises ``ConfigError`` if there is no CUDA, and the model or the profiler needs it."""
+    problems, pattern, spec = Problems(), getattr(arguments, "hybrid_layer_pattern", None), arguments.spec
+    of_core = not spec or spec[0].startswith("megatron.core.")
+    problems.refuse(
+        pattern and of_core and not has_cuda,
+        f"--hybrid-layer-pattern {pattern} builds layers of Transformer Engine, which needs CUDA. Fix: use a GPU, or a "
+        "--spec of other layers",
+        code="device-unsupported",
+    )
+    problems.refuse(
+        arguments.profile and not arguments.use_pytorch_profiler and not has_cuda,
+        "--profile starts CUDA's profiler, which needs CUDA. Fix: use a GPU, or add --use-pytorch-profiler",
+        code="device-unsupported",
+    )
+    problems.raise_found()
+
+
+MOMENTS = {"exp_avg_dtype": ("fp32", "fp16", "fp8"), "exp_avg_sq_dtype": ("fp32", "fp16")}
+"""Formats of Adam's moments that this project implements, by name of the argument."""
+
+
+def check_formats(arguments: Any) -> None:
+    """Raises ``ConfigError`` if the model or the optimizer cannot have the formats that this project implements."""
+    problems = Problems()
+    problems.refuse(
+        arguments.fp8 and arguments.transformer_impl == "local" and arguments.num_experts and arguments.add_bias_linear,
+        "--fp8-format without Transformer Engine has no biases of experts. Fix: add --disable-bias-linear, or drop "
+        "--fp8-format",
+        code="fp8-unsupported",
+    )
+    for name, known in MOMENTS.items() if not arguments.use_precision_aware_optimizer else ():
+        format = getattr(arguments, name)
+        problems.refuse(
+            format not in known,
+            f"{dashed(name)} {format} needs Transformer Engine and --use-precision-aware-optimizer. Fix: "
+            f"choose one of {', '.join(known)}",
+            code="optimizer-excludes-flag",
+        )
+        problems.refuse(
+            format != "fp32" and arguments.optimizer != "adam",
+            f"{dashed(name)} is for Adam, and --optimizer is {arguments.optimizer}. Fix: drop it",
+            code="optimizer-excludes-flag",
+        )
+    problems.raise_found()
 
 
 def check_limits(arguments: Any) -> None:
@@ -99,7 +161,10 @@ _FREE_LAYERS = (
     "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
 """Arguments that let stages have different numbers of layers, or have their own checks."""
+_VIRTUAL_STAGES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+"""Arguments that divide each stage into virtual ones of equal size; Megatron-LM's checks are in a worker."""
 _TOKENIZER_FILES = {
+    "NullTokenizer": ("vocab_size",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
@@ -138,6 +203,31 @@ def check_divisions(arguments: Any) -> None:
     problems.raise_found()
 
 
+def check_virtual_stages(arguments: Any) -> None:
+    """Raises ``ConfigError`` if stages of equal size cannot be divided into the virtual stages."""
+    problems, stages, layers = Problems(), arguments.pipeline_model_parallel_size, arguments.num_layers
+    given = [name for name in _VIRTUAL_STAGES if getattr(arguments, name)]
+    if len(given) != 1 or any(getattr(arguments, name, None) for name in _FREE_LAYERS if name not in given):
+        return
+    problems.refuse_remainder("num_layers", layers, "pipeline_model_parallel_size", stages)
+    if not layers or layers % stages:
+        return problems.raise_found()
+    spelling, part, of_stage = dashed(given[0]), getattr(arguments, given[0]), layers // stages
+    problems.refuse(
+        of_stage % part,
+        f"{counted(of_stage, 'layer')} of each pipeline stage (--num-layers {layers} / --pipeline-model-parallel-size "
+        f"{stages}) cannot be divided by {spelling} {part}. Fix: change one of them",
+        code="flag-not-a-multiple",
+    )
+    is_interleaved = part > 1 if given == ["num_virtual_stages_per_pipeline_rank"] else part < of_stage
+    problems.refuse(
+        stages == 1 and is_interleaved,
+        f"{spelling} needs --pipeline-model-parallel-size greater than 1. Fix: raise it, or drop {spelling}",
+        code="flag-needs-another",
+    )
+    problems.raise_found()
+
+
 def check_contradictions(arguments: Any) -> None:
     """Raises ``ConfigError`` with all contradictions between Megatron-LM's arguments, as parsed."""
     problems = Problems()
@@ -145,6 +235,7 @@ def check_contradictions(arguments: Any) -> None:
         ("bf16", "fp16"), ("train_iters", "train_samples"), ("train_iters", "lr_decay_samples"),
         ("train_samples", "lr_decay_iters"), ("train_iters", "lr_warmup_samples"),
         ("train_samples", "lr_warmup_iters"), ("data_path", "data_args_path"), ("data_path", "train_data_path"),
+        _VIRTUAL_STAGES,
     ):  # fmt: skip
         problems.refuse(
             getattr(arguments, one) and getattr(arguments, other),
@@ -158,15 +249,20 @@ def check_contradictions(arguments: Any) -> None:
         "one of them",
         code="flag-exceeds-another",
     )
-    problems.refuse(
-        arguments.overlap_param_gather and not arguments.overlap_grad_reduce,
-        "--overlap-param-gather needs --overlap-grad-reduce. Fix: add it",
-        code="flag-needs-another",
-    )
+    for one, other in (
+        ("overlap_param_gather", "overlap_grad_reduce"), ("moe_single_grouped_weight", "moe_grouped_gemm"),
+        ("moe_single_grouped_bias", "moe_grouped_gemm"),
+    ):  # fmt: skip
+        problems.refuse(
+            getattr(arguments, one) and not getattr(arguments, other),
+            f"{dashed(one)} needs {dashed(other)}. Fix: add it, or drop {dashed(one)}",
+            code="flag-needs-another",
+        )
     needed = [name for name in _TOKENIZER_FILES.get(arguments.tokenizer_type, ()) if not getattr(arguments, name)]
     problems.refuse(
         needed,
-        f"--tokenizer-type {arguments.tokenizer_type} needs {listed([*map(dashed, needed)])}. Fix: add it",
+        f"--tokenizer-type {arguments.tokenizer_type} needs {listed([*map(dashed, needed)])}. Fix: add "
+        f"{'it' if len(needed) == 1 else 'them'}",
         code="flag-needs-another",
     )
     problems.raise_found()

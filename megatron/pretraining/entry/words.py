@@ -9,6 +9,7 @@ that it can find: also layouts that do not divide, and contradictions between op
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import sys
@@ -20,11 +21,18 @@ from typing import Any
 from megatron.pretraining.config.composed import converted, group_of
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import group_classes, snapshot_dir
-from megatron.pretraining.config.world import Workers, check_job
+from megatron.pretraining.config.world import Workers, check_backend, check_job
 from megatron.pretraining.entry import command_line, options
 from megatron.pretraining.entry.command_line import CommandLine
 from megatron.pretraining.entry.configuration import check_parsed
-from megatron.pretraining.entry.limits import check_limits, check_run, set_defaults
+from megatron.pretraining.entry.limits import (
+    check_formats,
+    check_kernels,
+    check_limits,
+    check_run,
+    leave_out_kernels,
+    set_defaults,
+)
 from megatron.pretraining.entry.options import options_in
 from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
 from megatron.pretraining.entry.stock_loop import refuse_arguments
@@ -36,6 +44,7 @@ from moc.runtime.program import RunDirectories
 _OF_SCRIPTS: Mapping[str, Any] = {"eval_interval": 1}
 """Values that stand for the defaults of a script, which are not known."""
 _PRINTS = ("--help-all", "--print-config")
+_AMD_DRIVER = "/dev/kfd"  # torch calls AMD's GPUs cuda, too
 
 
 def check_arguments(
@@ -121,8 +130,12 @@ def early_problems(
     if read.is_foreign:
         return problems
     set_defaults(values, defaults)
+    has_cuda = workers is None or _may_have_cuda()
+    leave_out_kernels(values, read.named, has_cuda)
     if not read.concealed:
-        problems.check(check_limits, values)
+        for check in (check_limits, check_formats):
+            problems.check(check, values)
+        problems.check(check_kernels, values, has_cuda)
     own = dict[str, Any]()
     problems.check(lambda: own.update(converted(read.own)))
     groups = dict[str, Any]()
@@ -138,6 +151,21 @@ def early_problems(
         depends = read.own.get("elastic") or values.step_batch_size_schedule  # on Megatron-LM
         if config and workers and not depends:
             problems.check(check_job, config, workers)
+        depends = depends or read.own.get("deepspeed")
+        if config and not (has_cuda or depends or problems.found):
+            problems.check(check_backend, config, "gloo")
     if workers and not problems.found:
         problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.most)
     return problems
+
+
+def _may_have_cuda() -> bool:
+    """Returns whether workers of this machine may find a GPU; False only if they certainly find none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible or visible.startswith("-1")):
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")  # starts no CUDA, unlike torch
+    except OSError:
+        return os.path.exists(_AMD_DRIVER)
+    return True

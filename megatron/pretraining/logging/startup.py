@@ -142,18 +142,57 @@ def describe_data(data: DataSizes | None, samples: int, seq_length: int) -> str:
     return f"{data.documents:,} documents, {data.tokens:,} tokens; the run reads {tokens:,} ({epochs:.3g} epochs)"
 
 
-def describe_policy(policy: Policy | None, tier: str) -> str:
-    """Returns the policy with the expected cost of a failure; ``tier`` is the first tier of its snapshots."""
-    if policy is None:
-        return "none; a failure costs all iterations since the last checkpoint of --save"
-    apart = policy.schedule.iterations_apart
-    replays = policy.schedule.window_length - 1
-    window = f", and the replay of {replays} in a window" if replays else ""
-    exact = "" if recovers_exactly(policy) else ", and tokens of experts"
-    return (
-        f"{policy.name}, {tier}, {counted(apart, 'iteration')} apart; expected cost of a lost worker: "
-        f"{apart / 2:g} of an iteration's time for work computed again, at most {apart}{window}{exact}"
-    )
+def describe_policy(policy: Policy | None, tier: str, save_interval: int | None, iteration_s: float | None) -> str:
+    """Returns the policy with the expected cost of a failure.
+
+    Args:
+        policy: of the snapshots; None without them.
+        tier: first tier of the snapshots.
+        save_interval: iterations between checkpoints of ``--save``, which a run without snapshots resumes from.
+        iteration_s: seconds of an iteration; None if they are not known yet.
+    """
+    cost = expected_failure_cost(policy, save_interval)
+    if cost is None:
+        return "none, and no checkpoints: a lost worker costs all iterations"
+    saves = "none; checkpoints" if policy is None else f"{policy.name}, {tier},"
+    return f"{saves} {counted(cost.apart, 'iteration')} apart; {cost.described(iteration_s)}"
+
+
+@dataclass(frozen=True)
+class FailureCost:
+    """Work that a lost worker causes, besides the seconds to detect the loss and to connect the workers again.
+
+    Attributes:
+        apart: iterations between the states that a run can resume from.
+        replays: iterations of a window that are replayed in addition, at most in the time of an iteration each.
+        restarts: all workers are started again, since no snapshots are saved.
+        is_exact: the recovery loses no tokens of experts.
+    """
+
+    apart: int
+    replays: int
+    restarts: bool
+    is_exact: bool
+
+    def described(self, iteration_s: float | None) -> str:
+        """Returns the expected and the largest cost in iterations, and in seconds if an iteration's are known."""
+        expected, most = self.apart / 2 + self.replays, self.apart + self.replays
+        seconds = "" if iteration_s is None else f" = {expected * iteration_s:.3g} s"
+        limit = "" if iteration_s is None else f" = {most * iteration_s:.3g} s"
+        window = f", including the replay of {self.replays} in a window" if self.replays else ""
+        more = [*["a restart"] * self.restarts, *["tokens of experts"] * (not self.is_exact)]
+        return (
+            f"expected cost of a lost worker: {expected:g} iterations{seconds} of repeated work, at most {most}{limit}"
+            f"{window}{''.join(f', and {one}' for one in more)}"
+        )
+
+
+def expected_failure_cost(policy: Policy | None, save_interval: int | None) -> FailureCost | None:
+    """Returns the cost of a lost worker, as for :func:`describe_policy`; None if nothing is saved."""
+    if policy is not None:
+        schedule = policy.schedule
+        return FailureCost(schedule.iterations_apart, schedule.window_length - 1, False, recovers_exactly(policy))
+    return None if save_interval is None else FailureCost(save_interval, 0, True, True)
 
 
 def describe_logs(config: Config) -> str:

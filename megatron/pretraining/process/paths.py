@@ -70,13 +70,23 @@ def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -
         path = getattr(arguments, name, None)
         if path and os.path.exists(path) and not os.path.isdir(path):
             yield _flag(name), path, "it is no directory"
+    starts_anew = snapshot.ckpt_policy or arguments.pretrained_checkpoint or not arguments.exit_on_missing_checkpoint
+    if arguments.load and _is_local(arguments.load) and not os.path.exists(arguments.load) and not starts_anew:
+        yield "--load", arguments.load, "there is no such directory, and --exit-on-missing-checkpoint needs it"
     uses_memory = snapshot.ckpt_policy and (snapshot.ckpt_tier != "disk" or snapshot.upstream_logging)
     if uses_memory and not os.path.isdir(snapshot.ckpt_memory_dir):
         yield "--ckpt-memory-dir", snapshot.ckpt_memory_dir, "there is no such directory"
     for name in _PREFIXES if reads_tokens and not arguments.mock_data else ():
-        for prefix in filter(_is_local, _prefixes(getattr(arguments, name) or ())):
+        blend = getattr(arguments, name) or ()
+        if len(blend) % 2 and any(map(_is_number, blend)):
+            yield _flag(name), " ".join(blend), "a weight or a prefix is missing"
+            continue
+        for prefix in filter(_is_local, _prefixes(blend)):
             missing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.isfile(path)]
-            if missing:
+            ending = os.path.splitext(prefix)[1]
+            if missing and ending in (".bin", ".idx") and os.path.isfile(prefix):
+                yield _flag(name), prefix, f"the prefix of two files has no {ending}"
+            elif missing:
                 yield _flag(name), prefix, f"there is no file {' and no '.join(missing)}"
 
 

@@ -68,10 +68,10 @@ def test_open_page_gets_a_loss(monitored):
     stream = connection.getresponse()
     assert b"data: " in stream.readline()
     monitored.send(**agent_state(generation=1, workers=1, nodes=2, vacant=[1]))
-    while b"Lost nodes: 1" not in (line := stream.readline()):
+    while b"Lost: node 1" not in (line := stream.readline()):
         assert line  # the stream goes on
     connection.close()
-    assert "Workers of node 0 that are not running: 1" in monitored.get()[1]
+    assert "Of node 0, 1 worker is not running" in monitored.get()[1]
 
 
 class Tags(HTMLParser):
@@ -199,6 +199,11 @@ def test_problems_are_found_and_a_healthy_run_has_none():
     view = job.updated(agent_state(generation=1), healthy.now + 1.0)
     assert found(healthy, view=view)[0].startswith("Training is interrupted")
     assert found(healthy.usual(2), view=view) == []  # a program need not write the event of a generation
+    assert [summarize(fold_events(healthy.events), one, healthy.now).status for one in (job, view)] == ["training"] * 2
+    silent = find_problems(fold_events(healthy.events), job, healthy.now + 61.0)
+    assert "worker 0" in silent[0].text and "worker 1" not in silent[0].text  # the second worker waits for the first
+    assert summarize(fold_events(healthy.events), job, healthy.now + 61.0).status == "silent"
+    assert all(one.remedy for one in (*silent, *find_problems(fold_events(ill.events), job, ill.now + 1900.0)))
     ended = JobView().updated(agent_state() | {"control": control(end={"reason": "lost", "code": 137})}, 1.0)
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 

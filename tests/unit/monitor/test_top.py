@@ -39,8 +39,8 @@ def test_page_is_shown_and_another_job_refused(tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("MOC_MONITOR_TOKEN", "a secret")
         monitored.send(**agent_state(nodes=2, vacant=[1]))
         monitored.write(story().events)
-        monitored.until(lambda: "Lost nodes: 1" in shown(capsys, url, "--job", "4ab2")[0])
+        monitored.until(lambda: "Lost: node 1" in shown(capsys, url, "--job", "4ab2")[0])
         assert shown(capsys, url, "--job", "other")[1] == ["job-differs"]
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-        assert "Lost nodes: 1" in shown(capsys)[0] and "Lost nodes: 1" in shown(capsys, "--job", "4ab2")[0]
+        assert "Lost: node 1" in shown(capsys)[0] and "Lost: node 1" in shown(capsys, "--job", "4ab2")[0]
         assert shown(capsys, "--job", "other")[1] == ["job-not-found"]

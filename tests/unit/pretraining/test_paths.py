@@ -59,6 +59,7 @@ def problems_of(monkeypatch):
         "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/nowhere",
         "--load {}/file",
         "--pretrained-checkpoint {}/file",
+        "--exit-on-missing-checkpoint --load {}/nowhere",
         "--ckpt-policy full --ckpt-dir {0}/new --ckpt-tier memory --ckpt-memory-dir {0}/nowhere",
     ],
 )
@@ -80,6 +81,8 @@ def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
         (tmp_path / name).touch()
     base = BASE.replace("--mock-data", f"{flag} 0.5 {tmp_path}/a 0.5 {tmp_path}/b")
     assert problems_of("", base) == [("input-missing", flag)]
+    for wrong in (f"0.5 {tmp_path}/a 0.5", f"{tmp_path}/a.bin"):
+        assert problems_of("", BASE.replace("--mock-data", f"{flag} {wrong}")) == [("input-missing", flag)]
     assert not problems_of("", base, reads_tokens=False)
     (tmp_path / "b.bin").touch()
     assert not problems_of("", base)

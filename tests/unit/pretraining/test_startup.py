@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pretraining.logging import startup
 from megatron.pretraining.logging.startup import DataSizes, WorkerFacts
-from moc.policy import policy_named
+from moc.policy import POLICIES, policy_named, recovers_exactly
 from moc.state.operators import Operator
 
 OPERATORS = [
@@ -30,6 +30,25 @@ def test_active_parameters_are_those_of_chosen_experts():
     assert numbers_in(startup.describe_parameters(OPERATORS, 2)) == ["4,200", "1,800"]
 
 
+class Counted(list):
+    """A list that counts how often it is read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_description_reads_the_model_twice_and_gathers_once(monkeypatch):
+    calls, model = [], Counted(OPERATORS * 1000)
+    monkeypatch.setattr(startup, "gather", lambda facts: calls.append(facts) or [facts])
+    world = SimpleNamespace(device=SimpleNamespace(type="cpu"), pipeline_rank=0)
+    assert startup.gather_facts(world, 5) == calls and len(calls) == 1
+    startup.describe_parameters(model, 2)
+    assert model.reads == 2
+
+
 def test_stages_have_their_workers_and_layers():
     lines = startup.stage_lines([worker(0), worker(1, 7), worker(0, 12), worker(1)], [0, 0, 1])
     assert [numbers_in(line) for line in lines] == [["0", "2", "1-2", "12"], ["1", "3", "3", "10"]]
@@ -45,10 +64,22 @@ def test_epochs(data, epochs):
     assert epochs in startup.describe_data(data, 100, 32)
 
 
-def test_failure_costs_half_an_interval():
-    interval = SimpleNamespace(iterations=4)
-    policy = policy_named("full")(OPERATORS, interval)
-    assert numbers_in(startup.describe_policy(policy, "memory"))[-2:] == ["2", "4"]
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"selective"}))
+def test_a_failure_costs_half_an_interval_and_the_window(name):
+    policy = policy_named(name)(OPERATORS, SimpleNamespace(iterations=4))
+    cost = startup.expected_failure_cost(policy, 99)
+    apart, replays = policy.schedule.iterations_apart, policy.schedule.window_length - 1
+    assert (cost.apart, cost.replays, cost.restarts) == (apart, replays, False)
+    numbers = numbers_in(startup.describe_policy(policy, "memory", None, 0.5))
+    for iterations in (apart / 2 + replays, apart + replays):
+        assert f"{iterations:g}" in numbers and f"{iterations * 0.5:.3g}" in numbers
+    assert cost.is_exact == recovers_exactly(policy)
+
+
+def test_a_failure_without_snapshots_costs_half_a_save_interval():
+    numbers = numbers_in(startup.describe_policy(None, "disk", 100, 2.0))
+    assert numbers == ["100", "50", "100", "100", "200"]
+    assert not numbers_in(startup.describe_policy(None, "disk", None, 2.0))
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
