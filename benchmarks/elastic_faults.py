@@ -1,32 +1,36 @@
-"""Injects random losses and growths into an elastic job, and compares it with a job of fixed members.
+"""Injects random losses, departures and growths into an elastic job, and compares it with a job of fixed members.
 
     python benchmarks/elastic_faults.py --seed 1 --events 15 --output docs/results/elastic_faults_cpu.json --append
 
 A tiny model with dropout trains on MIN to MAX nodes.  Each node is a launcher with one worker, its own temporary files
 and a candidate for the controller.  The seed determines all events: all processes of a node, its launcher or its worker
-are killed, or a node returns.  About 60 % of the events occur while an earlier one is in progress, half of these while
-experts move; ``--inject slow`` extends the moves.  Fewer than f nodes are lost simultaneously.
+are killed, a node is asked to leave, or returns.  About 60 % of the events occur while an earlier one is in progress,
+half of these while experts move; ``--inject slow`` extends the moves.  Fewer than f nodes are lost simultaneously.
 
 At the end the job is asked to stop.  A run passes if
 
-* the losses of all iterations are within 1e-5 of a job with fixed members.  Both jobs record where each token goes
+* the losses of all iterations are within 1e-6 of a job with fixed members.  Both jobs record where each token goes
   (benchmarks/live/routing.py).  If two experts' logits differed by at most MARGIN, and rounding sent a token elsewhere,
   this holds up to that iteration, and later losses are within AFTER_A_TIE;
 * no iteration was computed twice or omitted, no checkpoint was read, and only killed workers were replaced;
-* all launchers exited with the code of a saved job, and the last snapshot is valid;
+* all launchers exited with the code of a saved job, departed nodes with their own code, and the last snapshot is
+  valid;
 * no processes, shared memory or temporary files remain.
 
-The files of a failed run are kept.
+Stalls are measured by the clock of each surviving training thread: the longest time between the ends of two iterations
+around an event, less the median of all such times.  The files of a failed run are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -38,14 +42,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, write_json
-from benchmarks.faults.members import COMES, LOSSES, MOMENTS, MOVE, SETTLED, Cluster, Happening, drawn, moment
+from benchmarks.faults.members import COMES, LEAVES, LOSSES, MOMENTS, MOVE, SETTLED, Cluster, Happening, drawn, moment
 from benchmarks.faults.run import damages, standing
 from benchmarks.faults.ties import Key, Routed, decided, parting, read
 from benchmarks.live.job import KIND, ROOT, SHARED, WORKER
 from benchmarks.live.members import Nodes
+from moc.runtime.termination import DEPARTED, SAVED
 
 PROGRAM = str(ROOT / "benchmarks/live/routing.py")
-CLOSE, AFTER_A_TIE, SAVED = 1e-5, 1e-3, 75
+CLOSE, AFTER_A_TIE = 1e-6, 1e-3
 MARGIN = 1e-5
 """Largest distance of two logits that rounding may reorder: each logit varies by up to 2.5e-6 between memberships."""
 MOVES_S = 0.1  # delay of each layer of a move, applied twice
@@ -74,6 +79,7 @@ class Row:
     left: list[str] = field(default_factory=list)  # leftovers of the job
     stand: list[str] = field(default_factory=list)  # states of the processes, if the job hung
     seconds: float = 0.0
+    stalls: list[dict] = field(default_factory=list)  # of each event: action, moment, and seconds of the longest stall
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Run:
         stack.callback(shutil.rmtree, self._memory, ignore_errors=True)
         counts = [f"{CLUSTER.least}:{CLUSTER.nodes}", "--nproc-per-node", 1]
         launcher = ["--nnodes", *counts, "--grow-wait", 1, "--silence-timeout", own.silence]
+        launcher += ["--drain-seconds", own.limit]
         launcher += ["--max-standstill", 1000]  # faults may strike at one iteration again and again
         places = ["--ckpt-dir", directory / "snapshots", "--ckpt-memory-dir", self._memory]
         slow = [
@@ -114,23 +121,35 @@ class Run:
         self.routes.mkdir()
         os.environ["ROUTES"] = str(self.routes)
         self.nodes = Nodes(program, directory, stack, launcher, CLUSTER.nodes, candidates=CLUSTER.nodes)
-        self._last, self._reached = None, 0
+        self._last, self._reached, self._leaving = None, 0, set[int]()
 
     def meets(self, happening: Happening) -> None:
         """Waits until a loss or growth is due, then causes it."""
         self._wait(lambda: self._is_time(happening), f"{happening}")
         did = moment(self.nodes.events.all(), self._last, len(self.nodes.present))
         told = {"action": happening.action, "node": happening.node, "iteration": self.nodes.iteration, "moment": did}
+        told["at"] = time.monotonic()
         self._last, self._reached = time.time(), self.nodes.iteration
         self.row.happened.append(told)
         if happening.action == COMES:
+            if happening.node in self._leaving:
+                self._has_left(happening.node)
             self.nodes.start(happening.node)
+        elif happening.action == LEAVES:
+            self.nodes.ask_to_leave(happening.node)
+            self._leaving.add(happening.node)
         elif happening.action == "worker":
             worker = self.nodes.worker(happening.node)
             if worker is not None:
                 worker.kill()
         else:
             self.nodes.lose(happening.node, at_once=happening.action == "node")
+
+    def _has_left(self, node: int) -> None:
+        self._wait(lambda: self.nodes.jobs[node].process.poll() is not None, f"departure of node {node}")
+        if (code := self.nodes.left_with(node)) != DEPARTED:
+            self.row.wrong.append(f"node {node} was asked to leave, and exited with {code}")
+        self._leaving.discard(node)
 
     def trains_to_its_end(self) -> None:
         """Waits for the last iteration without disturbing the job."""
@@ -139,6 +158,8 @@ class Run:
 
     def ends(self) -> None:
         """Waits for the last change, then asks the job to stop."""
+        for node in sorted(self._leaving):
+            self._has_left(node)
         self._wait(self._settled, "the last change")
         self.nodes.jobs[min(self.nodes.present)].process.send_signal(signal.SIGTERM)
         self._wait(lambda: None not in self.nodes.ended().values(), "the end")
@@ -182,6 +203,10 @@ class Run:
         losses = [event["loss"] for event in events.of("iteration")]
         row.iterations, row.members = max(told, default=0), [event["world_size"] for event in events.of("start")]
         row.migrations = len(events.of("migration"))
+        times = [[*map(float, path.read_text().split())] for path in self.routes.glob("*.times")]
+        row.stalls = [
+            {k: e[k] for k in ("action", "moment")} | {"seconds": stall(times, e["at"])} for e in row.happened
+        ]
         row.wrong += [] if told == [*range(1, len(told) + 1)] else ["iterations were computed twice, or left out"]
         row.wrong += [] if len(told) <= len(expected.losses) else [f"raise --iterations above {len(told)}"]
         self._compare(losses, expected)
@@ -220,6 +245,18 @@ class Run:
         may = Counter(one["node"] for one in self.row.happened if one["action"] in (COMES, "worker"))
         more = {node: number - 1 - may[node] for node, number in started.items() if number - 1 > may[node]}
         return [f"node {node} has had {number} workers too many" for node, number in more.items()]
+
+
+def stall(times: list[list[float]], at: float) -> float | None:
+    """Returns the longest additional time between two iterations of a training thread, around an event.
+
+    Args:
+        times: by thread, the times at which its iterations ended, in order.
+        at: time of the event.
+    """
+    gaps = [later - earlier for ends in times for earlier, later in itertools.pairwise(ends)]
+    around = [later - earlier for ends in times for earlier, later in itertools.pairwise(ends) if earlier <= at < later]
+    return round(max(around) - statistics.median(gaps), 3) if around else None
 
 
 def _processes(pid: int):
@@ -273,7 +310,8 @@ def summary(rows: list[Row]) -> dict:
         "stood still": sum(bool(row.stand) for row in rows),
         "leftovers": sum(bool(row.left) for row in rows),
         "events": len(happened),
-        "by kind": {action: counted(happened, action) for action in (*LOSSES, COMES)},
+        "by kind": {action: counted(happened, action) for action in (*LOSSES, LEAVES, COMES)},
+        "stalls in training, in seconds": {action: spread(rows, action) for action in (*LOSSES, LEAVES, COMES)},
         "iterations": sum(row.iterations for row in rows),
         "changes": sum(len(row.members) - 1 for row in rows),
         "moves of experts": sum(row.migrations for row in rows),
@@ -287,6 +325,15 @@ def counted(happened: list[dict], action: str) -> dict[str, int]:
     """Counts the events of one kind, by the phase of the job."""
     found = Counter(one["moment"] for one in happened if one["action"] == action)
     return {did: found[did] for did in MOMENTS}
+
+
+def spread(rows: list[Row], action: str) -> dict[str, float | int]:
+    """Returns number, median and maximum of the stalls by events of one kind while all nodes trained."""
+    of_kind = [one for row in rows for one in row.stalls if one["action"] == action and one["moment"] == MOMENTS[0]]
+    seconds = [one["seconds"] for one in of_kind if one["seconds"] is not None]
+    if not seconds:
+        return {"number": 0}
+    return {"number": len(seconds), "median": round(statistics.median(seconds), 3), "most": max(seconds)}
 
 
 def write(own: argparse.Namespace, rows: list[Row]) -> None:

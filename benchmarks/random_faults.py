@@ -110,6 +110,8 @@ class Campaign:
         """Yields the outcome of each run."""
         if self._own.drawn:
             for number, run in enumerate(draw_runs(self._own.seed, self._own.drawn)):
+                if number not in (self._own.only or [number]):
+                    continue
                 yield self._drawn_row(run, self._own.seed * 1000 + number, self._directory / f"run_{number:03d}")
             return
         fired, cases = 0, [case for case in itertools.product(self._own.layouts, self._own.tiers) if fits(*case)]
@@ -245,6 +247,7 @@ def _spread(counts: list[int]) -> dict | None:
 def summary(rows: list[Row]) -> dict:
     """Summarizes all runs."""
     fired = [fault for row in rows for fault in row.fired]
+    inside = Counter(item for row in rows if any(map(_is_inside, row.fired)) for item in row.values.items())
     return {
         "runs": len(rows),
         "equal": sum(not row.wrong and not row.left for row in rows),
@@ -256,7 +259,14 @@ def summary(rows: list[Row]) -> dict:
         "computed_again": _spread([count for row in rows for count in row.again]),
         "computed_again_by_all": _spread([count for row in rows for count in row.by_all]),
         "by_action": dict(Counter(fault.partition(" ")[0] for fault in fired)),
+        "killed_inside_micro_batches_by_value": {
+            f"{factor}: {value}": inside[factor, value] for factor, value in inside
+        },
     }
+
+
+def _is_inside(fault: str) -> bool:
+    return fault.startswith("kill") and fault.endswith("forward_backward")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -278,6 +288,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--program", default="pretrain_gpt_moe.py", help="of the workers (default: %(default)s)")
     drawn = "draw flags of models and optimizers for so many runs with two workers, instead of --layouts and --tiers"
     parser.add_argument("--drawn", type=int, default=0, help=drawn)
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="of the runs of --drawn, from 0 on")
     parser.add_argument("--append", type=Path, help="JSON file that the runs of this campaign are added to")
     own = parser.parse_args(arguments)
     own.layouts = list(LAYOUTS) if "all" in own.layouts else own.layouts

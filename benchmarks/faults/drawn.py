@@ -36,6 +36,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         "softmax of all": "--moe-router-pre-softmax",
         "top 1": "--moe-router-topk 1 --moe-router-pre-softmax",
     },
+    "biases": {"none": "", "of QKV": "--add-qkv-bias"},
     "mean": {"micro batch": "", "token": "--calculate-per-token-loss"},
     "precision": {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"},
     "schedule": {

@@ -1,7 +1,8 @@
-"""Random losses and additions of nodes of an elastic job, some during the handling of an earlier one.
+"""Random losses, departures and additions of nodes of an elastic job, some during the handling of an earlier one.
 
 Fewer than f nodes are lost simultaneously, which elastic training survives.  Losses are *simultaneous* until an
 iteration of all present nodes is complete.  At least MIN nodes are present, a majority of the controller candidates.
+While a node departs, MIN other members are left, since the job would otherwise stop.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from moc.elastic.allocation import feasible_replicas
 
 LOSSES = ("node", "launcher", "worker")
 """Kinds of losses: all processes of a node are killed; its launcher, whose end ends the others; its worker."""
+LEAVES = "leaves"
+"""Planned departure: its launcher receives SIGTERM."""
 COMES = "comes"
 """Addition: a lost node's command is restarted."""
 SETTLED, SOON, MOVE = "settled", "soon", "move"
@@ -49,10 +52,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Happening:
-    """A loss or an addition of a node.
+    """A loss, a departure or an addition of a node.
 
     Attributes:
-        action: one of :data:`LOSSES`, or :data:`COMES`.
+        action: one of :data:`LOSSES`, :data:`LEAVES` or :data:`COMES`.
         node: number of the node.
         when: :data:`SETTLED`, :data:`SOON` or :data:`MOVE`.
         share: random number from 0 to 1 that determines the exact time.
@@ -65,26 +68,33 @@ class Happening:
 
 
 def drawn(chance: random.Random, events: int, cluster: Cluster) -> tuple[Happening, ...]:
-    """Draws ``events`` losses and additions, in order."""
+    """Draws ``events`` losses, departures and additions, in order."""
     there, result = set(range(cluster.nodes)), []
-    held, lost = frozenset(there), set[int]()  # nodes with experts when last settled; lost since
+    held, lost, leaves = frozenset(there), set[int](), False  # nodes when last settled; lost since; one departs
     while len(result) < events:
         when = chance.choices((SETTLED, SOON, MOVE), (4, 3, 3))[0] if result else SETTLED
         if when == SETTLED:
-            held, lost = frozenset(there), set()
+            held, lost, leaves = frozenset(there), set(), False
         can_be_lost = possible(there, held, lost, cluster)
         absent = sorted(set(range(cluster.nodes)) - there)
         comes = absent and (not can_be_lost or chance.random() < 0.5)
         if not comes and not can_be_lost:
             continue  # no loss is allowed now, and no node is absent: draw again for a settled time
+        members = len(held - lost)  # joining nodes may not train yet
         losses = LOSSES if len(there) > cluster.least else LOSSES[-1:]
+        losses += (LEAVES,) if len(there) > cluster.least and members > cluster.least else ()
+        if leaves and members <= cluster.least and not comes:
+            continue
         action = COMES if comes else chance.choice(losses)
         node = chance.choice(absent if comes else can_be_lost)
+        if action == LEAVES and node not in held - lost:
+            continue
         if action == COMES:
             there.add(node)
         else:
             lost |= {node} & held
             there -= set() if action == "worker" else {node}
+            leaves |= action == LEAVES
         result.append(Happening(action, node, when, chance.random()))
     return tuple(result)
 

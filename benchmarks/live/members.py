@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -98,6 +99,18 @@ class Nodes:
         self.consoles += [f"{moment:.3f} node {node}: {line}" for moment, line in job.said]
         shutil.rmtree(self.temporary(node), ignore_errors=True)  # a killed launcher does not clean up
         self.present.discard(node)
+
+    def ask_to_leave(self, node: int) -> None:
+        """Sends the launcher of a node SIGTERM, as a spot notice does."""
+        self.jobs[node].process.send_signal(signal.SIGTERM)
+        self.present.discard(node)
+
+    def left_with(self, node: int) -> int:
+        """Waits for the end of a node that was asked to leave, and returns the exit code of its launcher."""
+        job = self.jobs[node]
+        code = job.process.wait()
+        self.consoles += [f"{moment:.3f} node {node}: {line}" for moment, line in job.said]
+        return code
 
     def worker(self, node: int, local: int = 0, per_node: int = 1) -> psutil.Process | None:
         """Returns the newest process of a worker of a node; None if there was none."""

@@ -6,6 +6,9 @@ benchmarks/faults/ties.py).  A line contains:
 * iteration, number of the micro batch, layer from 1;
 * the experts of each token, as bits of a hexadecimal number;
 * the margins of close choices.
+
+Its training thread writes the time after each iteration to ``ROUTES/<process>.times``, by a clock that all processes
+of the machine share.
 """
 
 from __future__ import annotations
@@ -45,6 +48,21 @@ def tell_routes(directory: Path) -> None:
     ElasticTurns.take, TopKRouter.routing = taken, routed
 
 
+def tell_times(directory: Path) -> None:
+    """Makes the training thread of this worker, and of workers forked from it, record when iterations end."""
+    from megatron.pretraining import loop
+
+    iterate = loop.iterate
+
+    def timed(run, stop):
+        record = iterate(run, stop)
+        with open(directory / f"{os.getpid()}.times", "a") as file:
+            file.write(f"{time.monotonic():.4f}\n")
+        return record
+
+    loop.iterate = timed
+
+
 def described(logits, chosen, topk: int) -> dict[str, Any]:
     """Returns the routing of tokens, for JSON.
 
@@ -71,4 +89,5 @@ if __name__ == "__main__":
 
     program.warm_up()
     tell_routes(Path(os.environ["ROUTES"]))
+    tell_times(Path(os.environ["ROUTES"]))
     sys.exit(program.main())

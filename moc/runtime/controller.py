@@ -278,7 +278,7 @@ class Controller:
         if membership.running and now - self._disturbed_at > FAILURE_MEMORY_S:
             membership.forget_failures()
         if membership.has_departures_to_announce and now >= self._departures_at:
-            self._execute(membership.announce_departures())
+            self._execute(self._stop_without_leader() or membership.announce_departures())
         self._scale_up(now)
         missing = membership.missing_nodes()
         if not missing:
@@ -518,18 +518,26 @@ class Controller:
         if not self._membership.departing:
             self._departures_at = self._clock.now + DEPARTURE_WINDOW_S
         _log.warning("node %d asks to leave the job", node)
-        membership = self._membership
-        orders = membership.departure_requested(node)
-        self._execute(orders if self._can_lead_without(membership.departing) else membership.stop_departing())
+        orders = self._membership.departure_requested(node)
+        self._execute(self._stop_without_leader() or orders)
 
-    def _can_lead_without(self, nodes: set[int]) -> bool:
-        """Returns whether a controller can lead the job when these nodes are gone."""
-        election = self._election
+    def _stop_without_leader(self) -> list[Order]:
+        """Has departing nodes stop the job if no controller could lead it without them; otherwise returns no orders."""
+        nodes, election = self._membership.departing, self._election
+        left = self._agents.keys() - nodes
+        if not nodes or self._own_node is None and election.candidates == 1:
+            return []
         if election.candidates == 1:
-            return self._own_node not in nodes
-        live = self._agents.keys() - nodes
-        has_candidate = self._own_node is None or any(node in live for node in range(election.candidates))
-        return not nodes or has_candidate and len(live) >= election.required_promises
+            problem = "the only controller is on one of them" if self._own_node in nodes else ""
+        elif len(left) < election.required_promises:
+            problem = f"controllers need {election.required_promises} of {election.nodes} nodes, and {len(left)} remain"
+        else:
+            is_led = self._own_node is None or any(node in left for node in range(election.candidates))
+            problem = "" if is_led else "no node with a controller remains"
+        if not problem:
+            return []
+        _log.warning("nodes %s cannot leave the others: %s", ", ".join(map(str, sorted(nodes))), problem)
+        return self._membership.stop_departing()
 
     def _confirm_failure(self, worker: str, generation: int) -> None:
         if self._may_order:

@@ -22,13 +22,15 @@ from functools import cached_property
 import torch
 import xxhash
 
-from moc.state.operators import Fragment, Operator, Region
+from moc.state.operators import MODULE_STATE, Fragment, Operator, Region
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
 
 _WORD = 8
 _MOST = 1 << 15  # words per product: temporary values stay in the cache
+MODULE = "module"
+"""Optimizer-state key of the state of user modules."""
 MASK = (1 << 64) - 1
 """Digests are integers modulo 2^64."""
 
@@ -163,10 +165,15 @@ class StateDigest:
         return sums.view(2, -1)
 
 
+def slot_of(name: str, slot: str) -> str:
+    """Returns the optimizer-state key of a tensor in digests; user modules have their own, which few formats hold."""
+    return MODULE if name.startswith(MODULE_STATE) else slot
+
+
 def key_of(fragment: Fragment) -> Key:
     """Returns the key that a tensor chunk belongs to."""
     size = f":{math.prod(fragment.global_shape)}" if fragment.padded else ""
-    return fragment.operator, fragment.slot + size
+    return fragment.operator, slot_of(fragment.name, fragment.slot) + size
 
 
 def keys_of(
@@ -181,7 +188,7 @@ def keys_of(
     """
     kinds = {one.name: one.kind for one in operators}
     held = list(fragments)
-    usual = {(kinds[one.operator], one.slot) for one in held if not one.padded}
+    usual = {(kinds[one.operator], key_of(one)[1]) for one in held if not one.padded}
     padded = {key_of(one) for one in held if one.padded}
     of_ranks = [*gather((sorted(usual), sorted(padded)))]
     known = sorted({tuple(pair) for pairs, _ in of_ranks for pair in pairs})

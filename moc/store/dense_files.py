@@ -32,6 +32,8 @@ from moc.store.ownership import Fence
 STATE_FILE = "training_state.json"
 DATA_FILE = "data.json"
 """Identity of the training data, in checkpoints without ``training_state.json``."""
+DIGESTS_FILE = "digests.json"
+"""Digests of the state; absent with ``--digest-interval 0`` and in Megatron-LM's checkpoints."""
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT = "moc-megatron dense checkpoint 1"
 MEGATRON_FORMAT = "megatron-lm checkpoint 1"

@@ -1,6 +1,7 @@
 """As ``losing_pretrain_gpt_moe.py``; no operation in storage ends while there is a file ``frozen``.
 
-Each worker writes the calls by which its training thread began one meanwhile to a file ``awaited by PID``.
+Each worker writes the calls by which its training thread began one meanwhile to a file ``awaited by PID``, and the
+monotonic time of this thread after each iteration to ``ends of iterations of PID``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ def freeze(directory: Path) -> None:
         setattr(LocalStorage, name, frozen(getattr(LocalStorage, name)))
 
 
+def time_iterations(directory: Path) -> None:
+    """Writes the time of the training thread after each iteration."""
+    from megatron.pretraining import loop
+
+    iterate = loop.iterate
+
+    def timed(run, stop):
+        result = iterate(run, stop)
+        with open(directory / f"ends of iterations of {os.getpid()}", "a") as file:
+            file.write(f"{time.monotonic()}\n")
+        return result
+
+    loop.iterate = timed
+
+
 if __name__ == "__main__":
     warm_up()
     lose_whole_nodes()
@@ -50,4 +66,5 @@ if __name__ == "__main__":
     hold(directory)
     tell_state(directory.parent)
     freeze(directory.parent)
+    time_iterations(directory.parent)
     sys.exit(program.main())

@@ -12,9 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
-
-import torch
 
 from moc.files import safe_directory
 from moc.session.saving import pipeline
@@ -23,10 +20,7 @@ from moc.store import storage
 from moc.store.shard_file import FileLayout
 from moc.store.store import Store
 from tests.integration import bodies
-
-# after the bodies, which prepare megatron-core
-from megatron.pretraining.entry.checkpoints import dense_fragments  # isort: skip
-from megatron.pretraining.entry import checkpoints  # isort: skip
+from tests.integration.flipping_user_pretrain import flipped_before_saves
 
 
 def train_slowly(flags: dict, write_s: float) -> dict:
@@ -226,16 +220,6 @@ def train_and_flip(flags: dict, slot: str) -> str:
     Returns:
         The operator that has changed; empty on other ranks.
     """
-    real, changed = checkpoints.digest_state, []
-
-    def digest_and_flip(parts, model):
-        digests = real(parts, model)
-        if parts.world.rank == 0:
-            chunk = next(one for one in dense_fragments(parts) if one.slot == slot and ".expert." in one.operator)
-            chunk.view.view(-1).view(torch.uint8)[-1] ^= 4
-            changed.append(chunk.operator)
-        return digests
-
-    with mock.patch.object(checkpoints, "digest_state", digest_and_flip):
+    with flipped_before_saves(slot) as changed:
         bodies.train(flags)
     return "".join(changed)

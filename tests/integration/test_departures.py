@@ -87,13 +87,17 @@ def test_a_node_leaves_while_the_others_recover(data, tmp_path, held):
     assert {event["tier"] for event in job.events("resume")} == {"live"} and not job.events("fallback")
 
 
-def test_too_few_nodes_would_remain_so_all_save_and_exit(data, tmp_path, held):
-    with job_of(data, tmp_path, [], layout="DP3", exit_signal_handler=True, **FIXED) as job:
+@pytest.mark.parametrize("least, candidates", [(2, 1), (1, 3)])
+def test_too_few_nodes_would_remain_so_all_save_and_exit(least, candidates, data, tmp_path, held):
+    """Three controllers on three nodes need two of these."""
+    flags = FIXED | dict(exit_signal_handler=True, elastic_min_replicas=1, elastic_slots=4)
+    with job_of(data, tmp_path, [], layout="DP3", least=least, candidates=candidates, **flags) as job:
         asked_to_leave(job, 1, 2)
         job.tells("the job stops instead")
         job.go_on(5)
         assert job.wait() == SAVED, job.console[-4000:]
         assert [launcher.wait(60) for launcher in job.launchers] == [SAVED] * 3
+    assert ("controllers need 2 of 3 nodes, and 1 remain" in job.console) == (candidates == 3)
     assert job.events("exit")[-1]["iteration"] == job.iteration in (5, 6)  # the vote of 5 may be over
 
 

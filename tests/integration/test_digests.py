@@ -1,15 +1,19 @@
 """Recoveries verify the restored state by the digests of its iteration, and do not use state that has changed."""
 
+import json
+import re
 import shutil
 
 import pytest
 
-from megatron.pretraining.checkpoint.state import read_state
 from megatron.pretraining.convert import program
 from megatron.pretraining.convert.snapshot import SnapshotContents
 from moc.errors import codes_in
+from moc.store.dense_files import DIGESTS_FILE
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.errors import only_code
+from tests.integration.entry_jobs import EP2, USER_SCRIPT, ZERO1, run
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_precision import BF16
@@ -17,6 +21,7 @@ from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, FOUR, LAYOUTS
 from tests.worlds import WorldFailed, run_world
 
 PROGRAM = "tests/integration/flipping_pretrain_gpt_moe.py"
+FLIPPING_SCRIPT = USER_SCRIPT.with_name("flipping_user_pretrain.py")
 LAST, SAVED = 14, 7
 EACH = dict(ckpt_policy="full", snapshot_interval=1, train_iters=LAST)
 LAYOUTS_OF_ALL_KINDS = ("1", "DP2", "DP4xEP2", "EP4", "TP2xEP2", "PP2xTP2", "PP2", "PP4", "interleaved")
@@ -107,12 +112,46 @@ def test_a_changed_bit_of_a_dense_checkpoint_is_named(slot, data, tmp_path, caps
 def test_digests_of_dense_checkpoints_do_not_depend_on_the_layout(data, tmp_path):
     flags, saved = data | BF16 | EXPERT_BIAS | FOUR | DENSE, tmp_path / "saved"
     train("PP2xEP2", flags | dict(save=str(saved)))
-    assert read_state(saved / "iter_0000003")["digests"]
+    assert (saved / "iter_0000003" / DIGESTS_FILE).exists()
     for layout in ("TP2xEP2", "DP2"):
         assert train(layout, flags | dict(load=str(saved), exit_interval=4)).start == 3
     assert program.main([str(saved), str(tmp_path / "snapshots")]) == 0
     assert program.main([str(tmp_path / "snapshots"), str(tmp_path / "dense")]) == 0
+    stored = [(root / "iter_0000003" / DIGESTS_FILE).read_text() for root in (saved, tmp_path / "dense")]
+    assert json.loads(stored[0]) == json.loads(stored[1])
     assert train("1", flags | dict(load=str(tmp_path / "dense"), exit_interval=4)).start == 3
+    places = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"), log_dir=str(tmp_path / "log"))
+    assert train("EP2", flags | places | dict(exit_interval=4)).start == 3
+    (resumed,) = events(places, "resume")
+    assert (resumed["unverified"], resumed["wrong"]) == ([], []) and resumed["verified"] > 0
+
+
+SAVES = {  # flags of the save, and of the start from it
+    "weights": ("param", "", ""),
+    "moments, ZeRO": ("exp_avg_sq", f"{ZERO1} --bf16", f"{ZERO1} --bf16"),
+    "moments": ("exp_avg", "", ""),
+    "weights only": ("param", "--no-save-optim", "--no-load-optim"),
+    "weights only, finetuning": ("param", "", "--finetune"),
+}
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_a_changed_bit_in_a_script_of_megatron_lm_is_named(case, tmp_path, monkeypatch):
+    slot, saves, loads = SAVES[case]
+    monkeypatch.setenv("TEST_FLIP", slot)
+    saved = run(tmp_path, FLIPPING_SCRIPT, 2, f"{EP2} {saves} --save saved --save-interval 2 --exit-interval 2")
+    (changed,) = re.findall(r"changed (\S+)", saved.output)
+    assert saved.code == 0, saved.output[-4000:]
+    resumed = run(tmp_path, USER_SCRIPT, 2, f"{EP2} {loads} --load saved", log="resumed")
+    (error,) = [line for line in resumed.output.splitlines() if "user_pretrain.py: error" in line]
+    assert resumed.code == 1 and only_code(error) == "state-digest-differs" and changed in error
+
+
+def test_a_checkpoint_without_digests_is_reported(tmp_path):
+    flags = f"{EP2} --save saved --save-interval 2 --exit-interval 2 --digest-interval 0"
+    assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
+    resumed = run(tmp_path, USER_SCRIPT, 2, f"{EP2} --load saved --exit-interval 3", log="resumed")
+    assert resumed.code == 0 and "is not verified: the checkpoint has no digests" in resumed.output
 
 
 def test_a_changed_snapshot_is_not_converted(data, tmp_path, monkeypatch, capsys):

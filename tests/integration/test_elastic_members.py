@@ -11,8 +11,9 @@ from moc.elastic.transfers import expert_operator
 from moc.policy.interval import BLOCK, PROFILE_BLOCKS, WARM_UP
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
-from tests.integration.elastic_jobs import ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
-from tests.integration.tiny import LAYOUTS
+from tests.integration.elastic_jobs import FLAGS, ITERATIONS, ZERO, assert_as_of_fixed_members, job_of
+from tests.integration.test_layouts import CLOSE
+from tests.integration.tiny import LAYOUTS, known
 from tests.shared import ALL
 
 pytestmark = pytest.mark.recovery
@@ -304,6 +305,29 @@ def test_only_lost_experts_are_old_after_a_loss(data, tmp_path, policy):
             source = stale.get((layer, expert), before)
             of = (manifest.state["ledger"]["given"][number][expert] for manifest in (before, source))
             assert tokens == next(of) - next(of), (layer, expert)
+
+
+@pytest.mark.parametrize("policy", [dict(ckpt_policy="pec", pec_k=1), dict(ckpt_policy="full")])
+def test_a_second_node_is_lost_while_lost_experts_are_loaded(data, tmp_path, policy):
+    """Six nodes have one slot each: nodes 0 and 1 have the only replicas of two experts."""
+    tight = dict(elastic_everywhere="0", elastic_slots=1, elastic_min_replicas=1, elastic_rebalance_interval=0)
+    saved = dict(snapshot_interval=1, ckpt_blocking=True, ckpt_keep=99) | policy
+    faults = ["kill node=1 iteration=8", "kill node=0 iteration=0 point=loading"]
+    with job_of(data, tmp_path, faults, least=4, candidates=3, layout="DP6", **tight, **saved) as job:
+        job.is_lost(0)
+        job.is_lost(1)
+        assert job.wait() == 0, job.console[-4000:]
+        assert job.left() == []
+    assert [event["point"] for event in job.events("inject")][-1] == "loading"
+    assert job.events("generation")[0]["cause"] == "node-lost"
+    assert [event["world_size"] for event in job.events("start")] == [6, 4]
+    assert all(event["reason"].startswith("no worker that is left holds") for event in job.events("fallback"))
+    assert job.events("resume")[-1]["wrong"] == []
+    assert [event["iteration"] for event in job.events("iteration")] == [*range(1, ITERATIONS + 1)]
+    is_exact = policy["ckpt_policy"] == "full"
+    assert (job.events("resume")[-1]["stale"] == 0) == is_exact
+    expected = [record["loss"] for record in known("DP6", data | FLAGS | tight).records]
+    assert ([record[1] for record in job.records()] == pytest.approx(expected, abs=CLOSE)) == is_exact
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses shards")

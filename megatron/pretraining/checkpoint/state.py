@@ -15,7 +15,6 @@ from moc.files import decode, safe_directory
 from moc.files.decode import Amount, Count, Name, Positive
 from moc.files.safe_directory import SafeDirectory
 from moc.store import dense_files
-from moc.store.manifest import StateDigests
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,6 @@ class _StoredState:
     grad_norm: Literal["stock", "exact"] = "exact"
     repeated: dict[Name, Any] | None = None
     data: DataIdentity | None = None
-    digests: StateDigests | None = None
 
 
 _NEEDED = {"consumed_samples", "skipped_iterations", "scheduler", "grad_scaler", "sample_order"}

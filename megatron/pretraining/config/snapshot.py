@@ -63,7 +63,7 @@ class _EveryPolicy(FlagGroup):
     digest_interval: int = flag(
         1,
         "Iterations between digests of the training state; 0 for none. Every recovery verifies the restored state with "
-        "them. A digest reads the state once.",
+        "them. A digest reads the state once. Checkpoints of --save have digests unless it is 0.",
         limits=">= 0",
     )
     ckpt_sharding: str = flag(
@@ -154,7 +154,8 @@ class _EveryPolicy(FlagGroup):
         if not self.ckpt_policy:
             owner = next((whose[spec.name].name for spec in given if spec.name in whose), "full")
             fits = _REPLAYING if any(spec.name.startswith("upstream") for spec in given) else owner
-            problems.refuse_without([spec.spelling for spec in given], f"--ckpt-policy, such as {fits}")
+            useless = [spec.spelling for spec in given if spec.name != "digest_interval"]  # which --save uses, too
+            problems.refuse_without(useless, f"--ckpt-policy, such as {fits}")
             return
         for spec in given:
             owner = whose.get(spec.name)

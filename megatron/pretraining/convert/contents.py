@@ -20,7 +20,7 @@ import torch
 from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
-from moc.state.digests import MASK, ChunkDigest, Key, differing_operators
+from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, slot_of, to_text
 from moc.state.operators import MODULE_STATE, Detail, Region, boxes_of_range, is_module_state
 from moc.store import store
 from moc.store.dense_files import state_error
@@ -95,7 +95,7 @@ class Weights(ConvertedState):
     """
 
     def __init__(self, whole: ConvertedState, dtype: torch.dtype | None):
-        self._whole, self.tensors = whole, []
+        self._whole, self.tensors, self.digests = whole, [], whole.digests
         self._rounded: dict[str, torch.dtype] = {}
         for name, slots in whole.slots().items():
             if name.startswith(MODULE_STATE):  # bytes of a rank's user modules, which no other format has
@@ -177,24 +177,60 @@ def check_whole(contents: ConvertedState) -> None:
             )
 
 
+class DigestSums:
+    """Digests of the chunks that are read from a checkpoint, of operators whose digests it stores."""
+
+    def __init__(self, contents: ConvertedState):
+        self._contents, self._found = contents, Counter[Key]()
+        self._operators = {operator for operator, _ in contents.digests}
+        self._sized = {(operator, slot.partition(":")[2]) for operator, slot in contents.digests}
+
+    def read(self, box: TensorBox) -> torch.Tensor:
+        """Reads a chunk, and adds its values."""
+        values, operator = self._contents.read(box.name, box.slot, box.region), operator_or_other(box.name)
+        if operator in self._operators and box.slot != Detail.GRAD.value:
+            size = str(math.prod(box.global_shape))
+            slot = slot_of(box.name, box.slot) + (f":{size}" if (operator, size) in self._sized else "")
+            self._found[operator, slot] += int(ChunkDigest.of_values(box.name, box.global_shape, box.region, values)())
+        return values
+
+    def total(self) -> dict[Key, int]:
+        """Returns the digests of all chunks that were read."""
+        return {key: value & MASK for key, value in self._found.items() if value & MASK}
+
+    def to_text(self) -> dict[str, dict[str, str]]:
+        """Returns the digests as JSON-compatible values."""
+        total = self.total()
+        return to_text(total.keys(), total.values())
+
+
 def check_digests(contents: ConvertedState, where: Path) -> None:
     """Compares the contents of a checkpoint with the digests that it stores, tensor by tensor.
 
     Raises:
         CheckpointError: the state of an operator differs.
     """
-    saved, found = {operator for operator, _ in contents.digests}, Counter[Key]()
-    for box in contents.stored():
-        operator = operator_or_other(box.name)
-        if operator not in saved or box.slot == Detail.GRAD.value:
-            continue
-        sized = operator, f"{box.slot}:{math.prod(box.global_shape)}"
-        values = contents.read(box.name, box.slot, box.region)
-        digest = ChunkDigest.of_values(box.name, box.global_shape, box.region, values)
-        found[sized if sized in contents.digests else (operator, box.slot)] += int(digest())
-    now = {key: value & MASK for key, value in found.items()}
-    if wrong := differing_operators(now, contents.digests):
+    sums = DigestSums(contents)
+    for box in contents.stored() if contents.digests else ():
+        sums.read(box)
+    if wrong := differing_operators(sums.total(), contents.digests):
         raise state_error(where, wrong)
+
+
+def check_written(sums: Iterable[DigestSums], contents: ConvertedState, where: Path) -> dict[Key, int]:
+    """Compares the optimizer state that was written with the digests of its source; returns all digests.
+
+    Raises:
+        CheckpointError: the state of an operator differs.
+    """
+    total = Counter[Key]()
+    for one in sums:
+        total.update(one.total())
+    written = {key: value & MASK for key, value in total.items()}
+    compared = {key: contents.digests.get(key, 0) for key in written if key[1].partition(":")[0] != PARAM}
+    if wrong := differing_operators({key: written[key] for key in compared}, compared):
+        raise state_error(where, wrong)
+    return written
 
 
 def _missing(names: Iterable[str], shape: Any) -> list[str]:
@@ -264,13 +300,13 @@ def cut_tensors(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox
     return found
 
 
-def write_regions(path: Path, entries: Iterable[TensorBox], contents: ConvertedState, advance: Advance) -> FileEntry:
-    """Writes a region file durably, chunk by chunk; returns its manifest entry."""
+def write_regions(path: Path, entries: Iterable[TensorBox], sums: DigestSums, advance: Advance) -> FileEntry:
+    """Writes a region file durably, chunk by chunk, from the contents of ``sums``; returns its manifest entry."""
     layout = FileLayout(entries)
 
     def values() -> Iterator[torch.Tensor]:
         for entry in layout.entries:
-            yield contents.read(entry.name, entry.slot, entry.region)
+            yield sums.read(entry)
             advance(entry.nbytes)
 
     return write_values(path, layout, values())

@@ -26,6 +26,7 @@ cpu.install()  # must precede megatron.core
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
+from megatron.pretraining.checkpoint.digests import StoredDigests, read_digests  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
 from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
 from megatron.pretraining.convert.contents import (  # noqa: E402
@@ -35,8 +36,10 @@ from megatron.pretraining.convert.contents import (  # noqa: E402
     MASTER,
     Advance,
     ConvertedState,
+    DigestSums,
     Facts,
     check_whole,
+    check_written,
     cut_tensors,
     in_model_order,
     iteration_of,
@@ -63,7 +66,7 @@ from moc.files.safe_directory import write_durably  # noqa: E402
 from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
 from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402
-from moc.state.digests import total_of  # noqa: E402
+from moc.state.digests import to_text, total_of  # noqa: E402
 from moc.state.operators import Region  # noqa: E402
 from moc.store import dense_files  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -207,7 +210,8 @@ class DenseContents(ConvertedState):
         ]
         owned = whole_tensors(self._regions) + in_model_order(of_megatron)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
-        self.digests = total_of([self.facts.state.get("digests") or {}])
+        stored = read_digests(directory, manifest)
+        self.digests = total_of([stored.digests] if stored else [])
         step = self.facts.state.get("optimizer_step")
         self.operators = _operators(self.tensors, step if self.facts.state.get("optimizer") in _COUNTING else None)
 
@@ -349,13 +353,17 @@ def write_dense(
     refuse_to_replace(dense_files.checkpoint_path(root, iteration))
     _refuse_to_disturb(root, iteration)
     staging = dense_files.begin_save(root, iteration)
-    boxes = [_weight(weights, entry, places[entry.name], advance) for entry in weights.tensors]
+    sums = DigestSums(weights), DigestSums(contents)
+    boxes = [_weight(sums[0], entry, places[entry.name], advance) for entry in weights.tensors]
     write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
     if owned:
         (staging / OPTIMIZER).mkdir()
     for rank, part in enumerate(cut_tensors(owned, writers) if owned else ()):
-        write_regions(staging / OPTIMIZER / shard_file_name(rank), part, contents, advance)
+        write_regions(staging / OPTIMIZER / shard_file_name(rank), part, sums[1], advance)
+    digests = check_written(sums, contents, staging)
+    if digests and state["params_dtype"]:
+        StoredDigests(state["params_dtype"], to_text(digests, digests.values())).write(staging)
     write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
     written = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     return dense_files.publish_save(
@@ -365,7 +373,7 @@ def write_dense(
 
 def _training_state(contents: ConvertedState) -> dict:
     """Returns the contents of ``training_state.json``."""
-    state = {name: value for name, value in contents.facts.state.items() if name != "digests"}
+    state = dict(contents.facts.state)
     steps: dict[int, str] = {}
     for name, (detail, step) in contents.operators.items():
         if detail == FULL and step is not None:
@@ -380,10 +388,10 @@ def _training_state(contents: ConvertedState) -> dict:
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _weight(weights: ConvertedState, entry: TensorBox, place: StockPlace, advance: Advance) -> Weight:
+def _weight(sums: DigestSums, entry: TensorBox, place: StockPlace, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
-        return weights.read(entry.name, entry.slot, entry.region).reshape(place.region.shape)
+        return sums.read(entry).reshape(place.region.shape)
 
     return Weight(place.key, place.global_shape, place.region, entry.dtype, values)
 

@@ -226,10 +226,9 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
     room = args.output.absolute().parent if whole else args.output
     room.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:
-        directory, exact = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
-        if not exact:
-            note = "replayed in another layout: equal to the run's state up to floating-point rounding"
-            print_lines(note, error=True)
+        directory, remark = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
+        if remark:
+            print_lines(remark, error=True)
         yield directory
 
 

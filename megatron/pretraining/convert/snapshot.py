@@ -12,9 +12,11 @@ from megatron.pretraining.convert.contents import (
     MASTER,
     Advance,
     ConvertedState,
+    DigestSums,
     Facts,
     Weights,
     check_digests,
+    check_written,
     count_elements,
     cut_tensors,
     in_model_order,
@@ -25,6 +27,7 @@ from megatron.pretraining.convert.contents import (
     write_regions,
 )
 from megatron.pretraining.convert.dense import DenseContents
+from moc.cli_output import print_lines
 from moc.files.safe_directory import sync_directory
 from moc.inspect.checkpoint import SNAPSHOT, format_of
 from moc.inspect.coverage import operators_of
@@ -176,9 +179,12 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
     refuse_to_replace(directory)
     store.remove(facts.iteration)  # files of a killed conversion
     directory.mkdir(parents=True)
-    written, entries = {}, cut_tensors(contents.tensors, writers)
+    written, digests, entries = {}, {}, cut_tensors(contents.tensors, writers)
     for rank, part in enumerate(entries):
-        written[shard_file_name(rank)] = write_regions(directory / shard_file_name(rank), part, contents, advance)
+        name = shard_file_name(rank)
+        digests[name] = DigestSums(contents)
+        written[name] = write_regions(directory / name, part, digests[name], advance)
+    check_written(digests.values(), contents, directory)
     sync_directory(directory)
     counts = count_elements(entry for part in entries for entry in part)
     operators = {
@@ -186,8 +192,11 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
         for name, (detail, step) in contents.operators.items()
         if name in counts
     }
-    state = {name: value for name, value in facts.state.items() if name != "digests"}
-    store.publish(Manifest(facts.iteration, facts.policy, writers, written, operators, dict(facts.layout), state))
+    known = {operator for operator, _ in contents.digests}
+    verifiable = all(name in known and entry.detail == FULL for name, entry in operators.items())
+    sums = {name: one.to_text() for name, one in digests.items()} if verifiable else {}
+    layout, state = dict(facts.layout), dict(facts.state)
+    store.publish(Manifest(facts.iteration, facts.policy, writers, written, operators, layout, state, digests=sums))
     return directory
 
 
@@ -212,6 +221,8 @@ def contents_of(
         if whole and not allow_stale:
             refuse_stale(directory)
         contents = snapshot_contents(directory, allow_stale)
+    if not contents.digests:
+        print_lines(f"{directory} is not verified: it has no digests", error=True)
     check_digests(contents, directory)
     return contents
 

@@ -104,7 +104,7 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
 
 def compute_again(
     window: ConvertedWindow, flags: Sequence[str], workers: int | None, scratch: Path
-) -> tuple[Path, bool]:
+) -> tuple[Path, str]:
     """Runs the training program, which replays the window and saves the state at its end.
 
     Args:
@@ -114,7 +114,7 @@ def compute_again(
         scratch: an empty directory, with room for a dense checkpoint; in another file system, also for the window.
 
     Returns:
-        The dense checkpoint, and whether it is bit-identical to the run's state.
+        The dense checkpoint, and a remark unless digests prove that it is bit-identical to the run's state.
 
     Raises:
         CheckpointError: the program failed, or a replayed loss differs from the run's.
@@ -145,10 +145,17 @@ def compute_again(
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
     program = child_processes.module_command(PROGRAM, "--config", str(scratch / "flags.yaml"))
     _run([*child_processes.module_command(*launch), *program], snapshots, window.root)
-    for event in read_events(log_dir):
+    events = read_events(log_dir)
+    for event in events:
         if event["type"] == "replay" and not event["exact"]:
             _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
-    return dense_files.checkpoint_path(save, window.end.iteration), not elsewhere
+    loaded = [event for event in events if event["type"] == "resume"][-1]
+    remark = ""
+    if elsewhere:
+        remark = "replayed in another layout: equal to the run's state up to floating-point rounding"
+    elif loaded["unverified"] or not loaded["verified"]:
+        remark = "the result is not verified: digests of operators are missing"
+    return dense_files.checkpoint_path(save, window.end.iteration), remark
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

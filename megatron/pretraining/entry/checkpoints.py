@@ -1,6 +1,6 @@
 """``--save`` and ``--load``: checkpoints in Megatron-LM's format, written and read by Megatron-LM's code.
 
-They contain digests of the state, which are compared when a run loads a checkpoint or a converter reads it.
+They contain digests of the state: see :mod:`megatron.pretraining.checkpoint.digests`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron.training import checkpointing, get_wandb_writer, training
 
 from megatron.pretraining.checkpoint import contents, fragments, lineage, writer
 from megatron.pretraining.checkpoint.background import Saves
+from megatron.pretraining.checkpoint.digests import digest_state, verify_loaded
 from megatron.pretraining.checkpoint.state import read_data, read_state
 from megatron.pretraining.checkpoint.unpickling import read_metadata
 from megatron.pretraining.data.identity import DATA
@@ -28,7 +29,6 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.owned import members
 from megatron.pretraining.engine.sharded import FragmentedOptimizer
 from megatron.pretraining.engine.small_moments import SmallMomentsAdam
-from megatron.pretraining.engine.state import PARAM, MegatronState, optimizer_fragments
 from megatron.pretraining.entry import previous
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.model import check_shape
@@ -39,16 +39,15 @@ from megatron.pretraining.parts import WorkerParts
 from moc.background import within
 from moc.fault_points import reach
 from moc.files.safe_directory import write_durably
-from moc.runtime.collectives import first_reported, gather, run_on_rank0, sum_over_workers
-from moc.state.digests import Key, StateDigest, differing_operators, from_limbs, keys_of, to_limbs, to_text, total_of
-from moc.state.operators import MODULE_STATE, Detail, Fragment
+from moc.runtime.collectives import first_reported, run_on_rank0
 from moc.state.record import Position
 from moc.store import dense_files
-from moc.store.dense_files import state_error
 from moc.store.errors import CheckpointError
 
 _WRITES = ((serialization, "save_config"), (FileSystemWriterAsync, "finish"))
 """Functions of the first worker that write, while the other workers wait."""
+_PERMIT_MISSING = "log_all", "return_all", "ignore_all"
+"""Values of ``--dist-ckpt-strictness`` that accept missing tensors, which keep their values."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 """Name of the embedding's tensor in Megatron-LM's checkpoints of GPT models."""
 
@@ -176,14 +175,18 @@ class StockCheckpoints(Saves):
             loaded: Any = training.load_checkpoint(chunks, optimizer, scheduler, checkpointing_context={})
         args.iteration, args.num_floating_point_operations_so_far = loaded
         parts.modules.take_over()
+        resumes = not (args.iteration == 0 or choice.begins or args.no_load_optim)
         if fragmented:
-            if args.iteration == 0 or choice.begins or args.no_load_optim:
+            if not resumes:
                 parts.optimizer.core.reload_model_params()
             else:
                 fragments.load(directory, manifest, state, parts.config, parts.chunks, parts.optimizer)
                 assert state is not None  # or nothing was loaded
                 contents.restore_scheduler(parts.scheduler, state["scheduler"], directory)
-                check_stored_digests(parts, self._model, state, directory)
+        if args.dist_ckpt_strictness in _PERMIT_MISSING:
+            self._log.message(f"the state of {directory} is not verified: a part of it may be missing")
+        else:
+            verify_loaded(parts, self._model, directory, manifest, resumes)
         if args.iteration == 0:
             return None
         if state is not None:
@@ -205,8 +208,7 @@ class StockCheckpoints(Saves):
         if not args.finetune:
             contents.check_data(parts.config, parts.data, state, directory)
         position = previous.load(parts, directory, manifest, state, described(args), resumes)
-        if resumes:
-            check_stored_digests(parts, self._model, state, directory)
+        verify_loaded(parts, self._model, directory, manifest, resumes)
         if args.finetune or position.iteration == 0:
             return None
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
@@ -233,8 +235,9 @@ class StockCheckpoints(Saves):
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         writer.use_mortal_result_queue()
-        wants_digests = self._saves_fragments and parts.config.snapshot.digest_interval and not args.no_save_optim
-        digests = digest_state(parts, self._model) if wants_digests else None
+        digests = None
+        if parts.config.snapshot.digest_interval:
+            digests = digest_state(parts, self._model, not args.no_save_optim)
         in_background = args.ckpt_format == "torch_dist"  # Megatron-LM writes other formats synchronously
         settings: dict[str, Any] = dict(async_save=in_background, async_strategy="mcore")
 
@@ -252,12 +255,14 @@ class StockCheckpoints(Saves):
         with replaced(args, **settings), replaced(checkpointing, schedule_async_save=scheduled.append):
             with self._saving_to(staging, position.iteration):
                 self.together(save, *_WRITES)
+        if digests is not None:
+            run_on_rank0(lambda: digests.write(staging), "cannot write a checkpoint")
         entries = None
         if not self._saves_fragments and parts.data is not None:
             data = json.dumps(parts.data.plain(), indent=1)
             run_on_rank0(lambda: write_durably(staging / dense_files.DATA_FILE, data), "cannot write a checkpoint")
         if self._saves_fragments:
-            state = functools.partial(self._write_state, staging, position, digests)
+            state = functools.partial(self._write_state, staging, position)
             run_on_rank0(state, "cannot write a checkpoint")
         if self._saves_fragments and not args.no_save_optim:
             entries = fragments.entries_of(parts.chunks, parts.optimizer)
@@ -266,15 +271,13 @@ class StockCheckpoints(Saves):
         end = functools.partial(self._end, staging, position.iteration, stock.finalize_fns)
         return stock._replace(async_fn=write, finalize_fns=[end])
 
-    def _write_state(self, staging: Path, position: Position, digests: Mapping | None) -> None:
+    def _write_state(self, staging: Path, position: Position) -> None:
         parts, world = self._parts, self._world
         state = contents.training_state(
             parts.config, world, position, parts.optimizer, parts.scheduler, self._model.described, parts.data
         )
         if get_args().no_save_optim:
             state |= {"optimizer": None, "optimizer_package": None}
-        if digests is not None:
-            state[DIGESTS] = digests
         write_durably(staging / dense_files.STATE_FILE, json.dumps(state, indent=1))
 
     def _end(self, staging: Path, iteration: int, finalizers: Sequence[Callable[[], None]]) -> None:
@@ -367,59 +370,3 @@ def _refuse_other_padding(directory: Path, rows: int) -> None:
                 f"--padded-vocab-size {saved}",
                 code="vocabulary-padding-differs",
             )
-
-
-DIGESTS = "digests"
-"""Key of the digests in ``training_state.json``: by operator and optimizer-state key, 16 hex digits each."""
-
-
-def dense_fragments(parts: WorkerParts) -> Iterator[Fragment]:
-    """Yields this rank's tensor chunks in a dense checkpoint: optimizer state, weights and router biases."""
-    core = parts.optimizer.core
-    yield from optimizer_fragments(parts.chunks, core)
-    state = MegatronState(parts.chunks, core, parts.modules)
-    for fragment in state.fragments(state.operators(), Detail.COMPUTE):
-        if not fragment.name.startswith(MODULE_STATE):
-            yield fragment
-
-
-def digest_state(parts: WorkerParts, model: Model) -> dict[str, dict[str, str]]:
-    """Returns the digests of the state, as values of JSON; a collective call."""
-    fragments = list(dense_fragments(parts))
-    keys = keys_of(fragments, model.operators, gather)
-    sums = StateDigest(fragments, keys).compute()
-    added = sum_over_workers({DIGESTS: to_limbs(sums[0])}, parts.world)
-    return to_text(keys, from_limbs(added[DIGESTS]))
-
-
-def check_stored_digests(parts: WorkerParts, model: Model, saved: Mapping[str, Any], directory: Path) -> None:
-    """Compares the loaded state with the digests in a checkpoint, if it has any; a collective call.
-
-    Args:
-        parts: have loaded weights and optimizer state.
-        model: the model.
-        saved: training state of the checkpoint.
-        directory: the checkpoint.
-
-    Raises:
-        CheckpointError: on all workers: the state has other digests.
-    """
-    if not parts.config.snapshot.digest_interval or not saved.get(DIGESTS):
-        return
-    now, before = total_of([digest_state(parts, model)]), total_of([saved[DIGESTS]])
-    same_format = saved.get("params_dtype") == _format_of(parts)
-    comparable = {key for key in now.keys() | before.keys() if _is_comparable(key, now, before, same_format)}
-    there, here = ({key: value for key, value in of.items() if key in comparable} for of in (before, now))
-    if wrong := differing_operators(here, there):
-        raise state_error(directory, wrong)
-
-
-def _is_comparable(key: Key, now: Mapping[Key, int], before: Mapping[Key, int], same_format: bool) -> bool:
-    """Returns whether a key means the same here and there: padding may differ, and so may the format of weights."""
-    slot, _, size = key[1].partition(":")
-    return (same_format or slot != PARAM) and (not size or (key in now and key in before))
-
-
-def _format_of(parts: WorkerParts) -> str:
-    precision = parts.config.mixed_precision
-    return "bf16" if precision.bf16 else "fp16" if precision.fp16 else "fp32"

@@ -2,8 +2,8 @@
 
 import random
 
-from benchmarks.elastic_faults import CLUSTER, Row, summary
-from benchmarks.faults.members import COMES, MOMENTS, MOVE, SETTLED, Cluster, drawn, moment
+from benchmarks.elastic_faults import CLUSTER, Row, stall, summary
+from benchmarks.faults.members import COMES, LEAVES, MOMENTS, MOVE, SETTLED, Cluster, drawn, moment
 from tests.cases import each_row
 
 
@@ -11,21 +11,25 @@ from tests.cases import each_row
 def test_fewer_than_f_are_lost_at_once_and_enough_nodes_are_there(cluster):
     kinds = set()
     for seed in range(100):
-        there, held, lost = set(range(cluster.nodes)), set(range(cluster.nodes)), set()
+        there, held, lost, departs = set(range(cluster.nodes)), set(range(cluster.nodes)), set(), False
         happenings = drawn(random.Random(seed), 15, cluster)
         assert len(happenings) == 15 and happenings == drawn(random.Random(seed), 15, cluster)
         for one in happenings:
             kinds.add((one.action, one.when))
             if one.when == SETTLED:
-                held, lost = set(there), set()
+                held, lost, departs = set(there), set(), False
             assert (one.node in there) != (one.action == COMES)
             if one.action == COMES:
                 there.add(one.node)
             else:
                 lost |= {one.node} & held
                 there -= {one.node} if one.action != "worker" else set()
+                departs |= one.action == LEAVES
+                assert not departs or len(held - lost) >= cluster.least  # the others can continue meanwhile
             assert len(lost) <= cluster.survives(len(held)) and len(there) >= cluster.least
-    assert kinds >= {(action, when) for action in ("node", "launcher", "worker", COMES) for when in (SETTLED, MOVE)}
+    assert kinds >= {
+        (action, when) for action in ("node", "launcher", "worker", LEAVES, COMES) for when in (SETTLED, MOVE)
+    }
 
 
 def told(*kinds, at=1.0):
@@ -60,3 +64,8 @@ def test_runs_are_counted_together():
     )
     assert found["by kind"]["node"] == dict.fromkeys(MOMENTS, 0) | {"move": 2}
     assert found["largest difference of a loss"] == 2e-7
+
+
+def test_a_stall_is_the_longest_of_all_threads_that_continue():
+    times = [[1.0, 2.0, 3.0, 6.5, 7.5], [1.0, 2.0, 3.0, 7.0, 8.0], [1.0, 2.0, 3.0]]  # the last one is lost
+    assert stall(times, 3.2) == 3.0 and stall(times, 2.5) == 0.0 and stall(times, 9.0) is None

@@ -64,7 +64,14 @@ def test_all_faults_are_counted():
         "by_action": {"kill": 2, "stop": 1, "replica_server": 1},
         "computed_again": {"recoveries": 2, "mean": 3.5, "most": 5},
         "computed_again_by_all": None,
+        "killed_inside_micro_batches_by_value": {},
     }
+
+
+def test_the_kills_inside_micro_batches_are_counted_by_value():
+    fired = [["kill 1 at 3, forward_backward", "kill 0 at 5, forward_backward"], ["kill 1 at 3, completed"]]
+    rows = [Row("DP2", "disk", 0, faults, values={"loss": "aux"}) for faults in (*fired, ["stop 1 at 2, start"])]
+    assert summary(rows)["killed_inside_micro_batches_by_value"] == {"loss: aux": 1}
 
 
 def test_what_is_computed_again_belongs_to_the_recovery_that_it_ends_with():

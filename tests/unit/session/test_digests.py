@@ -1,6 +1,7 @@
 """The comparison of a recovered state with the digests of its iteration."""
 
 from moc.session.digests import KnownDigests, LocalPart, compare_digests
+from moc.state.digests import MODULE
 
 KEPT = LocalPart("chunks", "a", is_kept=True)
 CHANGED = LocalPart("chunks", "b", is_kept=False)
@@ -43,6 +44,12 @@ def test_stale_experts_have_no_digest():
 def test_padding_of_another_layout_is_not_compared():
     found = compared(LOADED, total={("embedding", "master:96"): 5}, reference={("embedding", "master:128"): 6})
     assert found.unverified == ("embedding",)
+
+
+def test_state_of_user_modules_that_a_conversion_omits_is_not_compared():
+    total = RIGHT | {("embedding", MODULE): 7}
+    assert compared(LOADED, total=total, reference=RIGHT).unverified == ("embedding",)
+    assert compared(LOADED, total=total, reference=RIGHT | {("embedding", MODULE): 8}).wrong == ("embedding",)
 
 
 def test_few_iterations_are_remembered():
