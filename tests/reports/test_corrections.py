@@ -208,6 +208,14 @@ def test_a_script_is_warned_and_not_changed(tmp_path):
     assert not any("[loss-reported-twice]" in one.output for one in ended.values())
 
 
+def test_capacity_limits_that_depend_on_the_layout_warn(tmp_path):
+    """No correction exists: each tensor-parallel worker limits the tokens that it routes."""
+    tp2 = f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel"
+    for name, flags, warnings in (("tp", tp2, 1), ("ep", EP2, 0)):
+        ended = run(tmp_path / name, OWN_PROGRAM, 2, f"{flags} --moe-expert-capacity-factor 1.0 --train-iters 1")
+        assert ended.code == 0 and ended.output.count("[result-depends-on-layout]") == warnings, ended.output[-3000:]
+
+
 def test_unknown_corrections_are_refused(tmp_path):
     ended = run(tmp_path, OWN_PROGRAM, 1, "--correct all,magic")
     assert ended.code == 2 and "[value-unreadable]" in ended.output

@@ -224,6 +224,16 @@ def test_token_ids_outside_of_the_vocabulary_are_refused(job):
     refused(run(job.root, 1), "token-id-out-of-range")
 
 
+def test_token_ids_that_no_sampled_block_has_are_refused_when_read(job):
+    """A start reads a mebibyte of each file, and an iteration checks its own samples."""
+    (nodes(job)[0] / f"{PREFIX}{identity.SUFFIX}").unlink()
+    ids = numpy.full(1 << 20, 301)
+    for start, length in identity.sampled_blocks(2 * len(ids)):
+        ids[start // 2 : (start + length) // 2] = 1
+    write_ids(nodes(job)[0], ids)
+    refused(run(job.root, 1), "token-id-out-of-range")
+
+
 def write_ids(node: Path, ids: numpy.ndarray) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -247,6 +257,17 @@ def test_a_cache_with_other_indices_on_a_node_is_refused(job):
     (path,) = (nodes(job)[1] / "cache").glob("*train-shuffle_index.npy")
     numpy.save(path, numpy.load(path)[::-1].copy())
     refused(run(job.root), "data-differs-between-nodes")
+
+
+def test_a_cache_with_another_order_of_a_blend_on_a_node_is_refused(job):
+    for node in nodes(job):
+        shutil.copytree(job.root / "new/data", node / "more")
+    blend = dict(data_path=["0.3", PREFIX, "0.7", "more/tokens_text_document"], allow_changed_data=True)
+    mixed = samples_of(run(job.root, **blend))
+    assert mixed != job.samples and samples_of(run(job.root, **blend)) == mixed
+    for path in (nodes(job)[1] / "cache").glob("*BlendedDataset-train-dataset_*index.npy"):
+        numpy.save(path, numpy.load(path)[::-1].copy())
+    refused(run(job.root, **blend), "data-differs-between-nodes")
 
 
 def test_a_cache_that_cannot_be_written_is_refused(job):

@@ -62,6 +62,42 @@ class VocabularyIdentity:
 
 
 @dataclass(frozen=True)
+class TokenIdLimit:
+    """The token ids that a model can read: from 0 to ``size`` - 1, and ``padding``, which datasets replace."""
+
+    size: int
+    padding: int | None = None
+
+    def find_wrong(self, ids: Any) -> int | None:
+        """Returns another id in an array or tensor, which is not empty; None if there is none."""
+        least, largest = int(ids.min()), int(ids.max())
+        if largest >= self.size:
+            return largest
+        return least if least < 0 and least != self.padding else None
+
+    def check(self, batch: Any) -> None:
+        """Checks the tokens of a micro batch, since a start reads only parts of the data.
+
+        Args:
+            batch: tokens and labels by name, on the CPU; others are not checked.
+
+        Raises:
+            DataError: a token is outside of the vocabulary.
+        """
+        tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
+        if tokens is not None and (wrong := self.find_wrong(tokens)) is not None:
+            raise self.error("a sample", wrong)
+
+    def error(self, where: str, wrong: int) -> DataError:
+        """Returns the error of data with a wrong token id."""
+        return DataError(
+            f"{where} has token id {wrong}, and the vocabulary has {self.size} ids. Fix: pass the tokenizer that "
+            "preprocessed it, or preprocess the text again",
+            code="token-id-out-of-range",
+        )
+
+
+@dataclass(frozen=True)
 class Source:
     """A dataset that a split reads.
 
@@ -156,6 +192,14 @@ def vocabulary_of(tokenizer: Any) -> VocabularyIdentity | None:
     return None if tokens is None else _vocabulary(tokens)
 
 
+def size_of_vocabulary(tokenizer: Any) -> int:
+    """Returns the number of ids of megatron-core's tokenizer: more than it has tokens if it skips ids."""
+    try:
+        return max(tokenizer.vocab_size, 1 + max(tokenizer.inv_vocab, default=-1))
+    except (AttributeError, NotImplementedError):
+        return tokenizer.vocab_size
+
+
 def write_fingerprint(prefix: str, vocabulary: VocabularyIdentity | None) -> None:
     """Writes the fingerprint file of a complete pair."""
     known = asdict(fingerprint(prefix)) | {"vocabulary": None if vocabulary is None else asdict(vocabulary)}
@@ -168,12 +212,12 @@ class PairChecker:
 
     Args:
         tokenizer: megatron-core's tokenizer of this run, or None.
-        sizes: ``--vocab-size`` and the rows of the embedding, if known; the latter limits ids without a vocabulary.
+        limit: limit of the token ids, if known.
     """
 
-    def __init__(self, tokenizer: Any, sizes: tuple[int | None, int | None]):
-        tokens = self._tokens = _tokens_of(tokenizer)
-        self._limit = sizes[1] if tokens is None else max(len(tokens), tokenizer.vocab_size, sizes[0] or 0)
+    def __init__(self, tokenizer: Any, limit: TokenIdLimit | None):
+        tokens, self._limit = _tokens_of(tokenizer), limit
+        self._tokens = tokens
         self._vocabulary_of_first = functools.cache(lambda count: _vocabulary((tokens or [])[:count]))
 
     def problems(self, prefix: str) -> list[DataError]:
@@ -183,7 +227,11 @@ class PairChecker:
             DataError: the pair is incomplete, or has token ids that the model lacks.
         """
         try:
-            largest = _largest_sampled_id(prefix, _check_sizes(prefix))
+            sampled = _sampled_ids(prefix, _check_sizes(prefix))
+            if self._limit is not None:
+                for ids in sampled:
+                    if (wrong := self._limit.find_wrong(ids)) is not None:
+                        raise self._limit.error(f"{prefix}.bin", wrong)
             recorded = _recorded(prefix)
             problems = list(_other_contents(prefix, recorded)) if recorded is not None else []
         except OSError as error:
@@ -191,12 +239,6 @@ class PairChecker:
                 f"{error.filename or prefix} cannot be read ({error.strerror}). Fix: correct its permissions, or copy "
                 "it again"
             ) from None
-        if self._limit is not None and largest >= self._limit:
-            raise DataError(
-                f"{prefix}.bin has token id {largest}, and the vocabulary has {self._limit} ids. Fix: pass the "
-                "tokenizer that preprocessed it, or preprocess the text again",
-                code="token-id-out-of-range",
-            )
         known = recorded.vocabulary if recorded is not None else None
         if known is not None and self._tokens is not None and self._vocabulary_of_first(known.tokens) != known:
             other = DataError(
@@ -330,12 +372,12 @@ def _other_contents(prefix: str, recorded: _Recorded) -> Iterator[DataError]:
         )
 
 
-def _largest_sampled_id(prefix: str, dtype: str) -> int:
+def _sampled_ids(prefix: str, dtype: str) -> Iterator[Any]:
     import numpy
 
     size = numpy.dtype(dtype).itemsize
     blocks = (numpy.frombuffer(block, dtype, len(block) // size) for block in _read_blocks(f"{prefix}.bin"))
-    return max((int(ids.max()) for ids in blocks if ids.size), default=0)
+    return (ids for ids in blocks if ids.size)
 
 
 def _tokens_of(tokenizer: Any) -> list[str] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.pretraining.config import ConfigError
+from megatron.pretraining.data.identity import TokenIdLimit
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.child_processes import attach_without_gpus
 
@@ -24,13 +25,19 @@ class BatchStream:
     """Micro batches of one worker, from any position and in the topology of any generation, including dummy ones.
 
     ``num_workers`` processes read them, or this process if it is 0.  With ``wrap`` (evaluation), the stream starts over
-    at the end of the dataset.
+    at the end of the dataset.  Tokens outside of ``limit`` raise DataError.
     """
 
     has_data = True
 
-    def __init__(self, dataset: torch.utils.data.Dataset, num_workers: int = 0, wrap: bool = False):
-        self._dataset, self._num_workers, self._wrap = dataset, num_workers, wrap
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset,
+        num_workers: int = 0,
+        wrap: bool = False,
+        limit: TokenIdLimit | None = None,
+    ):
+        self._dataset, self._num_workers, self._wrap, self._limit = dataset, num_workers, wrap, limit
         self._reader: Iterator[Batch] | None = None
         self._place: tuple[Topology, int] | None = None  # consumed samples; None within an iteration
         self._ghost: Batch | None = None
@@ -52,6 +59,8 @@ class BatchStream:
                     "run has read. Fix: resume with the global batch size that the checkpoint was saved with",
                     code="samples-too-few",
                 )
+            if self._limit is not None:
+                self._limit.check(batch)
             if turn == topology.rounds - 1:  # the caller draws no batch after the last one
                 self._place = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}

@@ -19,6 +19,7 @@ from megatron.training import initialize, training
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
 from megatron.pretraining.config.groups import FlagGroups
+from megatron.pretraining.data.identity import TokenIdLimit
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
@@ -338,8 +339,14 @@ def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> 
     return loss is not None
 
 
-def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream | None]:
+def streams_of(
+    datasets: Mapping[str, Sequence[Any]], limits: Mapping[str, TokenIdLimit | None]
+) -> dict[str, BatchStream | None]:
     """Returns the readers of the splits, from any position and in the topology of any generation.
+
+    Args:
+        datasets: datasets by split.
+        limits: limit of the token ids by split, if any.
 
     Raises:
         ConfigError: the samples are not dictionaries with a ``loss_mask``, which dummy micro batches need.
@@ -353,7 +360,7 @@ def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, BatchStream |
                 code="datasets-unsupported",
             )
         train = split == "train"
-        streams[split] = None if dataset is None else BatchStream(dataset, workers * train, wrap=not train)
+        streams[split] = None if dataset is None else BatchStream(dataset, workers * train, not train, limits[split])
     return streams
 
 

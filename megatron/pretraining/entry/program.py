@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import check_param_hashes_across_dp_replicas, get_model_config
-from megatron.training import get_tokenizer, initialize_megatron, training
+from megatron.training import initialize_megatron, training
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.deterministic import about_bits
@@ -27,7 +27,7 @@ from megatron.pretraining.engine.megatron import Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.schedule import RateSchedule
-from megatron.pretraining.entry import command_line, cpu, deepspeed, elastic
+from megatron.pretraining.entry import cpu, deepspeed, elastic
 from megatron.pretraining.entry.checkpoints import StockCheckpoints
 from megatron.pretraining.entry.configuration import described
 from megatron.pretraining.entry.flags import refused_by_megatron
@@ -37,8 +37,15 @@ from megatron.pretraining.entry.model import model_of_chunks
 from megatron.pretraining.entry.optimizers import refuse_built
 from megatron.pretraining.entry.schedule import Reports, StockSchedule, StockTopology, clear_trackers, reporting
 from megatron.pretraining.entry.stock import get_args, get_timers, replaced
-from megatron.pretraining.entry.streams import build_split_datasets, data_identity, data_sizes, streams_of
-from megatron.pretraining.model.corrections import PaddedVocabulary, defects_of
+from megatron.pretraining.entry.streams import (
+    build_split_datasets,
+    data_identity,
+    data_sizes,
+    padded_rows,
+    streams_of,
+    token_id_limits,
+)
+from megatron.pretraining.model.corrections import defects_of
 from megatron.pretraining.model.parameters import EXACT, initialize_weights
 from megatron.pretraining.parts import Callback, TrainingRun, WorkerParts
 from megatron.pretraining.process.core import transformer_engine
@@ -131,7 +138,8 @@ class StockProgram:
         phases.done("model")
         reach("rebuilding")
         datasets = build_split_datasets(self.datasets, len(chunks), config.data.allow_changed_data, log.message)
-        streams: Any = elastic.streams_of(datasets) if config.elastic.elastic else streams_of(datasets)
+        readers: Any = elastic.streams_of if config.elastic.elastic else streams_of
+        streams = readers(datasets, token_id_limits(datasets))
         announce_restarts(config, log)
         phases.done("data")
         modules, moving = ModuleState(chunks), None
@@ -356,6 +364,17 @@ def _correct(config: Config, chunks: Sequence[torch.nn.Module], log: StockLog) -
                     code="result-depends-on-layout",
                 )
             )
+    core: Any = get_model_config(chunks[0])
+    shards = parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+    if core.num_moe_experts and core.moe_expert_capacity_factor is not None and shards > 1:
+        log.message(
+            warning(
+                f"each of {shards} tensor- or context-parallel workers limits the tokens that it sends to an expert: "
+                "other tokens are dropped than in another layout. Fix: keep the layout, or drop "
+                "--moe-expert-capacity-factor",
+                code="result-depends-on-layout",
+            )
+        )
 
 
 def _is_repeated(run: TrainingRun) -> bool:
@@ -374,15 +393,6 @@ def _is_repeated(run: TrainingRun) -> bool:
             )
         )
     return False
-
-
-def padded_rows(args: Any) -> PaddedVocabulary:
-    """Returns the rows of the embedding; a given ``--padded-vocab-size`` is the size of the vocabulary."""
-    rows = args.padded_vocab_size or 0
-    if not rows or "padded_vocab_size" in command_line.read().named:
-        return PaddedVocabulary(rows, rows)
-    tokenizer: Any = get_tokenizer()
-    return PaddedVocabulary(tokenizer.vocab_size, rows)
 
 
 def _log_of(parts: WorkerParts) -> StockLog:

@@ -44,10 +44,12 @@ from megatron import training
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data import identity
-from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source
+from megatron.pretraining.data.identity import DataError, DataIdentity, PairChecker, Source, TokenIdLimit
+from megatron.pretraining.entry import command_line
 from megatron.pretraining.entry.flags import refused_by_megatron
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.logging.startup import DataSizes
+from megatron.pretraining.model.corrections import PaddedVocabulary
 from megatron.pretraining.process.topology import Topology
 from moc.errors import cause_of, with_code
 from moc.files.safe_directory import remove_owned
@@ -207,6 +209,8 @@ def seed_by_sample() -> None:
 
 
 SPLITS = ("train", "valid", "test")
+_INDICES = "document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index"
+"""Attributes of megatron-core's datasets and blends, which determine their samples."""
 _READERS = 16  # threads that read blocks of data files
 
 
@@ -217,10 +221,11 @@ class StockStream:
         datasets: dataset of each virtual stage, or one; None where another tensor-parallel rank sends the data.
         interleaved: whether there are virtual stages.
         evaluates: the split is for evaluation, in batches of a constant size.
+        limit: limit of the token ids; None if they are not checked.
     """
 
-    def __init__(self, datasets: Sequence[Any], interleaved: bool, evaluates: bool):
-        self._datasets, self._interleaved, self._evaluates = datasets, interleaved, evaluates
+    def __init__(self, datasets: Sequence[Any], interleaved: bool, evaluates: bool, limit: TokenIdLimit | None = None):
+        self._datasets, self._interleaved, self._evaluates, self._limit = datasets, interleaved, evaluates, limit
         self._readers: list[Iterator[Any] | None] = []
         self._at: tuple[int, int, int] | None = None
 
@@ -264,6 +269,8 @@ class StockStream:
                     reader = self._reader_at(stage, consumed_samples + number * batch // rounds)
                     assert reader is not None
                     self._readers[stage], sample = reader, next(reader)
+                if self._limit is not None:
+                    self._limit.check(sample)
                 if number >= rounds - 1:
                     unread.discard(stage)
                     self._at = None if unread or number >= rounds else (*at[:2], consumed_samples + batch)
@@ -306,10 +313,42 @@ def _begin_reader(parent: int, begin: Callable[[int], None] | None, number: int)
         begin(number)
 
 
-def streams_of(datasets: Mapping[str, Sequence[Any]]) -> dict[str, StockStream]:
-    """Returns the readers of the splits."""
+def streams_of(
+    datasets: Mapping[str, Sequence[Any]], limits: Mapping[str, TokenIdLimit | None]
+) -> dict[str, StockStream]:
+    """Returns the readers of the splits; ``limits`` are those of :func:`token_id_limits`."""
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
-    return {split: StockStream(of_stages, interleaved, split != "train") for split, of_stages in datasets.items()}
+    return {
+        split: StockStream(of_stages, interleaved, split != "train", limits[split])
+        for split, of_stages in datasets.items()
+    }
+
+
+def token_id_limits(datasets: Mapping[str, Sequence[Any]]) -> dict[str, TokenIdLimit | None]:
+    """Returns the limit of the token ids of each split; None if it reads no pairs of files, or without a vocabulary.
+
+    Other datasets may have further ids, such as those of images.
+    """
+    limit = _token_id_limit()
+    return {
+        split: limit if next(_files_of(of_stages), None) is not None else None for split, of_stages in datasets.items()
+    }
+
+
+def _token_id_limit() -> TokenIdLimit | None:
+    size = padded_rows(get_args()).size
+    return TokenIdLimit(size, getattr(_tokenizer(), "pad", -1)) if size else None
+
+
+def padded_rows(args: Any) -> PaddedVocabulary:
+    """Returns the rows of the embedding.
+
+    A given ``--padded-vocab-size`` is the size of the vocabulary; ``--vocab-size`` may exceed that of the tokenizer.
+    """
+    rows, tokenizer = args.padded_vocab_size or 0, _tokenizer()
+    if not rows or tokenizer is None or "padded_vocab_size" in command_line.read().named:
+        return PaddedVocabulary(rows, rows)
+    return PaddedVocabulary(min(max(identity.size_of_vocabulary(tokenizer), args.vocab_size or 0), rows), rows)
 
 
 def build_split_datasets(
@@ -360,7 +399,7 @@ def _problem_of_files(accepts_changes: bool, say: Callable[[str], None]) -> str 
         blend, by_split = get_blend_and_blend_per_split(args)
     blends = filter(None, [blend, *(by_split or ())])
     prefixes = filter(identity.is_local_pair, dict.fromkeys(prefix for of_blend, _ in blends for prefix in of_blend))
-    checker = PairChecker(_tokenizer(), (args.vocab_size, args.padded_vocab_size))
+    checker = PairChecker(_tokenizer(), _token_id_limit())
     try:
         with ThreadPoolExecutor(_READERS) as pool:
             problems = [problem for found in pool.map(checker.problems, prefixes) for problem in found]
@@ -380,13 +419,16 @@ def data_identity(datasets: Mapping[str, Sequence[Any]]) -> DataIdentity | None:
     return DataIdentity(sources, identity.vocabulary_of(_tokenizer())) if sources else None
 
 
-def _sources(split: str, datasets: Sequence[Any]) -> Iterator[Source]:
-    for dataset in _files_of(datasets):
-        prefix = dataset.dataset.path_prefix
-        names = "document_index", "sample_index", "shuffle_index"
-        arrays = [array for name in names if (array := getattr(dataset, name, None)) is not None]
-        order = identity.digest_of_samples(arrays) if arrays else None
-        yield Source(split, prefix, identity.fingerprint(prefix), order)
+def _sources(split: str, datasets: Iterable[Any], blends: tuple[Any, ...] = ()) -> Iterator[Source]:
+    """Yields the pairs of files of datasets, which are parts of ``blends``."""
+    for dataset in datasets:
+        if isinstance(dataset, BlendedDataset):
+            yield from _sources(split, dataset.datasets, (*blends, dataset))
+        elif _is_pair(dataset):
+            prefix, found = dataset.dataset.path_prefix, (dataset, *blends)
+            arrays = [array for one in found for name in _INDICES if (array := getattr(one, name, None)) is not None]
+            order = identity.digest_of_samples(arrays) if arrays else None
+            yield Source(split, prefix, identity.fingerprint(prefix), order)
 
 
 def data_sizes(datasets: Sequence[Any]) -> DataSizes | None:
@@ -406,9 +448,14 @@ def _files_of(datasets: Iterable[Any]) -> Iterator[Any]:
     for dataset in datasets:
         if isinstance(dataset, BlendedDataset):
             yield from _files_of(dataset.datasets)
-        elif isinstance(dataset, MegatronDataset) and isinstance(dataset.dataset, IndexedDataset):
-            if identity.is_local_pair(dataset.dataset.path_prefix):
-                yield dataset
+        elif _is_pair(dataset):
+            yield dataset
+
+
+def _is_pair(dataset: Any) -> bool:
+    if not isinstance(dataset, MegatronDataset) or not isinstance(dataset.dataset, IndexedDataset):
+        return False
+    return identity.is_local_pair(dataset.dataset.path_prefix)
 
 
 def _tokenizer() -> Any:

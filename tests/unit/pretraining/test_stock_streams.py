@@ -19,7 +19,7 @@ from megatron.pretraining.entry import streams  # noqa: E402
 
 def test_a_split_without_datasets_has_no_data(monkeypatch):
     monkeypatch.setattr(streams, "get_args", lambda: SimpleNamespace(virtual_pipeline_model_parallel_size=None))
-    readers = streams.streams_of({"train": (["sample"],), "test": (None,)})
+    readers = streams.streams_of({"train": (["sample"],), "test": (None,)}, {"train": None, "test": None})
     assert {split: reader.has_data for split, reader in readers.items()} == {"train": True, "test": False}
 
 

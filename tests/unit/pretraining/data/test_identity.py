@@ -4,6 +4,7 @@ import dataclasses
 import os
 import struct
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from megatron.pretraining.data.identity import (
     Fingerprint,
     PairChecker,
     Source,
+    TokenIdLimit,
     VocabularyIdentity,
     changes,
     changes_since,
@@ -23,6 +25,7 @@ from megatron.pretraining.data.identity import (
     identity_of,
     same_words,
     sampled_blocks,
+    size_of_vocabulary,
     vocabulary_of,
     write_fingerprint,
 )
@@ -67,8 +70,8 @@ def mark(path, offset):
         file.write(b"\xee")
 
 
-def problems(prefix, tokenizer=ABC, sizes=(None, None)):
-    return [problem.code for problem in PairChecker(tokenizer, sizes).problems(prefix)]
+def problems(prefix, tokenizer=ABC, limit=None):
+    return [problem.code for problem in PairChecker(tokenizer, limit).problems(prefix)]
 
 
 @given(st.integers(0, 1 << 50))
@@ -167,22 +170,34 @@ def test_an_unreadable_pair_is_refused(tmp_path):
 
 
 @each_row(
-    ("tokenizer", "sizes", "fits"),
+    ("ids", "limit", "wrong"),
     [
-        (Words("a", "b"), (None, 8), False),
-        (Words("a", "b"), (3, 8), True),  # --vocab-size counts ids that the tokenizer lacks
-        (None, (None, 3), True),  # NullTokenizer: the rows of the embedding
-        (None, (None, 2), False),
-        (None, (None, None), True),
+        ((0, 1, 2), TokenIdLimit(3), None),
+        ((0, 1, 2), TokenIdLimit(2), 2),
+        ((0, -1, 2), TokenIdLimit(3), -1),
+        ((0, -1, 2), TokenIdLimit(3, padding=-1), None),
+        ((0, -7, -1), TokenIdLimit(3, padding=-1), -7),
     ],
 )
-def test_token_ids_are_within_the_vocabulary(tmp_path, tokenizer, sizes, fits):
+def test_token_ids_are_within_the_vocabulary(ids, limit, wrong):
+    assert limit.find_wrong(numpy.array(ids)) == wrong
+    limit.check({"tokens": numpy.zeros(1)})
+    if wrong is not None:
+        with raises("token-id-out-of-range", f"token id {wrong}"):
+            limit.check({"tokens": numpy.array(ids)})
+
+
+def test_a_pair_with_ids_outside_of_the_vocabulary_is_refused(tmp_path):
     prefix = write_pair(tmp_path / "a")
-    if fits:
-        assert problems(prefix, tokenizer, sizes) == []
-    else:
-        with raises("token-id-out-of-range", prefix, "token id 2"):
-            problems(prefix, tokenizer, sizes)
+    assert problems(prefix, None, TokenIdLimit(3)) == problems(prefix, None, None) == []
+    with raises("token-id-out-of-range", prefix, "token id 2"):
+        problems(prefix, None, TokenIdLimit(2))
+
+
+def test_a_vocabulary_may_skip_ids():
+    words = Words("a", "b", "c")
+    words.inv_vocab[7] = "d"
+    assert size_of_vocabulary(words) == 8 and size_of_vocabulary(ABC) == 3
 
 
 def test_a_tokenizer_without_a_vocabulary_has_no_identity():
