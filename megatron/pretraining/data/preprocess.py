@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="encode special tokens of a HuggingFaceTokenizer inside a text, such as <|endoftext|>, as other text",
     )
-    group.add_argument("--vocab-size", type=int, help="number of ids of a NullTokenizer")
+    group.add_argument("--vocab-size", type=int, help="ids of a NullTokenizer; the last ends a document")
     group.add_argument("--append-eod", action="store_true", help="end documents with the end-of-document token")
     group = parser.add_argument_group("output")
     group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without _KEY_document")
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         if handler is not signal.SIG_IGN:
             signal.signal(one, _interrupt)
     try:
-        print_lines(preprocess(args))
+        print_lines(*preprocess(args))
         return 0
     except (ToolError, OSError) as error:
         return refused("preprocess_data", error, args.output_prefix)
@@ -137,8 +137,8 @@ def _interrupt(signum, frame):
     _interrupted = True
 
 
-def preprocess(args: argparse.Namespace) -> str:
-    """Writes the datasets, and returns the summary to print."""
+def preprocess(args: argparse.Namespace) -> list[str]:
+    """Writes the datasets, and returns the lines of the summary."""
     if args.workers < 1:
         raise ToolError(
             f"--workers is {args.workers}. Fix: give a number that is at least 1", code="value-out-of-range"
@@ -415,7 +415,7 @@ def _progress(reader: Reader, interval: int):
     yield line
 
 
-def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, notes: list[str]) -> str:
+def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, notes: list[str]) -> list[str]:
     tokens = sum(pair.tokens for pair in pairs.values())
     size = counts["bytes"]
     documents = counted(counts["documents"], "document")
@@ -430,4 +430,4 @@ def _summary(pairs: dict[str, PairWriter], counts: Counter, seconds: float, note
         f"wrote {prefix}.bin and .idx ({pair.tokens:,} tokens as {pair.dtype.__name__})"
         for prefix, pair in ((p.prefix, p) for p in pairs.values())
     ]
-    return "\n".join(lines)
+    return lines

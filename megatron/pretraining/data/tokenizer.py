@@ -37,7 +37,7 @@ def build_tokenizer(
         tokenizer_type: One of ``TOKENIZER_TYPES``.
         tokenizer_model: The ``.model`` file of SentencePieceTokenizer; for HuggingFaceTokenizer, a local directory or
             a name on the hub.
-        vocab_size: The number of token ids of NullTokenizer, which adds one for the end of a document.
+        vocab_size: The number of token ids of NullTokenizer; as in Megatron-LM, the last one ends a document.
         revision: For a name on the hub, the commit, of 40 hexadecimal digits.
 
     Returns:
@@ -59,7 +59,7 @@ def build_tokenizer(
                 "NullTokenizer needs --vocab-size, the number of its token ids. Fix: add it",
                 code="tokenizer-incomplete",
             )
-        return _from_core("null-text", None, vocab_size=vocab_size + 1)  # includes the end-of-document token
+        return _from_core("null-text", None, vocab_size=vocab_size)
     raise TokenizerError(
         f"there is no tokenizer type {tokenizer_type!r}. Fix: choose one of {', '.join(TOKENIZER_TYPES)}",
         code="value-not-a-choice",
