@@ -52,7 +52,6 @@ GAUGES = (
     *("selective_experts", "selective_copies", "selective_gradients", "mlt", "mlt_peers", "bubble_share"),
     *("storage_age", "storage_overdue", "mlt_storage", "max_violation", "dropped_share"),
 )
-_LOADS = "max_violation_by_layer"
 _CHOICE_METADATA = {"type", "time", "iteration", "cause", "reason", "ettr", "mtbf_s"}
 
 
@@ -194,6 +193,7 @@ class Report:
         saving: None if nothing was saved.
         plt_by_layer: PLT of each layer after the newest recovery that lost tokens.
         violation_by_layer: newest maximum violation of the experts in each layer.
+        dropped_by_layer: newest share of dropped tokens of each layer.
         made_up: tokens compensated by more capacity, and tokens to compensate since the newest recovery; None without.
         choices: choices of tuners.
         standstills: generations without progress, in order.
@@ -225,6 +225,7 @@ class Report:
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
     violation_by_layer: Mapping[str, float]
+    dropped_by_layer: Mapping[str, float]
     made_up: tuple[int, int] | None
     choices: tuple[TunerChoice, ...]
     standstills: tuple[NoProgress, ...]
@@ -253,6 +254,7 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
         )
     numbers = sorted(state.iterations)
     in_order = [state.iterations[number].event for number in numbers]
+    loads = next((event for event in reversed(in_order) if "max_violation_by_layer" in event), {})
     return Report(
         name=name,
         workers=state.workers,
@@ -276,7 +278,8 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
         saving=_summarize_saving(state),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
         plt_by_layer=state.newest.get("lost", {}).get("by_layer", {}),
-        violation_by_layer=next((e[_LOADS] for e in reversed(in_order) if _LOADS in e), {}),
+        violation_by_layer=loads.get("max_violation_by_layer", {}),
+        dropped_by_layer=loads.get("dropped_share_by_layer", {}),
         made_up=_compensated_tokens(state.newest.get("boost"), in_order[-1]),
         choices=tuple(_choices(events)),
         standstills=list_standstills(events),

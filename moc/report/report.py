@@ -242,9 +242,9 @@ def _worst_layers(run: Report) -> str | None:
     return ", ".join(f"{_percent(plt)} in layer {layer}" for layer, plt in lost if plt) or None
 
 
-def _violations(run: Report) -> str | None:
-    layers = sorted(run.violation_by_layer.items(), key=lambda item: -item[1])[:8]
-    return ", ".join(f"{layer}: {value:.3g}" for layer, value in layers) or None
+def _highest_layers(values: Mapping[str, float], text: Callable[[float], str]) -> str | None:
+    layers = sorted(values.items(), key=lambda item: -item[1])[:8]
+    return ", ".join(f"{layer}: {text(value)}" for layer, value in layers) or None
 
 
 def _compensated(run: Report) -> str | None:
@@ -330,8 +330,11 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
     },
     "experts": {
         "maximum violation: first, last, mean": _trend("max_violation", "{:.3g}".format),
-        "highest layers at the end": _violations,
+        "highest layers at the end": lambda run: _highest_layers(run.violation_by_layer, "{:.3g}".format),
         "dropped tokens: mean, most": _highest("dropped_share", _percent),
+        "layers that drop most at the end": lambda run: _highest_layers(
+            {layer: share for layer, share in run.dropped_by_layer.items() if share}, _percent
+        ),
         "HHI: first, last, mean": _trend("hhi", "{:.4f}".format),
         "skewness: first, last, mean": _trend("skewness", "{:.4f}".format),
         "tokens lost (PLT): first, last, mean": _trend("plt", _percent),

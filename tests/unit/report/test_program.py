@@ -256,7 +256,8 @@ def saved():
     """A run that protects itself in every way, with one lost node."""
     story = Story().tell("placement", replicas=1, survival={"1": 1.0, "2": 0.5}).start()
     for number in range(1, 11):
-        loads = {"max_violation": 0.5, "max_violation_by_layer": {"0": 0.25, "2": 0.5}} if number == 4 else {}
+        drops = {"dropped_share": 0.0625, "dropped_share_by_layer": {"0": 0.125, "2": 0.0}}
+        loads = {"max_violation": 0.5, "max_violation_by_layer": {"0": 0.25, "2": 0.5}} | drops if number == 4 else {}
         skew = loads | {"hhi": 0.125 * (1 + number % 2), "skewness": number / 100, "plt": 0.0, "sparse_window": 3}
         story.usual(1, upstream_log_bytes=1000.0 * number, upstream_log_iterations=2.0, **skew)
         taken = dict(tier="peers", bytes=1_000_000, copy_s=0.25, hash_s=0.5)
@@ -282,6 +283,7 @@ def test_what_the_table_says():
     assert told["experts/tokens lost (PLT): first, last, mean"] == "0.00 %, 25.00 %, 2.27 %"
     assert told["experts/maximum violation: first, last, mean"] == "0.5, 0.5, 0.5"
     assert told["experts/highest layers at the end"] == "2: 0.5, 0: 0.25"
+    assert told["experts/layers that drop most at the end"] == "0: 12.50 %"
     assert told["experts/most of them"] == "37.50 % in layer 3, 12.50 % in layer 1"
     assert told["experts/of the newest, made up by more capacity"] == "1,200 of 2,000"
     assert told["upstream logs/bytes: mean, most"] == "5.5 kB, 10.0 kB"
