@@ -61,10 +61,12 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
     if parts.moving is not None:
         parts.moving.settle(parts)
     model, replicas = program.model(parts), None if parts.moving is None else parts.moving.replicas
-    engine = MegatronEngine(config, stepper, parts.streams["train"], replicas, model, parts.data)
     checkpoints = program.checkpoints(parts, model)
+    engine = MegatronEngine(config, stepper, parts.streams["train"], replicas, model, parts.data, checkpoints.beginning)
     session = Session(engine, settings_of(config, engine), log, parts.remains, checkpoints, parts.auto)
     position = session.resume()
+    if world.job.term[1] == 0:
+        checkpoints.check_beginning(engine.loaded_beginning)
     parts.session, parts.checkpoints = session, checkpoints
     parts.callbacks = _callbacks(parts, engine, session)
     stepper = replace(stepper, participants=(session, *parts.callbacks))

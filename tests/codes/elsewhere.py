@@ -62,6 +62,7 @@ TESTS = {
     "storage-slow": "unit/session/test_storage_health.py",
     "storage-unwritable": "integration/test_atomic_save.py",
     "tracker-missing": "reports/test_runs.py",
+    "snapshots-of-another-run": "reports/test_runs.py",
     "token-id-out-of-range": "reports/test_data_identity.py",
     "vocabulary-padding-differs": "reports/test_corrections.py",
     "worker-unreachable": "unit/pretraining/test_errors.py",

@@ -115,6 +115,43 @@ def test_start_continues_its_run_or_is_refused(there, flags, expected, tmp_path)
     assert _outcome(tmp_path, flags) == expected
 
 
+BEGINNINGS = [
+    # what is there, flags of the run of the snapshots, flags of this start, what happens
+    ("A: 4 @4", "--save B", "--load A --save B", "snapshots-of-another-run"),
+    ("A: 4 @4", "--load A --save B", "--load A --save B --finetune", "snapshots-of-another-run"),
+    ("A: 4 @4; C: 2 @2", "--load C", "--load A", "snapshots-of-another-run"),
+    ("A: 4 @4", "--save B", "--save B --pretrained-checkpoint A", "snapshots-of-another-run"),
+    ("A: 4 @4", "--load A --save B", "--load A --save B", ""),
+    ("A: 4 @4; B: 6a @6", "--load A --save B", "--load B --save B", ""),
+    ("A: 4r @4", "--save A", "--load A", ""),  # its own checkpoints
+    ("A:", "--save B", "--load A --save B", ""),
+    ("A: 4 @4", "--load A --save B", "--save B", ""),
+    ("A: 4 @4", None, "--load A --save B", ""),  # of an earlier release
+]
+
+
+@each_row(("there", "recorded", "flags", "code"), BEGINNINGS)
+def test_snapshots_of_another_run_are_not_continued(there, recorded, flags, code, tmp_path):
+    for directory in there.split(";"):
+        name, _, content = directory.partition(":")
+        _make(tmp_path / name.strip(), content.split())
+    here, before = (_beginning(tmp_path, each) for each in (flags, recorded))
+    try:
+        lineage.check_beginning(_command(tmp_path, flags, run="run")[1], here or "", before)
+    except CheckpointError as error:
+        assert error.code == code
+    else:
+        assert not code
+
+
+def _beginning(root, flags):
+    if flags is None:
+        return None
+    _, one = _command(root, flags)
+    load, save, pretrained = (None if each is None else each.path for each in (one.load, one.save, one.pretrained))
+    return lineage.beginning(load, save, pretrained, one.finetune)
+
+
 def _make(root, words):
     """Writes a directory of checkpoints: small files, in the order that their times show."""
     root.mkdir()

@@ -63,6 +63,17 @@ def test_finetuning_and_lost_tracker_file(finetune, tmp_path):
 
 
 @pytest.mark.slow
+def test_snapshots_of_another_run_in_the_directory(tmp_path):
+    snapshots = f"{KEEP_SCHEDULE} --ckpt-policy full --snapshot-interval 2 --ckpt-dir C"
+    assert run(tmp_path, USER_SCRIPT, 1, f"{KEEP_SCHEDULE} --save A --exit-interval 4 --seed 7", log="A").code == 0
+    assert run(tmp_path, USER_SCRIPT, 1, f"{snapshots} --exit-interval 6", log="C").code == 0
+    tuned = run(tmp_path, USER_SCRIPT, 1, f"{snapshots} --load A --finetune", log="tuned")
+    assert tuned.code == 1 and codes_in(tuned.output) == ["snapshots-of-another-run"] and not tuned.losses
+    again = run(tmp_path, USER_SCRIPT, 1, f"{snapshots} --save B", log="again")
+    assert again.code == 0 and min(again.losses) == 7, again.output[-3000:]
+
+
+@pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_leftovers_of_a_killed_save_fill_the_disk(snapshots, tmp_path):

@@ -178,6 +178,19 @@ class Saves(ABC):
             CheckpointError: on all workers: ``--save`` holds a checkpoint that this run does not continue.
         """
 
+    @property
+    @abstractmethod
+    def beginning(self) -> str:
+        """Flags of a beginning at a checkpoint of another run, for snapshots; empty without one."""
+
+    @abstractmethod
+    def check_beginning(self, recorded: str | None) -> None:
+        """Checks that the run of the snapshots began as this command would; None if the snapshots record nothing.
+
+        Raises:
+            CheckpointError: on all workers: it began at another checkpoint.
+        """
+
     @abstractmethod
     def lineage(self) -> dense_files.Lineage:
         """Returns the run that its checkpoints record."""

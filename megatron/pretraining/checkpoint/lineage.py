@@ -209,6 +209,36 @@ def _refuse_unknown(directory: Directory | None, command: Command) -> None:
     )
 
 
+def beginning(load: str | None, save: str | None, pretrained: str | None, finetune: bool) -> str:
+    """Returns the flags of a beginning at a checkpoint of another run; empty without one.  Reads no directory."""
+    named = [None if path is None else Directory(os.path.abspath(path)) for path in (load, save, pretrained)]
+    return Command(named[0], named[1], named[2], finetune=finetune).origin
+
+
+def check_beginning(command: Command, here: str, there: str | None) -> None:
+    """Checks that the run of the snapshots began as this command would, if that begins at a checkpoint of another run.
+
+    Args:
+        command: the command, with the run of the snapshots.
+        here: its :func:`beginning`.
+        there: the beginning that the snapshots record; None if unknown.
+
+    Raises:
+        CheckpointError: it began in another way, so its state would replace the checkpoint that the command names.
+    """
+    named = [one for one in (command.load, command.pretrained) if one is not None and one.holds_checkpoint]
+    if there is None or not here or here == there or not named:
+        return
+    runs = {one.lineage.run for directory in named for one in directory.complete if one.lineage is not None}
+    if command.run in runs - {""}:
+        return
+    raise CheckpointError(
+        f"--ckpt-dir holds snapshots of a run that began with {there or 'new weights'}, and this command begins with "
+        f"{here}. Fix: choose another --ckpt-dir, or continue that run with its flags",
+        code="snapshots-of-another-run",
+    )
+
+
 def check_saves(command: Command, iteration: int) -> None:
     """Checks that saves after an iteration replace no checkpoint that the run does not continue.
 

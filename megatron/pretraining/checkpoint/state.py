@@ -64,6 +64,7 @@ class _StoredState:
     main_params_dtype: Name | None = None
     moments: tuple[Name, Name] | None = None
     job: Name | None = None
+    beginning: str | None = None
     model: dict[Name, Any] | None = None
     tokenizer: dict[Name, Any] | None = None
     grad_norm: Literal["stock", "exact"] = "exact"

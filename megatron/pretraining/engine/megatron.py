@@ -50,7 +50,8 @@ class MegatronEngine:
     """This worker's :class:`moc.session.engine.Engine`; does not use the stepper's commit participants.
 
     With ``--elastic``, snapshots contain the plans of ``replicas``; ``placed`` has the plans of the loaded snapshot, or
-    None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.
+    None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.  ``beginning``
+    names the checkpoint of another run at which this run begins; ``loaded_beginning`` is that of the loaded snapshot.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class MegatronEngine:
         replicas: Replicas | None,
         model: Model,
         data: DataIdentity | None = None,
+        beginning: str = "",
     ):
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
-        self._model, self._data = model, data
+        self._model, self._data, self._beginning = model, data, beginning
         self._repeated = contents.repeated(config)
         self.placed: Plans | None = None
         self.saved_by: str | None = None
+        self.loaded_beginning: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
         self.state = MegatronState(stepper.chunks, stepper.optimizer.core, stepper.modules)
         self.operators = self._model.operators
@@ -99,14 +102,14 @@ class MegatronEngine:
         parts = self._stepper.optimizer, self._stepper.scheduler, self._model.described, self._data
         state = contents.training_state(self._config, self.world, position, *parts)
         state["optimizer"] = self._config.regularization.optimizer  # snapshots always hold optimizer state
-        state["job"] = self.world.job.id
+        state["job"], state["beginning"] = self.world.job.id, self._beginning
         state[contents.KEY] = self._repeated
         return state | ({} if self._replicas is None else {"elastic": plans_to_json(self._replicas.plans)})
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         """Restores loss scale, learning rates and kind of norm; keeps the snapshot's expert placement and launch."""
         self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
-        self.saved_by = saved.get("job")
+        self.saved_by, self.loaded_beginning = saved.get("job"), saved.get("beginning")
         if "grad_norm" not in self._config.given and not self._config.needs_exact_norm:
             # a run keeps the norm that it began with
             self._stepper.optimizer.norm = saved.get("grad_norm", EXACT)

@@ -82,6 +82,17 @@ class StockCheckpoints(Saves):
         look = lambda: lineage.check_saves(self._command(), iteration)  # noqa: E731
         run_on_rank0(look, "cannot look for checkpoints")
 
+    @property
+    def beginning(self) -> str:
+        """See :class:`Saves`."""
+        args = get_args()
+        return lineage.beginning(args.load, args.save, args.pretrained_checkpoint, args.finetune)
+
+    def check_beginning(self, recorded: str | None) -> None:
+        """See :class:`Saves`."""
+        look = lambda: lineage.check_beginning(self._command(), self.beginning, recorded)  # noqa: E731
+        run_on_rank0(look, "cannot look for checkpoints")
+
     def lineage(self) -> dense_files.Lineage:
         """See :class:`Saves`."""
         return dense_files.Lineage(self.run or self._world.job.id, self._origin)
