@@ -227,7 +227,7 @@ def test_token_ids_outside_of_the_vocabulary_are_refused(job):
 def test_token_ids_that_no_sampled_block_has_are_refused_when_read(job):
     """A start reads a mebibyte of each file, and an iteration checks its own samples."""
     (nodes(job)[0] / f"{PREFIX}{identity.SUFFIX}").unlink()
-    ids = numpy.full(1 << 20, 301)
+    ids = numpy.full(8_000_000, 301)
     for start, length in identity.sampled_blocks(2 * len(ids)):
         ids[start // 2 : (start + length) // 2] = 1
     write_ids(nodes(job)[0], ids)

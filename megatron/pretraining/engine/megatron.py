@@ -51,7 +51,7 @@ class MegatronEngine:
 
     With ``--elastic``, snapshots contain the plans of ``replicas``; ``placed`` has the plans of the loaded snapshot, or
     None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.  ``beginning``
-    names the checkpoint of another run at which this run begins; ``loaded_beginning`` is that of the loaded snapshot.
+    names the checkpoint of another run that this run begins with; ``loaded_beginning`` belongs to the loaded snapshot.
     """
 
     def __init__(

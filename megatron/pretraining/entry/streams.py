@@ -309,7 +309,7 @@ class StockStream:
 def streams_of(
     datasets: Mapping[str, Sequence[Any]], limits: Mapping[str, TokenIdLimit | None]
 ) -> dict[str, StockStream]:
-    """Returns the readers of the splits; ``limits`` are those of :func:`token_id_limits`."""
+    """Returns the readers of the splits; ``limits`` is the result of :func:`token_id_limits`."""
     interleaved = get_args().virtual_pipeline_model_parallel_size is not None
     return {
         split: StockStream(of_stages, interleaved, split != "train", limits[split])
@@ -320,7 +320,7 @@ def streams_of(
 def token_id_limits(datasets: Mapping[str, Sequence[Any]]) -> dict[str, TokenIdLimit | None]:
     """Returns the limit of the token ids of each split; None if it reads no pairs of files, or without a vocabulary.
 
-    Other datasets may have further ids, such as those of images.
+    Other datasets may have further ids, such as ids of images.
     """
     limit = _token_id_limit()
     return {
@@ -336,7 +336,7 @@ def _token_id_limit() -> TokenIdLimit | None:
 def padded_rows(args: Any) -> PaddedVocabulary:
     """Returns the rows of the embedding.
 
-    A given ``--padded-vocab-size`` is the size of the vocabulary; ``--vocab-size`` may exceed that of the tokenizer.
+    A given ``--padded-vocab-size`` is the size of the vocabulary; ``--vocab-size`` may exceed the tokenizer's.
     """
     rows, tokenizer = args.padded_vocab_size or 0, _tokenizer()
     if not rows or tokenizer is None or "padded_vocab_size" in command_line.read().named:
