@@ -224,7 +224,7 @@ class LoopEngine:
             with contextlib.suppress(RuntimeError):  # the user has unscaled them
                 loop.scaler.unscale_(loop.optimizer)
         if loop.clip_grad_norm is not None and finite:
-            _clip(self.parameters, loop.clip_grad_norm)
+            clip_gradients(self.parameters, loop.clip_grad_norm)
         if self.world.size > 1:
             for buffer in self._buffers:  # as DistributedDataParallel does before the next forward
                 dist.broadcast(buffer, src=0)
@@ -339,7 +339,7 @@ def _forget_unscaling(scaler: Any) -> None:
         scaler.update(scaler.get_scale())
 
 
-def _clip(parameters: Sequence[Tensor], limit: float) -> None:
+def clip_gradients(parameters: Sequence[Tensor], limit: float) -> None:
     """Clips gradients to a common norm, also if only some are DTensors, which torch's function cannot combine."""
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:

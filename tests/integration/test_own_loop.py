@@ -75,7 +75,7 @@ def test_experts_are_as_old_as_the_token_ledger_says(kind, tmp_path):
     ledger = TokenLedger.from_state(
         Store(LocalStorage(tmp_path / "run" / "snapshots")).read_manifest(ITERATIONS).state["ledger"]
     )
-    assert any(map(sum, ledger.lost.values())), console
+    assert any(map(sum, ledger.lost.values())) or kind.startswith("selective"), console  # which may save all in time
     for layer, of_layer in ledger.lost.items():
         for expert, lost in enumerate(of_layer):
             last = [counted[iteration][int(layer)][expert] for iteration in range(resumed[-1], 0, -1)]

@@ -18,8 +18,9 @@ from moc.errors import UserError, code_of
 from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import UnsupportedStateError
+from moc.state.record import Position
 from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
-from moc.torch.engine import Loop, LoopEngine
+from moc.torch.engine import Loop, LoopEngine, clip_gradients
 from moc.torch.naming import Router, structure_of
 from moc.torch.routing import RouterCounter
 from tests.cases import each_row
@@ -269,6 +270,32 @@ def test_a_parameter_on_a_part_of_the_workers_is_refused():
     finally:
         dist.destroy_process_group()
     assert refused.value.code == "mesh-unsupported"
+
+
+def test_gradients_of_both_kinds_are_clipped_to_a_common_norm():
+    ft.init()
+    plain, mesh = nn.Parameter(torch.zeros(1)), init_device_mesh("cpu", (1,))
+    sharded = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
+    plain.grad, sharded.grad = torch.tensor([3.0]), distribute_tensor(torch.tensor([0.0, 4.0]), mesh, [Shard(0)])
+    clip_gradients([plain, sharded], 1.0)
+    assert plain.grad.item() == pytest.approx(0.6) and sharded.grad.to_local().tolist()[1] == pytest.approx(0.8)
+
+
+def test_a_scaler_unscales_again_after_an_interrupted_iteration(tmp_path):
+    """The update of the interrupted iteration, which would let it unscale again, is missing."""
+    model, scaler = nn.Linear(2, 1, bias=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = ft.protect(model, optimizer, scaler=scaler, iterations=2, policy=None, directory=str(tmp_path))
+    before, is_first = model.weight.detach().clone(), True
+    for _ in run:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        assert run.reduce() and model.weight.grad.tolist() == [[1.0, 1.0]]
+        if is_first:
+            run._engine.begin(Position())  # as a recovery does
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            assert run._engine.reduce() and model.weight.grad.tolist() == [[1.0, 1.0]]
+        is_first = not run.step()
+    assert torch.equal(model.weight, before - 1) and scaler.get_scale() == 8.0
 
 
 def test_states_are_encoded_without_loss():
