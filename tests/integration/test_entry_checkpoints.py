@@ -89,6 +89,7 @@ def test_the_format_of_one_file_per_worker_is_saved_and_loaded(tmp_path):
     saved = run(tmp_path, USER_SCRIPT, 2, f"{flags} --save saved --save-interval 4")
     assert saved.code == 0, saved.output[-4000:]
     described = dense_files.read_manifest(tmp_path / "saved/iter_0000004")["files"]
-    assert sorted(described) == [f"mp_rank_00_00{rank}/model_optim_rng.pt" for rank in range(2)]
+    weights = [f"mp_rank_00_00{rank}/model_optim_rng.pt" for rank in range(2)]
+    assert sorted(described) == [dense_files.DIGESTS_FILE, *weights]
     loaded = run(tmp_path / "again", USER_SCRIPT, 2, f"{flags} --load {tmp_path / 'saved'} --ckpt-step 4")
     assert loaded.losses == {i: saved.losses[i] for i in range(5, 9)}, loaded.output[-4000:]

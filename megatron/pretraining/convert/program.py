@@ -254,8 +254,13 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
         if dense is not None and masters:
             dense.check_masters(advance)
         if target == SNAPSHOT:
-            return write_snapshot(contents, args.output, writers, advance)
-        return write_dense(contents, args.output, writers, dtype, (args.max_file_size or 1024) * 10**6, advance)
+            written = write_snapshot(contents, args.output, writers, advance)
+        else:
+            file_bytes = (args.max_file_size or 1024) * 10**6
+            written = write_dense(contents, args.output, writers, dtype, file_bytes, advance)
+    if not contents.digests:
+        print_lines(f"{directory} is not verified: it has no digests", error=True)
+    return written
 
 
 def _dtype(saved: str | None, given: str | None) -> str | None:
