@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.together import may_save_gradients
 from moc.cli_output import ToolError
-from moc.policy import AUTO, POLICIES
+from moc.policy import AUTO, POLICIES, policy_by_flag
 from moc.session.settings import TIERS
 from moc.sharding import ParallelLayout
 from moc.simulate.cost import EXPLAINED, Cluster, Work, cluster_named, estimate
@@ -77,7 +77,7 @@ def chosen(
     """
     if args.mtbf_hours is None or not args.mtbf_hours > 0:
         raise ToolError("--explain-policy needs --mtbf-hours, above 0. Fix: add it", code="flag-needs-another")
-    names = NAMES if args.explain_policy else ("pec",)
+    names = NAMES if args.explain_policy else (policy_by_flag()["pec_k"].name,)
     if not args.explain_policy and not config.moe.num_experts:
         raise ToolError(
             "--explain-k chooses numbers of experts. Fix: take a model that has some", code="model-without-experts"
