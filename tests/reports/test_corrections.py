@@ -210,7 +210,7 @@ def test_a_script_is_warned_and_not_changed(tmp_path):
 
 def test_capacity_limits_that_depend_on_the_layout_warn(tmp_path):
     """No correction exists: each tensor-parallel worker limits the tokens that it routes."""
-    tp2 = f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel"
+    tp2 = f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel"
     for name, flags, warnings in (("tp", tp2, 1), ("ep", EP2, 0)):
         ended = run(tmp_path / name, OWN_PROGRAM, 2, f"{flags} --moe-expert-capacity-factor 1.0 --train-iters 1")
         assert ended.code == 0 and ended.output.count("[result-depends-on-layout]") == warnings, ended.output[-3000:]
