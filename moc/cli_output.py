@@ -225,7 +225,10 @@ def _created_beside(path: str | os.PathLike[str]) -> str:
     partial = f"{os.fspath(path)}.{secrets.token_hex(8)}.partial"
     with SafeDirectory(Path(partial).absolute().parent).directory(creates=True):
         pass
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    try:
+        os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None  # a user knows no partial file
     return partial
 
 

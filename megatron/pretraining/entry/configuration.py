@@ -147,6 +147,7 @@ def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Prob
     problems.check(lambda: configs.append(unchecked_config(complete, own)))
     for config in configs:
         problems.check(check_own_flags, config)
+        problems.check(_check_initialization, config)
     return configs[0] if configs and complete.micro_batch_size else None
 
 
@@ -174,13 +175,17 @@ def _plain(value: Any) -> Any:
 
 
 def _checked(config: MegatronConfig) -> MegatronConfig:
+    _check_initialization(config)
+    check_own_flags(config)
+    for module in ("deepspeed", "elastic"):
+        import_module(f"megatron.pretraining.entry.{module}").refuse_unsupported(config, config.arguments)
+    return config
+
+
+def _check_initialization(config: MegatronConfig) -> None:
     refuse(
         config.rng.initialization == "exact" and getattr(config.arguments, "init_model_with_meta_device", False),
         "--initialization exact needs weights in memory, and --init-model-with-meta-device builds them later. Fix: "
         "drop one of them",
         code="flags-exclude-each-other",
     )
-    check_own_flags(config)
-    for module in ("deepspeed", "elastic"):
-        import_module(f"megatron.pretraining.entry.{module}").refuse_unsupported(config, config.arguments)
-    return config

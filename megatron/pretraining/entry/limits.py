@@ -161,6 +161,13 @@ _FREE_LAYERS = (
     "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
 """Arguments that let stages have different numbers of layers, or have their own checks."""
+_SIZES = "num_layers", "hidden_size", "num_attention_heads"
+"""Arguments that a model needs."""
+_OTHER_SIZES = (
+    "encoder_num_layers", "hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)  # fmt: skip
+"""Arguments that describe a model in another way, or have their own checks."""
 _VIRTUAL_STAGES = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
 """Arguments that divide each stage into virtual ones of equal size; Megatron-LM's checks are in a worker."""
 _TOKENIZER_FILES = {
@@ -183,6 +190,12 @@ def check_divisions(arguments: Any) -> None:
     problems.refuse(
         arguments.micro_batch_size is None, "--micro-batch-size is missing. Fix: give it", code="flag-missing"
     )
+    for name in () if any(getattr(arguments, other, None) for other in _OTHER_SIZES) else _SIZES:
+        problems.refuse(
+            getattr(arguments, name) is None,
+            f"{dashed(name)} is missing. Fix: give it, or a --model",
+            code="flag-missing",
+        )
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     remainders = [
         ("num_attention_heads", tensor),
