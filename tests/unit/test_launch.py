@@ -11,7 +11,7 @@ import pytest
 import moc
 from moc.errors import codes_in
 from moc.launch import parse, warning_of_one_endpoint
-from moc.runtime.program import MODULE_VARIABLE, check_arguments
+from moc.runtime.program import MODULE_VARIABLE, ProgramError, check_arguments
 from moc.runtime.progress import HANG_CAPS
 from tests.cases import each_row
 from tests.errors import only_code
@@ -209,8 +209,15 @@ def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_
     assert refused == [str(tmp_path)]
 
 
-@each_row("text", ["raise AssertionError", "no python", "def check_arguments(*_): raise AssertionError"])
+@each_row("text", ["raise AssertionError", "def check_arguments(*_): raise AssertionError"])
 def test_arguments_of_other_programs_pass_unparsed(text, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(text)
     check_arguments(parse([str(script), "--word"]))
+
+
+def test_a_program_that_is_no_python_is_refused_before_workers_start(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text("no python")
+    with pytest.raises(ProgramError):
+        check_arguments(parse([str(script), "--word"]))
