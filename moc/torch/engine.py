@@ -89,15 +89,23 @@ class LoopEngine:
         self.world, self.loop, self.batches, self._structure = world, loop, batches, structure
         self._live = dict(_live_tensors(loop.objects))
         live = [NamedTensor("output", name, tensor) for name, tensor in self._live.items()]
-        saved = _alike(list(_saved([*structure.tensors, *live], world)))
+        buffers = {
+            id(one.tensor): (one.tensor, one.tensor.clone())
+            for one in structure.tensors
+            if not isinstance(one.tensor, nn.Parameter | DTensor)
+        }
+        self._buffers = list(buffers.values())  # with their values after the last update, which are saved
+        stable = [
+            dataclasses.replace(one, tensor=buffers.get(id(one.tensor), (None, one.tensor))[1])
+            for one in structure.tensors
+        ]
+        saved = _alike(list(_saved([*stable, *live], world)))
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
         self.layout, self.slices = {"workers": world.size}, (world.rank,)
         self._plain = list(
             {id(one.tensor): one.tensor for one in saved if not isinstance(one.tensor, DTensor)}.values()
         )
-        tensors = [named.tensor for named in structure.tensors]
-        self._buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter | DTensor)]
         parameters = self.state.parameters(self.state.operators())
         self._parameters = {id(tensor): tensor for tensor in parameters.values()}
         self._described = xxhash.xxh3_64_hexdigest(
@@ -109,7 +117,6 @@ class LoopEngine:
         self._data_states: list[Any] | None = None
         self._next_data_states: list[Any] | None = None
         self._committed = ""
-        self._committed_buffers: list[Tensor] = []
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -140,19 +147,19 @@ class LoopEngine:
             "lag": {name: lag for name, lag in self._lag.items() if lag},
         }
         self._committed = encode_plain("the loop", values)
-        self._committed_buffers = [buffer.clone() for buffer in self._buffers]
 
-    def rewind(self) -> None:
-        """Restores the buffers of the last committed iteration, which a forward pass may have changed."""
-        with torch.no_grad():
-            for buffer, committed in zip(self._buffers, self._committed_buffers, strict=False):
-                buffer.copy_(committed)
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        """Sets the buffers to their saved values: a forward pass changes them while a snapshot is copied."""
+        for buffer, saved in self._buffers:
+            buffer.copy_(saved)
 
     def begin(self, position: Position) -> None:
         """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
         if not position.iteration:
             for tensor in self._plain if self.world.size > 1 else ():
                 dist.broadcast(tensor.detach(), src=0)
+        self._restore_buffers()
         states = self._data_states
         mine = None if not position.iteration or states is None else decode_plain(states[self.world.rank])
         self.batches.begin(position.iteration * self.loop.accumulate, mine)
@@ -226,7 +233,7 @@ class LoopEngine:
         if loop.clip_grad_norm is not None and finite:
             clip_gradients(self.parameters, loop.clip_grad_norm)
         if self.world.size > 1:
-            for buffer in self._buffers:  # as DistributedDataParallel does before the next forward
+            for buffer, _ in self._buffers:  # as DistributedDataParallel does before the next forward
                 dist.broadcast(buffer, src=0)
         return finite
 
@@ -257,6 +264,9 @@ class LoopEngine:
             if loop.scheduler is not None:
                 loop.scheduler.step()
         loop.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, saved in self._buffers:
+                saved.copy_(buffer)
 
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
@@ -265,6 +275,7 @@ class LoopEngine:
         loop, total = self.loop, 0.0
         assert loop.forward is not None  # protect() refuses such a policy without it
         self.batches.begin(position.iteration * loop.accumulate)
+        self._restore_buffers()
         for number in range(loop.accumulate):
             batch = self.batches.take()
             self.seed(position.iteration, number)

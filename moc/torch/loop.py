@@ -327,7 +327,6 @@ class ProtectedRun:
         self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
         self._is_finite, self._owes_step = None, False
         self.model = self._loop.model
-        self._engine.rewind()
         session = self._session = Session(self._engine, self._settings, self._log, self._remains)
         self._position = session.resume()
         self._engine.begin(self._position)

@@ -17,8 +17,8 @@ import moc.torch as ft
 from moc.errors import UserError, code_of
 from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
-from moc.state.operators import UnsupportedStateError
-from moc.state.record import Position
+from moc.state.operators import Detail, UnsupportedStateError
+from moc.state.record import Position, StepRecord
 from moc.torch.data import MAX_BYTES, Batches, DealtBatches, decode_plain, encode_plain
 from moc.torch.engine import Loop, LoopEngine, clip_gradients
 from moc.torch.naming import Router, structure_of
@@ -329,3 +329,26 @@ def test_a_failure_is_deferred_once():
     with pytest.raises(PeerFailure, match="first"):
         DEFERRAL.raise_deferred()
     DEFERRAL.raise_deferred()
+
+
+def test_a_forward_pass_does_not_change_saved_buffers():
+    """A snapshot of an iteration is copied during the next forward pass."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    loop = Loop(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    world = World.replicas(SimpleNamespace(rank=0, size=1), torch.device("cpu"))
+    engine = LoopEngine(world, loop, structure_of(net), Batches([1], 0, 0))
+
+    def saved_means():
+        fragments = engine.state.fragments(engine.state.operators(), Detail.MASTER)
+        return [one.view.tolist() for one in fragments if one.name.endswith("running_mean")]
+
+    engine.begin(Position())
+    net(torch.rand(4, 2)).sum().backward()
+    assert saved_means() == [[0.0, 0.0]]
+    engine.apply(StepRecord(**dict.fromkeys(StepRecord.__dataclass_fields__, 0)))
+    updated = net[1].running_mean.tolist()
+    assert saved_means() == [updated] != [[0.0, 0.0]]
+    net(torch.rand(4, 2))
+    assert saved_means() == [updated] != [net[1].running_mean.tolist()]
+    engine.begin(Position())
+    assert net[1].running_mean.tolist() == updated
