@@ -53,13 +53,13 @@ def warm_up() -> None:
 
 
 def _refuse_early() -> None:
-    """Exits with a message on the first worker of another launcher, before imports that take seconds."""
+    """Exits with a message on a worker of another launcher, before imports that take seconds."""
     try:
         rank, size, per_node = environment.worker_place()
     except environment.PlaceError as error:
         print_lines(f"{os.path.basename(sys.argv[0])}: error: {with_code(error)}", error=True)
         sys.exit(2)
-    if rank == 0:
+    if rank == 0 and "torch" not in sys.modules:
         nodes = max(size // per_node, 1)
         words, defaults = import_module(f"{_ENTRY}.words"), import_module(f"{_ENTRY}.own_flags").DEFAULTS
         words.refuse_early(sys.argv[0], sys.argv[1:], (nodes, nodes, per_node), defaults)
@@ -68,7 +68,7 @@ def _refuse_early() -> None:
 def main() -> int:
     """Trains, and returns the exit code."""
     end_at_once("pretrain_gpt_moe.py")
-    if "torch" not in sys.modules and environment.AGENT not in os.environ:  # otherwise mocrun has checked the options
+    if environment.AGENT not in os.environ:  # otherwise mocrun has checked the options
         _refuse_early()
     import_module("moc.megatron")
     import_module(f"{_ENTRY}.gpt").main()
