@@ -21,7 +21,7 @@ FAULTS = [
     "kill rank=0 iteration=12 point=committed",
 ]
 EXPECTED = [
-    *[(0, "after_commit"), (0, "loading"), (0, "committed"), (0, "snapshot_finalized")],
+    *[(0, "after_commit"), (0, "committed"), (0, "loading"), (0, "snapshot_finalized")],
     *[(1, "forward_backward"), (1, "rebuilding"), (1, "snapshot_finalized")],
 ]
 

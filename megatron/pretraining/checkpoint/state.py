@@ -58,8 +58,8 @@ class _StoredState:
     grad_scaler: _GradScaler | None = None
     sample_order: dict[str, Any] | None = None
     optimizer_step: Count | None = None
-    params_dtype: Name | None = None
-    fp8: Name | None = None
+    params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    fp8: Annotated[Name, msgspec.Meta(pattern="fp8 products")] | None = None
     main_params_dtype: Name | None = None
     moments: tuple[Name, Name] | None = None
     job: Name | None = None

@@ -12,10 +12,13 @@ import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.pretraining.config import Config
 from moc import private_interfaces
 from moc.errors import UserError
+
+if TYPE_CHECKING:  # a program that reads a checkpoint by Megatron-LM alone needs no configuration
+    from megatron.pretraining.config import Config
 
 OLDEST, BEFORE = (0, 19, 2), (0, 20, 0)
 """Supported versions, as in ``pyproject.toml``; bounded above, since private interfaces are used."""

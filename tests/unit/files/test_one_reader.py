@@ -35,7 +35,6 @@ OPENED_SAFELY = (
 ALLOWED = {
     "moc/runtime/child_processes.py": "/proc, and the pipe of a child",
     "moc/runtime/program.py": "the script that the user starts, and the pipe of a child",
-    "moc/runtime/forkserver.py": "the script that the user starts",
     "moc/simulate/failures.py": "a trace in CSV, which the user names",
     "moc/store/ownership.py": "a file to lock, opened without following links",
     "moc/store/host_memory.py": "/proc",

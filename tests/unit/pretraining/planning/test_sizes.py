@@ -149,7 +149,7 @@ def test_numbers_of_experts_are_chosen_as_by_auto_with_pec_only(capsys):
 
 def test_the_choice_that_the_docs_show(capsys):
     page = (REPOSITORY / "docs" / "explanation" / "moc_system.md").read_text(encoding="utf-8")
-    command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nsays at its end\n\n")
+    command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nprints, among others\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0
     choice = "\n\n".join(capsys.readouterr().out.rstrip().split("\n\n")[-3:])
     assert said.startswith(textwrap.indent(choice, "    ") + "\n\n")
