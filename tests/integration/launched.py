@@ -111,8 +111,11 @@ class Launched:
 
     def children(self, module: str, node: int = 0) -> list[int]:
         """Processes that a node's launcher has started to run a module."""
-        launcher = psutil.Process(self.launchers[node].pid)
-        return [child.pid for child in launcher.children() if module in " ".join(child.cmdline())]
+        running = []
+        for child in psutil.Process(self.launchers[node].pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # also a zombie's
+                running += [child.pid] * (module in " ".join(child.cmdline()))
+        return running
 
     def starts(self, module: str, node: int = 0, seconds: float = PATIENCE_S) -> None:
         """Waits until a node's launcher has started a process that runs a module."""

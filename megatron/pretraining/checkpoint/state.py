@@ -59,7 +59,7 @@ class _StoredState:
     sample_order: dict[str, Any] | None = None
     optimizer_step: Count | None = None
     params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    fp8: Annotated[Name, msgspec.Meta(pattern="fp8 products")] | None = None
+    fp8: Annotated[str, msgspec.Meta(pattern=r"^[a-z]+ fp8 products \([a-z0-9]+\) of [A-Za-z ]+\Z")] | None = None
     main_params_dtype: Name | None = None
     moments: tuple[Name, Name] | None = None
     job: Name | None = None

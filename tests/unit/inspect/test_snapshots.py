@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.pretraining.convert.contents import cut_tensors, write_regions
+from megatron.pretraining.convert.contents import DigestSums, cut_tensors, write_regions
 from megatron.pretraining.convert.snapshot import write_snapshot
 from moc.inspect import summary
 from moc.inspect import verify as tool
@@ -50,7 +50,8 @@ def write_again(directory, change):
     """Writes the files anew with other boxes, and lists them as they are; what is promised stays."""
     model = Model()
     parts = change(cut_tensors(model.tensors, 2))
-    written = [write_regions(directory / f"rank_{i:05d}.safetensors", p, model, abs) for i, p in enumerate(parts)]
+    paths = [directory / f"rank_{i:05d}.safetensors" for i in range(len(parts))]
+    written = [write_regions(path, part, DigestSums(model), abs) for path, part in zip(paths, parts, strict=True)]
     edit(directory, files=dict(zip([FIRST, SECOND], written, strict=True)))
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.entry.deepspeed import check_deepspeed
 from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 from moc.errors import codes_in
@@ -51,6 +50,8 @@ def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path)
 
 def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
     config = config_of_words([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"], None)
+    from megatron.pretraining.entry.deepspeed import check_deepspeed  # imports megatron.core
+
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     check_deepspeed(config, found := Problems())
