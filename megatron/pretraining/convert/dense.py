@@ -211,7 +211,7 @@ class DenseContents(ConvertedState):
         owned = whole_tensors(self._regions) + in_model_order(of_megatron)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
         stored = read_digests(directory, manifest)
-        held = {slot_of(tensor.name, tensor.slot) for tensor in self.tensors}  # optimizer state may have another layout
+        held = {slot_of(tensor.name, tensor.slot) for tensor in self.stored()}  # not optimizer state of other layouts
         found = total_of([stored.digests] if stored else [])
         self.digests = {key: found[key] for key in found if key[1].partition(":")[0] in held}
         step = self.facts.state.get("optimizer_step")
