@@ -165,7 +165,7 @@ class StateDigest:
         return sums.view(2, -1)
 
 
-def slot_of(name: str, slot: str) -> str:
+def digest_slot(name: str, slot: str) -> str:
     """Returns the optimizer-state key of a tensor in digests; user modules have their own, which few formats hold."""
     return MODULE if name.startswith(MODULE_STATE) else slot
 
@@ -173,7 +173,7 @@ def slot_of(name: str, slot: str) -> str:
 def key_of(fragment: Fragment) -> Key:
     """Returns the key that a tensor chunk belongs to."""
     size = f":{math.prod(fragment.global_shape)}" if fragment.padded else ""
-    return fragment.operator, slot_of(fragment.name, fragment.slot) + size
+    return fragment.operator, digest_slot(fragment.name, fragment.slot) + size
 
 
 def keys_of(

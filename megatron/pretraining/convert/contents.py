@@ -20,7 +20,7 @@ import torch
 from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
-from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, slot_of, to_text
+from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, digest_slot, to_text
 from moc.state.operators import MODULE_STATE, Detail, Region, boxes_of_range, is_module_state
 from moc.store import store
 from moc.store.dense_files import state_error
@@ -190,7 +190,7 @@ class DigestSums:
         values, operator = self._contents.read(box.name, box.slot, box.region), operator_or_other(box.name)
         if operator in self._operators and box.slot != Detail.GRAD.value:
             size = str(math.prod(box.global_shape))
-            slot = slot_of(box.name, box.slot) + (f":{size}" if (operator, size) in self._sized else "")
+            slot = digest_slot(box.name, box.slot) + (f":{size}" if (operator, size) in self._sized else "")
             self._found[operator, slot] += int(ChunkDigest.of_values(box.name, box.global_shape, box.region, values)())
         return values
 

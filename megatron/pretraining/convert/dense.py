@@ -66,7 +66,7 @@ from moc.files.safe_directory import write_durably  # noqa: E402
 from moc.inspect.checkpoint import OPTIMIZER, is_optimizer_file  # noqa: E402
 from moc.inspect.coverage import PARAM, operator_or_other  # noqa: E402
 from moc.runtime.collectives import first_line  # noqa: E402
-from moc.state.digests import slot_of, to_text, total_of  # noqa: E402
+from moc.state.digests import digest_slot, to_text, total_of  # noqa: E402
 from moc.state.operators import Region  # noqa: E402
 from moc.store import dense_files  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -211,7 +211,8 @@ class DenseContents(ConvertedState):
         owned = whole_tensors(self._regions) + in_model_order(of_megatron)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
         stored = read_digests(directory, manifest)
-        held = {slot_of(tensor.name, tensor.slot) for tensor in self.stored()}  # not optimizer state of other layouts
+        # optimizer state that only the run's layout reads is not here
+        held = {digest_slot(tensor.name, tensor.slot) for tensor in self.stored()}
         found = total_of([stored.digests] if stored else [])
         self.digests = {key: found[key] for key in found if key[1].partition(":")[0] in held}
         step = self.facts.state.get("optimizer_step")

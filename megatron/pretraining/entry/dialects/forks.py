@@ -1,4 +1,4 @@
-"""Options of MindSpeed-LLM, Pai-Megatron-Patch and FlagScale, as far as megatron-core has an equivalent.
+"""Options of MindSpeed-LLM, Pai-Megatron-Patch and FlagScale, with their equivalents in megatron-core.
 
 Sources: gitcode.com/Ascend/MindSpeed-LLM, github.com/alibaba/Pai-Megatron-Patch, github.com/flagos-ai/FlagScale.
 """
