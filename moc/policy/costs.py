@@ -139,8 +139,10 @@ def chained_expert_cost(gradient: float, max_age: int) -> float:
 
 def hidden_expert_counts(machine: Machine) -> Sequence[int]:
     """Returns the numbers of experts of each layer whose copy hides; the smallest candidate if none does."""
-    room = machine.overlap_s * machine.copy_rate
-    return [k for k in machine.expert_counts if machine.with_experts(k).busiest <= room] or machine.expert_counts[:1]
+    hidden_bytes = machine.overlap_s * machine.copy_rate
+    return [
+        k for k in machine.expert_counts if machine.with_experts(k).busiest <= hidden_bytes
+    ] or machine.expert_counts[:1]
 
 
 def selective_candidates(machine: Machine) -> Iterator[PolicySettings]:

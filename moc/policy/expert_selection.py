@@ -41,26 +41,29 @@ class Limit:
     costs: Mapping[ExpertId, Mapping[int, float]]
     gradients: Mapping[ExpertId, Mapping[int, float]] = field(default_factory=dict)
 
-    def expert_count(self, given: Preselection | None = None) -> int:
+    def expert_count(self, preselection: Preselection | None = None) -> int:
         """Returns S_total, the number of experts of mean cost that fit in all bins together (section 4.3)."""
-        return self._expert_count if given is None else self._count_fitting(given)
+        return self._expert_count if preselection is None else self._count_fitting(preselection)
 
-    def cost_by_bin(self, place: ExpertId, gradients_only: bool) -> Mapping[int, float]:
+    def cost_by_bin(self, expert_id: ExpertId, gradients_only: bool) -> Mapping[int, float]:
         """Returns the cost of an expert, or of its gradients, in each bin."""
-        return self.gradients.get(place, self.costs[place]) if gradients_only else self.costs[place]
+        return self.gradients.get(expert_id, self.costs[expert_id]) if gradients_only else self.costs[expert_id]
 
-    def comparison_cost_by_bin(self, place: ExpertId) -> Mapping[int, float]:
+    def comparison_cost_by_bin(self, expert_id: ExpertId) -> Mapping[int, float]:
         """Returns the cost of an expert's gradients in each bin, if its state is chosen, too."""
-        return self.gradients.get(place, {})
+        return self.gradients.get(expert_id, {})
 
     @cached_property
     def _expert_count(self) -> int:
         return self._count_fitting(Preselection())
 
-    def _count_fitting(self, given: Preselection) -> int:
-        whole = sum(sum(self.cost_by_bin(place, place in given.gradients_only).values()) for place in self.costs)
-        mean = whole / max(1, len(self.costs))
-        return math.floor(given.share * sum(self.capacity.values()) / mean + 1e-9) if mean else len(self.costs)
+    def _count_fitting(self, preselection: Preselection) -> int:
+        total = sum(
+            sum(self.cost_by_bin(expert_id, expert_id in preselection.gradients_only).values())
+            for expert_id in self.costs
+        )
+        mean = total / max(1, len(self.costs))
+        return math.floor(preselection.share * sum(self.capacity.values()) / mean + 1e-9) if mean else len(self.costs)
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,9 @@ class Preselection:
 _NO_PRESELECTION = Preselection()
 
 
-def count_limit(places: Iterable[ExpertId], number: int) -> Limit:
+def count_limit(expert_ids: Iterable[ExpertId], number: int) -> Limit:
     """Returns the limit of a fixed number of experts, over all layers."""
-    return Limit({0: number}, {place: {0: 1} for place in places})
+    return Limit({0: number}, {expert_id: {0: 1} for expert_id in expert_ids})
 
 
 @dataclass(frozen=True)
@@ -109,19 +112,23 @@ class _Groups:
 
 @lru_cache(maxsize=16)  # limits stay the same for many snapshots
 def _groups(limits: tuple[Limit, ...]) -> _Groups:
-    bins = {at: number for number, at in enumerate((of, key) for of, one in enumerate(limits) for key in one.capacity)}
+    bins = {
+        at: number for number, at in enumerate((of, key) for of, limit in enumerate(limits) for key in limit.capacity)
+    }
     group_of_costs: dict[tuple[tuple[int, float], ...], int] = {}
     tables: tuple[dict[int, list[int]], ...] = {}, {}, {}
-    for place in sorted(limits[0].costs):
+    for expert_id in sorted(limits[0].costs):
         each = [
-            [one.cost_by_bin(place, gradients_only=False) for one in limits],
-            [one.cost_by_bin(place, gradients_only=True) for one in limits],
-            [one.comparison_cost_by_bin(place) for one in limits],
+            [limit.cost_by_bin(expert_id, gradients_only=False) for limit in limits],
+            [limit.cost_by_bin(expert_id, gradients_only=True) for limit in limits],
+            [limit.comparison_cost_by_bin(expert_id) for limit in limits],
         ]
         for of_each, rows in zip(each, tables, strict=True):
             costs = tuple((bins[of, key], cost) for of, by_bin in enumerate(of_each) for key, cost in by_bin.items())
-            rows.setdefault(place[0], []).append(group_of_costs.setdefault(costs, len(group_of_costs)))
-    return _Groups([room for limit in limits for room in limit.capacity.values()], list(group_of_costs), *tables)
+            rows.setdefault(expert_id[0], []).append(group_of_costs.setdefault(costs, len(group_of_costs)))
+    return _Groups(
+        [capacity for limit in limits for capacity in limit.capacity.values()], list(group_of_costs), *tables
+    )
 
 
 class _RemainingCapacity:
@@ -131,23 +138,25 @@ class _RemainingCapacity:
         rows: group of each expert, by layer.
     """
 
-    def __init__(self, limits: Sequence[Limit], given: Preselection, share: float = 1.0):
-        self._groups = known = _groups(tuple(limits))
-        self._capacity = [given.share * room for room in known.capacity]
-        self._remaining = [share * room for room in self._capacity]
-        self.rows = {layer: list(row) for layer, row in known.rows.items()} if given.gradients_only else known.rows
-        for layer, expert in given.gradients_only:
-            self.rows[layer][expert] = known.gradient_rows[layer][expert]
-        for layer, expert in given.chosen:
+    def __init__(self, limits: Sequence[Limit], preselection: Preselection, share: float = 1.0):
+        self._groups = groups = _groups(tuple(limits))
+        self._capacity = [preselection.share * capacity for capacity in groups.capacity]
+        self._remaining = [share * capacity for capacity in self._capacity]
+        self.rows = (
+            {layer: list(row) for layer, row in groups.rows.items()} if preselection.gradients_only else groups.rows
+        )
+        for layer, expert in preselection.gradients_only:
+            self.rows[layer][expert] = groups.gradient_rows[layer][expert]
+        for layer, expert in preselection.chosen:
             self._subtract(self.rows[layer][expert])
-        for layer, expert in given.state_and_gradients:
-            self._subtract(known.comparison_rows[layer][expert])
+        for layer, expert in preselection.state_and_gradients:
+            self._subtract(groups.comparison_rows[layer][expert])
 
     def take_if_fits(self, group: int) -> bool:
         """Takes an expert of a group if it fits, and returns whether it does."""
-        left = self._remaining
+        remaining = self._remaining
         for key, cost in self._groups.costs[group]:
-            if left[key] < cost:
+            if remaining[key] < cost:
                 return False
         self._subtract(group)
         return True
@@ -159,19 +168,21 @@ class _RemainingCapacity:
     def take_in_order(self, order: Iterable[int], groups: Sequence[int], taken: bytearray) -> None:
         """Takes and marks the experts that fit, in order; stops when no group has room."""
         waiting = set(groups)
-        for place in order:
-            if taken[place] or (group := groups[place]) not in waiting:
+        for index in order:
+            if taken[index] or (group := groups[index]) not in waiting:
                 continue
             if self.take_if_fits(group):
-                taken[place] = True
+                taken[index] = True
                 continue
             waiting.remove(group)
             if not waiting:
                 return
 
-    def add_share(self, rest: float) -> None:
+    def add_share(self, share: float) -> None:
         """Adds a share of the limits."""
-        self._remaining = [left + rest * room for left, room in zip(self._remaining, self._capacity, strict=True)]
+        self._remaining = [
+            remaining + share * capacity for remaining, capacity in zip(self._remaining, self._capacity, strict=True)
+        ]
 
 
 def allocate_experts(unsaved: CountsByLayer, expert_count: int) -> dict[int, int]:
@@ -190,24 +201,24 @@ def allocate_experts(unsaved: CountsByLayer, expert_count: int) -> dict[int, int
     """
     allocated = dict.fromkeys(unsaved, 0)
     expert_count = min(expert_count, sum(map(len, unsaved.values())))
-    while (rest := expert_count - sum(allocated.values())) > 0:
+    while (unallocated := expert_count - sum(allocated.values())) > 0:
         open_ = [layer for layer in unsaved if allocated[layer] < len(unsaved[layer])]
         risk = {layer: sum(unsaved[layer]) for layer in open_}
         if not any(risk.values()):
             risk = dict.fromkeys(open_, 1)
-        whole = sum(risk.values())
-        shares = {layer: divmod(risk[layer] * rest, whole) for layer in open_}
+        total_risk = sum(risk.values())
+        shares = {layer: divmod(risk[layer] * unallocated, total_risk) for layer in open_}
         for layer, (share, _) in shares.items():
             allocated[layer] = min(len(unsaved[layer]), allocated[layer] + share)
-        left = expert_count - sum(allocated.values())
+        remainder = expert_count - sum(allocated.values())
         by_remainder = sorted(open_, key=lambda layer: (-shares[layer][1], layer))
-        for layer in [layer for layer in by_remainder if allocated[layer] < len(unsaved[layer])][:left]:
+        for layer in [layer for layer in by_remainder if allocated[layer] < len(unsaved[layer])][:remainder]:
             allocated[layer] += 1
     return allocated
 
 
 def proportional(
-    unsaved: CountsByLayer, limits: Sequence[Limit], given: Preselection = _NO_PRESELECTION
+    unsaved: CountsByLayer, limits: Sequence[Limit], preselection: Preselection = _NO_PRESELECTION
 ) -> ExpertsByLayer:
     """Returns the S[l] experts of each layer with the most tokens since their last save (Algorithm 1).
 
@@ -216,13 +227,13 @@ def proportional(
     Args:
         unsaved: P, tokens of each expert since it was last saved.
         limits: the budget; S_total is the smallest of theirs.
-        given: constraints set before.
+        preselection: constraints set before.
     """
-    rooms, chosen = _RemainingCapacity(limits, given), {}
-    for layer, number in allocate_experts(unsaved, min(limit.expert_count(given) for limit in limits)).items():
-        taken = {expert for at, expert in given.chosen if at == layer}
-        others = (expert for expert in _indices_descending(unsaved[layer]) if expert not in taken)
-        fitting = (expert for expert in others if rooms.take_if_fits(rooms.rows[layer][expert]))
+    remaining, chosen = _RemainingCapacity(limits, preselection), {}
+    for layer, number in allocate_experts(unsaved, min(limit.expert_count(preselection) for limit in limits)).items():
+        taken = {expert for at, expert in preselection.chosen if at == layer}
+        unchosen = (expert for expert in _indices_descending(unsaved[layer]) if expert not in taken)
+        fitting = (expert for expert in unchosen if remaining.take_if_fits(remaining.rows[layer][expert]))
         chosen[layer] = sorted([*taken, *itertools.islice(fitting, max(0, number - len(taken)))])
     return chosen
 
@@ -241,7 +252,7 @@ def per_byte(
     ages: CountsByLayer,
     max_age: float,
     limits: Sequence[Limit],
-    given: Preselection = _NO_PRESELECTION,
+    preselection: Preselection = _NO_PRESELECTION,
 ) -> ExpertsByLayer:
     """Returns the experts of all layers with the highest scores that fit; too old experts are first.
 
@@ -250,18 +261,18 @@ def per_byte(
         ages: iterations since each expert was last saved.
         max_age: experts older than this are first, the oldest before others, on at most half of the limits.
         limits: the budget.
-        given: constraints set before.
+        preselection: constraints set before.
     """
-    rooms = _RemainingCapacity(limits, given, 0.5)
-    groups, age = _concatenate(rooms.rows, scores), _concatenate(ages, scores)
+    remaining = _RemainingCapacity(limits, preselection, 0.5)
+    groups, age = _concatenate(remaining.rows, scores), _concatenate(ages, scores)
     starts = dict(zip(scores, itertools.accumulate(map(len, scores.values()), initial=0), strict=False))
     taken = bytearray(len(groups))
-    for layer, expert in given.chosen:
+    for layer, expert in preselection.chosen:
         taken[starts[layer] + expert] = True
-    old = [place for place in range(len(age)) if age[place] > max_age]
-    rooms.take_in_order(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
-    rooms.add_share(0.5)
-    rooms.take_in_order(_indices_descending(_concatenate(scores, scores)), groups, taken)
+    old = [index for index in range(len(age)) if age[index] > max_age]
+    remaining.take_in_order(sorted(old, key=age.__getitem__, reverse=True), groups, taken)
+    remaining.add_share(0.5)
+    remaining.take_in_order(_indices_descending(_concatenate(scores, scores)), groups, taken)
     marks = iter(taken)
     return {layer: list(itertools.compress(range(len(row)), marks)) for layer, row in scores.items()}
 
@@ -307,14 +318,14 @@ def steady_risk(rates: Iterable[float], number: float, always: float = 1.0) -> f
     roots = sorted((math.sqrt(rate) for rate in rates if rate > 0), reverse=True)
     if number >= always * len(roots):
         return 0.0
-    rest, squares, least = sum(roots), sum(root * root for root in roots), math.inf
+    root_sum, square_sum, least = sum(roots), sum(root * root for root in roots), math.inf
     for busiest, root in enumerate(roots):
         if number <= always * busiest:
             break
-        scale = rest / (number - always * busiest)  # n = scale / root
+        scale = root_sum / (number - always * busiest)  # n = scale / root
         if scale >= root:
-            least = min(least, (scale * rest - squares) / 2)
-        rest, squares = rest - root, squares - root * root
+            least = min(least, (scale * root_sum - square_sum) / 2)
+        root_sum, square_sum = root_sum - root, square_sum - root * root
     return least
 
 

@@ -128,10 +128,10 @@ class PolicyFlags:
     def unmet_requirements(self, flags: FlagValues, job: JobShape) -> Iterator[PolicyError]:
         """Yields an error for each requirement of these flags that the job does not meet."""
         yield from unmet(self.requirements, flags, job)
-        wanted = max(self.experts_per_layer(flags) or (0,))
-        if wanted > job.num_experts > 0:
+        requested = max(self.experts_per_layer(flags) or (0,))
+        if requested > job.num_experts > 0:
             yield PolicyError(
-                f"{wanted} experts of each layer cannot be in a snapshot, of {job.num_experts}. Fix: choose at most "
+                f"{requested} experts of each layer cannot be in a snapshot, of {job.num_experts}. Fix: choose at most "
                 f"{job.num_experts}",
                 code="experts-per-snapshot-invalid",
             )

@@ -196,7 +196,8 @@ class Gradient(Policy):
         current = self.round_at(iteration)
         turns, turn = self.turns(current.window), iteration - current.start
         details = {
-            one.name: Detail.FULL if turns[one.name] in (turn, _ALWAYS) else Detail.GRAD for one in self.operators
+            operator.name: Detail.FULL if turns[operator.name] in (turn, _ALWAYS) else Detail.GRAD
+            for operator in self.operators
         }
         needs = min(self._bases_after(iteration, details))
         complete = Detail.GRAD not in details.values()
@@ -255,8 +256,8 @@ class Gradient(Policy):
         """Returns the bases after a snapshot with these details."""
         before = self.state.bases or [iteration] * len(self.operators)
         return [
-            iteration if details[one.name] is Detail.FULL else base
-            for one, base in zip(self.operators, before, strict=True)
+            iteration if details[operator.name] is Detail.FULL else base
+            for operator, base in zip(self.operators, before, strict=True)
         ]
 
     def turns(self, window: int) -> Mapping[str, int]:
@@ -264,12 +265,12 @@ class Gradient(Policy):
         if window not in self._turns_by_window:
             turns: dict[str, int] = {}
             for queue in self._operator_queues:
-                turns |= {one.name: _ALWAYS for one in queue if one.kind == "router"}
+                turns |= {operator.name: _ALWAYS for operator in queue if operator.kind == "router"}
                 filled = [0] * min(window, len(queue))
-                for one in sorted(queue, key=lambda one: -one.parameters):  # ties: model order
-                    if one.name not in turns:
-                        turns[one.name] = turn = filled.index(min(filled))
-                        filled[turn] += one.parameters
+                for operator in sorted(queue, key=lambda operator: -operator.parameters):  # ties: model order
+                    if operator.name not in turns:
+                        turns[operator.name] = turn = filled.index(min(filled))
+                        filled[turn] += operator.parameters
             self._turns_by_window[window] = turns
         return self._turns_by_window[window]
 
@@ -280,11 +281,11 @@ class Gradient(Policy):
     @cached_property
     def _operator_queues(self) -> Sequence[list[Operator]]:
         """Operators by pipeline stage and expert-parallel rank; each queue saves equal parts in all turns."""
-        number = Counter(one.layer for one in self.operators if one.expert is not None)
+        number = Counter(operator.layer for operator in self.operators if operator.expert is not None)
         queues: dict[tuple[int, int], list[Operator]] = defaultdict(list)
-        for one in self.operators:
-            rank = -1 if one.expert is None else one.expert * self.ep // number[one.layer]
-            queues[pipeline_stage(one, self.stages), rank].append(one)
+        for operator in self.operators:
+            rank = -1 if operator.expert is None else operator.expert * self.ep // number[operator.layer]
+            queues[pipeline_stage(operator, self.stages), rank].append(operator)
         return list(queues.values())
 
 

@@ -257,7 +257,7 @@ class StorageSchedule:
         """
         return 1
 
-    def plan(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+    def plan(self, iteration: int, load: Load | None = None, is_overdue: bool = False) -> SnapshotPlan | None:
         """Plans the snapshot after ``iteration`` iterations if it is also stored; changes nothing.
 
         The run calls this method for these snapshots, and :meth:`Policy.plan` for all others.
@@ -265,11 +265,11 @@ class StorageSchedule:
         Args:
             iteration: as in :meth:`Policy.plan`.
             load: as in :meth:`Policy.plan`.
-            again: storage lacks a snapshot that was due earlier, so one is due now, whatever the interval.
+            is_overdue: storage lacks a snapshot that was due earlier, so one is due now, whatever the interval.
         """
         plan = self.policy.plan(iteration, load)
-        is_owed = plan is None and again and Capability.WINDOWS not in self.policy.requires
-        return full_plan(self.policy, iteration) if is_owed else plan
+        saves_overdue = plan is None and is_overdue and Capability.WINDOWS not in self.policy.requires
+        return full_plan(self.policy, iteration) if saves_overdue else plan
 
     def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
         """Returns the part of a snapshot in memory that is persisted; by default, all of it.
@@ -306,7 +306,7 @@ class SnapshotSchedule:
     policy: Policy
 
     @property
-    def iterations_apart(self) -> int:
+    def snapshot_interval(self) -> int:
         """Iterations between snapshots, if known; by default :attr:`Interval.iterations`."""
         return max(1, self.policy.interval.iterations)
 

@@ -297,11 +297,11 @@ class IntervalTuner(Interval):
     @property
     def interval(self) -> int:
         """Iterations between snapshots, at least 1; provisional until :attr:`is_settled`."""
-        known, iteration_s = self._snapshot_costs(), self.iteration_s
-        if not known or iteration_s is None:
+        costs, iteration_s = self._snapshot_costs(), self.iteration_s
+        if not costs or iteration_s is None:
             return BLOCK
-        affordable = math.ceil(median(cost for _, cost in known) / (self.budget * iteration_s))
-        return max(1, median_high(iterations for iterations, _ in known), affordable)
+        affordable = math.ceil(median(cost for _, cost in costs) / (self.budget * iteration_s))
+        return max(1, median_high(iterations for iterations, _ in costs), affordable)
 
     @property
     def iteration_s(self) -> float | None:
@@ -311,8 +311,8 @@ class IntervalTuner(Interval):
     @property
     def snapshot_s(self) -> float | None:
         """Seconds that training loses per snapshot; None until measured."""
-        known = self._snapshot_costs()
-        return median(cost for _, cost in known) if known else None
+        costs = self._snapshot_costs()
+        return median(cost for _, cost in costs) if costs else None
 
     @property
     def overhead(self) -> float | None:
@@ -382,9 +382,9 @@ class Measurements:
         """Records the measurements of one iteration."""
         self.trained_s += observed.iteration_s
         for name, transfers in self._transfers.items():
-            one = getattr(observed, name)
-            if one.bytes and one.seconds:
-                transfers.append(one)
+            transfer = getattr(observed, name)
+            if transfer.bytes and transfer.seconds:
+                transfers.append(transfer)
         if observed.gradients_s > 0:
             self._gradients_s.append(observed.gradients_s)
         self._warm_up_count += 1
@@ -407,7 +407,11 @@ class Measurements:
         * ``replicate_rate``: of a node from others.
         """
         rates = zip(("copy_rate", "write_rate", "replicate_rate"), self._transfers.values(), strict=True)
-        medians = {name: median(one.bytes / one.seconds for one in transfers) for name, transfers in rates if transfers}
+        medians = {
+            name: median(transfer.bytes / transfer.seconds for transfer in transfers)
+            for name, transfers in rates
+            if transfers
+        }
         if len(self._forward_backward_s) >= BLOCK:
             medians["iteration_s"] = median(self._iteration_s)
             medians["forward_backward_s"] = min(medians["iteration_s"], median(self._forward_backward_s))
@@ -428,7 +432,8 @@ class Measurements:
     def state_dict(self) -> dict[str, Any]:
         """Returns all measurements as JSON-compatible values."""
         transfers = {
-            name: [[one.bytes, one.seconds] for one in transfers] for name, transfers in self._transfers.items()
+            name: [[transfer.bytes, transfer.seconds] for transfer in transfers]
+            for name, transfers in self._transfers.items()
         }
         times = {"iteration_s": list(self._iteration_s), "forward_backward_s": list(self._forward_backward_s)}
         times |= {"bubble_s": list(self._bubble_s)} if self._bubble_s else {}

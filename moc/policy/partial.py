@@ -29,7 +29,7 @@ from moc.state.operators import Detail, Operator
 
 def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
     """Returns the number of experts by layer, ascending; only layers with experts."""
-    return dict(sorted(Counter(one.place[0] for one in operators if one.place is not None).items()))
+    return dict(sorted(Counter(operator.place[0] for operator in operators if operator.place is not None).items()))
 
 
 def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
@@ -195,11 +195,11 @@ class PartialPolicy(Policy):
 
     def expected_in_storage(self) -> SavedVersions:
         """Returns the versions in storage if all outstanding writes succeed."""
-        found = self.state.in_storage.copy()
-        found.record(self.num_experts, {}, 0, {})
+        expected = self.state.in_storage.copy()
+        expected.record(self.num_experts, {}, 0, {})
         for iteration, write in sorted(self.pending_writes.items()):
-            found.record(self.num_experts, write.experts, iteration, write.tokens)
-        return found
+            expected.record(self.num_experts, write.experts, iteration, write.tokens)
+        return expected
 
     @property
     def storage(self) -> StorageSchedule:
@@ -232,13 +232,13 @@ class PartialPolicy(Policy):
 
     def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts of a plan, each at its detail."""
-        places = {name: self.expert_by_name[name] for name in plan.operators}
-        return {place: plan.operators[name] for name, place in places.items() if place is not None}
+        expert_ids = {name: self.expert_by_name[name] for name in plan.operators}
+        return {expert_id: plan.operators[name] for name, expert_id in expert_ids.items() if expert_id is not None}
 
     @cached_property
     def expert_by_name(self) -> dict[str, ExpertId | None]:
         """Layer and number of each operator that is an expert; None for dense operators."""
-        return {one.name: one.place for one in self.operators}
+        return {operator.name: operator.place for operator in self.operators}
 
     @cached_property
     def num_experts(self) -> dict[int, int]:
@@ -252,9 +252,9 @@ class PartialStorage(StorageSchedule):
 
     policy: PartialPolicy
 
-    def plan(self, iteration: int, load: Load | None = None, again: bool = False) -> SnapshotPlan | None:
+    def plan(self, iteration: int, load: Load | None = None, is_overdue: bool = False) -> SnapshotPlan | None:
         """As :meth:`StorageSchedule.plan`: the selection depends on the versions in storage."""
-        is_due = again or self.policy.is_due(iteration)
+        is_due = is_overdue or self.policy.is_due(iteration)
         return self.policy.plan_now(iteration, load, persists=True) if is_due else None
 
     def part_of(self, plan: SnapshotPlan) -> SnapshotPlan:
@@ -302,13 +302,13 @@ class PartialStorage(StorageSchedule):
         stored, memory = policy.state.in_storage, policy.state.in_memory
         for saves in (stored, memory):
             saves.record(policy.num_experts, {}, 0, {})
-        for name, place in policy.expert_by_name.items():
-            if place is None:
+        for name, expert_id in policy.expert_by_name.items():
+            if expert_id is None:
                 continue
-            (layer, expert), at = place, persisted.get(name, 0)
-            known = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
-            earlier = [iteration for iteration in known if iteration <= at]
-            stored.tokens[layer][expert] = known[max(earlier)] if earlier else 0
+            (layer, expert), at = expert_id, persisted.get(name, 0)
+            tokens_by_iteration = {saves.at[layer][expert]: saves.tokens[layer][expert] for saves in (memory, stored)}
+            earlier = [iteration for iteration in tokens_by_iteration if iteration <= at]
+            stored.tokens[layer][expert] = tokens_by_iteration[max(earlier)] if earlier else 0
             stored.at[layer][expert] = at
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import sub
 from typing import Any, Self
 
 from moc.files import decode
@@ -212,10 +212,10 @@ class PecState(PartialState):
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
         """As :meth:`PartialState.read`; states of earlier versions have marks instead of tokens, and no iterations."""
-        known = decode.convert_state(state, dict, cls.of)
-        if "persists" in known:
-            known = known | {"saved": {}, "persisted": {}}
-        return super().read({"saved_at": {}, "persisted_at": {}, **known}, num_experts)
+        decoded = decode.convert_state(state, dict, cls.of)
+        if "persists" in decoded:
+            decoded = decoded | {"saved": {}, "persisted": {}}
+        return super().read({"saved_at": {}, "persisted_at": {}, **decoded}, num_experts)
 
 
 @policy("pec", flags=PecFlags(), costs=PecCosts())
@@ -351,7 +351,7 @@ class Pec(PartialPolicy):
                 code="tokens-not-counted",
             )
         before = self._never() | (storage if persists else memory).tokens
-        unsaved = {layer: list(map(operator.sub, load[layer], saved)) for layer, saved in before.items()}
+        unsaved = {layer: list(map(sub, load[layer], saved)) for layer, saved in before.items()}
         return load_aware_experts(unsaved, self.k_to_snapshot, self.ep)
 
     def _in_turn(
@@ -360,28 +360,32 @@ class Pec(PartialPolicy):
         """Returns the K experts of each layer with the oldest versions in memory, or in storage if any starve there."""
         layers, selected = list(self.num_experts), {}
         for number in set(self.num_experts.values()):
-            places = [place for place, layer in enumerate(layers) if self.num_experts[layer] == number]
-            marks = [[memory[layers[place]] for place in places]]
-            stored = [storage[layers[place]] for place in places] if storage else []
+            positions = [position for position, layer in enumerate(layers) if self.num_experts[layer] == number]
+            marks = [[memory[layers[position]] for position in positions]]
+            stored = [storage[layers[position]] for position in positions] if storage else []
             if stored and is_starved(stored, iteration, storage_cycle_length(number, k, self.k_to_persist)):
                 marks = [stored, *marks]
-            turn = next_rotation_step(first, k, number, self.ep, places, marks)
-            selected |= {layers[place]: sequential_experts(turn, place, k, number, self.ep) for place in places}
+            turn = next_rotation_step(first, k, number, self.ep, positions, marks)
+            selected |= {
+                layers[position]: sequential_experts(turn, position, k, number, self.ep) for position in positions
+            }
         return {layer: selected[layer] for layer in layers}
 
     def plan_with(self, iteration: int, experts: Mapping[int, list[int]]) -> SnapshotPlan:
         """Returns a plan with these experts in full, and the others at the detail that the target leaves for them."""
-        details, rest = {}, NOT_CHOSEN[self.target]
-        for one in self.operators:
-            chosen = one.place is None or one.place[1] in experts[one.place[0]]
-            if chosen or rest is not None:
-                details[one.name] = Detail.FULL if chosen else rest
+        details, other_detail = {}, NOT_CHOSEN[self.target]
+        for operator in self.operators:
+            chosen = operator.place is None or operator.place[1] in experts[operator.place[0]]
+            if chosen or other_detail is not None:
+                details[operator.name] = Detail.FULL if chosen else other_detail
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}
         return SnapshotPlan(iteration, self.name, details, complete)
 
     def experts_of_plan(self, plan: SnapshotPlan) -> dict[ExpertId, Detail]:
         """Returns the experts that a plan saves in full."""
-        return {place: detail for place, detail in super().experts_of_plan(plan).items() if detail is Detail.FULL}
+        return {
+            expert_id: detail for expert_id, detail in super().experts_of_plan(plan).items() if detail is Detail.FULL
+        }
 
     def _never(self) -> ExpertTable:
         return {layer: [0] * number for layer, number in self.num_experts.items()}
@@ -429,9 +433,9 @@ class PecReport(PolicyReport):
 
     def fault_cost(self, train_iters: int, in_memory: bool, in_storage: bool) -> tuple[str, dict] | None:
         """As :meth:`PolicyReport.fault_cost`, assuming equally busy experts (MoC-System, eq. 7)."""
-        if (found := self.policy.expected(in_storage)) is None:
+        if (expected := self.policy.expected(in_storage)) is None:
             return None
-        memory, storage = found
+        memory, storage = expected
         plt = memory.mean / train_iters
         fields = {"plt": plt, "oldest": memory.oldest}
         where = "that leaves memory intact " if in_memory else ""

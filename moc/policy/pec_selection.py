@@ -39,8 +39,8 @@ def sequential_experts(checkpoint: int, moe_layer: int, k: int, num_experts: int
             code="experts-per-snapshot-invalid",
         )
     first = (checkpoint + moe_layer) * k
-    places = ((first + i) % num_experts for i in range(k))
-    return sorted(place % ep * (num_experts // ep) + place // ep for place in places)
+    positions = ((first + i) % num_experts for i in range(k))
+    return sorted(position % ep * (num_experts // ep) + position // ep for position in positions)
 
 
 def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) -> dict[int, list[int]]:
@@ -78,25 +78,25 @@ def load_aware_experts(unsaved: Mapping[int, Sequence[int]], k: int, ep: int) ->
                 code="experts-not-divisible",
             )
     capacity = -(-len(unsaved) * k // ep)
-    given = [0] * ep
-    chosen = {layer: _select_in_layer(unsaved[layer], k, given, capacity) for layer in sorted(unsaved, reverse=True)}
+    selected = [0] * ep
+    chosen = {layer: _select_in_layer(unsaved[layer], k, selected, capacity) for layer in sorted(unsaved, reverse=True)}
     return {layer: chosen[layer] for layer in unsaved}
 
 
-def _select_in_layer(tokens: Sequence[int], k: int, given: list[int], capacity: int) -> list[int]:
-    """Selects k experts, and adds them to ``given``, the count by rank."""
-    per_rank = len(tokens) // len(given)
+def _select_in_layer(tokens: Sequence[int], k: int, selected: list[int], capacity: int) -> list[int]:
+    """Selects k experts, and adds them to ``selected``, the count by rank."""
+    per_rank = len(tokens) // len(selected)
     waiting = sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))
     chosen = []
     for expert in waiting:
-        if len(chosen) < k and given[expert // per_rank] < capacity:
+        if len(chosen) < k and selected[expert // per_rank] < capacity:
             chosen.append(expert)
-            given[expert // per_rank] += 1
+            selected[expert // per_rank] += 1
     while len(chosen) < k:
-        left = (expert for expert in waiting if expert not in chosen)
-        expert = min(left, key=lambda e: (given[e // per_rank], -tokens[e], e))
+        unchosen = (expert for expert in waiting if expert not in chosen)
+        expert = min(unchosen, key=lambda e: (selected[e // per_rank], -tokens[e], e))
         chosen.append(expert)
-        given[expert // per_rank] += 1
+        selected[expert // per_rank] += 1
     return sorted(chosen)
 
 
@@ -118,15 +118,15 @@ def persist_selection(
     Returns:
         Expert numbers by layer, ascending.
     """
-    given, chosen = [0] * ep, {}
+    selected, chosen = [0] * ep, {}
     for layer, waiting in candidates.items():
         when, per_rank = persisted[layer], len(persisted[layer]) // ep
-        left, taken = list(waiting), []
-        while left and len(taken) < k:
-            expert = min(left, key=lambda e: (when[e], given[e // per_rank], e))
-            left.remove(expert)
+        unchosen, taken = list(waiting), []
+        while unchosen and len(taken) < k:
+            expert = min(unchosen, key=lambda e: (when[e], selected[e // per_rank], e))
+            unchosen.remove(expert)
             taken.append(expert)
-            given[expert // per_rank] += 1
+            selected[expert // per_rank] += 1
         chosen[layer] = sorted(taken)
     return chosen
 
@@ -151,19 +151,21 @@ def next_rotation_step(
         layers: indices of the layers, as in :func:`sequential_experts`.
         marks: marks of each of ``layers``, by criterion.
     """
-    places, holders = _rotation(k, num_experts, ep, tuple(layers))
+    steps, holders = _rotation(k, num_experts, ep, tuple(layers))
     oldest = min(map(min, marks[0]))
     waiting = {
-        place
-        for row, held in zip(marks[0], holders, strict=True)
+        step
+        for row, steps_by_expert in zip(marks[0], holders, strict=True)
         for expert, mark in enumerate(row)
         if mark == oldest
-        for place in held[expert]
+        for step in steps_by_expert[expert]
     }
 
-    def waited(place: int) -> tuple[list[list[int]], int]:
-        rows = [zip(of_layers, places[place], strict=True) for of_layers in marks]
-        return [sorted(row[e] for row, experts in one for e in experts) for one in rows], (place - first) % len(places)
+    def waited(step: int) -> tuple[list[list[int]], int]:
+        rows = [zip(of_layers, steps[step], strict=True) for of_layers in marks]
+        return [sorted(row[e] for row, experts in criterion for e in experts) for criterion in rows], (
+            step - first
+        ) % len(steps)
 
     return min(waiting, key=waited)
 
@@ -192,13 +194,13 @@ def _rotation(
 ) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """Returns the experts by place and layer, and the places by layer and expert."""
     period = num_experts // math.gcd(num_experts, k)
-    places = [[sequential_experts(place, layer, k, num_experts, ep) for layer in layers] for place in range(period)]
+    steps = [[sequential_experts(step, layer, k, num_experts, ep) for layer in layers] for step in range(period)]
     holders: list[list[list[int]]] = [[[] for _ in range(num_experts)] for _ in layers]
-    for place, of_layers in enumerate(places):
-        for held, experts in zip(holders, of_layers, strict=True):
+    for step, of_layers in enumerate(steps):
+        for steps_by_expert, experts in zip(holders, of_layers, strict=True):
             for expert in experts:
-                held[expert].append(place)
-    return places, holders
+                steps_by_expert[expert].append(step)
+    return steps, holders
 
 
 class Ages(NamedTuple):
@@ -232,8 +234,8 @@ def expert_ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every
     for snapshot in range(2, ends + 1):
         persists = snapshot % persist_every == 0
         marks = [[storage], [memory]] if persists and is_starved([storage], snapshot, turns) else [[memory]]
-        place = next_rotation_step(snapshot - 2, k_snapshot, num_experts, 1, [0], marks)
-        chosen = sequential_experts(place, 0, k_snapshot, num_experts, 1)
+        step = next_rotation_step(snapshot - 2, k_snapshot, num_experts, 1, [0], marks)
+        chosen = sequential_experts(step, 0, k_snapshot, num_experts, 1)
         for expert in chosen:
             memory[expert] = snapshot
         if persists:
@@ -242,7 +244,7 @@ def expert_ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every
         if snapshot > settled:
             ages_seen[0].extend(snapshot - when for when in memory)
             ages_seen[1].extend((snapshot - when) // persist_every for when in storage if persists)
-    in_memory, in_storage = (Ages(sum(found) / len(found), max(found)) for found in ages_seen)
+    in_memory, in_storage = (Ages(sum(ages) / len(ages), max(ages)) for ages in ages_seen)
     return in_memory, in_storage
 
 

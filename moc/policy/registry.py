@@ -276,8 +276,8 @@ def _problem_of_class(name: str, kind: type[Policy]) -> PolicyError | None:
             f"policy {name} is no dataclass. Fix: put @dataclass(frozen=True) below @policy",
             code="policy-class-invalid",
         )
-    if lacking := sorted(kind.__abstractmethods__):
-        return PolicyError(f"policy {name} lacks {', '.join(lacking)}. Fix: define it", code="policy-class-invalid")
+    if missing := sorted(kind.__abstractmethods__):
+        return PolicyError(f"policy {name} lacks {', '.join(missing)}. Fix: define it", code="policy-class-invalid")
     if moved := sorted(_MOVED.keys() & vars(kind).keys()):
         return PolicyError(
             f"policy {name} defines {moved[0]}, which no run calls. Fix: define {_MOVED[moved[0]]} of a component",
@@ -313,11 +313,11 @@ def import_policies() -> None:
     Raises:
         PolicyImportError: a module cannot be imported; ignoring it could silently run without the requested policy.
     """
-    for entry_point in sorted(entry_points(group=ENTRY_POINTS), key=lambda found: found.name):
-        is_new, known = entry_point.module not in sys.modules, set(POLICIES)
+    for entry_point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
+        is_new, policies_before = entry_point.module not in sys.modules, set(POLICIES)
         try:
             importlib.import_module(entry_point.module)
-            added = POLICIES.keys() - known
+            added = POLICIES.keys() - policies_before
             if is_new and not added:
                 raise ValueError("it registers no policy")
             for name in added:

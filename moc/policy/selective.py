@@ -157,14 +157,18 @@ class Selective(PartialPolicy):
         """
         if self.experts is not None:
             return
-        dense = dict.fromkeys((one.name for one in self.operators if one.place is None), Detail.FULL)
-        experts = {one.place: one.name for one in self.operators if one.place is not None}
+        dense = dict.fromkeys((operator.name for operator in self.operators if operator.place is None), Detail.FULL)
+        experts = {operator.place: operator.name for operator in self.operators if operator.place is not None}
         details = [Detail.FULL, *([Detail.GRAD] if self.gradients else [])]
         plans = {f"{name} {detail.value}": {name: detail} for name in experts.values() for detail in details}
-        found = busiest.by_rank({"": dense} | plans)
-        each = {detail: {p: found[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details}
+        bytes_by_rank = busiest.by_rank({"": dense} | plans)
+        each = {
+            detail: {p: bytes_by_rank[f"{name} {detail.value}"] for p, name in experts.items()} for detail in details
+        }
         gradients = each.get(Detail.GRAD, {})
-        self.sizes[:] = [sizes := ExpertSizes(found[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)]
+        self.sizes[:] = [
+            sizes := ExpertSizes(bytes_by_rank[""], each[Detail.FULL], busiest.nodes, busiest.replicas, gradients)
+        ]
         if self.bytes is not None and self.bytes < sizes.largest_expert:
             raise PolicyError(
                 f"{self.bytes} bytes leave no room for an expert. Fix: set --selective-bytes to "
@@ -202,7 +206,7 @@ class Selective(PartialPolicy):
 
     def is_due(self, iteration: int) -> bool:
         """As :meth:`PartialPolicy.is_due`; after the first snapshot, at a distance that the budgets allow."""
-        return super().is_due(iteration) and not (self.state.based and iteration % self.schedule.iterations_apart)
+        return super().is_due(iteration) and not (self.state.based and iteration % self.schedule.snapshot_interval)
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
         """As :meth:`PartialPolicy.plan_partial`."""
@@ -240,17 +244,17 @@ class Selective(PartialPolicy):
         limits = {"experts": self._count_limit}
         if not self.sizes or not isinstance(tuner, SelectiveTuner):
             return limits
-        sizes, apart = self.sizes[0], self.schedule.iterations_apart
+        sizes, interval = self.sizes[0], self.schedule.snapshot_interval
         least = sizes.least_rank_bytes
-        local = tuner.affordable_bytes(least, apart) if self.local_gb is None else self.local_gb * 1e9
+        local = tuner.affordable_bytes(least, interval) if self.local_gb is None else self.local_gb * 1e9
         if local is not None:
             limits["local"] = sizes.rank_limit(max(local, least))
         remote = tuner.remote_bytes(self.tier)
         if self.tier == "peers" and (self.remote_gb is not None or remote is not None):
-            received = (remote or 0) * apart if self.remote_gb is None else self.remote_gb * 1e9
+            received = (remote or 0) * interval if self.remote_gb is None else self.remote_gb * 1e9
             limits["remote"] = sizes.node_limit(received)
         elif remote is not None:
-            limits["remote"] = sizes.rank_limit(max(remote * apart, least))
+            limits["remote"] = sizes.rank_limit(max(remote * interval, least))
         return limits
 
     def _selected(self, iteration: int, load: Load, persists: bool) -> tuple[DetailByExpert, DetailByExpert | None]:
@@ -287,23 +291,23 @@ class Selective(PartialPolicy):
             return frozenset()
         state = self.state.in_memory
         chained = chained_experts(gradient_chains(state.bases, state.at), iteration)
-        wanted = {place for place, detail in chosen.items() if detail is Detail.FULL} & chained
-        return frozenset(name for name, place in self.expert_by_name.items() if place in wanted)
+        saved_in_full = {expert_id for expert_id, detail in chosen.items() if detail is Detail.FULL} & chained
+        return frozenset(name for name, expert_id in self.expert_by_name.items() if expert_id in saved_in_full)
 
     def _max_age(self, limits: Sequence[Limit]) -> int:
-        apart = self.schedule.iterations_apart
-        return self.max_age or default_max_age(len(self.expert_places), apart, limits, self.saves_gradients)
+        interval = self.schedule.snapshot_interval
+        return self.max_age or default_max_age(len(self.expert_places), interval, limits, self.saves_gradients)
 
     def _details_with(self, experts: DetailByExpert) -> dict[str, Detail]:
         """Returns all dense operators and these experts."""
-        places = self.expert_by_name.items()
-        details = {name: Detail.FULL if place is None else experts.get(place) for name, place in places}
+        expert_ids = self.expert_by_name.items()
+        details = {name: Detail.FULL if expert_id is None else experts.get(expert_id) for name, expert_id in expert_ids}
         return {name: detail for name, detail in details.items() if detail is not None}
 
     @cached_property
     def expert_places(self) -> list[ExpertId]:
         """Layer and number of each expert, in model order."""
-        return [place for place in self.expert_by_name.values() if place is not None]
+        return [expert_id for expert_id in self.expert_by_name.values() if expert_id is not None]
 
     @cached_property
     def _count_limit(self) -> Limit:
@@ -342,8 +346,8 @@ class SelectiveSchedule(PartialSchedule):
     policy: Selective
 
     @property
-    def iterations_apart(self) -> int:
-        """As :attr:`SnapshotSchedule.iterations_apart`.
+    def snapshot_interval(self) -> int:
+        """As :attr:`SnapshotSchedule.snapshot_interval`.
 
         The result exceeds the setting if the dense operators and one expert take longer.
         """
@@ -352,13 +356,13 @@ class SelectiveSchedule(PartialSchedule):
             return tuner.interval if isinstance(tuner, Every) else 1
         if not policy.sizes:
             return tuner.every
-        sizes, apart, remote = policy.sizes[0], 1, tuner.remote_bytes(policy.tier)
+        sizes, interval, remote = policy.sizes[0], 1, tuner.remote_bytes(policy.tier)
         if policy.local_gb is None:
-            apart = tuner.affordable_interval(sizes.least_rank_bytes)
+            interval = tuner.affordable_interval(sizes.least_rank_bytes)
         if remote and policy.remote_gb is None:
             least = sizes.least_node_bytes if policy.tier == "peers" else sizes.least_rank_bytes
-            apart = max(apart, math.ceil(least / remote))
-        return tuner.every * -(-apart // tuner.every)
+            interval = max(interval, math.ceil(least / remote))
+        return tuner.every * -(-interval // tuner.every)
 
 
 @dataclass(frozen=True)
@@ -393,25 +397,25 @@ class SelectiveReport(PolicyReport):
         policy, state = self.policy, self.policy.state
         if not (number := state.experts_per_layer(state.in_memory)):
             return {}
-        found = {"selective_experts": number, "mlt": state.mlt}
+        gauges = {"selective_experts": number, "mlt": state.mlt}
         if policy.gradients:
-            found["selective_gradients"] = state.experts_per_layer(state.in_memory, chained=True)
+            gauges["selective_gradients"] = state.experts_per_layer(state.in_memory, chained=True)
         if policy.tier == "peers":
-            found |= {"selective_copies": state.experts_per_layer(state.in_peers), "mlt_peers": state.mlt_peers}
-        return found
+            gauges |= {"selective_copies": state.experts_per_layer(state.in_peers), "mlt_peers": state.mlt_peers}
+        return gauges
 
     def chosen(self) -> dict[str, float]:
         """As :meth:`PolicyReport.chosen`: experts of each layer that fit the budgets, and the interval."""
         policy = self.policy
         limits, layers = policy.limits(), len(policy.num_experts)
-        found: dict[str, float] = {"snapshot_interval": policy.schedule.iterations_apart}
+        chosen: dict[str, float] = {"snapshot_interval": policy.schedule.snapshot_interval}
         if policy.tier == "peers" and "remote" in limits:
-            found["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
+            chosen["selective_copies"] = round(min(limit.expert_count() for limit in limits.values()) / layers, 2)
             limits.pop("remote")
         number = min(limit.expert_count() for limit in limits.values()) / layers
         if policy.gradients and not policy.saves_gradients:
-            found["selective_gradients"] = 0.0
-        return {"selective_experts": round(number, 2), **found}
+            chosen["selective_gradients"] = 0.0
+        return {"selective_experts": round(number, 2), **chosen}
 
     def reason(self) -> str | None:
         """As :meth:`PolicyReport.reason`."""
@@ -422,8 +426,8 @@ class SelectiveReport(PolicyReport):
         text = f"a rank copies {tuner.local_bytes / 1e9:.3g} GB {during}"
         remote = tuner.remote_bytes(policy.tier)
         if remote is not None:
-            who = "a node receives" if policy.tier == "peers" else "a rank writes"
-            text += f", and {who} {remote / 1e9:.3g} GB in an iteration"
+            subject = "a node receives" if policy.tier == "peers" else "a rank writes"
+            text += f", and {subject} {remote / 1e9:.3g} GB in an iteration"
         if policy.gradients and not policy.saves_gradients:
             text += f"; states are saved, because gradients delay training by {tuner.gradients_s:.3g} s in each"
         return text

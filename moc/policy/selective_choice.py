@@ -81,14 +81,14 @@ class SelectiveState(PartialState):
 
     def record_risk(self, iteration: int, load: Load) -> None:
         """Records the tokens that a fault right after this snapshot would lose."""
-        given = {layer: sum(row) for layer, row in load.items()}
+        tokens = {layer: sum(row) for layer, row in load.items()}
         each = {
-            layer: (given[layer] - self.given.get(layer, 0)) / max(1, iteration - self.iteration) for layer in given
+            layer: (tokens[layer] - self.given.get(layer, 0)) / max(1, iteration - self.iteration) for layer in tokens
         }
         risks = [
             lost_tokens_by_layer(subtract_counts(load, saves.tokens), each) for saves in (self.in_memory, self.in_peers)
         ]
-        self.given, self.iteration = given, iteration
+        self.given, self.iteration = tokens, iteration
         self.mlt, self.mlt_peers = (sum(risk) / max(1, len(risk)) for risk in risks)
 
     def experts_per_layer(self, saves: SavedVersions, chained: bool = False) -> float:
@@ -109,15 +109,15 @@ class SelectiveState(PartialState):
     @classmethod
     def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
         """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
-        known = decode.convert_state(state, dict, cls.of)
+        decoded = decode.convert_state(state, dict, cls.of)
         same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
-        earlier = {name: known[other] for name, other in same.items() if other in known}
-        return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
+        earlier = {name: decoded[earlier_name] for name, earlier_name in same.items() if earlier_name in decoded}
+        return super().read({"bases": {}, "copied_bases": decoded.get("bases", {}), **earlier, **decoded}, num_experts)
 
 
-def subtract_counts(now: Load, before: Load) -> ExpertTable:
-    """Returns the tokens of each expert since an earlier count, for the layers of ``before``."""
-    return {layer: [n - b for n, b in zip(now[layer], before[layer], strict=True)] for layer in before}
+def subtract_counts(current: Load, earlier: Load) -> ExpertTable:
+    """Returns the tokens of each expert since an earlier count, for the layers of ``earlier``."""
+    return {layer: [n - b for n, b in zip(current[layer], earlier[layer], strict=True)] for layer in earlier}
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +147,9 @@ class ExpertSizes:
         """Bytes of the largest expert, over all ranks."""
         return max((sum(ranks.values()) for ranks in self.experts.values()), default=0)
 
-    def gradient_ratio(self, place: ExpertId) -> float:
+    def gradient_ratio(self, expert_id: ExpertId) -> float:
         """Returns the bytes of an expert's state relative to its gradients."""
-        return sum(self.experts[place].values()) / sum(self.gradients[place].values())
+        return sum(self.experts[expert_id].values()) / sum(self.gradients[expert_id].values())
 
     def rank_limit(self, budget: float) -> Limit:
         """Returns the limit of each rank's bytes, after subtracting dense operators.
@@ -166,7 +166,7 @@ class ExpertSizes:
     @cached_property
     def least_rank_bytes(self) -> int:
         """The smallest budget of a rank that leaves every rank room for an expert."""
-        return max((self.dense.get(rank, 0) + most for rank, (most, _) in self._largest.items()), default=0)
+        return max((self.dense.get(rank, 0) + largest for rank, (largest, _) in self._largest.items()), default=0)
 
     @cached_property
     def full_bytes_by_rank(self) -> dict[int, int]:
@@ -196,15 +196,15 @@ class ExpertSizes:
     @cached_property
     def _largest(self) -> dict[int, tuple[int, int]]:
         """Bytes of the largest expert of each rank, and the number of ranks that save it."""
-        found: dict[int, tuple[int, int]] = {}
+        largest: dict[int, tuple[int, int]] = {}
         for ranks in self.experts.values():
             for rank in ranks:
-                found[rank] = max(found.get(rank, (0, 1)), (sum(ranks.values()), len(ranks)))
-        return found
+                largest[rank] = max(largest.get(rank, (0, 1)), (sum(ranks.values()), len(ranks)))
+        return largest
 
     @cached_property
     def _experts_by_node(self) -> dict[ExpertId, dict[int, int]]:
-        return {place: self._sum_by_node(ranks) for place, ranks in self.experts.items()}
+        return {expert_id: self._sum_by_node(ranks) for expert_id, ranks in self.experts.items()}
 
     @cached_property
     def _dense_by_node(self) -> dict[int, int]:
@@ -219,27 +219,28 @@ class ExpertSizes:
 
 @lru_cache(maxsize=8)
 def _total_limit(sizes: ExpertSizes, nbytes: float) -> Limit:
-    whole, gradients = (
-        {place: {0: sum(ranks.values())} for place, ranks in of.items()} for of in (sizes.experts, sizes.gradients)
+    states, gradients = (
+        {expert_id: {0: sum(ranks.values())} for expert_id, ranks in of.items()}
+        for of in (sizes.experts, sizes.gradients)
     )
-    return Limit({0: nbytes}, whole, gradients)
+    return Limit({0: nbytes}, states, gradients)
 
 
 @lru_cache(maxsize=8)  # budgets stay the same for many snapshots
 def _rank_limit(sizes: ExpertSizes, budget: float) -> Limit:
-    room = {
-        rank: budget - sizes.dense.get(rank, 0) - most * (1 - 1 / ranks)
-        for rank, (most, ranks) in sizes._largest.items()
+    capacity = {
+        rank: budget - sizes.dense.get(rank, 0) - largest * (1 - 1 / ranks)
+        for rank, (largest, ranks) in sizes._largest.items()
     }
-    return Limit(_nonnegative(room), sizes.experts, sizes.gradients)
+    return Limit(_nonnegative(capacity), sizes.experts, sizes.gradients)
 
 
 @lru_cache(maxsize=8)
 def _node_limit(sizes: ExpertSizes, received: float) -> Limit:
     sent = received / max(1, sizes.replicas)
-    room = {node: sent - dense for node, dense in sizes._dense_by_node.items()}
-    gradients = {place: sizes._sum_by_node(ranks) for place, ranks in sizes.gradients.items()}
-    return Limit(_nonnegative(room), sizes._experts_by_node, gradients)
+    capacity = {node: sent - dense for node, dense in sizes._dense_by_node.items()}
+    gradients = {expert_id: sizes._sum_by_node(ranks) for expert_id, ranks in sizes.gradients.items()}
+    return Limit(_nonnegative(capacity), sizes._experts_by_node, gradients)
 
 
 def count_fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
@@ -248,8 +249,8 @@ def count_fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
     return sum(map(len, per_byte(ages, ages, 0, limits).values()))
 
 
-def _nonnegative(room: Mapping[int, float]) -> dict[int, float]:
-    return {key: max(0.0, left) for key, left in room.items()}
+def _nonnegative(capacity: Mapping[int, float]) -> dict[int, float]:
+    return {key: max(0.0, nbytes) for key, nbytes in capacity.items()}
 
 
 Chains = Mapping[ExpertId, tuple[int, int]]
@@ -276,7 +277,7 @@ def gradient_chains(bases: CountsByLayer, saved_at: CountsByLayer) -> dict[Exper
 
 def chained_experts(chains: Chains, iteration: int) -> frozenset[ExpertId]:
     """Returns the experts whose gradients of an iteration suffice: their chains reach the previous iteration."""
-    return frozenset(place for place, (_, last) in chains.items() if last == iteration - 1)
+    return frozenset(expert_id for expert_id, (_, last) in chains.items() if last == iteration - 1)
 
 
 def experts_to_renew(
@@ -285,19 +286,19 @@ def experts_to_renew(
     iteration: int,
     max_age: float,
     limits: Sequence[Limit],
-    given: Preselection,
+    preselection: Preselection,
 ) -> frozenset[ExpertId]:
     """Returns the chained experts that need a full save, since longer chains take more memory and recovery time.
 
-    Their bases are older than ``max_age`` iterations. The oldest are first, within the limits left by ``given``.
+    Their bases are older than ``max_age`` iterations. The oldest are first, within the limits left by ``preselection``.
     """
-    old = frozenset(place for place in chained if iteration - bases[place[0]][place[1]] > max_age)
-    old = old.difference(given.chosen)
+    old = frozenset(expert_id for expert_id in chained if iteration - bases[expert_id[0]][expert_id[1]] > max_age)
+    old = old.difference(preselection.chosen)
     if not old:
         return old
     ages = {layer: [iteration - base for base in row] for layer, row in bases.items()}
     first = {layer: [age * ((layer, e) in old) for e, age in enumerate(row)] for layer, row in ages.items()}
-    return old.intersection(expert_ids(per_byte(first, ages, math.inf, limits, given)))
+    return old.intersection(expert_ids(per_byte(first, ages, math.inf, limits, preselection)))
 
 
 def choose_details(
@@ -316,11 +317,11 @@ def choose_details(
         chained: experts whose gradients suffice.
         compares: chained experts that are saved in full also cost their gradients, which are saved for comparison.
     """
-    whole = {place: Detail.FULL for place in full} | dict(before)
-    cheaper = frozenset(place for place in chained if whole.get(place) is not Detail.FULL)
-    both = frozenset(chained).intersection(whole) - cheaper if compares else frozenset()
-    found = expert_ids(select(Preselection(whole.keys(), cheaper, state_and_gradients=both)))
-    return {place: Detail.GRAD if place in cheaper else Detail.FULL for place in sorted(found)}
+    chosen = {expert_id: Detail.FULL for expert_id in full} | dict(before)
+    cheaper = frozenset(expert_id for expert_id in chained if chosen.get(expert_id) is not Detail.FULL)
+    both = frozenset(chained).intersection(chosen) - cheaper if compares else frozenset()
+    experts = expert_ids(select(Preselection(chosen.keys(), cheaper, state_and_gradients=both)))
+    return {expert_id: Detail.GRAD if expert_id in cheaper else Detail.FULL for expert_id in sorted(experts)}
 
 
 def scores_per_cost(
@@ -333,7 +334,7 @@ def scores_per_cost(
         cheaper: experts that cost only their gradients.
         sizes: sizes of states and gradients; None if unknown, and then costs are equal.
     """
-    ratios = {} if sizes is None else {place: sizes.gradient_ratio(place) for place in cheaper}
+    ratios = {} if sizes is None else {expert_id: sizes.gradient_ratio(expert_id) for expert_id in cheaper}
     return {
         layer: [score * ratios.get((layer, expert), 1.0) for expert, score in enumerate(row)]
         for layer, row in scores.items()
@@ -406,14 +407,16 @@ class ExpertChoice:
         """
         by_storage = self if storage is None else self._by_storage(storage, limits)
         if not self.gradients:
-            found = expert_ids(by_storage._select(limits, storage or memory, Preselection(before.keys())))
-            return dict.fromkeys(found, Detail.FULL)
+            experts = expert_ids(by_storage._select(limits, storage or memory, Preselection(before.keys())))
+            return dict.fromkeys(experts, Detail.FULL)
         chained = chained_experts(gradient_chains(memory.bases, memory.at), self.iteration)
-        given = Preselection(before.keys(), [place for place in before if before[place] is Detail.GRAD], STORAGE_SHARE)
+        preselection = Preselection(
+            before.keys(), [expert_id for expert_id in before if before[expert_id] is Detail.GRAD], STORAGE_SHARE
+        )
         if storage is not None:
-            full = expert_ids(by_storage._select(limits, storage, given))
+            full = expert_ids(by_storage._select(limits, storage, preselection))
         else:
-            full = experts_to_renew(memory.bases, chained, self.iteration, self.max_age, limits, given)
+            full = experts_to_renew(memory.bases, chained, self.iteration, self.max_age, limits, preselection)
         return choose_details(partial(self._select, limits, memory), before, full, chained, self.saves_comparison)
 
     def _by_storage(self, storage: SavedVersions, limits: Sequence[Limit]) -> ExpertChoice:
@@ -426,14 +429,14 @@ class ExpertChoice:
             max_age=old if self.storage_max_age is None else self.storage_max_age,
         )
 
-    def _select(self, limits: Sequence[Limit], saves: SavedVersions, given: Preselection) -> ExpertsByLayer:
+    def _select(self, limits: Sequence[Limit], saves: SavedVersions, preselection: Preselection) -> ExpertsByLayer:
         never = {layer: [0] * len(row) for layer, row in self.load.items()}
         unsaved = subtract_counts(self.load, never | saves.tokens)
         if self.rule == "proportional":
-            return proportional(unsaved, limits, given)
+            return proportional(unsaved, limits, preselection)
         ages = {layer: [self.iteration - at for at in row] for layer, row in (never | saves.at).items()}
-        costs = scores_per_cost(scores(unsaved, ages, self.score), given.gradients_only, self.sizes)
-        return per_byte(costs, ages, self.max_age, limits, given)
+        costs = scores_per_cost(scores(unsaved, ages, self.score), preselection.gradients_only, self.sizes)
+        return per_byte(costs, ages, self.max_age, limits, preselection)
 
 
 def expert_cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
@@ -442,9 +445,11 @@ def expert_cycle(experts: int, limits: Sequence[Limit], gradients: bool) -> int:
     return -(-experts // max(1, int(share * min(limit.expert_count() for limit in limits))))
 
 
-def default_max_age(experts: int, apart: int, limits: Sequence[Limit], gradients: bool) -> int:
+def default_max_age(experts: int, interval: int, limits: Sequence[Limit], gradients: bool) -> int:
     """Returns the default number of iterations after which an expert, with ``gradients`` its base, is saved first."""
-    return (MAX_AGE_CYCLES if gradients else STATE_AGE_CYCLES) * apart * expert_cycle(experts, limits, gradients=False)
+    return (
+        (MAX_AGE_CYCLES if gradients else STATE_AGE_CYCLES) * interval * expert_cycle(experts, limits, gradients=False)
+    )
 
 
 _STALL = 0.03
@@ -495,15 +500,15 @@ class SelectiveTuner(Interval):
         """As :meth:`Interval.observe`."""
         self._measurements.observe(observed)
         self._started, self._is_pending = self._started or observed.snapshot_started, observed.snapshot_pending
-        now = self._measurements.medians
-        if any(abs(now[name] - self._used.get(name, 0.0)) > _CHANGED * now[name] for name in now):
-            self._used = now
+        medians = self._measurements.medians
+        if any(abs(medians[name] - self._used.get(name, 0.0)) > _CHANGED * medians[name] for name in medians):
+            self._used = medians
 
     def is_due(self, iteration: int) -> bool:
         """Returns True for every ``every``-th iteration once iterations and the first snapshot's cost are measured."""
         measured = "copy_rate" in self._used or not (self._started and self._is_pending)
-        known = self.has_budgets or ("iteration_s" in self._used and measured)
-        return iteration > 0 and iteration % self.every == 0 and known
+        is_measured = self.has_budgets or ("iteration_s" in self._used and measured)
+        return iteration > 0 and iteration % self.every == 0 and is_measured
 
     @property
     def gradients_s(self) -> float:
@@ -567,7 +572,7 @@ class SelectiveTuner(Interval):
         stall_s = (least - hidden) / self._used["copy_rate"]
         return 2 * math.ceil(stall_s / (_STALL * self._used["iteration_s"]))
 
-    def affordable_bytes(self, least: float, apart: int) -> float | None:
+    def affordable_bytes(self, least: float, interval: int) -> float | None:
         """Returns the bytes that a rank copies in a snapshot; None until measured.
 
         They are :attr:`local_bytes`. If the smallest snapshot does not hide, they include the bytes that are copied in
@@ -575,12 +580,12 @@ class SelectiveTuner(Interval):
 
         Args:
             least: as in :meth:`affordable_interval`.
-            apart: iterations between snapshots.
+            interval: iterations between snapshots.
         """
         hidden = self._overlapped_bytes
         if hidden is None or least <= hidden:
             return self.local_bytes
-        return max(least, hidden + _STALL * apart * self._used["iteration_s"] * self._used["copy_rate"])
+        return max(least, hidden + _STALL * interval * self._used["iteration_s"] * self._used["copy_rate"])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all measurements, and the measurements that budgets use."""
@@ -588,9 +593,9 @@ class SelectiveTuner(Interval):
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """As :meth:`Interval.loading`; another tuner's state is ignored."""
-        known = _KEYS <= decode.convert_state(state, dict, "a tuner").keys()
-        seen = Measurements.from_state(state) if known else Measurements()
-        used = decode.convert_state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if known else {}
+        is_complete = _KEYS <= decode.convert_state(state, dict, "a tuner").keys()
+        seen = Measurements.from_state(state) if is_complete else Measurements()
+        used = decode.convert_state(state.get("used", {}), dict[str, decode.Positive], "a tuner") if is_complete else {}
 
         def load() -> None:
             self._measurements, self._used = seen, used

@@ -66,8 +66,8 @@ def _requires_background_updates(flags: FlagValues) -> bool:
     return flags.selective_fold == "peers" and flags.selective_gradients is None
 
 
-def _excludes(flag: str, other: str) -> str:
-    return f"{flag} has no effect with {other}. Fix: drop one of them"
+def _excludes(flag: str, other_flag: str) -> str:
+    return f"{flag} has no effect with {other_flag}. Fix: drop one of them"
 
 
 def _needs_capacity(name: str) -> str:
@@ -331,8 +331,8 @@ class SelectiveCosts(PolicyCosts):
             k = max(1, min(machine.num_experts, round(by_bytes / machine.expert_bytes)))
         else:
             k = settings.get("experts") or max(hidden_expert_counts(machine))
-        counts = "experts" in settings  # each expert costs at most its state
-        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF and not counts)
+        has_fixed_number = "experts" in settings  # each expert costs at most its state
+        return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF and not has_fixed_number)
 
     def describe(self, settings: PolicySettings) -> str:
         """As :meth:`PolicyCosts.describe`."""

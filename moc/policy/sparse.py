@@ -247,8 +247,8 @@ class Sparse(Policy):
         """As :meth:`Policy.on_snapshot`; a full snapshot ends the window early."""
         current = self._window_at(plan.iteration, load)
         if plan.complete:
-            whole = WindowStep(tuple(plan.operators), ())
-            current = dataclasses.replace(current, start=plan.iteration, length=1, turns=(whole,))
+            full_step = WindowStep(tuple(plan.operators), ())
+            current = dataclasses.replace(current, start=plan.iteration, length=1, turns=(full_step,))
         self.state.current = current
         if load is not None:
             self.state.counts, self.state.mean = self._counts(plan.iteration, load), self._mean(plan.iteration, load)
@@ -304,19 +304,27 @@ class Sparse(Policy):
             return current
         order, shares = current.order, current.shares
         scores = self._scores(iteration, load)
-        now = {} if scores is None else activation_frequencies(scores)
-        if len(order) != len(self.operators) or now.keys() != shares.keys() or have_frequencies_changed(shares, now):
-            places = {one.name: place for place, one in enumerate(self.operators)}
+        frequencies = {} if scores is None else activation_frequencies(scores)
+        if (
+            len(order) != len(self.operators)
+            or frequencies.keys() != shares.keys()
+            or have_frequencies_changed(shares, frequencies)
+        ):
+            indices = {operator.name: index for index, operator in enumerate(self.operators)}
             queues = (order_operators(operators, scores, self.ep) for operators in self._stages.values())
-            order, shares = tuple(places[one.name] for queue in queues for one in queue), now
+            order, shares = tuple(indices[operator.name] for queue in queues for operator in queue), frequencies
         length = 1 if not current.order else self.window or self._affordable(self._queues(order))
         return CurrentWindow(iteration, length, self._turns(order, length), order, shares)
 
     def plan_in_window(self, current: CurrentWindow, iteration: int) -> SnapshotPlan:
         """Returns the plan of a window's snapshot."""
         turn = current.turns[iteration - current.start]
-        wanted = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
-        details = {one.name: wanted[one.name] for one in self.operators if one.name in wanted}
+        detail_by_name = dict.fromkeys(turn.full, Detail.FULL) | dict.fromkeys(turn.compute, Detail.COMPUTE)
+        details = {
+            operator.name: detail_by_name[operator.name]
+            for operator in self.operators
+            if operator.name in detail_by_name
+        }
         complete = len(turn.full) == len(self.operators)
         return SnapshotPlan(iteration, self.name, details, complete, since=current.start)
 
@@ -326,8 +334,11 @@ class Sparse(Policy):
 
     def _queues(self, order: tuple[int, ...]) -> list[list[Operator]]:
         """Returns the operators by pipeline stage, in the order of saving."""
-        ordered = [self.operators[place] for place in order]
-        return [[one for one in ordered if pipeline_stage(one, self.stages) == stage] for stage in sorted(self._stages)]
+        ordered = [self.operators[index] for index in order]
+        return [
+            [operator for operator in ordered if pipeline_stage(operator, self.stages) == stage]
+            for stage in sorted(self._stages)
+        ]
 
     def _affordable(self, queues: list[list[Operator]]) -> int:
         """Returns W_sparse of the slowest stage; 1 until a copy has been measured."""
@@ -335,9 +346,12 @@ class Sparse(Policy):
         if not isinstance(tuner, WindowTuner) or tuner.seconds is None or tuner.bandwidth is None:
             return 1
         seconds, bandwidth = tuner.seconds, tuner.bandwidth
-        usual = {one.name: OperatorBytes(12 * one.parameters, 2 * one.parameters) for one in self.operators}
+        usual = {
+            operator.name: OperatorBytes(12 * operator.parameters, 2 * operator.parameters)
+            for operator in self.operators
+        }
         sizes = self.sizes or usual  # master weights and two moments in fp32, 16-bit compute weights: section 3.2
-        queued = ([sizes[one.name] for one in queue] for queue in queues)
+        queued = ([sizes[operator.name] for operator in queue] for queue in queues)
         return tuner.limit(max(find_window_size(queue, seconds, bandwidth).length for queue in queued))
 
     def _scores(self, iteration: int, load: Load | None) -> Scores | None:
@@ -355,7 +369,10 @@ class Sparse(Policy):
         """Returns the tokens per iteration: the mean since the last snapshot."""
         before, passed = self.state.load, max(1, iteration - self.state.iteration)
         return {
-            layer: [(now - then) / passed for now, then in zip(row, before.get(layer, [0] * len(row)), strict=True)]
+            layer: [
+                (current - earlier) / passed
+                for current, earlier in zip(row, before.get(layer, [0] * len(row)), strict=True)
+            ]
             for layer, row in load.items()
         }
 
@@ -384,7 +401,9 @@ class SparseSchedule(SnapshotSchedule):
         policy, current = self.policy, self.policy.state.current
         if policy.state.iteration != iteration or not current.contains(iteration):
             return ()
-        return tuple(policy.plan_in_window(current, one) for one in range(current.start, iteration + 1))
+        return tuple(
+            policy.plan_in_window(current, saved_iteration) for saved_iteration in range(current.start, iteration + 1)
+        )
 
     def restart_window(self) -> None:
         """As :meth:`SnapshotSchedule.restart_window`; keeps the order."""

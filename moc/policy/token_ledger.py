@@ -60,12 +60,12 @@ class TokenDebt:
         """
         if not any(map(any, lost)):
             return before
-        owed = _summed(before.owed, lost) if before is not None else lost
-        tokens = tuple(tuple(max(0, number) for number in row) for row in owed)
+        debt = _summed(before.remaining_debt, lost) if before is not None else lost
+        tokens = tuple(tuple(max(0, number) for number in row) for row in debt)
         return cls(tokens, _zeros(lost), iterations if any(map(any, tokens)) else 0)
 
     @property
-    def owed(self) -> TokenTable:
+    def remaining_debt(self) -> TokenTable:
         """Tokens not compensated yet; 0 when the iterations are over."""
         pairs = zip(self.tokens, self.made_up, strict=True)
         return tuple(tuple(max(0, t - m) * bool(self.left) for t, m in zip(*rows, strict=True)) for rows in pairs)
@@ -78,12 +78,12 @@ class TokenDebt:
 
     def after_iteration(self, beyond: Sequence[Sequence[int]]) -> TokenDebt:
         """Returns the debt after one more iteration, with these tokens processed by experts beyond their capacity."""
-        now = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
-        return now if any(map(any, now.owed)) else replace(now, left=0)
+        debt = replace(self, made_up=_summed(self.made_up, beyond), left=max(0, self.left - 1))
+        return debt if any(map(any, debt.remaining_debt)) else replace(debt, left=0)
 
 
-def _summed(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> TokenTable:
-    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(one, other, strict=True))
+def _summed(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> TokenTable:
+    return tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(first, second, strict=True))
 
 
 def _zeros(like: Sequence[Sequence[int]]) -> TokenTable:
@@ -193,12 +193,12 @@ class TokenLedger:
             peers: experts that are copied to other nodes; None for all.
         """
         peers = experts if peers is None else peers
-        begun = {"to_memory": experts, "to_storage": storage, "to_peers": peers}
+        started = {"to_memory": experts, "to_storage": storage, "to_peers": peers}
         return dataclasses.replace(
             self,
             **{
                 name: (*getattr(self, name), self._pending_save(saved))
-                for name, saved in begun.items()
+                for name, saved in started.items()
                 if saved is not None
             },
         )
@@ -219,7 +219,7 @@ class TokenLedger:
         return dataclasses.replace(self, storage=storage, to_storage=later)
 
     def after_recovery(
-        self, restored: Mapping[int, Mapping[int, int]], others: Iterable[TokenLedger] = ()
+        self, restored: Mapping[int, Mapping[int, int]], other_ledgers: Iterable[TokenLedger] = ()
     ) -> TokenLedger:
         """Returns the ledger of a run that resumes from this iteration with some experts in an earlier state.
 
@@ -230,27 +230,27 @@ class TokenLedger:
         Args:
             restored: iteration of each restored expert's state, by layer and expert; 0 is the state before training.
                 Other experts have the state of this iteration.
-            others: ledgers stored with other snapshots. They are needed if an expert's state is older than its newest
-                version in memory and storage (after a damaged snapshot): only they have its learned tokens.
+            other_ledgers: ledgers stored with other snapshots. They are needed if an expert's state is older than its
+                newest version in memory and storage (after a damaged snapshot): only they have its learned tokens.
 
         Raises:
             ValueError: a state is newer than this ledger, or no ledger has its learned tokens.
         """
-        known = {ledger.iteration: ledger for ledger in others}
+        ledger_by_iteration = {ledger.iteration: ledger for ledger in other_ledgers}
         for layer in restored:
             self._layer_index(layer)
         learned = list(map(list, self.learned))
         saved_in = {name: list(map(list, getattr(self, name))) for name in _TIERS}
-        for place, layer in enumerate(self.layers):
-            for expert in range(len(learned[place])):
+        for position, layer in enumerate(self.layers):
+            for expert in range(len(learned[position])):
                 iteration = restored.get(layer, {}).get(expert, self.iteration)
-                version = self._version(layer, expert, iteration, known)
-                learned[place][expert] = version.learned
+                version = self._version(layer, expert, iteration, ledger_by_iteration)
+                learned[position][expert] = version.learned
                 for name, table in saved_in.items():
                     # The restored version is complete; newer ones were unusable and are removed.
-                    under_way = getattr(self, f"to_{name}")
-                    saved = [v for save in under_way if (v := _saved(save, place, expert)) and v == version]
-                    table[place][expert] = min(version, max([table[place][expert], *saved]))
+                    pending = getattr(self, f"to_{name}")
+                    saved = [v for save in pending if (v := _saved(save, position, expert)) and v == version]
+                    table[position][expert] = min(version, max([table[position][expert], *saved]))
         tables = {"learned": _frozen(learned)} | {name: _frozen(table) for name, table in saved_in.items()}
         return dataclasses.replace(self, **tables, **{f"to_{name}": () for name in _TIERS})
 
@@ -260,16 +260,16 @@ class TokenLedger:
         return dataclasses.replace(self, debt=TokenDebt.after_recovery(lost, iterations, base.debt))
 
     @property
-    def owed(self) -> dict[int, tuple[int, ...]]:
+    def remaining_debt(self) -> dict[int, tuple[int, ...]]:
         """Lost tokens not compensated yet, by layer and expert; empty if there are none."""
-        rows = () if self.debt is None else self.debt.owed
+        rows = () if self.debt is None else self.debt.remaining_debt
         return dict(zip(self.layers, rows, strict=True)) if any(map(any, rows)) else {}
 
     @property
     def lost(self) -> dict[int, tuple[int, ...]]:
         """Tokens lost to all faults, by layer and expert: the live state lacks their updates."""
         rows = zip(self.layers, self.given, self.learned, strict=True)
-        return {layer: tuple(map(operator.sub, given, learned)) for layer, given, learned in rows}
+        return {layer: tuple(map(operator.sub, routed, learned)) for layer, routed, learned in rows}
 
     @property
     def load(self) -> dict[int, tuple[int, ...]]:
@@ -312,15 +312,15 @@ class TokenLedger:
             ValueError: the state is not from :meth:`state_dict`, or contradicts itself.
         """
         of = "a token ledger"
-        known = decode.convert_state(state, dict, of)
-        earlier = {"peers": known.get("memory"), "to_peers": known.get("to_memory")}  # states without peers
-        ledger = decode.convert_state(earlier | known, cls, of)
+        decoded = decode.convert_state(state, dict, of)
+        earlier = {"peers": decoded.get("memory"), "to_peers": decoded.get("to_memory")}  # states without peers
+        ledger = decode.convert_state(earlier | decoded, cls, of)
         debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
         tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
         shapes = {tuple(map(len, table)) for table in tables}
-        begun = (*ledger.to_memory, *ledger.to_storage, *ledger.to_peers)
+        pending = (*ledger.to_memory, *ledger.to_storage, *ledger.to_peers)
         fits = len(shapes) == 1 and len(ledger.given) == len(ledger.layers) == len(ledger.routed)
-        if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._contains, begun)):
+        if not fits or list(ledger.layers) != sorted(set(ledger.layers)) or not all(map(ledger._contains, pending)):
             raise StateError(
                 "this state of a token ledger contradicts itself. Fix: start without it",
             )
@@ -329,10 +329,10 @@ class TokenLedger:
     def _contains(self, save: PendingSave) -> bool:
         """Returns whether the experts of a save belong to this ledger and each have a number of tokens."""
         return len(save.experts) == len(save.learned) and all(
-            place < len(self.given)
+            position < len(self.given)
             and len(experts) == len(tokens)
-            and max(experts, default=-1) < len(self.given[place])
-            for (place, experts), tokens in zip(save.experts, save.learned, strict=True)
+            and max(experts, default=-1) < len(self.given[position])
+            for (position, experts), tokens in zip(save.experts, save.learned, strict=True)
         )
 
     def _layer_index(self, layer: int) -> int:
@@ -355,11 +355,13 @@ class TokenLedger:
 
     def _pending_save(self, experts: Mapping[int, Iterable[int]]) -> PendingSave:
         chosen = tuple((self._layer_index(layer), tuple(sorted(numbers))) for layer, numbers in sorted(experts.items()))
-        learned = tuple(tuple(self.learned[place][e] for e in numbers) for place, numbers in chosen)
+        learned = tuple(tuple(self.learned[position][e] for e in numbers) for position, numbers in chosen)
         return PendingSave(self.iteration, chosen, learned)
 
-    def _version(self, layer: int, expert: int, iteration: int, known: Mapping[int, TokenLedger]) -> Version:
-        place = self._layer_index(layer)
+    def _version(
+        self, layer: int, expert: int, iteration: int, ledger_by_iteration: Mapping[int, TokenLedger]
+    ) -> Version:
+        position = self._layer_index(layer)
         if iteration > self.iteration:
             raise PolicyError(
                 f"expert {expert} of layer {layer} cannot have the state of iteration {iteration} when the run "
@@ -367,19 +369,21 @@ class TokenLedger:
                 code="ledger-incomplete",
             )
         if iteration == self.iteration:
-            return Version(iteration, self.learned[place][expert])
-        found = {0: 0} | {i: ledger.learned[ledger._layer_index(layer)][expert] for i, ledger in known.items()}
+            return Version(iteration, self.learned[position][expert])
+        learned = {0: 0} | {
+            i: ledger.learned[ledger._layer_index(layer)][expert] for i, ledger in ledger_by_iteration.items()
+        }
         for save in (*self.to_memory, *self.to_storage, *self.to_peers):
-            if saved := _saved(save, place, expert):
-                found[save.iteration] = saved.learned
-        found |= {v.iteration: v.learned for v in (getattr(self, name)[place][expert] for name in _TIERS)}
-        if iteration not in found:
+            if saved := _saved(save, position, expert):
+                learned[save.iteration] = saved.learned
+        learned |= {v.iteration: v.learned for v in (getattr(self, name)[position][expert] for name in _TIERS)}
+        if iteration not in learned:
             raise PolicyError(
                 f"what expert {expert} of layer {layer} had learned by iteration {iteration} is not in the ledger of "
                 f"iteration {self.iteration}. Fix: add the ledger that was stored with the snapshot of {iteration}",
                 code="ledger-incomplete",
             )
-        return Version(iteration, found[iteration])
+        return Version(iteration, learned[iteration])
 
     def _since(self, table: Versions) -> dict[int, tuple[int, ...]]:
         rows = zip(self.layers, self.learned, table, strict=True)
@@ -397,25 +401,25 @@ def _frozen(rows: Iterable[Iterable]) -> tuple[tuple, ...]:
     return tuple(map(tuple, rows))
 
 
-def _saved(save: PendingSave, place: int, expert: int) -> Version | None:
-    for (where, experts), learned in zip(save.experts, save.learned, strict=True):
-        if where == place and expert in experts:
+def _saved(save: PendingSave, position: int, expert: int) -> Version | None:
+    for (layer_position, experts), learned in zip(save.experts, save.learned, strict=True):
+        if layer_position == position and expert in experts:
             return Version(save.iteration, learned[experts.index(expert)])
     return None
 
 
 def _completed(
-    table: Versions, under_way: tuple[PendingSave, ...], iteration: int, what: str
+    table: Versions, pending: tuple[PendingSave, ...], iteration: int, kind: str
 ) -> tuple[Versions, tuple[PendingSave, ...]]:
     """Returns the versions after the save begun at an iteration is complete, and the saves still in progress."""
-    found = next((save for save in under_way if save.iteration == iteration), None)
-    if found is None:
+    completed = next((save for save in pending if save.iteration == iteration), None)
+    if completed is None:
         raise PolicyError(
-            f"no {what} was begun at iteration {iteration}. Fix: call begun() first",
+            f"no {kind} was begun at iteration {iteration}. Fix: call begun() first",
             code="ledger-incomplete",
         )
     rows = list(map(list, table))
-    for (place, experts), learned in zip(found.experts, found.learned, strict=True):
+    for (position, experts), learned in zip(completed.experts, completed.learned, strict=True):
         for expert, tokens in zip(experts, learned, strict=True):
-            rows[place][expert] = Version(iteration, tokens)
-    return _frozen(rows), tuple(save for save in under_way if save.iteration > iteration)
+            rows[position][expert] = Version(iteration, tokens)
+    return _frozen(rows), tuple(save for save in pending if save.iteration > iteration)

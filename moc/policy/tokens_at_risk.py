@@ -81,7 +81,9 @@ def experts_in_turn(table: CountsByLayer, total: int, snapshot: int) -> ExpertsB
     """
     circle = sorted(((layer, expert) for layer, row in table.items() for expert in range(len(row))), key=lambda p: p[1])
     number = min(total, len(circle))
-    chosen = {circle[place] for place in sequential_experts(snapshot, 0, number, len(circle), 1)} if number else set()
+    chosen = (
+        {circle[position] for position in sequential_experts(snapshot, 0, number, len(circle), 1)} if number else set()
+    )
     return {layer: [expert for expert in range(len(row)) if (layer, expert) in chosen] for layer, row in table.items()}
 
 
@@ -108,9 +110,9 @@ def replay_loads(
     each = tokens_per_iteration(loads)
     unsaved = {layer: [0] * len(row) for layer, row in loads[0].items()}
     ages = {layer: list(row) for layer, row in unsaved.items()}
-    found, oldest = [], 0
-    for iteration, now in enumerate(loads, 1):
-        for layer, row in now.items():
+    lost, oldest = [], 0
+    for iteration, load in enumerate(loads, 1):
+        for layer, row in load.items():
             unsaved[layer] = [before + tokens for before, tokens in zip(unsaved[layer], row, strict=True)]
             ages[layer] = [age + 1 for age in ages[layer]]
         oldest = max(oldest, max(map(max, ages.values())))
@@ -120,9 +122,9 @@ def replay_loads(
             for expert in experts:
                 unsaved[layer][expert] = ages[layer][expert] = 0
         if iteration > skipped:
-            found.append(lost_tokens_by_layer(unsaved, each))
-    mlt = sum(map(sum, found)) / len(found)
-    return TokensAtRisk(mlt, mlt / max(1, len(found[0])), oldest)
+            lost.append(lost_tokens_by_layer(unsaved, each))
+    mlt = sum(map(sum, lost)) / len(lost)
+    return TokensAtRisk(mlt, mlt / max(1, len(lost[0])), oldest)
 
 
 def risk_by_share(loads: Sequence[CountsByLayer]) -> Callable[[float, float], float] | None:
@@ -149,8 +151,8 @@ def steady_risk_per_layer(
     """
     each = {layer: tokens for layer, tokens in tokens_per_iteration(loads).items() if tokens > 0}
     risks = [
-        steady_risk([interval * tokens / each[layer] for layer in each for tokens in now[layer]], total, always)
-        for now in loads
+        steady_risk([interval * tokens / each[layer] for layer in each for tokens in load[layer]], total, always)
+        for load in loads
     ]
     return sum(risks) / len(risks) / max(1, len(each))
 
@@ -184,16 +186,16 @@ def replay_chains(
     """
     each, numbers = tokens_per_iteration(loads), {layer: len(row) for layer, row in loads[0].items()}
     saves, total, oldest = SavedVersions({}, {}, {}), {layer: [0] * number for layer, number in numbers.items()}, 0
-    saves.record(numbers, {place: Detail.FULL for place in sizes.experts}, 1, total)
+    saves.record(numbers, {expert_id: Detail.FULL for expert_id in sizes.experts}, 1, total)
     lost, chosen = [], []
-    for iteration, now in enumerate(loads, 2):
-        total = {layer: [a + b for a, b in zip(total[layer], row, strict=True)] for layer, row in now.items()}
+    for iteration, load in enumerate(loads, 2):
+        total = {layer: [a + b for a, b in zip(total[layer], row, strict=True)] for layer, row in load.items()}
         oldest = max(oldest, iteration - min(map(min, saves.at.values())))
-        found = ExpertChoice(iteration, total, "per-byte", "tokens", max_age, True, sizes).choose(saves, limits)
-        saves.record(numbers, found, iteration, total)
+        details = ExpertChoice(iteration, total, "per-byte", "tokens", max_age, True, sizes).choose(saves, limits)
+        saves.record(numbers, details, iteration, total)
         if iteration > skipped + 1:
             lost.append(lost_tokens_by_layer(subtract_counts(total, saves.tokens), each))
-            chosen.append(found.values())
+            chosen.append(details.values())
     mlt, number = sum(map(sum, lost)) / len(lost), sum(map(len, chosen))
     chained = sum(detail is Detail.GRAD for details in chosen for detail in details)
     risk = TokensAtRisk(mlt, mlt / max(1, len(lost[0])), oldest)

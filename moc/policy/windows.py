@@ -41,14 +41,14 @@ def activation_frequencies(scores: Scores) -> dict[int, list[float]]:
     return shares
 
 
-def have_frequencies_changed(before: Scores, now: Scores) -> bool:
+def have_frequencies_changed(earlier: Scores, current: Scores) -> bool:
     """Returns whether activation frequencies differ by more than 10 % for at least 25 % of experts (section 3.5).
 
     Args:
-        before: :func:`activation_frequencies` at the last reordering.
-        now: current frequencies, with the same layers and experts.
+        earlier: :func:`activation_frequencies` at the last reordering.
+        current: current frequencies, with the same layers and experts.
     """
-    pairs = [pair for layer in before for pair in zip(before[layer], now[layer], strict=True)]
+    pairs = [pair for layer in earlier for pair in zip(earlier[layer], current[layer], strict=True)]
     changed = sum(abs(new - old) > FREQUENCY_CHANGE * old for old, new in pairs)
     return bool(pairs) and changed >= SHARE_OF_EXPERTS * len(pairs)
 
@@ -186,12 +186,10 @@ def generate_schedule(ordered: Sequence[str], active: int) -> list[WindowStep]:
 def merge_schedules(schedules: Sequence[Sequence[WindowStep]]) -> list[WindowStep]:
     """Merges the schedules of several pipeline stages, which save at the same time."""
     turns = []
-    for place in range(max(map(len, schedules), default=0)):
-        schedules_left = [schedule[place] for schedule in schedules if place < len(schedule)]
+    for position in range(max(map(len, schedules), default=0)):
+        remaining = [schedule[position] for schedule in schedules if position < len(schedule)]
         turns.append(
-            WindowStep(
-                *(tuple(n for turn in schedules_left for n in getattr(turn, kind)) for kind in ("full", "compute"))
-            )
+            WindowStep(*(tuple(n for turn in remaining for n in getattr(turn, kind)) for kind in ("full", "compute")))
         )
     return turns
 
@@ -227,8 +225,8 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
     for operator in sorted(experts, key=score):  # ties: model order
         layer, expert = experts[operator]
         of_rank.setdefault(expert * ep // number[layer], []).append(operator)
-    places = {operator: place for queue in of_rank.values() for place, operator in enumerate(queue)}
-    first = sorted(experts, key=lambda operator: (places[operator], score(operator)))
+    positions = {operator: position for queue in of_rank.values() for position, operator in enumerate(queue)}
+    first = sorted(experts, key=lambda operator: (positions[operator], score(operator)))
     return first + [operator for operator in operators if operator.expert is None]
 
 

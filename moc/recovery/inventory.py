@@ -228,7 +228,7 @@ class Promise:
             outstanding: snapshots that may be written to storage at the same time.
             commits: iterations until a snapshot is known to be committed if its write takes no time.
         """
-        apart = policy.schedule.iterations_apart
+        apart = policy.schedule.snapshot_interval
         step = -(-max(every, apart) // apart) * apart
         late = 2 * policy.schedule.window_length + commits
         cycle = policy.storage.cycle

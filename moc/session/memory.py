@@ -86,7 +86,7 @@ def plans_ahead(policy: Policy, popularity: Callable[[int], float], now: Now) ->
     start = now.load or {layer: [0] * count for layer, count in experts_by_layer(policy.operators).items()}
     yield _available(full_plan(trial, 0), 0)
     for number in range(1, _PLANS_OF_CHAINS if Capability.GRADIENTS in policy.requires else _PLANS):
-        passed += trial.schedule.iterations_apart
+        passed += trial.schedule.snapshot_interval
         load = {layer: [n + int(passed * popularity(e)) for e, n in enumerate(row)] for layer, row in start.items()}
         plan = trial.schedule.plan_as_due(now.iteration + passed, load)
         trial.on_snapshot(plan, load)

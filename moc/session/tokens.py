@@ -132,7 +132,7 @@ class TokenTracker:
     @property
     def gauges(self) -> dict[str, float]:
         """Values to report with every iteration."""
-        owed = sum(map(sum, self._ledger.owed.values()))
+        owed = sum(map(sum, self._ledger.remaining_debt.values()))
         return {"plt": self.plt} | ({"tokens_owed": owed} if owed else {})
 
     def storage_lacks(self, resumed: int) -> float:
@@ -163,7 +163,7 @@ class TokenTracker:
         """Replaces the ledger, and gives the experts that owe tokens in it more capacity, if wanted."""
         self._ledger = ledger if self._boost is not None else dataclasses.replace(ledger, debt=None)
         if self._boost is not None:
-            self._counts.boost(ledger.owed, self._boost.fraction)
+            self._counts.boost(ledger.remaining_debt, self._boost.fraction)
 
     def _saved(self, plan: SnapshotPlan) -> Experts:
         saved: Experts = {}

@@ -191,7 +191,7 @@ def expected_failure_cost(policy: Policy | None, save_interval: int | None) -> F
     """Returns the cost of a lost worker, as for :func:`describe_policy`; None if nothing is saved."""
     if policy is not None:
         schedule = policy.schedule
-        return FailureCost(schedule.iterations_apart, schedule.window_length - 1, False, recovers_exactly(policy))
+        return FailureCost(schedule.snapshot_interval, schedule.window_length - 1, False, recovers_exactly(policy))
     return None if save_interval is None else FailureCost(save_interval, 0, True, True)
 
 

@@ -260,7 +260,7 @@ def _choice(
     policy: Selective, found: Mapping[str, float], share: float, loads: list[CountsByLayer] | None
 ) -> SelectiveChoice:
     """Evaluates the policy, which has the sizes; ``share`` is the bubbles' share of forward and backward."""
-    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.schedule.iterations_apart
+    sizes, limits, apart = policy.sizes[0], policy.limits(), policy.schedule.snapshot_interval
     numbers = policy.num_experts
     layers, num_experts = len(numbers), max(numbers.values())
 
@@ -320,7 +320,7 @@ def _replayed(policy: Selective, loads: list[CountsByLayer], share: float, gradi
         loads = [dict(zip(numbers, row.values(), strict=True)) for row in loads]
         total, limits = round(share * layers * num_experts), list(policy.limits().values())
         sizes, cheaper = policy.sizes[0], limits
-    apart = policy.schedule.iterations_apart
+    apart = policy.schedule.snapshot_interval
     skipped = max(_SKIPPED, len(loads) // 2)
     chained = None if gradient is None else replay_chains(loads, cheaper, sizes, policy.max_expert_age, skipped)
     max_age = policy.max_age or default_max_age(layers * num_experts, apart, limits, gradients=False)

@@ -371,7 +371,7 @@ class StorageTier:
         if not self._has_memory_tier:
             if self._is_barred:
                 return Planned()
-            plan = self._policy.storage.plan(iteration, load, again=self._lacks_due)
+            plan = self._policy.storage.plan(iteration, load, is_overdue=self._lacks_due)
             return Planned(plan, plan)
         takes = self._takes(iteration, has_room)
         plan = self._policy.storage.plan(iteration, load) if takes else self._policy.plan(iteration, load)
@@ -479,7 +479,7 @@ class StorageTier:
 
     def lag(self, iteration: int) -> Lag | None:
         """Returns the lag of storage behind training; None if only a run's first and last snapshot go there."""
-        every = self.health.every if self._has_memory_tier else self._policy.schedule.iterations_apart
+        every = self.health.every if self._has_memory_tier else self._policy.schedule.snapshot_interval
         if every is None:
             return None
         promise = Promise.of(self._policy, every, 1 if self._has_memory_tier else OUTSTANDING, ALL_REDUCES)

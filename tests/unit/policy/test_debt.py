@@ -32,28 +32,28 @@ def recovered(ledger, iterations=5):
 
 def test_what_a_recovery_loses_is_owed():
     ledger = recovered(base())
-    assert ledger.owed == {0: (20, 0), 3: (0, 0)} == ledger.lost
-    assert base().with_debt(base(), 5).debt is None and base().owed == {}
+    assert ledger.remaining_debt == {0: (20, 0), 3: (0, 0)} == ledger.lost
+    assert base().with_debt(base(), 5).debt is None and base().remaining_debt == {}
     assert base().after_recovery({}).with_debt(base(), 5).debt is None
 
 
 def test_only_tokens_beyond_capacity_make_up_for_it():
     ledger = trained(recovered(base()))
-    assert ledger.owed[0] == (20, 0) and ledger.debt.left == 4
+    assert ledger.remaining_debt[0] == (20, 0) and ledger.debt.left == 4
     ledger = trained(ledger, beyond=(12, 7, 0, 0))
-    assert ledger.owed == {0: (8, 0), 3: (0, 0)} and ledger.debt.totals == (20, 12)
+    assert ledger.remaining_debt == {0: (8, 0), 3: (0, 0)} and ledger.debt.totals == (20, 12)
     assert ledger.given[0] == (50, 100)  # they are among those processed
     assert ledger.lost == {0: (20, 0), 3: (0, 0)}  # what was lost stays booked
     ledger = trained(ledger, beyond=(9, 0, 0, 0))
-    assert ledger.owed == {} and ledger.debt.left == 0 and ledger.debt.totals == (20, 20)
+    assert ledger.remaining_debt == {} and ledger.debt.left == 0 and ledger.debt.totals == (20, 20)
     assert trained(ledger).debt == ledger.debt
 
 
 def test_what_is_owed_when_the_iterations_are_over_is_given_up():
     ledger = trained(trained(recovered(base(), iterations=2)), beyond=(5, 0, 0, 0))
-    assert ledger.owed == {} and ledger.debt.totals == (20, 5)
+    assert ledger.remaining_debt == {} and ledger.debt.totals == (20, 5)
     again = ledger.after_recovery({0: {1: 1}}).with_debt(ledger, 2)  # of iterations 2 to 5
-    assert again.owed == {0: (0, 80), 3: (0, 0)}
+    assert again.remaining_debt == {0: (0, 80), 3: (0, 0)}
 
 
 def test_another_recovery_adds_to_what_is_owed():
@@ -61,16 +61,16 @@ def test_another_recovery_adds_to_what_is_owed():
     same = ledger.after_recovery({}).with_debt(ledger, 5)
     assert same.debt == ledger.debt  # nothing more is lost, so it goes on as it would have
     again = ledger.after_recovery({0: {0: 1}, 3: {1: 1}}).with_debt(ledger, 5)
-    assert again.owed == {0: (8 + 10, 0), 3: (0, 120)}  # what made up for it is lost, too
+    assert again.remaining_debt == {0: (8 + 10, 0), 3: (0, 120)}  # what made up for it is lost, too
     assert again.debt.left == 5
 
 
 def test_what_is_found_after_all_is_no_longer_owed():
     stale = recovered(base())
     found = trained(stale).after_recovery({0: {0: 3}}, [base()])  # the state of iteration 3, before it was lost
-    assert found.lost[0] == (10, 0) and found.with_debt(trained(stale), 5).owed == {0: (10, 0), 3: (0, 0)}
+    assert found.lost[0] == (10, 0) and found.with_debt(trained(stale), 5).remaining_debt == {0: (10, 0), 3: (0, 0)}
     better = dataclasses.replace(stale, learned=base().learned)
-    assert better.with_debt(stale, 5).owed == {} and better.with_debt(stale, 5).debt.left == 0
+    assert better.with_debt(stale, 5).remaining_debt == {} and better.with_debt(stale, 5).debt.left == 0
 
 
 def test_it_survives_json_and_older_ledgers_owe_nothing():
@@ -86,6 +86,6 @@ def test_it_survives_json_and_older_ledgers_owe_nothing():
 
 def test_iterations_that_make_up_nothing_still_pass():
     debt = TokenDebt(((5, 0),), ((0, 0),), 2)
-    assert debt.after_iteration([[0, 3]]).owed == ((5, 0),) and debt.after_iteration([[0, 0]]).after_iteration(
+    assert debt.after_iteration([[0, 3]]).remaining_debt == ((5, 0),) and debt.after_iteration(
         [[0, 0]]
-    ).owed == ((0, 0),)
+    ).after_iteration([[0, 0]]).remaining_debt == ((0, 0),)

@@ -276,10 +276,10 @@ def test_a_state_of_before_there_were_separate_copies_loads():
 def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apart, first):
     policy = based(measured(Selective(OPERATORS, Every(2), tier="peers", max_age=99), **moved))
     policy.on_sizes(Told())
-    assert policy.schedule.iterations_apart == -(-apart // 2) * 2
+    assert policy.schedule.snapshot_interval == -(-apart // 2) * 2
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
     due = [iteration for iteration in range(1, 41) if policy.plan(iteration, load)]
-    assert due == list(range(policy.schedule.iterations_apart, 41, policy.schedule.iterations_apart))
+    assert due == list(range(policy.schedule.snapshot_interval, 41, policy.schedule.snapshot_interval))
     assert first is None or first == saved(policy.plan(due[0], load))
 
 

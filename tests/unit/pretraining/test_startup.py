@@ -68,7 +68,7 @@ def test_epochs(data, epochs):
 def test_a_failure_costs_half_an_interval_and_the_window(name):
     policy = policy_named(name)(OPERATORS, SimpleNamespace(iterations=4))
     cost = startup.expected_failure_cost(policy, 99)
-    apart, replays = policy.schedule.iterations_apart, policy.schedule.window_length - 1
+    apart, replays = policy.schedule.snapshot_interval, policy.schedule.window_length - 1
     assert (cost.apart, cost.replays, cost.restarts) == (apart, replays, False)
     numbers = numbers_in(startup.describe_policy(policy, "memory", None, 0.5))
     for iterations in (apart / 2 + replays, apart + replays):

@@ -33,7 +33,7 @@ class Policy:
 class Storage(StorageSchedule):
     policy: Policy
 
-    def plan(self, iteration, load=None, again=False):
+    def plan(self, iteration, load=None, is_overdue=False):
         return plan(iteration) if self.policy.given or again else None
 
     def needs(self, plan):
