@@ -15,7 +15,7 @@ from statistics import fmean
 
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import ClusterEvent, Faults
-from moc.simulate.policy_costs import RecoveryCosts, SimulatedCosts, program_way
+from moc.simulate.policy_costs import RecoveryCosts, SimulatedCosts, program_recovery
 from moc.simulate.profile import Profile, faults, stretches
 
 PARTS = 8  # parts of a run
@@ -177,4 +177,4 @@ def saving_of(way: Way, profile: Profile, parts: RecoveryCosts, plain_s: float) 
     interval = way.window if way.window > 1 else way.interval
     saving = SimulatedCosts("policy", interval=interval, stall_s=interval * (mean_s - iteration_s), exact=way.exact)
     lag = 0.0 if way.blocking else profile.usable_s / mean_s
-    return program_way(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s
+    return program_recovery(saving, parts, iteration_s, lag, sparse=way.window > 1), iteration_s

@@ -58,12 +58,12 @@ def at_interval(saving: SimulatedCosts, interval: int, iteration_s: float) -> Si
     return dataclasses.replace(saving, interval=interval, replay_s=replay_s)
 
 
-def longest(least: int, best: int, plt_of_one: float, limit: float) -> int:
+def longest(least: int, best: int, plt_per_iteration: float, limit: float) -> int:
     """Returns the longest interval up to ``best`` within a limit on lost tokens, and not below ``least``.
 
-    The expected proportion of lost tokens is ``plt_of_one`` times the interval.
+    The expected proportion of lost tokens is ``plt_per_iteration`` times the interval.
     """
-    return max(least, min(best, int(limit / plt_of_one))) if plt_of_one > 0 else best
+    return max(least, min(best, int(limit / plt_per_iteration))) if plt_per_iteration > 0 else best
 
 
 def capped_interval(stall_s: float, iteration_s: float, cap: float, at_least: int = 1) -> int:

@@ -249,8 +249,8 @@ def estimate(operators: Sequence[Operator], layout: ParallelLayout, cluster: Clu
     """
     stages = split_stages(operators, layout.pp)
     pipelines = work.pipelines or layout.dp
-    micro_batches, rest = divmod(work.global_batch, work.micro_batch * pipelines)
-    if rest or not micro_batches:
+    micro_batches, remainder = divmod(work.global_batch, work.micro_batch * pipelines)
+    if remainder or not micro_batches:
         raise SimulationError(
             f"a batch of {work.global_batch} is not divisible into micro batches of {work.micro_batch} in "
             f"{pipelines} pipelines. Fix: change one of them",
@@ -260,11 +260,11 @@ def estimate(operators: Sequence[Operator], layout: ParallelLayout, cluster: Clu
     slowest_s = max(_stage_s(stage, layout, cluster, work, wide) for stage in stages)
     pipeline_s = (micro_batches + (layout.pp - 1) / layout.vpp) * slowest_s
     holders = {True: layout.etp * layout.ep, False: layout.tp}  # by whether the operator is an expert
-    held = max(sum(o.parameters / holders[o.kind == "expert"] for o in stage) for stage in stages)
-    gradients = 2 * 2 * held  # reduce-scatter and all-gather, 2 bytes each
+    parameters_per_rank = max(sum(o.parameters / holders[o.kind == "expert"] for o in stage) for stage in stages)
+    gradients = 2 * 2 * parameters_per_rank  # reduce-scatter and all-gather, 2 bytes each
     across = layout.dp * layout.tp > cluster.gpus_per_node
     sync_s = (1 - work.overlap) * message_s(cluster, gradients, layout.dp, across)
-    update_s = _UPDATE_BYTES * held / max(1, layout.expert_dp) / cluster.memory_bandwidth
+    update_s = _UPDATE_BYTES * parameters_per_rank / max(1, layout.expert_dp) / cluster.memory_bandwidth
     return Timing(pipeline_s + sync_s + update_s, pipeline_s, sync_s, update_s, micro_batches, layout.pp, slowest_s)
 
 
@@ -306,8 +306,8 @@ def split_stages(operators: Sequence[Operator], stages: int) -> list[list[Operat
         )
     base, more = divmod(layers, stages)
     first = (stages - more) // 2
-    counts = [base + (first <= stage < first + more) for stage in range(stages)]
-    of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    layer_counts = [base + (first <= stage < first + more) for stage in range(stages)]
+    of_layer = [stage for stage, count in enumerate(layer_counts) for _ in range(count)]
     split: list[list[Operator]] = [[] for _ in range(stages)]
     for operator in operators:
         if operator.layer is not None:

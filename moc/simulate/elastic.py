@@ -110,8 +110,8 @@ class ElasticMembers(VaryingNodes):
 
     def slowdown(self, nodes: int) -> float:
         """Returns :meth:`Members.slowdown`, from rounds of micro batches and the wait for the rank with most tokens."""
-        now = steps(-(-self.micro_batches // self.trained_on(nodes)), len(self.stages), self.vpp)
-        return now / steps(self.usual, len(self.stages), self.vpp) * self.load_factor(nodes)
+        duration = steps(-(-self.micro_batches // self.trained_on(nodes)), len(self.stages), self.vpp)
+        return duration / steps(self.usual, len(self.stages), self.vpp) * self.load_factor(nodes)
 
     def load_factor(self, nodes: int) -> float:
         """Returns the duration of a micro batch in the busiest stage, relative to equal work for all ranks."""
@@ -134,9 +134,9 @@ class ElasticMembers(VaryingNodes):
     def _plan(self):
         @cache
         def planned(rows: _Rows, nodes: int, ranks: int) -> Plan:
-            asked = self.settings
-            settings = PlanSettings(self.slots, asked.least, asked.everywhere, ranks, asked.domain)
-            return make_plan(range(nodes), dict(enumerate(rows)), settings)
+            settings = self.settings
+            plan_settings = PlanSettings(self.slots, settings.least, settings.everywhere, ranks, settings.domain)
+            return make_plan(range(nodes), dict(enumerate(rows)), plan_settings)
 
         return planned
 
@@ -158,10 +158,10 @@ class ElasticMembers(VaryingNodes):
             base, more = divmod(nodes, len(self.stages))
             if lost > nodes or not base:
                 return float(lost == 0)  # with fewer nodes than stages, each loss takes a stage
-            ways = [1]
+            choices = [1]
             for number, rows in enumerate(self.stages):
-                ways = _product(ways, self._survived(rows, base + (number < more), lost), lost)
-            return ways[lost] / comb(nodes, lost)
+                choices = _product(choices, self._survived(rows, base + (number < more), lost), lost)
+            return choices[lost] / comb(nodes, lost)
 
         return survival
 
@@ -170,15 +170,20 @@ class ElasticMembers(VaryingNodes):
         @cache
         def choices(rows: _Rows, nodes: int, lost: int) -> list[int]:
             """Returns, by nodes lost from a stage, the choices that leave everything; a lower bound if large."""
-            held = numpy.ones((1, nodes), numpy.int64)  # the dense part
+            replicas_by_node = numpy.ones((1, nodes), numpy.int64)  # the dense part
             if rows:
                 placed = self._plan(rows, nodes, self.ranks)
-                held = numpy.vstack([held, *(placed.replicas_by_node(layer) for layer in placed.tables)])
-            most = min(lost, nodes)
+                replicas_by_node = numpy.vstack(
+                    [replicas_by_node, *(placed.replicas_by_node(layer) for layer in placed.tables)]
+                )
+            max_lost = min(lost, nodes)
             try:
-                return count_survived(held, most)
+                return count_survived(replicas_by_node, max_lost)
             except TooManyNodesError:
-                return [int(Fraction(survival_lower_bound(held, n)) * comb(nodes, n)) for n in range(most + 1)]
+                return [
+                    int(Fraction(survival_lower_bound(replicas_by_node, n)) * comb(nodes, n))
+                    for n in range(max_lost + 1)
+                ]
 
         return choices
 
@@ -215,8 +220,10 @@ def elastic_members(
     rows = []
     for stage in stages:
         places = [at for at, layer in enumerate(layers) if any(o.layer == layer and o.kind == "expert" for o in stage)]
-        found = (tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places)
-        rows.append(tuple(dict.fromkeys(found)))  # equal layers have equal plans
+        loads_of_stage = (
+            tuple(stretched(summed[at % len(summed)], experts) if summed else [_EQUAL] * experts) for at in places
+        )
+        rows.append(tuple(dict.fromkeys(loads_of_stage)))  # equal layers have equal plans
     dense = sum(active([o for o in operators if o.kind != "expert"], topk))
     return ElasticMembers(
         **{name: getattr(members, name) for name in ("least", "most", "grow_wait_s")},
@@ -245,17 +252,17 @@ def stretched(tokens: Sequence[int] | numpy.ndarray, experts: int) -> list[int]:
 class ElasticCosts(SimulatedCosts):
     """Costs of a job that continues without a checkpoint while every expert is left."""
 
-    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
-        """Returns :meth:`PolicyCosts.way_back` by the members' survival."""
+    def recovery_costs(self, loss: Loss, chance: float) -> SimulatedCosts:
+        """Returns :meth:`PolicyCosts.recovery_costs` by the members' survival."""
         assert isinstance(self.members, ElasticMembers) and self.beyond is not None
         return self if chance < self.members.survival(loss.of, loss.total) else self.beyond
 
 
-def _product(one: Sequence[int], other: Sequence[int], most: int) -> list[int]:
+def _product(first: Sequence[int], second: Sequence[int], max_degree: int) -> list[int]:
     """Returns the product of two polynomials, up to a degree."""
-    result = [0] * (most + 1)
-    for i, a in enumerate(one):
-        for j, b in enumerate(other[: most + 1 - i]):
+    result = [0] * (max_degree + 1)
+    for i, a in enumerate(first):
+        for j, b in enumerate(second[: max_degree + 1 - i]):
             result[i + j] += a * b
     return result
 
@@ -303,8 +310,10 @@ class Lasting:
         return tuple(min(loss_survival(parts, n, lost, self.least) for n in sizes) for lost in range(1, AT_ONCE + 1))
 
     def _survival(self, layers: Sequence[int], loads: Tokens | None) -> Survival:
-        known, alike, parts = loads or {}, (1,) * self.experts, len(self.parts)
-        rows = dict.fromkeys(tuple(known.get(layer, alike)) for layer in layers)  # equal layers have equal plans
+        load_by_layer, equal_loads, parts = loads or {}, (1,) * self.experts, len(self.parts)
+        rows = dict.fromkeys(
+            tuple(load_by_layer.get(layer, equal_loads)) for layer in layers
+        )  # equal layers have equal plans
         copies = self.least // parts, self.most // parts
         return ElasticMembers(*copies, ranks=self.ranks, stages=(tuple(rows),), settings=self.settings).survival
 
@@ -318,11 +327,11 @@ class Lasting:
             mtbf_s: seconds between losses.
             loads: as in :meth:`survivals`.
         """
-        again, fatal, here = min(1.0, REGROUP_S / mtbf_s), 0.0, 1.0
+        repeats, fatal, probability = min(1.0, REGROUP_S / mtbf_s), 0.0, 1.0
         for number, survives in enumerate((*self.survivals(loads), 0.0)):
             last = number == AT_ONCE
-            fatal += here * (1.0 if last else 1 - again) * (1 - survives)
-            here *= again
+            fatal += probability * (1.0 if last else 1 - repeats) * (1 - survives)
+            probability *= repeats
         return 1 / max(fatal, 1e-12)
 
 
@@ -338,18 +347,18 @@ def loss_survival(parts: Sequence[Survival], nodes: int, lost: int, least: int) 
         least: minimum number of nodes to continue (MIN).
     """
     copies, waiting = divmod(nodes, len(parts))
-    found = 0.0
+    survival = 0.0
     for of_parts in itertools.product(range(min(lost, copies) + 1), repeat=len(parts)):
         of_waiting = lost - sum(of_parts)
         if not 0 <= of_waiting <= waiting:
             continue
-        ways = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
+        choices = comb(waiting, of_waiting) * prod(comb(copies, of_part) for of_part in of_parts)
         kept = nodes_kept(copies, of_parts, nodes - lost, least)
-        found += ways * prod(part(copies, copies - number) for part, number in zip(parts, kept, strict=True))
-    return found / comb(nodes, lost) if lost <= nodes else 0.0
+        survival += choices * prod(part(copies, copies - number) for part, number in zip(parts, kept, strict=True))
+    return survival / comb(nodes, lost) if lost <= nodes else 0.0
 
 
-def nodes_kept(copies: int, lost: Sequence[int], left: int, least: int) -> list[int]:
+def nodes_kept(copies: int, lost: Sequence[int], survivors: int, least: int) -> list[int]:
     """Returns the nodes of each part that keep their state after a loss; pure, as is the controller's choice.
 
     A node moves to another part if that completes one more copy.  If several parts could give it, each counts as giving
@@ -358,11 +367,11 @@ def nodes_kept(copies: int, lost: Sequence[int], left: int, least: int) -> list[
     Args:
         copies: copies of the model before.
         lost: lost nodes of each part.
-        left: remaining nodes, including nodes without a part.
+        survivors: remaining nodes, including nodes without a part.
         least: MIN nodes.
     """
-    there = [copies - of_part for of_part in lost]
-    later = left // len(lost) if left >= least else 0
-    free = left - sum(there)
-    move = max(0, sum(max(0, later - of_part) for of_part in there) - free)
-    return [of_part - min(max(0, of_part - later), move) for of_part in there]
+    survivors_by_part = [copies - of_part for of_part in lost]
+    later = survivors // len(lost) if survivors >= least else 0
+    free = survivors - sum(survivors_by_part)
+    move = max(0, sum(max(0, later - of_part) for of_part in survivors_by_part) - free)
+    return [of_part - min(max(0, of_part - later), move) for of_part in survivors_by_part]

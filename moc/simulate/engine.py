@@ -96,11 +96,15 @@ class _Run:
         if 0 < self.used < self.members.most and self.members.grow_wait_s:
             self.grows_at = self.members.grow_wait_s
             self._train_on(0)
-        self.whole, self.gone, self.chance = self.used, 0, 0.0  # nodes that had state, later losses, random number
-        self.done = 0.0  # iterations, including the fraction of the current one
-        self.way, self.base = strategy.saving, 0  # costs of the recovery, and the iteration that it restores
+        self.with_state, self.lost_since, self.chance = (
+            self.used,
+            0,
+            0.0,
+        )  # nodes with state, losses since, random number
+        self.completed = 0.0  # iterations, including the fraction of the current one
+        self.path, self.base = strategy.saving, 0  # costs of the recovery, and the iteration that it restores
         self.replay_starts = self.ends = self.failed_at = 0.0
-        self.oldest, self.lost_at, self.again = 0, 0.0, False  # least iteration to restore; that at the loss; again?
+        self.oldest, self.lost_at, self.is_repeated = 0, 0.0, False  # least iteration to restore; that at the loss
         self.segments: list[tuple[set[int], float]] = []  # stages that replay together, and when they finish
         self.useful = self.saving = self.slower = self.recovery = self.idle = self.longest = 0.0
         self.failures = self.replayed = 0
@@ -165,7 +169,7 @@ class _Run:
     def _train(self, start: float, until: float) -> None:
         each_s = self.job.iteration_s + self.strategy.saving.per_iteration_s()
         iterations = (until - start) / (each_s * self.slowdown)
-        self.done += iterations
+        self.completed += iterations
         self._book(iterations)
         self.saves = self.saves.after(iterations / self.strategy.saving.interval, self.strategy.saving.traffic)
         part_s = self.job.wall_s / self.job.parts
@@ -192,13 +196,13 @@ class _Run:
             if not self.faults.trace and math.isfinite(self.job.repair_s):
                 heapq.heappush(self.returns, (self.now + self.job.repair_s, nodes))
         if hit and self.waits:
-            self._decide(hit, again=True)  # waiting nodes may lose state, too
+            self._decide(hit, is_repeated=True)  # waiting nodes may lose state, too
         elif hit:
             self._fail(hit)
 
     def _hit(self, nodes: int) -> int:
         """Returns how many lost nodes are the job's: all with an MTBF, which is the job's; a trace also has others."""
-        job = self.whole - self.gone if self.waits else self.used
+        job = self.with_state - self.lost_since if self.waits else self.used
         if self.up is None or not self.faults.trace:
             return min(nodes, job)
         hit = 0
@@ -208,82 +212,82 @@ class _Run:
 
     def _fail(self, nodes: int) -> None:
         self.failures += 1
-        again = self.again = self._recovers()
-        self.lost_at, self.oldest = self.done, 0
+        is_repeated = self.is_repeated = self._recovers()
+        self.lost_at, self.oldest = self.completed, 0
         self._drop_unfinished()
-        if not again:
+        if not is_repeated:
             self.failed_at = self.now
-        elif not self.way.local:  # replayed iterations are saved again, and the restored checkpoint still exists
+        elif not self.path.local:  # replayed iterations are saved again, and the restored checkpoint still exists
             self.oldest, self.lost_at = self.base, self._replayed()
         self.strategy.failed(int(self.lost_at))
         fixed = self.strategy.saving.members is None  # replaces lost nodes immediately, as in the closed form
         if fixed or self.now >= self.replay_starts:
-            self.whole, self.gone, self.chance = self.used, 0, self._luck()
+            self.with_state, self.lost_since, self.chance = self.used, 0, self._luck()
         self.grows_at = math.inf
         self._train_on(self.members.usable(self.up))
-        self._decide(nodes, again)
+        self._decide(nodes, is_repeated)
         if self.waits:
             self.replay_starts = math.inf
         else:
-            self._recover(again)
+            self._recover(is_repeated)
 
     def _luck(self) -> float:
         saving = self.strategy.saving
         return self.rng.random() if saving.copies or saving.members else 0.0
 
-    def _decide(self, nodes: int, again: bool) -> None:
+    def _decide(self, nodes: int, is_repeated: bool) -> None:
         """Chooses the recovery path after a loss of this many more nodes, and the iteration that it restores."""
-        loss = Loss(nodes, self.whole, self.gone, self.used)
-        way = self.strategy.saving.way_back(loss, self.chance)
-        self.gone = loss.total
-        if not (again and way.local):  # in a global rollback, stages of another failure also roll back globally
-            if way.why and not self.way.why:
+        loss = Loss(nodes, self.with_state, self.lost_since, self.used)
+        path = self.strategy.saving.recovery_costs(loss, self.chance)
+        self.lost_since = loss.total
+        if not (is_repeated and path.local):  # in a global rollback, stages of another failure also roll back globally
+            if path.why and not self.path.why:
                 self.oldest = 0  # the previously restored state is lost
-            self.way = way
-        if self.way.why and not self.waits:
-            self.fallbacks[f"{self.way.why}: {loss.total} of {loss.of} nodes lost"] += 1
-        self.base = max(self.oldest, self.way.restored(self.lost_at))
+            self.path = path
+        if self.path.why and not self.waits:
+            self.fallbacks[f"{self.path.why}: {loss.total} of {loss.of} nodes lost"] += 1
+        self.base = max(self.oldest, self.path.restored(self.lost_at))
 
     def _drop_unfinished(self) -> None:
         """Moves the time of the interrupted iteration from useful to recovery."""
-        whole = math.floor(self.done + 1e-9)
-        part = max(0.0, self.done - whole)
-        seconds, self.done = -self._book(-part), float(whole)
+        completed = math.floor(self.completed + 1e-9)
+        fraction = max(0.0, self.completed - completed)
+        seconds, self.completed = -self._book(-fraction), float(completed)
         self.recovery += seconds
         if self.faults.trace:
             self.exposed -= seconds
         last = min(int(self.now / self.job.wall_s * self.job.parts), self.job.parts - 1)
-        for place in range(last, -1, -1):  # the parts that counted it
-            taken = min(part, self.iterations[place])
-            self.iterations[place] -= taken
-            part -= taken
-            if part <= 0:
+        for part in range(last, -1, -1):  # the parts that counted it
+            taken = min(fraction, self.iterations[part])
+            self.iterations[part] -= taken
+            fraction -= taken
+            if fraction <= 0:
                 break
 
     def _replayed(self) -> float:
         """Returns the iteration, with its fraction, up to where the current recovery has replayed."""
         seconds = (self.now - self.replay_starts) / self.slowdown
-        return min(self.done, self.base + self.way.replayed(seconds)) if seconds > 0 else self.base
+        return min(self.completed, self.base + self.path.replayed(seconds)) if seconds > 0 else self.base
 
-    def _recover(self, again: bool) -> None:
-        count = int(self.done) - self.base
+    def _recover(self, is_repeated: bool) -> None:
+        count = int(self.completed) - self.base
         self.replayed += count
-        self.replay_starts = self.now + self.way.restart_s
-        self.ends = self.replay_starts + self.way.replay_total_s(count) * self.slowdown
-        if self.way.local:
-            self._join(again)
+        self.replay_starts = self.now + self.path.restart_s
+        self.ends = self.replay_starts + self.path.replay_total_s(count) * self.slowdown
+        if self.path.local:
+            self._join(is_repeated)
         self.longest = max(self.longest, self.ends - self.failed_at)
 
-    def _join(self, again: bool) -> None:
+    def _join(self, is_repeated: bool) -> None:
         """Adds a stage to a neighbouring segment that replays; others replay in parallel (MoEvement, Appendix A)."""
         stage = self.rng.randrange(self.job.stages)
-        segment, apart = {stage}, []
-        for stages, through in self.segments if again else ():
+        segment, separate = {stage}, []
+        for stages, through in self.segments if is_repeated else ():
             if stages & {stage - 1, stage, stage + 1}:
                 segment |= stages
             else:
-                apart.append((stages, through))
-        self.segments = [*apart, (segment, self.ends)]
+                separate.append((stages, through))
+        self.segments = [*separate, (segment, self.ends)]
         self.ends = max(through for _, through in self.segments)
 
     def _gain(self, nodes: int) -> None:
@@ -293,7 +297,7 @@ class _Run:
         after = self.members.usable(self.up)
         if after <= self.used:
             return
-        if self.waits and self.whole:
+        if self.waits and self.with_state:
             self._grow()
         else:
             wait_s = self.members.grow_wait_s if after < self.members.most else 0.0
@@ -307,24 +311,24 @@ class _Run:
             return
         if not self.waits:
             self._regroup(after)
-        elif self.whole:
+        elif self.with_state:
             self._train_on(after)
-            self._decide(0, self.again)
+            self._decide(0, self.is_repeated)
         else:
             self._train_on(after)
-            self.whole = after
-        self._recover(again=False)
+            self.with_state = after
+        self._recover(is_repeated=False)
 
     def _regroup(self, nodes: int) -> None:
         """Stops all workers, which costs the current iteration, and reconnects them on more nodes."""
-        way = self.way
+        path = self.path
         if self._recovers():
             self.base = int(self._replayed())
         else:
             self._drop_unfinished()
-            way, self.base, self.failed_at = self.strategy.saving, int(self.done), self.now
-        self.way = dataclasses.replace(way, restart_s=self.members.grow_s, local=False)
-        self.whole, self.gone, self.chance = self.used, 0, self._luck()
+            path, self.base, self.failed_at = self.strategy.saving, int(self.completed), self.now
+        self.path = dataclasses.replace(path, restart_s=self.members.grow_s, local=False)
+        self.with_state, self.lost_since, self.chance = self.used, 0, self._luck()
         self._train_on(nodes)
 
     def result(self) -> Result:
@@ -338,8 +342,8 @@ class _Run:
             slower_s=self.slower,
             recovery_s=self.recovery,
             idle_s=self.idle,
-            iterations=int(self.done),
-            samples=self.done * self.job.samples,
+            iterations=int(self.completed),
+            samples=self.completed * self.job.samples,
             failures=self.failures,
             replayed=self.replayed,
             longest_s=self.longest,
@@ -349,7 +353,7 @@ class _Run:
             plt=strategy.plt,
             nodes_s=dict(sorted(self.nodes_s.items())),
             fallbacks=dict(self.fallbacks),
-            goodput=tuple(done * self.job.samples / part_s for done in self.iterations),
+            goodput=tuple(iterations * self.job.samples / part_s for iterations in self.iterations),
             plts=tuple(self.plts),
             ks=tuple(self.ks) if strategy.k else (),
         )

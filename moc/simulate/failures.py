@@ -141,33 +141,33 @@ def _by_node(rows: Rows) -> Trace:
     changes.sort(key=lambda change: change[1])
     start_s = changes[0][1]
     nodes = max(0, sum(change for _, at_s, change in changes if at_s == start_s))
-    rest = [(at_s - start_s, change) for _, at_s, change in changes if at_s > start_s]
+    remaining = [(at_s - start_s, change) for _, at_s, change in changes if at_s > start_s]
     events = []
-    for at_s, together in itertools.groupby(rest, key=lambda one: one[0]):
+    for at_s, together in itertools.groupby(remaining, key=lambda change: change[0]):
         together = [change for _, change in together]
         events.append(ClusterEvent(at_s, lost=together.count(-1), gained=together.count(1)))
     return Trace(nodes, tuple(events), doubt)
 
 
 def _by_count(rows: Rows) -> Trace:
-    counts = []
+    alive_nodes = []
     for number, cells in rows:
         try:
             day, time, alive = cells
             at = datetime.fromisoformat(f"{day} {time}")
             if at.tzinfo is not None or not _NUMBER.fullmatch(alive):
                 raise ValueError
-            counts.append((number, at, int(alive)))
+            alive_nodes.append((number, at, int(alive)))
         except ValueError:
             raise ValueError(
                 f"line {number} is neither milliseconds,add|remove,node nor date, time, instances alive"
             ) from None
     valid = []
-    for count in counts:
+    for count in alive_nodes:
         while valid and valid[-1][1] > count[1]:
             valid.pop()
         valid.append(count)
-    doubt = _doubt(counts, f"{len(counts) - len(valid)} lines with later times were dropped")
+    doubt = _doubt(alive_nodes, f"{len(alive_nodes) - len(valid)} lines with later times were dropped")
     start, events = valid[0][1], []
     for (_, _, before), (_, when, alive) in itertools.pairwise(valid):
         if alive != before:
@@ -176,9 +176,11 @@ def _by_count(rows: Rows) -> Trace:
     return Trace(valid[0][2], tuple(events), doubt)
 
 
-def _doubt(rows: Sequence[tuple], done: str) -> str:
+def _doubt(rows: Sequence[tuple], consequence: str) -> str:
     """Returns a sentence on lines that are earlier than the line before them, and how they were handled."""
     back = [number for (_, before, _), (number, at, _) in itertools.pairwise(rows) if at < before]
     if not back:
         return ""
-    return f"{len(back)} of {len(rows)} lines are earlier than the line before them, line {back[0]} first: {done}."
+    return (
+        f"{len(back)} of {len(rows)} lines are earlier than the line before them, line {back[0]} first: {consequence}."
+    )

@@ -65,8 +65,8 @@ class SavedBytes:
 
     def with_experts(self, k: int) -> float:
         """Returns the bytes with K experts of each layer; interpolates a K between two candidates."""
-        known = sorted(self.by_k)
-        return float(numpy.interp(k, known, [self.by_k[one] for one in known]))
+        numbers = sorted(self.by_k)
+        return float(numpy.interp(k, numbers, [self.by_k[number] for number in numbers]))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Running:
         return Machine(
             ranks=ranks,
             full_snapshot=SnapshotSizes(self.saved.full, ranks * self.saved.full),
-            with_experts=lambda k: SnapshotSizes(one := self.saved.with_experts(k), ranks * one),
+            with_experts=lambda k: SnapshotSizes(nbytes := self.saved.with_experts(k), ranks * nbytes),
             stages=self.saved.stages,
             overlap_s=self.forward_backward_s,
             copy_rate=rate,
@@ -161,10 +161,10 @@ class Running:
         for number in replicas if self.tier == "peers" else (0,):
             options = dataclasses.replace(basic, replicas=number)
             for settings in POLICIES[name].costs.candidates(self.machine_with(options)):
-                found = options.with_settings(settings)
-                every = self.price(name, found).interval
-                if every is None or shortest_interval(self, name, found) <= every:
-                    yield found
+                candidate_options = options.with_settings(settings)
+                every = self.price(name, candidate_options).interval
+                if every is None or shortest_interval(self, name, candidate_options) <= every:
+                    yield candidate_options
 
     def weighed(self, name: str, options: Options) -> Weighed:
         """Returns :meth:`moc.simulate.planner.Priced.weighed`, including the persist interval."""
@@ -177,7 +177,7 @@ class Running:
         options = dataclasses.replace(options, interval=saving.interval, persist_interval=every)
         saving = dataclasses.replace(saving, survives=options.replicas, beyond=_from_storage(self, saving, every))
         host = host_bytes(self.tier, self.ranks, self.saved.full, options.replicas, price)
-        host += (1 + options.replicas) * (self.ranks * _carried(self, price) + price.chained_bytes / self.nodes)
+        host += (1 + options.replicas) * (self.ranks * _retained_bytes(self, price) + price.chained_bytes / self.nodes)
         return Weighed(options, saving, plt, host)
 
 
@@ -186,10 +186,10 @@ def saved_by_rules(
 ) -> SavedBytes:
     """Returns sizes by the sharding rules, for a model that is not loaded; ``gradients`` if snapshots may have some."""
     stages, compute = [], dataclasses.replace(state, master=0, moments=0)
-    alone = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
+    stage_layout = dataclasses.replace(layout, world=layout.world // layout.pp, pp=1, vpp=1)
     for stage in split_stages(operators, layout.pp):
         parameters = sum(operator.parameters for operator in stage)
-        sizes = [full_sizes(stage, alone, part).busiest / parameters for part in (state, compute)]
+        sizes = [full_sizes(stage, stage_layout, part).busiest / parameters for part in (state, compute)]
         ordered = order_operators(stage, None, layout.ep)
         stages.append([OperatorBytes(*(size * operator.parameters for size in sizes)) for operator in ordered])
     experts = len({operator.expert for operator in operators if operator.expert is not None})
@@ -218,9 +218,9 @@ def host_bytes(tier: str, ranks: int, full: float, replicas: int, price: Price |
     return ranks * (own + replicas * reserved_bytes(most_copies(kept, spare), full, snapshot))
 
 
-def flags_of_candidate(found: Candidate) -> dict[str, object]:
+def flags_of_candidate(candidate: Candidate) -> dict[str, object]:
     """Returns the training flags of a candidate, by name with underscores."""
-    options, kind = found.options, POLICIES[found.saving.name]
+    options, kind = candidate.options, POLICIES[candidate.saving.name]
     flags: dict[str, object] = {"ckpt_policy": kind.name}
     if not kind.can_replay:  # a window's interval is its length
         flags["snapshot_interval"] = str(options.interval)
@@ -234,13 +234,13 @@ def flags_of_candidate(found: Candidate) -> dict[str, object]:
 
 def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
     """Returns the inverse of :func:`flags_of_candidate`, for :func:`~moc.simulate.planner.priced`."""
-    interval, whose = flags.get("snapshot_interval"), policy_by_flag()
+    interval, policy_of_flag = flags.get("snapshot_interval"), policy_by_flag()
     fixed, replicas = None if interval is None else int(interval), int(flags.get("replicas", 0))
     basic = Options(interval=fixed, mtbf_s=mtbf_s, dynamic=False, replicas=replicas)
     settings = {
-        name.removeprefix(f"{whose[name].name}_"): int(value) if str(value).isdecimal() else value
+        name.removeprefix(f"{policy_of_flag[name].name}_"): int(value) if str(value).isdecimal() else value
         for name, value in flags.items()
-        if name in whose
+        if name in policy_of_flag
     }
     return basic.with_settings(settings)
 
@@ -248,8 +248,8 @@ def options_of(flags: Mapping[str, Any], mtbf_s: float) -> Options:
 def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCosts, float]:
     """Returns costs of snapshots, full or with some experts of each layer, at an interval; and the expected PLT."""
     price = run.price(name, options)
-    nbytes, k, most = price.size.busiest, price.k, run.machine.num_experts
-    fewer = k is not None and k < most
+    nbytes, k, num_experts = price.size.busiest, price.k, run.machine.num_experts
+    fewer = k is not None and k < num_experts
     copy_s, safe_s = nbytes / run.copy_rate, run.safe_s(nbytes, options.replicas)
     update_s = run.iteration_s - run.forward_backward_s
     stall_s = max(0.0, copy_s - run.forward_backward_s)
@@ -262,7 +262,7 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCo
         replay_s=run.iteration_s + stall_s,
         traffic=_traffic(run, price, options.replicas),
         exact=not fewer,
-        at_risk=at_risk(price, most),
+        at_risk=at_risk(price, num_experts),
     )
     least = shortest_interval(run, name, options)
     interval = options.interval or price.interval or best_interval(saving, run.iteration_s, options.mtbf_s, least)
@@ -270,10 +270,10 @@ def _at_interval(run: Running, name: str, options: Options) -> tuple[SimulatedCo
         return at_interval(saving, interval, run.iteration_s), 0.0
     # any lost memory leaves copies, or every snapshot's experts in storage, which is equally recent
     rate = run.iteration_s / options.mtbf_s
-    of_one = rate * saving.at_risk
+    plt_per_iteration = rate * saving.at_risk
     if not (options.interval or price.interval):
-        interval = longest(least, interval, of_one, options.plt_limit)
-    return at_interval(saving, interval, run.iteration_s), interval * of_one
+        interval = longest(least, interval, plt_per_iteration, options.plt_limit)
+    return at_interval(saving, interval, run.iteration_s), interval * plt_per_iteration
 
 
 def shortest_interval(run: Running, name: str, options: Options) -> int:
@@ -291,7 +291,7 @@ def _windows(run: Running, name: str, options: Options) -> SimulatedCosts:
     """Returns costs of saving each operator once per window; all workers replay (MoEvement, section 3.3)."""
     price = run.price(name, options)
     window, snapshots, nbytes = price.window_length, price.snapshots, price.size.busiest
-    copying_s = sum(max(0.0, one / run.copy_rate - run.forward_backward_s) for one in snapshots)
+    copying_s = sum(max(0.0, window_bytes / run.copy_rate - run.forward_backward_s) for window_bytes in snapshots)
     safe_s = run.safe_s(nbytes, options.replicas)
     stall_s = max(copying_s, safe_s - window * run.iteration_s)
     last_s = snapshots[-1] / run.copy_rate + run.safe_s(snapshots[-1], options.replicas)
@@ -301,13 +301,13 @@ def _windows(run: Running, name: str, options: Options) -> SimulatedCosts:
     return dataclasses.replace(saving, lag=window + run.iterations(last_s), local=False)
 
 
-def _carried(run: Running, price: Price) -> float:
+def _retained_bytes(run: Running, price: Price) -> float:
     """Returns a rank's bytes in memory besides its buffers: experts, also of snapshots not known to be durable."""
-    most = run.machine.num_experts
-    if run.tier == "disk" or price.k is None or price.k >= most:
+    num_experts = run.machine.num_experts
+    if run.tier == "disk" or price.k is None or price.k >= num_experts:
         return 0.0
-    expert = (run.saved.full - run.saved.with_experts(1)) / (most - 1)
-    return expert * (most + (spare_buffers(run.tier) - 1) * min(price.k, most - price.k))
+    expert = (run.saved.full - run.saved.with_experts(1)) / (num_experts - 1)
+    return expert * (num_experts + (spare_buffers(run.tier) - 1) * min(price.k, num_experts - price.k))
 
 
 def _load_s(run: Running, nbytes: float) -> float:

@@ -124,21 +124,23 @@ def best_of(candidates: Iterable[Candidate], iteration_s: float, mtbf_s: float, 
     Raises:
         ValueError: no candidate is within the limits.
     """
-    every = [found for found in candidates if keeps_to(found, limits)]
-    if not every:
+    allowed = [candidate for candidate in candidates if keeps_to(candidate, limits)]
+    if not allowed:
         raise SimulationError(
             "no policy keeps to all limits. Fix: allow more host memory, or more policies",
             code="limits-too-strict",
         )
-    most = max(found.ettr for found in every)
-    near = [found for found in every if found.ettr >= most - NEAR]
+    best_ettr = max(candidate.ettr for candidate in allowed)
+    near = [candidate for candidate in allowed if candidate.ettr >= best_ettr - NEAR]
     best = min(near, key=lambda f: (not f.saving.exact, -f.survives, f.plt, f.host_bytes, -f.ettr))
-    others = []
+    alternatives = []
     for name in limits.policies:
-        of_policy = [found for found in every if found.saving.name == name != best.saving.name]
-        others += [max(of_policy, key=lambda found: found.ettr)] if of_policy else []
-    others.sort(key=lambda found: -found.ettr)
-    return PolicyChoice(best, tuple(others), " ".join(_reasons(iteration_s, limits.rarer * mtbf_s, best, others)))
+        of_policy = [candidate for candidate in allowed if candidate.saving.name == name != best.saving.name]
+        alternatives += [max(of_policy, key=lambda candidate: candidate.ettr)] if of_policy else []
+    alternatives.sort(key=lambda candidate: -candidate.ettr)
+    return PolicyChoice(
+        best, tuple(alternatives), " ".join(_reasons(iteration_s, limits.rarer * mtbf_s, best, alternatives))
+    )
 
 
 def every_candidate(on: Priced, mtbf_s: float, limits: PlanLimits) -> Iterator[Candidate]:
@@ -162,16 +164,16 @@ def priced(on: Priced, name: str, options: Options) -> Candidate:
     return Candidate(ettr=expected_ettr(weighed.saving, on.iteration_s, options.mtbf_s), **vars(weighed))
 
 
-def keeps_to(found: Candidate, limits: PlanLimits) -> bool:
+def keeps_to(candidate: Candidate, limits: PlanLimits) -> bool:
     """Returns whether a candidate is within the limits."""
     return (
-        (found.saving.exact or not limits.exact_only)
-        and found.plt <= limits.plt_of(found.saving.name)
-        and (limits.host_bytes is None or found.host_bytes <= limits.host_bytes)
+        (candidate.saving.exact or not limits.exact_only)
+        and candidate.plt <= limits.plt_of(candidate.saving.name)
+        and (limits.host_bytes is None or candidate.host_bytes <= limits.host_bytes)
     )
 
 
-def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, others: list[Candidate]) -> Iterator[str]:
+def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, alternatives: list[Candidate]) -> Iterator[str]:
     saving = best.saving
     yield (
         f"{best.name}: saving adds {100 * saving.per_iteration_s() / iteration_s:.2g} % to an iteration of "
@@ -180,6 +182,7 @@ def _reasons(iteration_s: float, mtbf_s: float, best: Candidate, others: list[Ca
     )
     if best.plt:
         yield f"Failures are expected to lose {100 * best.plt:.2g} % of the tokens of experts."
-    if others:
-        next_s = recovery_s(others[0].saving)
-        yield f"The next best, {others[0].name}, has ETTR {others[0].ettr:.3f}: a failure costs it {next_s:.3g} s."
+    if alternatives:
+        second = alternatives[0]
+        second_s = recovery_s(second.saving)
+        yield f"The next best, {second.name}, has ETTR {second.ettr:.3f}: a failure costs it {second_s:.3g} s."

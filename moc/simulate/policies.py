@@ -33,7 +33,7 @@ from moc.simulate.policy_costs import (
     VaryingNodes,
     WholePipelines,
     at_risk,
-    program_way,
+    program_recovery,
 )
 from moc.simulate.sizes import MIXED, OperatorSize, StateBytes, busiest_operator_bytes, full_sizes, pec_sizes
 from moc.state.operators import Operator
@@ -76,8 +76,8 @@ class Options:
     def with_settings(self, settings: PolicySettings) -> Options:
         """Returns a copy with other policy settings."""
         named = {name: value for name, value in settings.items() if name in _NAMED}
-        others = {name: value for name, value in settings.items() if name not in _NAMED}
-        return dataclasses.replace(self, **named, own={**self.own, **others})
+        unnamed = {name: value for name, value in settings.items() if name not in _NAMED}
+        return dataclasses.replace(self, **named, own={**self.own, **unnamed})
 
 
 _VERSIONS = 2  # one complete checkpoint, and one in progress (MoEvement, section 3.2)
@@ -195,7 +195,7 @@ class Setup:
             full_snapshot=self.full,
             with_experts=self._with_experts,
             # the busiest rank's operators, which bound all others
-            stages=[[OperatorBytes(one.full, one.compute) for one in self.by_operator]],
+            stages=[[OperatorBytes(nbytes.full, nbytes.compute) for nbytes in self.by_operator]],
             overlap_s=self.timing.forward_backward_s,
             copy_rate=min(rate, self.network_rate / replicas) if replicas else rate,
             expert_counts=candidate_expert_counts(self.num_experts),
@@ -291,18 +291,18 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     Background checkpoints cover losses that destroy an expert.  Their interval is the best for an MTBF that is divided
     by the share of these losses.
     """
-    asked, nodes = setup.elastic, setup.cluster.nodes
+    settings, nodes = setup.elastic, setup.cluster.nodes
     members = elastic_members(
         setup.operators,
         setup.layout,
         _micro_batches(setup),
         setup.work.topk,
         setup.loads,
-        asked,
+        settings,
         setup.varying,
         setup.cluster.gpus_per_node,
     )
-    fatal = fmean(1 - members.survival(nodes, min(lost, nodes)) for lost in asked.losses)
+    fatal = fmean(1 - members.survival(nodes, min(lost, nodes)) for lost in settings.losses)
     whole_s = setup.total_iterations * setup.iteration_s
     rare = dataclasses.replace(options, mtbf_s=min(whole_s, options.mtbf_s / fatal) if fatal else whole_s)
     stored = _to_storage(setup, elastic.__name__, 1)
@@ -311,7 +311,7 @@ def elastic(setup: Setup, options: Options) -> Strategy:
         name=elastic.__name__,
         interval=1,
         stall_s=stored.per_iteration_s(),
-        restart_s=_detect_s(setup) + asked.regroup_s,
+        restart_s=_detect_s(setup) + settings.regroup_s,
         replay_s=setup.iteration_s,
         survives=next(n - 1 for n in range(1, nodes + 2) if members.survival(nodes, n) < 1),
         beyond=dataclasses.replace(stored, why="an expert was lost"),
@@ -353,7 +353,7 @@ def _global(
     cluster, iteration_s = setup.cluster, setup.timing.iteration_s
     saving = SimulatedCosts(name, interval=interval, stall_s=stall_s, lag=lag)
     if setup.program is not None:
-        saving = program_way(saving, setup.program, iteration_s, lag)
+        saving = program_recovery(saving, setup.program, iteration_s, lag)
     else:
         saving = dataclasses.replace(
             saving,
@@ -403,16 +403,16 @@ def _to_storage(setup: Setup, name: str, interval: int) -> SimulatedCosts:
 def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> SimulatedCosts:
     """Returns costs with checkpoints in own and peers' memory, as in Gemini, with buffers for the full state."""
     sizes = price.size
-    held = _VERSIONS * setup.full.total + price.chained_bytes
+    host_bytes = _VERSIONS * setup.full.total + price.chained_bytes
     if price.snapshots_in_memory is not None:  # and one in progress
-        held = (price.snapshots_in_memory + 1) * sizes.total
+        host_bytes = (price.snapshots_in_memory + 1) * sizes.total
     stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
     saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
-        host_bytes=(1 + options.replicas) * held,
+        host_bytes=(1 + options.replicas) * host_bytes,
         restart_s=saving.restart_s + price.repeated_updates * setup.timing.update_s,
         exact=price.k in (None, setup.num_experts),
         at_risk=at_risk(price, setup.num_experts),
@@ -424,8 +424,8 @@ def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> 
     """Returns a strategy of some experts of each layer at a time, in every iteration by default."""
     by_k, key, count, doubled = {}, k, setup.num_experts, kind.costs.doubled_setting
     while key not in by_k:
-        now = options if doubled is None else options.with_settings({doubled: key})
-        by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, now))
+        doubled_options = options if doubled is None else options.with_settings({doubled: key})
+        by_k[key] = _in_memory(setup, options, kind.name, setup.price(kind, doubled_options))
         key = k if doubled is None else min(2 * key, count)
     fixed = doubled is None or not options.dynamic
     return PecStrategy(by_k, DynamicK(k, count, options.plt_limit), setup.total_iterations, fixed=fixed)
@@ -434,19 +434,19 @@ def _partial(setup: Setup, options: Options, kind: RegisteredPolicy, k: int) -> 
 def _windows(setup: Setup, options: Options, kind: RegisteredPolicy) -> SimulatedCosts:
     """Returns costs of saving every operator once per window; only lost stages replay (MoEvement)."""
     timing, cluster, price = setup.timing, setup.cluster, setup.price(kind, options)
-    window, largest, held = price.window_length, max(price.snapshots), price.size.total
+    window, largest, window_bytes = price.window_length, max(price.snapshots), price.size.total
     logs = _log_bytes(setup)
     saving = SimulatedCosts(
         name=kind.name,
         stall_s=window * setup.stall_s(largest),
         restart_s=cluster.detect_s + price.size.busiest / setup.network_rate,
-        traffic=Traffic(host=held + logs * window, network=options.replicas * held),
-        host_bytes=_VERSIONS * (held * (1 + options.replicas) + logs * window),
+        traffic=Traffic(host=window_bytes + logs * window, network=options.replicas * window_bytes),
+        host_bytes=_VERSIONS * (window_bytes * (1 + options.replicas) + logs * window),
     )
     saving = sparse_replay(saving, window, timing.iteration_s * timing.without_bubbles)
     if setup.program is not None:
         lag = setup.iterations(largest / cluster.host_bandwidth + _replicate_s(setup, options, largest))
-        saving = program_way(saving, setup.program, timing.iteration_s, lag, sparse=True)
+        saving = program_recovery(saving, setup.program, timing.iteration_s, lag, sparse=True)
     return _with_storage(setup, options, saving)
 
 

@@ -129,7 +129,7 @@ class SimulatedCosts:
         """Returns the iteration restored after a failure; ``iterations`` includes the fraction of the current one."""
         return max(0, self.interval * math.floor((iterations - self.lag) / self.interval + 1e-9))
 
-    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
+    def recovery_costs(self, loss: Loss, chance: float) -> SimulatedCosts:
         """Returns the costs of recovery from a loss.
 
         ``chance`` is a random number from 0 to 1, which decides whether copies remain; the same for losses that add up.
@@ -282,21 +282,24 @@ class ProgramSaving(SimulatedCosts):
     def restored(self, iterations: float) -> int:
         """Returns :meth:`PolicyCosts.restored`: the first iteration of the loaded window, or the survivors' one."""
         operators = [Operator(f"layers.{n}.mlp", "mlp", n, None, 1) for n in range(self.window)]
-        alike = {_SURVIVOR: "a", _LOST: "a" if self.replicas else "b"}
-        pieces = {rank: dict.fromkeys((one.name for one in operators), piece) for rank, piece in alike.items()}
+        replica_ids = {_SURVIVOR: "a", _LOST: "a" if self.replicas else "b"}
+        replica_by_operator = {
+            rank: dict.fromkeys((operator.name for operator in operators), replica)
+            for rank, replica in replica_ids.items()
+        }
         live = {_SURVIVOR: math.floor(iterations + _SLACK)}
-        left = JobInventory(list(self._held(operators, iterations + _SLACK)), live, pieces)
-        plan = next(plans(left, operators, self.exact), None)
+        survivor_state = JobInventory(list(self._available(operators, iterations + _SLACK)), live, replica_by_operator)
+        plan = next(plans(survivor_state, operators, self.exact), None)
         if plan is None:
             return 0
         return plan.way.moments[0].iteration if plan.way else plan.iteration
 
-    def way_back(self, loss: Loss, chance: float) -> SimulatedCosts:
-        """Returns :meth:`PolicyCosts.way_back`, with ``more_s`` for each further lost worker."""
-        way = super().way_back(loss, chance)
-        return dataclasses.replace(way, restart_s=way.restart_s + self.more_s * max(0, loss.total - 1))
+    def recovery_costs(self, loss: Loss, chance: float) -> SimulatedCosts:
+        """Returns :meth:`PolicyCosts.recovery_costs`, with ``more_s`` for each further lost worker."""
+        costs = super().recovery_costs(loss, chance)
+        return dataclasses.replace(costs, restart_s=costs.restart_s + self.more_s * max(0, loss.total - 1))
 
-    def _held(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
+    def _available(self, operators: list[Operator], iterations: float) -> Iterator[AvailableCheckpoint]:
         """Yields the usable snapshots, from the newest complete window on; the initial state counts as one."""
         turns = generate_schedule([operator.name for operator in operators], 1)
         delay = self.lag - self.conversion
@@ -307,7 +310,7 @@ class ProgramSaving(SimulatedCosts):
                     yield AvailableCheckpoint(at, STORAGE, {name: detail.value for name, detail in details.items()})
 
 
-def program_way(
+def program_recovery(
     saving: SimulatedCosts, parts: RecoveryCosts, iteration_s: float, lag: float, sparse: bool = False
 ) -> ProgramSaving:
     """Returns the same policy with this program's recovery.
@@ -355,8 +358,8 @@ class VaryingNodes:
 
     def usable(self, nodes: int | None) -> int:
         """Returns how many of this many nodes (None for unlimited) train; 0 if they are too few."""
-        there = self.most if nodes is None else min(nodes, self.most)
-        return next((n for n in range(there, self.least - 1, -1) if n == self.most or self.fits(n)), 0)
+        available = self.most if nodes is None else min(nodes, self.most)
+        return next((n for n in range(available, self.least - 1, -1) if n == self.most or self.fits(n)), 0)
 
     def fits(self, nodes: int) -> bool:
         """Returns whether the job can be divided among this many nodes."""
@@ -388,8 +391,8 @@ class WholePipelines(VaryingNodes):
 
     def fits(self, nodes: int) -> bool:
         """Returns whether nodes form complete pipelines, and micro batches divide among them."""
-        pipelines, rest = divmod(self.work.pipelines * nodes, self.most)
-        return not rest and pipelines > 0 and not self.work.global_batch % (self.work.micro_batch * pipelines)
+        pipelines, remainder = divmod(self.work.pipelines * nodes, self.most)
+        return not remainder and pipelines > 0 and not self.work.global_batch % (self.work.micro_batch * pipelines)
 
     def slowdown(self, nodes: int) -> float:
         """Returns :meth:`Members.slowdown`."""

@@ -145,9 +145,9 @@ class ByIteration[T](dict[int, T]):
     def undo(self, after: int) -> list[T]:
         """Removes and returns the values of later iterations, in order."""
         first = bisect_right(self._numbers, after)
-        gone = self._numbers[first:]
+        undone = self._numbers[first:]
         del self._numbers[first:]
-        return [self.pop(iteration) for iteration in gone if iteration in self]
+        return [self.pop(iteration) for iteration in undone if iteration in self]
 
 
 class RecoveryFinder:
@@ -272,13 +272,13 @@ class IterationTimes:
 
 def faults(events: Iterable[Event]) -> list[tuple[float, int]]:
     """Returns the times of kills, in Unix seconds, and the number of workers killed together."""
-    found: list[tuple[float, int]] = []
+    groups: list[tuple[float, int]] = []
     for event in filter(is_kill, events):
-        if found and event["time"] - found[-1][0] < TOGETHER_S:
-            found[-1] = found[-1][0], found[-1][1] + 1
+        if groups and event["time"] - groups[-1][0] < TOGETHER_S:
+            groups[-1] = groups[-1][0], groups[-1][1] + 1
         else:
-            found.append((event["time"], 1))
-    return found
+            groups.append((event["time"], 1))
+    return groups
 
 
 class Recovered(NamedTuple):
@@ -299,30 +299,30 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
     at, lost = max(faults(stretch) or heard, default=(None, 0))
     if resume is None or at is None:
         return None
-    begun = resume["time"] - resume["seconds"]
-    again = [e for e in stretch if e["type"] == "replay" and begun <= e["time"] <= resume["time"]]
+    started = resume["time"] - resume["seconds"]
+    replays = [e for e in stretch if e["type"] == "replay" and started <= e["time"] <= resume["time"]]
     # the replacement of a lost rank 0 did not witness the loss, so the time when the others stopped is unknown
-    stopped = next((moment for moment in (e["time"] - e["met_s"] for e in lived) if moment >= at), at)
+    stopped = next((time for time in (e["time"] - e["met_s"] for e in lived) if time >= at), at)
     parts = RecoveryCosts(
         detect_s=stopped - at,
-        regroup_s=max(0.0, begun - stopped),
-        transfer_s=max(0.0, resume["seconds"] - sum(e["seconds"] for e in again)),
+        regroup_s=max(0.0, started - stopped),
+        transfer_s=max(0.0, resume["seconds"] - sum(e["seconds"] for e in replays)),
         warm_up_s=max(0.0, stretch[-1]["time"] - resume["time"] - usual_s),
-        frozen_s=_mean(e["seconds"] for e in again if e["frozen"]),
-        alone_s=_mean(e["seconds"] for e in again if not e["frozen"]),
+        frozen_s=_mean(e["seconds"] for e in replays if e["frozen"]),
+        alone_s=_mean(e["seconds"] for e in replays if not e["frozen"]),
     )
     return Recovered(lost, parts)
 
 
 def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
     """Returns the mean of one or more recoveries, as a line over the number of workers lost together."""
-    parts = [one.parts for one in recoveries]
-    restarts = [one.restart_s for one in parts]
-    detect_s = _mean(one.detect_s for one in parts if one.detect_s) or 0.0
-    transfer_s, warm_up_s = fmean(one.transfer_s for one in parts), fmean(one.warm_up_s for one in parts)
+    parts = [recovery.parts for recovery in recoveries]
+    restarts = [part.restart_s for part in parts]
+    detect_s = _mean(part.detect_s for part in parts if part.detect_s) or 0.0
+    transfer_s, warm_up_s = fmean(part.transfer_s for part in parts), fmean(part.warm_up_s for part in parts)
     regroup_s = max(0.0, fmean(restarts) - detect_s - transfer_s - warm_up_s)
-    further = fmean(one.lost for one in recoveries) - 1
-    lost = [one.lost for one in recoveries]
+    further = fmean(recovery.lost for recovery in recoveries) - 1
+    lost = [recovery.lost for recovery in recoveries]
     slope = linear_regression(lost, restarts).slope if len(set(lost)) > 1 else 0.0
     more_s = min(max(0.0, slope), regroup_s / further) if further else 0.0
     return RecoveryCosts(
@@ -330,8 +330,8 @@ def fitted(recoveries: Sequence[Recovered]) -> RecoveryCosts:
         regroup_s - further * more_s,
         transfer_s,
         warm_up_s,
-        frozen_s=_mean(one.frozen_s for one in parts if one.frozen_s is not None),
-        alone_s=_mean(one.alone_s for one in parts if one.alone_s is not None),
+        frozen_s=_mean(part.frozen_s for part in parts if part.frozen_s is not None),
+        alone_s=_mean(part.alone_s for part in parts if part.alone_s is not None),
         more_s=more_s,
     )
 

@@ -57,8 +57,8 @@ def pec_sizes(
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     chosen = {
         f"layers.{layer}.expert.{expert}"
-        for place, layer in enumerate(layers)
-        for expert in sequential_experts(0, place, k, experts, layout.ep)
+        for position, layer in enumerate(layers)
+        for expert in sequential_experts(0, position, k, experts, layout.ep)
     }
     return _sizes(operators, layout, state, chosen)
 
@@ -70,13 +70,13 @@ def busiest_operator_bytes(
     parts = (dataclasses.replace(state, weights=0), dataclasses.replace(state, master=0, moments=0))
     busiest: list[OperatorSize] = []
     for stage, _ in _distinct_stages(operators, layout):
-        alone, fewer = _stage_layout(layout)
-        full, compute = (_shares(stage, alone, part) for part in parts)
+        stage_layout, fewer = _stage_layout(layout)
+        full, compute = (_shares(stage, stage_layout, part) for part in parts)
         rank = max(full, key=lambda r: sum(full[r].values()))
         ordered = (o.name for o in order_operators(stage, None, layout.ep))
-        held = [OperatorSize(name, full[rank][name] / fewer, compute[rank][name] / fewer) for name in ordered]
-        held = [size for size in held if size.full or size.compute]
-        busiest = max(busiest, held, key=lambda sizes: sum(size.full for size in sizes))
+        rank_sizes = [OperatorSize(name, full[rank][name] / fewer, compute[rank][name] / fewer) for name in ordered]
+        rank_sizes = [size for size in rank_sizes if size.full or size.compute]
+        busiest = max(busiest, rank_sizes, key=lambda sizes: sum(size.full for size in sizes))
     return busiest
 
 
@@ -121,11 +121,11 @@ class SizesByRules:
 
     def _loads(self, operators: Mapping[str, Detail]) -> dict[int, int]:
         details = ((name, detail is Detail.GRAD) for name, detail in operators.items())
-        items = cut_large_items([item for one in details for item in self._items[one]])
-        found: Counter[int] = Counter()
+        items = cut_large_items([item for detail in details for item in self._items[detail]])
+        bytes_by_rank: Counter[int] = Counter()
         for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
-            found[rank] += item.nbytes
-        return dict(found)
+            bytes_by_rank[rank] += item.nbytes
+        return dict(bytes_by_rank)
 
 
 def _saved(state: StateBytes) -> StateBytes:
@@ -138,8 +138,8 @@ def _sizes(
 ) -> SnapshotSizes:
     state, busiest, total = _saved(state), 0, 0
     for stage, times in _distinct_stages(operators, layout):
-        alone, fewer = _stage_layout(layout)
-        loads = [sum(share.values()) for share in _shares(stage, alone, state, chosen).values()]
+        stage_layout, fewer = _stage_layout(layout)
+        loads = [sum(share.values()) for share in _shares(stage, stage_layout, state, chosen).values()]
         busiest, total = max(busiest, math.ceil(max(loads) / fewer)), total + times * sum(loads)
     return SnapshotSizes(busiest, total)
 
@@ -154,16 +154,16 @@ def _stage_layout(layout: ParallelLayout) -> tuple[ParallelLayout, int]:
 def _divides(layout: ParallelLayout, by: int) -> bool:
     """Returns whether dividing the replicas by this gives a valid layout with enough replicas to simulate."""
     ranks = layout.world // layout.pp
-    whole = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
-    return by == 1 or whole and layout.expert_dp // by >= _REPLICAS
+    is_divisible = layout.expert_dp % by == 0 and ranks % by == 0 and ranks // by % layout.tp == 0
+    return by == 1 or is_divisible and layout.expert_dp // by >= _REPLICAS
 
 
 def _shares(
-    stage: Sequence[Operator], alone: ParallelLayout, state: StateBytes, chosen: Collection[str] | None = None
+    stage: Sequence[Operator], stage_layout: ParallelLayout, state: StateBytes, chosen: Collection[str] | None = None
 ) -> dict[int, Counter[str]]:
     """Returns the bytes of each operator that each rank of a stage saves."""
-    items: list[SaveItem] = cut_large_items(list_save_items(stage, alone, state, chosen_experts=chosen))
-    shares = {rank: Counter() for rank in range(alone.world)}
+    items: list[SaveItem] = cut_large_items(list_save_items(stage, stage_layout, state, chosen_experts=chosen))
+    shares = {rank: Counter() for rank in range(stage_layout.world)}
     for item, rank in zip(items, assign_items(items, SCHEMES["EE+AN"]), strict=True):
         shares[rank][item.operator] += item.nbytes
     return shares
@@ -171,8 +171,8 @@ def _shares(
 
 def _distinct_stages(operators: Sequence[Operator], layout: ParallelLayout) -> Iterator[tuple[list[Operator], int]]:
     """Yields one stage of each distinct set of sizes, with the number of such stages."""
-    alike: dict[tuple, list[list[Operator]]] = {}
+    equal_stages: dict[tuple, list[list[Operator]]] = {}
     for stage in split_stages(operators, layout.pp):
-        alike.setdefault(tuple((o.kind, o.parameters) for o in stage), []).append(stage)
-    for stages in alike.values():
+        equal_stages.setdefault(tuple((o.kind, o.parameters) for o in stage), []).append(stage)
+    for stages in equal_stages.values():
         yield stages[0], len(stages)

@@ -32,9 +32,9 @@ def print_run(
 ) -> None:
     """Prints mean results by title, as a table or JSON, and the planner's choice, if any."""
     if as_json:
-        told = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
-        told |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
-        print_json(told)
+        fields = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
+        fields |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
+        print_json(fields)
         return
     print_lines(*_title(setup, faults, job), "")
     header = "policy,ETTR,overhead,a failure,longest,failures,samples/s,PLT,host,net,disk".split(",")
@@ -101,15 +101,19 @@ def _on_nodes(title: str, some: Result) -> Iterator[str]:
     """Yields lines on shares of time by number of nodes, if it changes, and on unusual recoveries."""
     if len(some.nodes_s) > 1:
         shares = sorted(((seconds / some.wall_s, nodes) for nodes, seconds in some.nodes_s.items()), reverse=True)
-        most = [f"{100 * share:.1f} % {f'on {nodes}' if nodes else 'waiting'}" for share, nodes in shares[:_SHARES]]
-        rest = sum(share for share, _ in shares[_SHARES:])
-        most += [f"{100 * rest:.1f} % on others"] if rest else []
-        yield f"{title}, nodes: {', '.join(most)}"
+        shares_text = [
+            f"{100 * share:.1f} % {f'on {nodes}' if nodes else 'waiting'}" for share, nodes in shares[:_SHARES]
+        ]
+        remaining_share = sum(share for share, _ in shares[_SHARES:])
+        shares_text += [f"{100 * remaining_share:.1f} % on others"] if remaining_share else []
+        yield f"{title}, nodes: {', '.join(shares_text)}"
     reasons = {key.partition(": ")[0] for key in some.fallbacks}
     for reason in sorted(reasons):
-        found = sorted(((n, key) for key, n in some.fallbacks.items() if key.startswith(f"{reason}: ")), reverse=True)
-        losses = ", ".join(key.partition(": ")[2] for _, key in found[:_SHARES])
-        yield f"{title}, from storage {sum(n for n, _ in found):.3g} times: {reason} ({losses})"
+        fallbacks = sorted(
+            ((n, key) for key, n in some.fallbacks.items() if key.startswith(f"{reason}: ")), reverse=True
+        )
+        losses = ", ".join(key.partition(": ")[2] for _, key in fallbacks[:_SHARES])
+        yield f"{title}, from storage {sum(n for n, _ in fallbacks):.3g} times: {reason} ({losses})"
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -11,15 +11,15 @@ from moc.recovery.copy_placement import place, survival
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import Loss, RecoveryCosts, SimulatedCosts, program_way
+from moc.simulate.policy_costs import Loss, RecoveryCosts, SimulatedCosts, program_recovery
 from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
 PARTS = RecoveryCosts(detect_s=0.5, regroup_s=1.5, transfer_s=2.0, warm_up_s=1.0, frozen_s=0.75)
-EACH = program_way(SimulatedCosts("full", interval=1), PARTS, iteration_s=1.0, lag=0.25)
-EIGHTH = program_way(SimulatedCosts("full", interval=8, stall_s=0.8), PARTS, iteration_s=1.0, lag=1.5)
-WINDOW = program_way(SimulatedCosts("sparse", interval=3), PARTS, iteration_s=1.0, lag=0.25, sparse=True)
+EACH = program_recovery(SimulatedCosts("full", interval=1), PARTS, iteration_s=1.0, lag=0.25)
+EIGHTH = program_recovery(SimulatedCosts("full", interval=8, stall_s=0.8), PARTS, iteration_s=1.0, lag=1.5)
+WINDOW = program_recovery(SimulatedCosts("sparse", interval=3), PARTS, iteration_s=1.0, lag=0.25, sparse=True)
 
 
 def run(saving, *at, wall_s=100.0):
@@ -56,7 +56,7 @@ def test_a_window_is_computed_again_by_all():
 
 def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
     parts = dataclasses.replace(PARTS, alone_s=0.5)
-    alone = program_way(SimulatedCosts("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
+    alone = program_recovery(SimulatedCosts("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
     assert alone.local and not WINDOW.local
     assert run(alone, 10.5).recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
     # Who is beside it joins it, and who is not replays at the same time: see test_engine.
@@ -84,7 +84,7 @@ def test_replicas_give_what_they_hold_and_nothing_is_computed_again():
     exact=st.booleans(),
 )
 def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterations, sparse, exact):
-    saving = program_way(SimulatedCosts("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
+    saving = program_recovery(SimulatedCosts("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
     if exact or not sparse:  # no policy is both
         assert saving.restored(iterations) == SimulatedCosts.restored(saving, iterations)
 
@@ -124,13 +124,13 @@ def test_which_nodes_are_lost_decides_whether_copies_are_left():
     saving = dataclasses.replace(EACH, survives=1, copies=copies, beyond=EIGHTH)
     chance = survival(copies, 2)
     assert 0 < chance < 1
-    assert saving.way_back(Loss(1, of=6), 0.999) == saving and saving.way_back(Loss(3, of=6), 0.0) == EIGHTH
+    assert saving.recovery_costs(Loss(1, of=6), 0.999) == saving and saving.recovery_costs(Loss(3, of=6), 0.0) == EIGHTH
     assert (
-        saving.way_back(Loss(2, of=6), chance - 0.01) == saving
-        and saving.way_back(Loss(2, of=6), chance + 0.01) == EIGHTH
+        saving.recovery_costs(Loss(2, of=6), chance - 0.01) == saving
+        and saving.recovery_costs(Loss(2, of=6), chance + 0.01) == EIGHTH
     )
-    assert saving.way_back(Loss(5, of=6), 0.0) == EIGHTH and EACH.way_back(Loss(4, of=6), 0.999) == EACH
-    assert dataclasses.replace(saving, copies=None).way_back(Loss(2, of=6), 0.0) == EIGHTH
+    assert saving.recovery_costs(Loss(5, of=6), 0.0) == EIGHTH and EACH.recovery_costs(Loss(4, of=6), 0.999) == EACH
+    assert dataclasses.replace(saving, copies=None).recovery_costs(Loss(2, of=6), 0.0) == EIGHTH
     full = POLICIES["full"](small_setup(), Options(mtbf_s=900, replicas=1)).saving
     assert (full.survives, full.copies) == (1, copies)
 
