@@ -90,13 +90,13 @@ class Rotation:
     @classmethod
     def of(cls, spare: int, keep: bool, recovered: Iterable[int] = (), stores: bool = True) -> Rotation:
         """Starts with the buffers of snapshots that an earlier job left in memory, and no others."""
-        slots = tuple(Slot(Use.RECOVERY, one, supersedes=one) for one in recovered) if keep else ()
+        slots = tuple(Slot(Use.RECOVERY, iteration, supersedes=iteration) for iteration in recovered) if keep else ()
         return cls(slots, spare, keep, stores)
 
     def free(self) -> int | None:
         """Returns the lowest free buffer, which may be a new one, or None."""
         filling = sum(slot.use is Use.FILLING for slot in self.slots)
-        if filling + self._retiring + self._held >= self.spare:
+        if filling + self._retiring + self._held_by_storage >= self.spare:
             return None
         return next(iter(self.all_free()), len(self.slots))
 
@@ -104,7 +104,7 @@ class Rotation:
         """Returns all existing free buffers."""
         return tuple(number for number, slot in enumerate(self.slots) if slot.free)
 
-    def held(self) -> set[int]:
+    def in_use(self) -> set[int]:
         """Returns the iterations of the snapshots that are being copied or that recovery needs."""
         in_use = (slot.iteration for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
         return {iteration for iteration in in_use if iteration is not None}
@@ -119,16 +119,16 @@ class Rotation:
         Raises:
             KeyError: there is none.
         """
-        found = [number for number, slot in enumerate(self.slots) if slot.iteration == iteration and not slot.free]
-        if not found:
+        numbers = [number for number, slot in enumerate(self.slots) if slot.iteration == iteration and not slot.free]
+        if not numbers:
             raise KeyError(iteration)
-        return min(found, key=lambda number: _NEWEST_FIRST.index(self.slots[number].use))
+        return min(numbers, key=lambda number: _NEWEST_FIRST.index(self.slots[number].use))
 
     @property
     def recovery(self) -> int | None:
         """Iteration of the newest snapshot that all ranks have in memory."""
-        held = (slot.iteration for slot in self.slots if slot.use is Use.RECOVERY)
-        return max((iteration for iteration in held if iteration is not None), default=None)
+        iterations = (slot.iteration for slot in self.slots if slot.use is Use.RECOVERY)
+        return max((iteration for iteration in iterations if iteration is not None), default=None)
 
     @property
     def persisting(self) -> bool:
@@ -165,10 +165,10 @@ class Rotation:
 
     def abandon(self, iteration: int) -> Rotation:
         """Retires a snapshot that some rank could not copy, and the others of its incomplete window."""
-        number, ended = self.holding(iteration), self.newest_end(iteration)
+        number, window_end = self.holding(iteration), self.newest_end(iteration)
 
         def retired(slot: Slot) -> Slot:
-            if slot.use is Use.RECOVERY and slot.iteration is not None and ended < slot.iteration < iteration:
+            if slot.use is Use.RECOVERY and slot.iteration is not None and window_end < slot.iteration < iteration:
                 return replace(slot, use=Use.RETIRING, superseded_by=iteration)
             return slot
 
@@ -179,7 +179,7 @@ class Rotation:
         """Returns the iteration of the newest snapshot before another that ends a window and is not given up, or -1."""
         in_use = (slot for slot in self.slots if slot.use in (Use.FILLING, Use.RECOVERY))
         ends = (slot.iteration for slot in in_use if slot.supersedes is not None and slot.iteration is not None)
-        return max((one for one in ends if one < before), default=-1)
+        return max((end for end in ends if end < before), default=-1)
 
     def persist(self, iteration: int) -> Rotation:
         """Records that every rank starts to write its part of a snapshot to storage."""
@@ -206,19 +206,19 @@ class Rotation:
         return len(ends) + sum(iteration is not None and iteration > newest for iteration in complete)
 
     @property
-    def _held(self) -> int:
+    def _held_by_storage(self) -> int:
         """Number of spare buffers that count as used only by storage."""
-        held = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
-        return min(held, 1) if self.keep else held
+        count = sum(slot.use is Use.FREE and slot.persisting for slot in self.slots)
+        return min(count, 1) if self.keep else count
 
-    def most(self, window: int, kept: int) -> int:
+    def max_buffers(self, window: int, kept: int) -> int:
         """Returns the maximum number of buffers for windows of this length; recovery needs up to ``kept`` snapshots."""
         return most_buffers(kept, window, self.spare, self.stores) if self.keep else self.spare
 
-    def trimmed(self, most: int) -> Rotation:
-        """Drops free buffers at the end until there are ``most``."""
+    def trimmed(self, max_buffers: int) -> Rotation:
+        """Drops free buffers at the end until there are ``max_buffers``."""
         slots = self.slots
-        while len(slots) > most and slots[-1].free:
+        while len(slots) > max_buffers and slots[-1].free:
             slots = slots[:-1]
         return replace(self, slots=slots)
 
@@ -244,16 +244,16 @@ class KeptBuffers:
         """Files of the buffers."""
         return {buffer.path for buffer in self._kept if buffer.path is not None}
 
-    def drop_others(self, name: str) -> None:
+    def keep_only(self, name: str) -> None:
         """Frees buffers whose files are not named after ``name``, such as buffers of this worker's previous rank."""
-        others = [buffer for buffer in self._kept if buffer.path is not None and buffer.path.stem != name]
-        for buffer in others:
+        unmatched = [buffer for buffer in self._kept if buffer.path is not None and buffer.path.stem != name]
+        for buffer in unmatched:
             self._kept.remove(buffer)
             buffer.close()
 
-    def published_as(self, file: Path) -> HostBuffer | None:
+    def committed_as(self, file: Path) -> HostBuffer | None:
         """Removes and returns the buffer that is also named ``file``, if there is one."""
-        return self._give(next((one for one in self._kept if _is_same(one.path, file)), None))
+        return self._give(next((buffer for buffer in self._kept if _is_same(buffer.path, file)), None))
 
     def take(self, nbytes: int, directory: Path | None) -> HostBuffer | None:
         """Removes and returns the smallest free buffer of at least ``nbytes`` bytes in a directory.
@@ -262,19 +262,19 @@ class KeptBuffers:
         room, and returns None.
         """
         free = sorted(
-            (one for one in self._kept if (one.path and one.path.parent) == directory and _is_free(one)),
-            key=lambda one: one.nbytes,
+            (buffer for buffer in self._kept if (buffer.path and buffer.path.parent) == directory and _is_free(buffer)),
+            key=lambda buffer: buffer.nbytes,
         )
-        fitting = next((one for one in free if one.nbytes >= nbytes), None)
+        fitting = next((buffer for buffer in free if buffer.nbytes >= nbytes), None)
         if fitting is None and free:
             self._kept.remove(free[-1])
             free[-1].close()
         return self._give(fitting)
 
-    def trim(self, most: int) -> None:
-        """Frees all but ``most`` buffers, unavailable ones first, then the smallest; committed files remain."""
-        order = sorted(self._kept, key=lambda one: (not _is_free(one), -one.nbytes))
-        self._kept, over = order[:most], order[most:]
+    def trim(self, max_buffers: int) -> None:
+        """Frees all but ``max_buffers`` buffers, unavailable ones first, then the smallest; committed files remain."""
+        order = sorted(self._kept, key=lambda buffer: (not _is_free(buffer), -buffer.nbytes))
+        self._kept, over = order[:max_buffers], order[max_buffers:]
         for buffer in over:
             buffer.close()
 

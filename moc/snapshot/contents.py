@@ -74,19 +74,19 @@ def share(fragments: Iterable[Fragment]) -> Share:
 
 
 def _saved(fragment: Fragment) -> _Saved:
-    one, view = fragment, fragment.view
-    entry = TensorBox(one.name, one.slot, one.global_shape, one.region, view.dtype)
-    memory = one.slot, view.untyped_storage().data_ptr()
-    order = one.slot, view.storage_offset(), one.name, one.region.offset
-    return _Saved(one.operator, entry, view.view(-1), view.numel(), memory, order)
+    view = fragment.view
+    entry = TensorBox(fragment.name, fragment.slot, fragment.global_shape, fragment.region, view.dtype)
+    memory = fragment.slot, view.untyped_storage().data_ptr()
+    order = fragment.slot, view.storage_offset(), fragment.name, fragment.region.offset
+    return _Saved(fragment.operator, entry, view.view(-1), view.numel(), memory, order)
 
 
 def _share_of(saved: Iterable[_Saved]) -> Share:
     elements: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     ordered = _as_in_memory(saved)
-    for one in ordered:
-        elements[one.operator][one.entry.slot] += one.elements
-    return _laid_out(((one.entry, one.values) for one in ordered), {o: dict(n) for o, n in elements.items()})
+    for chunk in ordered:
+        elements[chunk.operator][chunk.entry.slot] += chunk.elements
+    return _laid_out(((chunk.entry, chunk.values) for chunk in ordered), {o: dict(n) for o, n in elements.items()})
 
 
 def _laid_out(parts: Iterable[tuple[TensorBox, torch.Tensor]], elements: Mapping[str, Mapping[str, int]]) -> Share:
@@ -97,18 +97,18 @@ def _laid_out(parts: Iterable[tuple[TensorBox, torch.Tensor]], elements: Mapping
 def _as_in_memory(saved: Iterable[_Saved]) -> list[_Saved]:
     """Sorts by slot and by offset in their storage; storages by the first name in each."""
     ordered, first = sorted(saved, key=attrgetter("order")), {}
-    for one in ordered:
-        first.setdefault(one.memory, one.order[2:])
-    return sorted(ordered, key=lambda one: (one.memory[0], first[one.memory]))
+    for chunk in ordered:
+        first.setdefault(chunk.memory, chunk.order[2:])
+    return sorted(ordered, key=lambda chunk: (chunk.memory[0], first[chunk.memory]))
 
 
-def joined(one: Share, other: Share) -> Share:
+def joined(first: Share, second: Share) -> Share:
     """Returns the share of both, in one file; they have no entry in common."""
-    elements = dict(one.elements)
-    for name, slots in other.elements.items():
+    elements = dict(first.elements)
+    for name, slots in second.elements.items():
         elements[name] = {**elements.get(name, {}), **slots}
-    parts = (part for share in (one, other) for part in zip(share.layout.entries, share.sources, strict=True))
-    return dataclasses.replace(_laid_out(parts, elements), stored=one.stored)
+    parts = (part for share in (first, second) for part in zip(share.layout.entries, share.sources, strict=True))
+    return dataclasses.replace(_laid_out(parts, elements), stored=first.stored)
 
 
 class Contents:
@@ -137,27 +137,29 @@ class Contents:
     def renew(self, holdings: StageReplicas) -> None:
         """Replaces the holdings of ranks, and discards views of the previous state."""
         self.holdings = holdings
-        self._known: dict[tuple, Share] = {}
+        self._shares: dict[tuple, Share] = {}
         self._fragments: dict[Detail, dict[str, list[Fragment]]] = {}
         self._saved: dict[tuple[str, Detail], dict[tuple[ByteRange, ...], list[_Saved]]] = defaultdict(dict)
 
     def share(self, operators: Mapping[str, Detail]) -> Share:
         """Returns this rank's share of operators, each at its detail."""
         key = tuple(operators.items())
-        if key not in self._known:
-            if len(self._known) == _REMEMBERED:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = self._share(operators)
-        return self._known[key]
+        if key not in self._shares:
+            if len(self._shares) == _REMEMBERED:
+                self._shares.pop(next(iter(self._shares)))
+            self._shares[key] = self._share(operators)
+        return self._shares[key]
 
     def _share(self, operators: Mapping[str, Detail]) -> Share:
-        mine = _share_of(self._mine(operators, plan_shards))
+        local_share = _share_of(self._local_chunks(operators, plan_shards))
         if not self._nodes:
-            return mine
-        stored = _share_of(self._mine(operators, plan_storage_shards)).layout.entries
-        return mine if len(stored) == len(mine.layout.entries) else dataclasses.replace(mine, stored=frozenset(stored))
+            return local_share
+        stored = _share_of(self._local_chunks(operators, plan_storage_shards)).layout.entries
+        if len(stored) == len(local_share.layout.entries):
+            return local_share
+        return dataclasses.replace(local_share, stored=frozenset(stored))
 
-    def _mine(
+    def _local_chunks(
         self, operators: Mapping[str, Detail], of_ranks: Callable[..., dict[int, list[ByteRange]]]
     ) -> Iterator[_Saved]:
         parts: dict[str, list[ByteRange]] = defaultdict(list)
@@ -168,15 +170,17 @@ class Contents:
 
     def _parts(self, operator: str, detail: Detail, parts: tuple[ByteRange, ...]) -> list[_Saved]:
         """Returns this rank's share of an operator; cached, since plans have different operators."""
-        known = self._saved[operator, detail]
-        if parts not in known:
-            if len(known) == _REMEMBERED:
-                known.pop(next(iter(known)))
-            mine = select_fragments(self._held(operator, detail), parts, merges_adjacent=not self._nodes)
-            known[parts] = list(map(_saved, mine))
-        return known[parts]
+        parts_by_range = self._saved[operator, detail]
+        if parts not in parts_by_range:
+            if len(parts_by_range) == _REMEMBERED:
+                parts_by_range.pop(next(iter(parts_by_range)))
+            fragments = select_fragments(
+                self._local_fragments(operator, detail), parts, merges_adjacent=not self._nodes
+            )
+            parts_by_range[parts] = list(map(_saved, fragments))
+        return parts_by_range[parts]
 
-    def _held(self, operator: str, detail: Detail) -> list[Fragment]:
+    def _local_fragments(self, operator: str, detail: Detail) -> list[Fragment]:
         """Returns this rank's fragments of an operator; describes all operators in one call."""
         if detail not in self._fragments:
             self._fragments[detail] = defaultdict(list)
@@ -190,13 +194,13 @@ class Contents:
 
     def with_gradients(self, operators: Mapping[str, Detail], of: Iterable[str]) -> Share:
         """Returns the :meth:`share` of operators, and the gradients of some of them in addition to their state."""
-        mine, gradients = self.share(operators), dict.fromkeys(sorted(of), Detail.GRAD)
-        return joined(mine, self.share(gradients)) if gradients else mine
+        local_share, gradients = self.share(operators), dict.fromkeys(sorted(of), Detail.GRAD)
+        return joined(local_share, self.share(gradients)) if gradients else local_share
 
-    def entries(self, operators: Mapping[str, Detail], mine: Share | None = None) -> dict[str, OperatorEntry]:
+    def entries(self, operators: Mapping[str, Detail], local_share: Share | None = None) -> dict[str, OperatorEntry]:
         """Returns the manifest entries of this rank's share, with the number of updates in its moments."""
         steps = self._state.steps()
         return {
             name: OperatorEntry(operators[name].value, steps.get(name), slots)
-            for name, slots in (mine or self.share(operators)).elements.items()
+            for name, slots in (local_share or self.share(operators)).elements.items()
         }

@@ -44,44 +44,44 @@ def coalesced(
     Yields:
         Sources, and their spans.
     """
-    first, begin, end, behind = None, 0, 0, 0  # behind: address after the run at [begin, end) of the file
+    first, begin, end, next_address = None, 0, 0, 0  # next_address: after the run at [begin, end) of the file
     for source, (start, stop) in zip(sources, spans, strict=True):
         if start == stop:
             continue
         address = source.data_ptr()
         if first is not None:
-            if address == behind and start == end and _alike(first, source):
-                end, behind = stop, address + stop - start
+            if address == next_address and start == end and _share_storage(first, source):
+                end, next_address = stop, address + stop - start
                 continue
             yield _extended(first, end - begin), begin, end
-        first, begin, end, behind = source, start, stop, address + stop - start
+        first, begin, end, next_address = source, start, stop, address + stop - start
     if first is not None:
         yield _extended(first, end - begin), begin, end
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _share_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Returns whether one view of a storage can cover both."""
-    return one.dtype == other.dtype and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return first.dtype == second.dtype and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def _extended(first: torch.Tensor, nbytes: int) -> torch.Tensor:
     return first if first.nbytes == nbytes else first.as_strided((nbytes // first.itemsize,), (1,))
 
 
-def cut_copies(copies: Iterable[Copy], most: int) -> Iterator[list[Copy]]:
-    """Cuts copies, in order, into pieces of at most ``most`` bytes, at least the size of an element."""
-    piece, room = [], most
+def cut_copies(copies: Iterable[Copy], max_nbytes: int) -> Iterator[list[Copy]]:
+    """Cuts copies, in order, into pieces of at most ``max_nbytes`` bytes, at least the size of an element."""
+    piece, remaining = [], max_nbytes
     for copy in copies:
         start, stop, width = 0, copy.source.numel(), copy.source.itemsize
         while start < stop:
-            end = min(stop, start + room // width)
+            end = min(stop, start + remaining // width)
             if end > start:
-                whole = end - start == stop
-                piece.append(copy if whole else Copy(copy.source[start:end], copy.target[start:end]))
-                start, room = end, room - (end - start) * width
+                is_complete = end - start == stop
+                piece.append(copy if is_complete else Copy(copy.source[start:end], copy.target[start:end]))
+                start, remaining = end, remaining - (end - start) * width
             if start < stop:
                 yield piece
-                piece, room = [], most
+                piece, remaining = [], max_nbytes
     if piece:
         yield piece
 
@@ -104,11 +104,11 @@ class GateSplit:
     """Division of copies at a gate.
 
     Attributes:
-        beside: bytes that pass during computation, although the gate is closed.
+        bytes_while_closed: bytes that pass during computation, although the gate is closed.
         piece: bytes copied between two checks of the gate.
     """
 
-    beside: int = 0
+    bytes_while_closed: int = 0
     piece: int = PIECE
 
 
@@ -161,11 +161,11 @@ class Gate:
     def passing(self, copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         """Yields copies piece by piece, each when it may pass."""
         split = self.split(nbytes(copies))
-        beside = split.beside
+        bytes_while_closed = split.bytes_while_closed
         for piece in cut_copies(copies, split.piece):
             amount = nbytes(piece)
-            if beside > 0 and not self.is_open:
-                beside -= amount
+            if bytes_while_closed > 0 and not self.is_open:
+                bytes_while_closed -= amount
             else:
                 self.wait()
                 self.passed += amount if self.waits else 0
@@ -269,7 +269,7 @@ class FromHost:
     def enter(self) -> None:
         """Prepares the copying thread; to be called once on it."""
 
-    def now(self) -> Any:
+    def mark(self) -> Any:
         """Returns a marker of the calling thread's device work so far."""
 
     def reach(self, mark: Any) -> None:
@@ -299,11 +299,11 @@ class FromDevice(FromHost):
         torch.cuda.set_device(self._device)  # per thread; otherwise the first call creates a context on device 0
         self._stream = torch.cuda.Stream(self._device)
 
-    def now(self) -> torch.cuda.Event:
+    def mark(self) -> torch.cuda.Event:
         """See :class:`FromHost`: kernels on the current stream."""
-        asked = torch.cuda.Event(blocking=True)  # otherwise a waiting thread occupies a core
-        asked.record()
-        return asked
+        event = torch.cuda.Event(blocking=True)  # otherwise a waiting thread occupies a core
+        event.record()
+        return event
 
     def reach(self, mark: torch.cuda.Event) -> None:
         """See :class:`FromHost`."""
@@ -313,11 +313,11 @@ class FromDevice(FromHost):
     def copy(self, copies: Sequence[Copy]) -> None:
         """See :class:`FromHost`."""
         assert self._stream is not None  # enter() was called
-        done = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             _copy_all(copies, non_blocking=True)
-            done.record()
-        done.synchronize()
+            event.record()
+        event.synchronize()
 
 
 class ThreadCapturer(Capturer):
@@ -344,8 +344,8 @@ class ThreadCapturer(Capturer):
             capture = _HostCapture(copies, self._thread, self._last)
             self._last = capture.done
             return capture
-        done = self._thread.submit(_passed, copies, self._gate, self._how, self._how.now())
-        return _ThreadCapture(done, self._gate)
+        passed = self._thread.submit(_passed, copies, self._gate, self._how, self._how.mark())
+        return _ThreadCapture(passed, self._gate)
 
     def close(self) -> None:
         """See :class:`Capturer`; opens the gate."""
@@ -355,8 +355,8 @@ class ThreadCapturer(Capturer):
 
 
 class _ThreadCapture(Capture):
-    def __init__(self, done: Future[_Passed], gate: Gate):
-        self._done, self._gate = done, gate
+    def __init__(self, passed: Future[_Passed], gate: Gate):
+        self._done, self._gate = passed, gate
 
     def wait(self, opens: bool = True) -> None:
         if opens:
@@ -386,7 +386,7 @@ class _HostCapture(Capture):
 
     def __init__(self, copies: Sequence[Copy], thread: ThreadPoolExecutor, last: Future | None):
         self._pieces, self._taking = cut_copies(copies, HOST_PIECE), threading.Lock()
-        self._under_way, self._seconds, self._failure = 0, 0.0, None
+        self._in_progress, self._seconds, self._failure = 0, 0.0, None
         self._over, self._last = threading.Event(), last
         self.done = thread.submit(self._make)
 
@@ -411,11 +411,11 @@ class _HostCapture(Capture):
                     self._copy(piece)
         finally:
             with self._taking:
-                if self._under_way == 0:
+                if self._in_progress == 0:
                     self._over.set()
 
     def _copy(self, piece: list[Copy]) -> None:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             _copy_all(piece, non_blocking=False)
         except BaseException as error:
@@ -423,13 +423,13 @@ class _HostCapture(Capture):
             raise
         finally:
             with self._taking:
-                self._seconds += time.perf_counter() - begun
-                self._under_way -= 1
+                self._seconds += time.perf_counter() - started_at
+                self._in_progress -= 1
 
     def _take(self) -> list[Copy] | None:
         with self._taking:
             piece = next(self._pieces, None)
-            self._under_way += piece is not None
+            self._in_progress += piece is not None
             return piece
 
 
@@ -443,9 +443,9 @@ def _passed(copies: Sequence[Copy], gate: Gate, how: FromHost, mark: Any) -> _Pa
     before, seconds = gate.passed, 0.0
     with torch.no_grad():
         for piece in gate.passing(copies):
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             how.copy(piece)
-            seconds += time.perf_counter() - begun
+            seconds += time.perf_counter() - started_at
     gate.copied(nbytes(copies), seconds)
     return _Passed(seconds, gate.passed - before)
 
@@ -477,8 +477,10 @@ def split_of(amount: int, fitting: float | None) -> GateSplit:
         fitting: bytes that fit into an iteration's bubbles; None if unknown, and all may pass.
     """
     if fitting is None:
-        return GateSplit(beside=amount)
-    return GateSplit(beside=max(0, amount - int(fitting)), piece=int(min(PIECE, max(_LEAST_PIECE, fitting / _PIECES))))
+        return GateSplit(bytes_while_closed=amount)
+    return GateSplit(
+        bytes_while_closed=max(0, amount - int(fitting)), piece=int(min(PIECE, max(_LEAST_PIECE, fitting / _PIECES)))
+    )
 
 
 def bubbles_on(device: torch.device) -> BubbleGate:
@@ -509,7 +511,7 @@ class BubbleGate(Gate):
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Context of this worker's waits for another one."""
-        before, begun = (self.is_open, self._waits), time.perf_counter()
+        before, started_at = (self.is_open, self._waits), time.perf_counter()
         self._waits = True
         self.open()
         try:
@@ -518,7 +520,7 @@ class BubbleGate(Gate):
             was_open, self._waits = before
             if not was_open:
                 self.close()
-            self._waited_s += time.perf_counter() - begun
+            self._waited_s += time.perf_counter() - started_at
 
     def take(self) -> float:
         """Records a completed iteration; returns the seconds of its waits."""
@@ -533,8 +535,8 @@ class BubbleGate(Gate):
 
     def split(self, amount: int) -> GateSplit:
         """As :meth:`Gate.split`, with medians of the last iterations and snapshots."""
-        known = self._seconds and self._rates
-        return split_of(amount, median_low(self._seconds) * median_low(self._rates) if known else None)
+        is_measured = self._seconds and self._rates
+        return split_of(amount, median_low(self._seconds) * median_low(self._rates) if is_measured else None)
 
 
 class StreamBubbles(BubbleGate):

@@ -60,13 +60,13 @@ class Snapshot:
         after: must be done before the snapshot counts as finalized.
         stored: as in :class:`~moc.snapshot.contents.Share`.
         digests: returns the digests of this rank's state; may wait for the device.
-        sealed: done when the buffer contains the complete file, hashes included; with a memory tier, in memory that
+        finalized: done when the buffer contains the complete file, hashes included; with a memory tier, in memory that
             outlives this process.
         hashes: hashes of the entries, once it is finalized.
         persisted: done when storage has it; None until :meth:`Saver.persist` is called.
         delay: returns the delay of training by the second buffer, in seconds; valid after ``capture``.
         gradients_s: seconds that training waited for ``gradients``.
-        seal_s: seconds that hashing took.
+        finalize_s: seconds that hashing took.
         persist_s: seconds that writing took.
         persisted_bytes: bytes written to storage.
         retries: writes that were repeated.
@@ -85,10 +85,10 @@ class Snapshot:
     digests: Callable[[], StateDigests | None] = lambda: None
     delay: Callable[[], float] = float
     gradients_s: float = 0.0
-    sealed: Future = field(init=False)
+    finalized: Future = field(init=False)
     hashes: tuple[str, ...] = ()
     persisted: Future | None = None
-    seal_s: float = 0.0
+    finalize_s: float = 0.0
     persist_s: float = 0.0
     persisted_bytes: int = 0
     retries: int = 0
@@ -122,9 +122,9 @@ class Saver:
         self._hashes: Hashes = hashes or hashed
         self._rank, self._device, self._memory, self._storage = rank, device, memory, storage
         self._kept, self._check, self._keeps = kept or KeptBuffers(), check, kept is not None
-        self._kept.drop_others(_slot_of(rank))  # before the rank's new worker creates files of these names
+        self._kept.keep_only(_slot_of(rank))  # before the rank's new worker creates files of these names
         self._capturer = capturer(device, gate, check)
-        self._sealing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
+        self._finalizing = ThreadPoolExecutor(1, thread_name_prefix="snapshot-seal")
         self._writing, self._written, self._given_up = background("snapshot-persist"), {}, threading.Event()
         self._buffers: dict[int, HostBuffer] = {}
         self._copies: dict[HostBuffer, dict[Share, tuple[list[Copy], list[Copy]]]] = defaultdict(dict)
@@ -133,14 +133,14 @@ class Saver:
     def _staging(self) -> GradientStaging:
         return GradientStaging(self._device)
 
-    def reserve(self, slot: int, nbytes: int, most: float = math.inf) -> None:
-        """Allocates a buffer of ``nbytes`` bytes for a slot; keeps an existing one of ``nbytes`` to ``most`` bytes.
+    def reserve(self, slot: int, nbytes: int, max_nbytes: float = math.inf) -> None:
+        """Allocates a buffer for a slot; keeps an existing one of ``nbytes`` to ``max_nbytes`` bytes.
 
         Raises:
             InsufficientMemoryError: there is too little memory.
         """
         buffer = self._buffers.get(slot)
-        if buffer is not None and nbytes <= buffer.nbytes <= most:
+        if buffer is not None and nbytes <= buffer.nbytes <= max_nbytes:
             return
         self._give_back(slot)
         directory = self._directory
@@ -156,27 +156,27 @@ class Saver:
     def adopt(self, iterations: Iterable[int]) -> None:
         """Assigns the kept buffers with the committed snapshots of these iterations, if any, to the slots from 0 on."""
         for slot, iteration in enumerate(iterations):
-            directory = self._memory_place().root / checkpoint_name(iteration)
-            buffer = self._kept.published_as(directory / shard_file_name(self._rank))
+            directory = self._memory_storage().root / checkpoint_name(iteration)
+            buffer = self._kept.committed_as(directory / shard_file_name(self._rank))
             if buffer is not None:
                 self._buffers[slot] = buffer
 
-    def remove_leftovers(self, others: bool, node: Collection[int]) -> None:
+    def remove_leftovers(self, of_other_ranks: bool, node_ranks: Collection[int]) -> None:
         """Removes the names of buffers that earlier processes of this rank left in memory.
 
-        With ``others``, also the names left by ranks that are no longer on this node; ``node`` has its current ranks.
+        With ``of_other_ranks``, also the names left by ranks that are no longer on this node, outside ``node_ranks``.
         """
         if self._directory is None or not self._directory.is_dir():
             return
-        mine = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
-        gone = [path for path in self._directory.glob(f"{_slot_of(self._rank)}.*") if path not in mine]
-        if others:
-            here = {_slot_of(rank) for rank in node}
-            gone += [path for path in self._directory.glob("rank_*") if path.stem not in here]
-        for path in gone:
+        local_paths = self._kept.paths | {buffer.path for buffer in self._buffers.values()}
+        leftovers = [path for path in self._directory.glob(f"{_slot_of(self._rank)}.*") if path not in local_paths]
+        if of_other_ranks:
+            node_slots = {_slot_of(rank) for rank in node_ranks}
+            leftovers += [path for path in self._directory.glob("rank_*") if path.stem not in node_slots]
+        for path in leftovers:
             remove_owned(path)
 
-    def beside(self) -> Saver:
+    def sibling(self) -> Saver:
         """Returns another saver with the same memory and storage, which shares the kept buffers."""
         kept = self._kept if self._keeps else None
         return Saver(self._rank, self._device, self._memory, self._storage, kept=kept, check=self._check)
@@ -187,7 +187,7 @@ class Saver:
         iteration: int,
         share: Share,
         operators: Mapping[str, OperatorEntry],
-        others: Iterable[int] = (),
+        other_slots: Iterable[int] = (),
         in_memory: bool = True,
         after: Future | None = None,
         nbytes: int | None = None,
@@ -204,8 +204,8 @@ class Saver:
             iteration: iterations completed.
             share: this rank's share.
             operators: manifest entries of its operators.
-            others: further free slots. The smallest of all their buffers that fits becomes this slot's. If memory is
-                insufficient, their buffers are freed.
+            other_slots: further free slots. The smallest of all their buffers that fits becomes this slot's. If memory
+                is insufficient, their buffers are freed.
             in_memory: as in :class:`Snapshot`.
             after: as in :class:`Snapshot`.
             nbytes: bytes of a buffer for every snapshot of the window, if it is one of several; a larger buffer is then
@@ -213,14 +213,14 @@ class Saver:
             digests: as in :class:`Snapshot`.
 
         Returns:
-            The snapshot; if memory is insufficient, ``sealed`` raises InsufficientMemoryError.
+            The snapshot; if memory is insufficient, ``finalized`` raises InsufficientMemoryError.
         """
-        others, least = [other for other in others if other != slot], share.layout.nbytes
+        other_slots, least = [other for other in other_slots if other != slot], share.layout.nbytes
         size = max(least, nbytes or 0)
-        most = math.inf if nbytes is None else size
-        self._swap(slot, others, least, most)
+        max_nbytes = math.inf if nbytes is None else size
+        self._swap(slot, other_slots, least, max_nbytes)
         try:
-            self._reserve_or_make_room(slot, others, least, size, most)
+            self._reserve_or_release(slot, other_slots, least, size, max_nbytes)
         except InsufficientMemoryError as error:
             nothing = Captures([])
             snapshot = Snapshot(
@@ -234,7 +234,7 @@ class Saver:
                 after=after,
                 stored=share.stored,
             )
-            snapshot.sealed = self._sealing.submit(_fail, after, error)
+            snapshot.finalized = self._finalizing.submit(_fail, after, error)
             return snapshot
         buffer = self._buffers[slot]
         buffer.memory[: len(_OVERWRITTEN)] = _OVERWRITTEN
@@ -249,7 +249,7 @@ class Saver:
             stored=share.stored,
             digests=digests,
         )
-        snapshot.sealed = self._sealing.submit(self._seal, snapshot)
+        snapshot.finalized = self._finalizing.submit(self._finalize, snapshot)
         return snapshot
 
     def _start(self, gradients: list[Copy], state: list[Copy]) -> _Started:
@@ -267,25 +267,29 @@ class Saver:
         of_state = start(state) if state else Captures([])
         return _Started(of_state if first is None else Captures([first, of_state]), of_state, first, float)
 
-    def _reserve_or_make_room(self, slot: int, others: Iterable[int], least: int, size: int, most: float) -> None:
+    def _reserve_or_release(
+        self, slot: int, other_slots: Iterable[int], least: int, size: int, max_nbytes: float
+    ) -> None:
         buffer = self._buffers.get(slot)
-        if buffer is not None and least <= buffer.nbytes <= most:
+        if buffer is not None and least <= buffer.nbytes <= max_nbytes:
             return
         try:
-            self.reserve(slot, size, most)
+            self.reserve(slot, size, max_nbytes)
         except InsufficientMemoryError:
-            for other in others:
-                self._give_back(other)
-            self.reserve(slot, size, most)
+            for other_slot in other_slots:
+                self._give_back(other_slot)
+            self.reserve(slot, size, max_nbytes)
 
-    def _swap(self, slot: int, others: Iterable[int], nbytes: int, most: float) -> None:
-        fitting = [s for s in (slot, *others) if s in self._buffers and nbytes <= self._buffers[s].nbytes <= most]
+    def _swap(self, slot: int, other_slots: Iterable[int], nbytes: int, max_nbytes: float) -> None:
+        fitting = [
+            s for s in (slot, *other_slots) if s in self._buffers and nbytes <= self._buffers[s].nbytes <= max_nbytes
+        ]
         best = min(fitting, key=lambda s: self._buffers[s].nbytes, default=slot)
         if best != slot:
-            found, mine = self._buffers.pop(best), self._buffers.pop(slot, None)
-            self._buffers[slot] = found
-            if mine is not None:
-                self._buffers[best] = mine
+            buffer, previous = self._buffers.pop(best), self._buffers.pop(slot, None)
+            self._buffers[slot] = buffer
+            if previous is not None:
+                self._buffers[best] = previous
 
     def _give_back(self, slot: int) -> None:
         buffer = self._buffers.pop(slot, None)
@@ -295,15 +299,15 @@ class Saver:
 
     def _copies_into(self, buffer: HostBuffer, share: Share) -> tuple[list[Copy], list[Copy]]:
         """Returns the copies of gradients, and all others."""
-        known = self._copies[buffer]
-        if share not in known:
-            if len(known) == _REMEMBERED:
-                known.pop(next(iter(known)))
+        copies_by_share = self._copies[buffer]
+        if share not in copies_by_share:
+            if len(copies_by_share) == _REMEMBERED:
+                copies_by_share.pop(next(iter(copies_by_share)))
             layout, kinds = share.layout, ([], [])
             for entry, span, source in zip(layout.entries, layout.spans, share.sources, strict=True):
                 kinds[entry.slot != _GRAD].append((source, span))
-            known[share] = _copies(buffer, kinds[0]), _copies(buffer, kinds[1])
-        return known[share]
+            copies_by_share[share] = _copies(buffer, kinds[0]), _copies(buffer, kinds[1])
+        return copies_by_share[share]
 
     def persist(
         self, snapshot: Snapshot, operators: Mapping[str, Detail] | None = None, pauses_s: Sequence[float] = ()
@@ -316,8 +320,8 @@ class Saver:
             pauses_s: pauses before the repetitions of a failed write.
         """
         snapshot.persisted = self._writing.submit(self._persist, snapshot, operators, pauses_s)
-        under_way = {one: buffer for one, buffer in self._written.items() if not one.done()}
-        self._written = under_way | {snapshot.persisted: snapshot.buffer}
+        unfinished = {write: buffer for write, buffer in self._written.items() if not write.done()}
+        self._written = unfinished | {snapshot.persisted: snapshot.buffer}
 
     def close(self, patience: float = 0.0) -> None:
         """Ends pending work, and keeps or frees the buffers; files named in memory or storage stay.
@@ -327,22 +331,22 @@ class Saver:
         reported.
         """
         self._capturer.close()
-        begun = [one for one in self._written if not one.cancel()]
-        self._sealing.shutdown(wait=True)
-        wait(begun, timeout=patience)
+        started = [write for write in self._written if not write.cancel()]
+        self._finalizing.shutdown(wait=True)
+        wait(started, timeout=patience)
         self._given_up.set()
         self._copies.clear()
-        busy = {buffer for one, buffer in self._written.items() if not one.done()}
+        busy = {buffer for write, buffer in self._written.items() if not write.done()}
         buffers, self._buffers = [*self._buffers.values()], {}
         self._kept.keep(buffer for buffer in buffers if self._keeps and buffer not in busy)
         for buffer in buffers:
             if not self._keeps or buffer in busy:
                 buffer.close()
 
-    def _seal(self, snapshot: Snapshot) -> RankReport:
+    def _finalize(self, snapshot: Snapshot) -> RankReport:
         reach("snapshot_copying")
         snapshot.capture.wait(opens=False)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         layout, memory = snapshot.layout, snapshot.buffer.memory
         snapshot.hashes = self._hashes(snapshot.buffer, layout.spans)
         header = layout.header(snapshot.hashes)
@@ -354,7 +358,7 @@ class Saver:
                 part = self._name_in_memory(snapshot, part)
             except InsufficientMemoryError as error:
                 _fail(snapshot.after, error)
-        snapshot.seal_s = time.perf_counter() - begun
+        snapshot.finalize_s = time.perf_counter() - started_at
         if snapshot.after is not None:
             snapshot.after.result()
         reach("snapshot_finalized")
@@ -363,20 +367,20 @@ class Saver:
     def _persist(
         self, snapshot: Snapshot, operators: Mapping[str, Detail] | None, pauses_s: Sequence[float] = ()
     ) -> None:
-        part = snapshot.sealed.result()
+        part = snapshot.finalized.result()
         self._unless_given_up()
-        write = functools.partial(self._persist_sealed, snapshot, operators, part)
+        write = functools.partial(self._persist_finalized, snapshot, operators, part)
         snapshot.retries = with_retries(write, pauses_s, self._given_up)
 
-    def _persist_sealed(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None, part: RankReport) -> None:
-        begun = time.perf_counter()
+    def _persist_finalized(self, snapshot: Snapshot, operators: Mapping[str, Detail] | None, part: RankReport) -> None:
+        started_at = time.perf_counter()
         parts = [snapshot.buffer.memory[: snapshot.layout.nbytes]]
         if operators is not None or snapshot.stored is not None:
             subset, parts = self._subset(snapshot, operators)
             part = dataclasses.replace(subset, digests=part.digests)
         self._write_part(snapshot.iteration, part, parts)
         snapshot.persisted_bytes = part.file.bytes
-        snapshot.persist_s = time.perf_counter() - begun
+        snapshot.persist_s = time.perf_counter() - started_at
 
     def _subset(
         self, snapshot: Snapshot, operators: Mapping[str, Detail] | None
@@ -403,11 +407,11 @@ class Saver:
 
     def _write_part(self, iteration: int, part: RankReport, parts: Sequence[memoryview]) -> None:
         assert self._storage is not None  # persist() needs storage
-        place = self._storage.storage
-        free = place.free_bytes()
+        storage = self._storage.storage
+        free = storage.free_bytes()
         if free is not None and free < part.file.bytes:
             raise CheckpointError(
-                f"{place.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,}. "
+                f"{storage.name} has {free:,} bytes left, and the part of rank {self._rank} has {part.file.bytes:,}. "
                 "Fix: make room, keep fewer checkpoints with --ckpt-keep, or name another --ckpt-dir",
                 code="disk-full",
             )
@@ -418,7 +422,7 @@ class Saver:
             self._storage.store_report(iteration, self._rank, part)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of iteration {iteration} cannot be written to {place.name} "
+                f"the checkpoint of iteration {iteration} cannot be written to {storage.name} "
                 f"({error.strerror or error}), and earlier ones are unchanged. Fix: make room or repair it, and start "
                 "again",
                 code="storage-unwritable",
@@ -437,7 +441,7 @@ class Saver:
 
     def _name_in_memory(self, snapshot: Snapshot, part: RankReport) -> RankReport:
         memory = self._memory
-        assert memory is not None  # checked by _seal()
+        assert memory is not None  # checked by _finalize()
         try:
             self._link(snapshot)
             return memory.store_report(snapshot.iteration, self._rank, part)
@@ -452,7 +456,7 @@ class Saver:
     def _link(self, snapshot: Snapshot) -> None:
         """Names the buffer as the rank's file of the checkpoint: the same memory, no copy."""
         assert snapshot.buffer.path is not None  # _new_path() gave it one
-        root = self._memory_place().root
+        root = self._memory_storage().root
         source = snapshot.buffer.path.relative_to(root).as_posix()
         SafeDirectory(root, is_owned=True).link(
             source, f"{checkpoint_name(snapshot.iteration)}/{shard_file_name(self._rank)}"
@@ -461,7 +465,7 @@ class Saver:
     @property
     def _directory(self) -> Path | None:
         """Directory with the buffers' own names; None without a memory tier."""
-        return None if self._memory is None else self._memory_place().root / SLOTS_DIRECTORY
+        return None if self._memory is None else self._memory_storage().root / SLOTS_DIRECTORY
 
     def _new_path(self) -> Path | None:
         directory = self._directory
@@ -473,12 +477,12 @@ class Saver:
         remove_owned(path)
         return path
 
-    def _memory_place(self) -> LocalStorage:
+    def _memory_storage(self) -> LocalStorage:
         assert self._memory is not None  # checked by callers
-        place = self._memory.storage
-        if not isinstance(place, LocalStorage):
-            raise TypeError(f"{place.name} is not memory of this machine")
-        return place
+        storage = self._memory.storage
+        if not isinstance(storage, LocalStorage):
+            raise TypeError(f"{storage.name} is not memory of this machine")
+        return storage
 
 
 class _Started(NamedTuple):
@@ -509,8 +513,8 @@ def _slot_of(rank: int) -> str:
 def _copies(buffer: HostBuffer, parts: Sequence[tuple[torch.Tensor, tuple[int, int]]]) -> list[Copy]:
     copies = []
     for run in _runs(coalesced((source for source, _ in parts), (span for _, span in parts))):
-        sources, starts, stops = zip(*run, strict=True)
-        targets = buffer.views(starts[0], map(operator.sub, stops, starts), sources[0].dtype)
+        sources, starts, ends = zip(*run, strict=True)
+        targets = buffer.views(starts[0], map(operator.sub, ends, starts), sources[0].dtype)
         copies += map(Copy, sources, targets)
     return copies
 

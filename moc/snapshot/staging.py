@@ -50,7 +50,7 @@ class GradientStaging:
         """
         if not self._has_room:
             return None
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         if self._reading is not None:
             self._reading.wait()
             self._reading = None
@@ -64,7 +64,7 @@ class GradientStaging:
         with contextlib.nullcontext() if spans is None else spans.span(), torch.no_grad():
             sources = [copy.source for copy in copies]
             torch._foreach_copy_(stages, sources)  # pyright: ignore[reportPrivateImportUsage]  # no public one
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         delay = functools.cache(lambda: seconds if spans is None else seconds + spans.take())
         return [Copy(stage, copy.target) for stage, copy in zip(stages, copies, strict=True)], delay
 

@@ -63,7 +63,7 @@ class Repair:
     def of(self, torn: Mapping[int, Mapping[str, Detail]]) -> Iterator[None]:
         """Context of a replay that may pass incomplete snapshots, given by iteration with their planned operators."""
         self._torn = torn
-        self._saver = self._training.beside()
+        self._saver = self._training.sibling()
         with contextlib.closing(self._saver):
             yield
 
@@ -84,7 +84,7 @@ class Repair:
         operators = self._torn[iteration]
         slot = list(self._torn).index(iteration)  # one slot per snapshot: in memory, the buffer is the file
         snapshot = self._saver.take(slot, iteration, self._contents.share(operators), self._contents.entries(operators))
-        snapshot.sealed.result()
+        snapshot.finalized.result()
         if self._tiers.memory is None:
             self._saver.persist(snapshot)
             assert snapshot.persisted is not None  # persist() has begun it

@@ -186,7 +186,7 @@ class MemoryTier:
         tiers = self._parts.tiers
         if tiers.memory is not None and tiers.leads_node:
             with self._failure.remembering():
-                part = snapshot.snapshot.sealed.result()
+                part = snapshot.snapshot.finalized.result()
                 self._parts.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, part)
             self.carrying.committed(snapshot.iteration)
         reach("snapshot_committed")
@@ -239,7 +239,7 @@ class MemoryTier:
         memory = parts.tiers.memory
         if memory is not None and parts.tiers.leads_node:
             with self._failure.remembering():
-                for released in before.held() - self._reservation.rotation.held():
+                for released in before.in_use() - self._reservation.rotation.in_use():
                     memory.remove(released)
                     if parts.peers is not None:
                         parts.peers.remove(released)
@@ -388,7 +388,7 @@ class Copying(Stage):
 
     @override
     def work(self, snapshot: SnapshotInProgress) -> Future:
-        return snapshot.snapshot.sealed
+        return snapshot.snapshot.finalized
 
     @override
     def tolerates(self, snapshot: SnapshotInProgress) -> bool:
@@ -397,7 +397,7 @@ class Copying(Stage):
     @override
     def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
         mine = None if snapshot is None else snapshot.snapshot
-        capture = None if mine is None or mine.sealed.exception() else mine.capture
+        capture = None if mine is None or mine.finalized.exception() else mine.capture
         return {
             "snapshot_copied": float(mine is not None),
             "snapshot_no_room": float(snapshot is not None and snapshot.out_of_memory is not None),
@@ -405,7 +405,7 @@ class Copying(Stage):
             "snapshot_copy_s": 0.0 if capture is None else capture.seconds,
             "snapshot_bubble_bytes": float(0 if capture is None else capture.bubble_bytes),
             "snapshot_gradients_s": 0.0 if mine is None or capture is None else mine.gradients_s + mine.delay(),
-            "snapshot_seal_s": mine.seal_s if mine else 0.0,
+            "snapshot_seal_s": mine.finalize_s if mine else 0.0,
         }
 
     @override

@@ -79,7 +79,7 @@ class Reservation:
             stores=parts.tiers.persist_interval is not None,
         )
         self.window = SnapshotWindow()
-        self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
+        self.most_buffers = self.rotation.max_buffers(self.window.length, self.window.kept)
         self._length = 0  # window length of the policy at the last look_ahead()
         self._small = self._state = 0
         self._experts: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ class Reservation:
         length = self._policy.schedule.window_length
         if Capability.WINDOWS in self._policy.requires and self._tiers.memory is not None and length != self._length:
             self._length, self.window = length, self._of_busiest(next_window(self._policy, self._contents, iteration))
-            self.most_buffers = self.rotation.most(self.window.length, self.window.kept)
+            self.most_buffers = self.rotation.max_buffers(self.window.length, self.window.kept)
 
     def trim(self) -> None:
         """Frees buffers that the policy's windows no longer need."""
@@ -199,7 +199,7 @@ class Reservation:
         """Gathers the needs of all ranks for windows."""
         rotation = self.rotation
         full = self._contents.share(full_plan(self._policy, 0).operators).layout
-        own = reserved_sizes(rotation.most(window.length, window.kept), full.nbytes, window.snapshot)
+        own = reserved_sizes(rotation.max_buffers(window.length, window.kept), full.nbytes, window.snapshot)
         count = most_copies(window.kept, rotation.spare) if self._peers is not None else 0
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED

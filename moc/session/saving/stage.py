@@ -63,7 +63,7 @@ class SnapshotInProgress:
     @property
     def out_of_memory(self) -> InsufficientMemoryError | None:
         """The error if this worker lacked memory for its part; the snapshot is then to be abandoned."""
-        finalized = self.snapshot.sealed
+        finalized = self.snapshot.finalized
         error = finalized.exception() if finalized.done() and not finalized.cancelled() else None
         return error if isinstance(error, InsufficientMemoryError) else None
 

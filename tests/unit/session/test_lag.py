@@ -80,12 +80,19 @@ class Model:
         """Starts to copy a snapshot."""
         self.slots = max(self.slots, slot + 1)
         figures = dict(
-            seal_s=0.0, persist_s=0.0, persisted_bytes=0, retries=0, layout=SimpleNamespace(nbytes=1), gradients=None
+            finalize_s=0.0,
+            persist_s=0.0,
+            persisted_bytes=0,
+            retries=0,
+            layout=SimpleNamespace(nbytes=1),
+            gradients=None,
         )
         capture = SimpleNamespace(seconds=0.0, bubble_bytes=0, wait=lambda: None)
-        sealed = self._copying.begin()
+        finalized = self._copying.begin()
         figures |= dict(state=capture, gradients_s=0.0, delay=lambda: 0.0)
-        return SimpleNamespace(iteration=iteration, sealed=sealed, capture=capture, in_memory=in_memory, **figures)
+        return SimpleNamespace(
+            iteration=iteration, finalized=finalized, capture=capture, in_memory=in_memory, **figures
+        )
 
     def persist(self, snapshot, operators, pauses_s) -> None:
         """Starts to write it to storage."""

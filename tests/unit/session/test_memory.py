@@ -47,7 +47,7 @@ def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
     of, carries = snapshots_of(policy, window), policy in ("pec", "selective")
     for tier, cell in (("memory", memory), ("peers", peers)):
         spare = spare_buffers(tier)
-        most = Rotation.of(spare, keep=True).most(of.length, of.kept)
+        most = Rotation.of(spare, keep=True).max_buffers(of.length, of.kept)
         experts = carries * (E + (spare - 1) * K)
         assert reserved_bytes(most, S, of.snapshot) + experts == value(cell, window)
     experts = carries * (E + (spare_buffers("peers") - 1) * K)

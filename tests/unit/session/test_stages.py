@@ -25,7 +25,7 @@ def future(done: bool, result: object = None) -> Future:
 
 def in_progress(number: int, done: bool) -> SnapshotInProgress:
     layout, capture = SimpleNamespace(nbytes=number), SimpleNamespace(seconds=number, bubble_bytes=number)
-    facts = dict(layout=layout, capture=capture, seal_s=number, persisted_bytes=number, persist_s=number, retries=0)
+    facts = dict(layout=layout, capture=capture, finalize_s=number, persisted_bytes=number, persist_s=number, retries=0)
     facts |= dict(gradients_s=0.0, delay=lambda: 0.0)
     snapshot = SimpleNamespace(sealed=future(done), persisted=future(done), **facts)
     plan = SnapshotPlan(number, "test", {"output": Detail.FULL}, complete=True)
@@ -83,7 +83,7 @@ def test_an_error_ends_the_run_unless_its_stage_tolerates_it():
     lost, full = in_progress(1, False), in_progress(2, False)
     mine.copying.queue.append(lost)
     mine.writing.queue.append(full)
-    lost.snapshot.sealed.set_exception(InsufficientMemoryError("no room"))
+    lost.snapshot.finalized.set_exception(InsufficientMemoryError("no room"))
     full.snapshot.persisted.set_exception(CheckpointError("full"))
     assert mine.failure() is None
     failure = Failure()

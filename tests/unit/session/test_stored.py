@@ -34,7 +34,7 @@ class Storage(StorageSchedule):
     policy: Policy
 
     def plan(self, iteration, load=None, is_overdue=False):
-        return plan(iteration) if self.policy.given or again else None
+        return plan(iteration) if self.policy.given or is_overdue else None
 
     def needs(self, plan):
         return plan.complete and not self.policy.based

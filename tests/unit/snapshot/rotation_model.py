@@ -81,7 +81,7 @@ class Setting:
     @property
     def slots(self) -> int:
         """Number of buffers that are ever needed."""
-        return self.machine.of(self.spare, self.memory, stores=self.stores).most(
+        return self.machine.of(self.spare, self.memory, stores=self.stores).max_buffers(
             self.window, kept_of_windows(self.window)
         )
 

@@ -43,11 +43,15 @@ def iterate(bubbles: BubbleGate, clock: Clock, *waits: float) -> float:
 @each_row(
     ("amount", "fitting", "split"),
     [
-        (1000, None, GateSplit(beside=1000, piece=PIECE)),  # nothing is known
-        (1 << 30, 0.0, GateSplit(beside=1 << 30, piece=64 << 10)),  # there are no bubbles
-        (1 << 30, float(1 << 28), GateSplit(beside=3 << 28, piece=1 << 20)),  # a quarter fits, in 256 pieces
-        (1 << 28, float(1 << 28), GateSplit(beside=0, piece=1 << 20)),
-        (1 << 20, float(1 << 40), GateSplit(beside=0, piece=PIECE)),  # all fits
+        (1000, None, GateSplit(bytes_while_closed=1000, piece=PIECE)),  # nothing is known
+        (1 << 30, 0.0, GateSplit(bytes_while_closed=1 << 30, piece=64 << 10)),  # there are no bubbles
+        (
+            1 << 30,
+            float(1 << 28),
+            GateSplit(bytes_while_closed=3 << 28, piece=1 << 20),
+        ),  # a quarter fits, in 256 pieces
+        (1 << 28, float(1 << 28), GateSplit(bytes_while_closed=0, piece=1 << 20)),
+        (1 << 20, float(1 << 40), GateSplit(bytes_while_closed=0, piece=PIECE)),  # all fits
     ],
 )
 def test_algorithm_4_splits_by_what_bubbles_have_time_for(amount, fitting, split):

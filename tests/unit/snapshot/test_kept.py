@@ -41,7 +41,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     before = Saver(0, CPU, memory, None, kept=kept)
     before.reserve(1, share(state).layout.nbytes)
     taken = before.take(0, 7, share(state), OPERATORS)
-    part, held = taken.sealed.result(), inode(taken.buffer)
+    part, held = taken.finalized.result(), inode(taken.buffer)
     before.close()
 
     file = memory.storage.root / "iter_0000007" / part.name
@@ -56,7 +56,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
         memory.remove(7)  # the newer one is safe
         newer = values(state)
         again = after.take(0, 9, share(state), OPERATORS)
-        written = again.sealed.result()
+        written = again.finalized.result()
         assert inode(again.buffer) == held
     assert_holds(memory.storage.root / "iter_0000009" / written.name, written, state, newer)
     after.close()
@@ -67,12 +67,12 @@ def test_what_is_published_is_not_taken_even_if_no_slot_adopts_it(memory, kept):
     state = state_of(6, 2)
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
-    part = before.take(0, 7, share(state), OPERATORS).sealed.result()
+    part = before.take(0, 7, share(state), OPERATORS).finalized.result()
     before.close()
     for one in state:
         one.view.add_(1)
     after = Saver(0, CPU, memory, None, kept=kept)
-    after.take(0, 8, share(state), OPERATORS).sealed.result()
+    after.take(0, 8, share(state), OPERATORS).finalized.result()
     assert len(kept.paths) == 1
     after.trim(1)
     assert not kept.paths
@@ -144,7 +144,7 @@ def test_new_rank_leaves_old_file_names_to_its_new_worker(memory, kept):
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
     before.reserve(1, share(state).layout.nbytes)
-    part = before.take(0, 7, share(state), OPERATORS).sealed.result()
+    part = before.take(0, 7, share(state), OPERATORS).finalized.result()
     before.close()
     after, other = Saver(3, CPU, memory, None, kept=kept), Saver(0, CPU, memory, None, kept=KeptBuffers())
     assert not kept.paths and not [*slots.iterdir()]

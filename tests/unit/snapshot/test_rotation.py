@@ -207,11 +207,11 @@ def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
     begun = range(newest + 1, newest + 1 + spare)  # the end of the second window, and what follows
     for iteration in begun:
         rotation = rotation.begin(iteration, False, 4 if iteration == 6 else None).committed()
-    assert len(rotation.slots) == rotation.most(3, 5)
+    assert len(rotation.slots) == rotation.max_buffers(3, 5)
     rotation = rotation.complete(6).complete(7)
     while rotation.free() is not None:
         rotation = rotation.begin(newest + 10 + len(rotation.slots), False, None)
-    assert len(rotation.slots) == rotation.most(3, 5)
+    assert len(rotation.slots) == rotation.max_buffers(3, 5)
     assert rotation.committed().free() == 0
 
 
@@ -255,19 +255,21 @@ def test_one_vote_can_complete_two_snapshots():
     rotation = Rotation.of(2, keep=True).begin(9, False, 9).committed().complete(9).committed()
     rotation = rotation.begin(10, False, 10).committed().begin(11, False, 11)
     rotation = rotation.committed().complete(10).complete(11)
-    assert len(rotation.slots) == rotation.most(1, 1) and rotation.free() is None
+    assert len(rotation.slots) == rotation.max_buffers(1, 1) and rotation.free() is None
     assert rotation.committed().free() == 0
 
 
 @each_row("number", [2, 3, 4, 5])
 def test_free_buffers_go_until_those_are_left_that_are_needed(number):
     rotation = Rotation((Slot(),) * number, spare=2, keep=False)
-    assert len(rotation.trimmed(rotation.most(1, 1)).slots) == 2
+    assert len(rotation.trimmed(rotation.max_buffers(1, 1)).slots) == 2
 
 
 def test_buffers_that_shorter_windows_do_not_need_go():
     rotation = Rotation.of(2, keep=True)
-    assert Rotation.of(2, keep=True, stores=False).most(4, 7) == rotation.most(4, 7) - 3  # storage holds no window
+    assert (
+        Rotation.of(2, keep=True, stores=False).max_buffers(4, 7) == rotation.max_buffers(4, 7) - 3
+    )  # storage holds no window
     for iteration in range(1, 5):
         rotation = rotation.begin(iteration, False, 1 if iteration == 4 else None).complete(iteration).committed()
     rotation = rotation.begin(5, False, 5).complete(5).committed()
@@ -284,6 +286,6 @@ def test_a_recovered_snapshot_that_is_taken_again_supersedes_only_itself():
     assert taken.holding(6) == 5
     complete = taken.complete(6)
     assert complete.holding(6) == 5 and complete.committed().all_free() == (4,)
-    assert complete.committed().held() == {2, 3, 4, 5, 6}
+    assert complete.committed().in_use() == {2, 3, 4, 5, 6}
     window = complete.committed().begin(7, persisting=False, supersedes=5).complete(7).committed()
-    assert window.held() == {5, 6, 7}
+    assert window.in_use() == {5, 6, 7}

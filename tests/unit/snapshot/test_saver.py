@@ -87,8 +87,8 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     saver.persist(snapshot)
     snapshot.persisted.result()
     path = storage.storage.root / "iter_0000100" / "rank_00003.safetensors"
-    part = snapshot.sealed.result()
-    assert 0 < snapshot.seal_s <= time.perf_counter() - begun and snapshot.persisted_bytes == path.stat().st_size
+    part = snapshot.finalized.result()
+    assert 0 < snapshot.finalize_s <= time.perf_counter() - begun and snapshot.persisted_bytes == path.stat().st_size
     assert 0 < snapshot.persist_s <= time.perf_counter() - begun
     assert_holds(path, part, fragments, expected)
     assert part.name == path.name and storage.read_reports(100, [3]) == [part]
@@ -100,11 +100,11 @@ def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
     fragments, gate = state_of(6, 2), Gate()
     gate.close()
     snapshot = Saver(0, CPU, None, storage, gate).take(0, 1, share(fragments), OPERATORS)
-    assert not wait([snapshot.sealed], timeout=0.05).done  # who seals it does not open the gate
+    assert not wait([snapshot.finalized], timeout=0.05).done  # who seals it does not open the gate
     snapshot.capture.wait()
     for f in fragments:
         f.view.zero_()  # the update
-    assert snapshot.sealed.result().file.bytes == snapshot.layout.nbytes
+    assert snapshot.finalized.result().file.bytes == snapshot.layout.nbytes
     assert snapshot.hashes[0] != compute_digest(bytes(24))
 
 
@@ -141,7 +141,7 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
     expected = values(fragments)
     saver = Saver(1, CPU, memory, storage)
     snapshot = saver.take(2, 7, share(fragments), OPERATORS)
-    part = snapshot.sealed.result()
+    part = snapshot.finalized.result()
     path = memory.storage.root / "iter_0000007" / "rank_00001.safetensors"
     assert os.path.samefile(path, memory.storage.root / "slots" / "rank_00001.0")
     assert_holds(path, part, fragments, expected)
@@ -160,20 +160,20 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
 
     first = state_of(6, 2)
     one = saver.take(0, 1, share(first), OPERATORS)
-    one.sealed.result()
+    one.finalized.result()
     assert one.buffer.path == slot and slot.stat().st_ino == reserved
 
     second = state_of(4, 4)
     held = values(second)
     two = saver.take(0, 2, share(second), OPERATORS)
-    part = two.sealed.result()
+    part = two.finalized.result()
     assert two.buffer is one.buffer
     assert_holds(memory.storage.root / "iter_0000002" / "rank_00000.safetensors", part, second, held)
 
     third = state_of(6, 2, 4096)
     held = values(third)
     three = saver.take(0, 3, share(third), OPERATORS)
-    part = three.sealed.result()
+    part = three.finalized.result()
     assert three.buffer is not two.buffer and slot.stat().st_ino != reserved
     assert_holds(memory.storage.root / "iter_0000003" / "rank_00000.safetensors", part, third, held)
     # what the other buffer held is still there under the name that it had
@@ -190,7 +190,7 @@ def test_shares_take_turns_in_a_buffer(storage):
         saver.persist(snapshot)
         snapshot.persisted.result()
         path = storage.storage.root / f"iter_{iteration:07d}" / "rank_00000.safetensors"
-        assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+        assert_holds(path, snapshot.finalized.result(), fragments, values(fragments))
 
 
 def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
@@ -213,13 +213,13 @@ def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
     first = saver.take(0, 7, share(state_of(6, 2)), OPERATORS, after=after)
     first.capture.wait()
     with pytest.raises(TimeoutError):
-        first.sealed.result(timeout=0.05)
+        first.finalized.result(timeout=0.05)
     after.set_result(None)
-    assert first.sealed.result().name == "rank_00000.safetensors"
+    assert first.finalized.result().name == "rank_00000.safetensors"
     failed = Future()
     failed.set_exception(RuntimeError("failed-before"))
     with pytest.raises(RuntimeError, match="failed-before"):
-        saver.take(0, 8, share(state_of(6, 2)), OPERATORS, after=failed).sealed.result()
+        saver.take(0, 8, share(state_of(6, 2)), OPERATORS, after=failed).finalized.result()
 
 
 def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
@@ -228,7 +228,7 @@ def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
     saver.reserve(0, turns[0].layout.nbytes)
     for iteration, (some, its) in enumerate([*zip(fragments, turns, strict=True)] * 2):
         snapshot = saver.take(0, iteration, its, OPERATORS)
-        snapshot.sealed.result()
+        snapshot.finalized.result()
         data = [bytes(snapshot.buffer.memory[start:stop]) for start, stop in its.layout.spans]
         assert data == [tensor_bytes(view) for view in its.sources] and len(data) == len(some)
 
@@ -240,7 +240,7 @@ def test_storage_alone_may_get_it(storage, memory):
     saver.persist(snapshot)
     snapshot.persisted.result()
     path = storage.storage.root / "iter_0000007" / "rank_00000.safetensors"
-    assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+    assert_holds(path, snapshot.finalized.result(), fragments, values(fragments))
     assert memory.storage.list_names() == ["slots"]
 
 
@@ -257,7 +257,7 @@ def test_slots_do_not_share_memory(storage):
     for snapshot, held in zip(taken, expected, strict=True):
         snapshot.persisted.result()
         path = storage.storage.root / f"iter_000000{snapshot.iteration}" / "rank_00000.safetensors"
-        assert_holds(path, snapshot.sealed.result(), fragments, held)
+        assert_holds(path, snapshot.finalized.result(), fragments, held)
 
 
 def test_a_rank_that_saves_nothing_has_a_file_too(storage):
@@ -266,7 +266,7 @@ def test_a_rank_that_saves_nothing_has_a_file_too(storage):
     saver.persist(snapshot)
     snapshot.persisted.result()
     path = storage.storage.root / "iter_0000001" / "rank_00005.safetensors"
-    assert_holds(path, snapshot.sealed.result(), [], [])
+    assert_holds(path, snapshot.finalized.result(), [], [])
 
 
 def one_sentence(error):
@@ -306,7 +306,7 @@ def test_a_failed_write_is_repeated_while_the_buffer_is_held(failures, tmp_path)
     saver.persist(snapshot, pauses_s=(0.0, 0.0))
     snapshot.persisted.result()
     path = tmp_path / "storage" / "iter_0000040" / "rank_00000.safetensors"
-    assert_holds(path, snapshot.sealed.result(), fragments, values(fragments))
+    assert_holds(path, snapshot.finalized.result(), fragments, values(fragments))
     assert snapshot.retries == failures
 
 
@@ -324,7 +324,7 @@ def test_a_pause_ends_when_the_write_is_given_up(tmp_path):
     saver = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", 1)))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
     saver.persist(snapshot, pauses_s=(600.0,))
-    snapshot.sealed.result()
+    snapshot.finalized.result()
     saver.close()
     if not snapshot.persisted.cancelled():  # it had not begun
         with pytest.raises(GivenUpError):
@@ -355,7 +355,7 @@ def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
     (tmp_path / "memory" / "iter_0000009").write_text("in the way")
     snapshot = saver.take(0, 9, share(state_of(6, 2)), OPERATORS)
     saver.persist(snapshot)
-    for future in (snapshot.sealed, snapshot.persisted):
+    for future in (snapshot.finalized, snapshot.persisted):
         with raises("storage-unwritable", "iteration 9", f"{tmp_path}/memory"):
             future.result()
     assert not storage.storage.list_names()
@@ -401,7 +401,7 @@ def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monk
     assert not given_up.persisted.done()
     saver = Saver(1, CPU, memory, storage)
     snapshot = saver.take(0, 5, share(second), OPERATORS)
-    snapshot.sealed.result()
+    snapshot.finalized.result()
     saver.persist(snapshot)
     assert not storage.is_publishable(5, [1])
     goes_on.set()
@@ -440,7 +440,7 @@ def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memor
     gate, state = Gate(), state_of(6, 8)
     saver = Saver(0, CPU, memory, None, gate)
     try:
-        part = saver.take(0, 3, share(state), OPERATORS).sealed.result()
+        part = saver.take(0, 3, share(state), OPERATORS).finalized.result()
         assert memory.find_header_damage(3, part.name, part.file) is None
         gate.close()
         saver.take(0, 4, share(state), OPERATORS)
@@ -473,17 +473,17 @@ def test_gradients_may_be_cleared_at_once_and_are_copied_last(memory, monkeypatc
             expected = values(fragments)
             gate.close()
             snapshot = saver.take(slot, iteration, share(fragments), OPERATORS)
-            assert snapshot.gradients is None and not snapshot.sealed.done()
+            assert snapshot.gradients is None and not snapshot.finalized.done()
             gradient.zero_()
             snapshot.state.wait()  # opens the gate
-            part = snapshot.sealed.result()
+            part = snapshot.finalized.result()
             assert_holds(memory.storage.root / f"iter_{iteration:07d}" / part.name, part, fragments, expected)
             assert snapshot.delay() > 0 and gradient.data_ptr() not in set.union(*copied)
         assert state[1].view.data_ptr() in copied[0] | copied[1] and len(copied[-1]) == 1
         snapshot = saver.take(0, 5, share(fragments), OPERATORS)
         gradient.fill_(7)
         saver.take(1, 6, share(fragments), OPERATORS)
-        part = snapshot.sealed.result()
+        part = snapshot.finalized.result()
         assert_holds(
             memory.storage.root / "iter_0000005" / part.name, part, fragments, values(state) + [torch.zeros(8)]
         )
@@ -519,7 +519,7 @@ def test_gradients_without_a_second_buffer_are_copied_first(memory, monkeypatch)
             snapshot = saver.take(slot, iteration, share(fragments), OPERATORS)
             snapshot.gradients.wait()
             gradient.zero_()
-            part = snapshot.sealed.result()
+            part = snapshot.finalized.result()
             assert_holds(memory.storage.root / f"iter_{iteration:07d}" / part.name, part, fragments, expected)
         assert copied[0] == {gradient.data_ptr()} and len(attempts) == 1
         assert saver.take(2, 5, share(state), OPERATORS).gradients is None
