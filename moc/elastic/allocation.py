@@ -166,11 +166,11 @@ def allocate_distinct(
     """
     order = experts_by_load(loads)
     while everywhere < len(loads):
-        others = order[: len(loads) - everywhere]
-        counts = _allocate([loads[expert] for expert in others], nodes * (slots - everywhere), min_replicas)
-        excess = sum(count > nodes for count in counts)
+        remaining = order[: len(loads) - everywhere]
+        replica_counts = _allocate([loads[expert] for expert in remaining], nodes * (slots - everywhere), min_replicas)
+        excess = sum(count > nodes for count in replica_counts)
         if not excess:
-            replicas = dict(zip(others, counts, strict=True))
+            replicas = dict(zip(remaining, replica_counts, strict=True))
             return [replicas.get(expert, nodes) for expert in range(len(loads))]
         everywhere += excess
     return [nodes] * len(loads)
@@ -224,10 +224,12 @@ def min_replicas_per_domain(min_replicas: int, feasible: Sequence[int]) -> int:
         feasible: by domain, the maximum replicas of every expert.
     """
     total = min(min_replicas, sum(feasible))
-    return next(each for each in itertools.count(1) if sum(min(each, most) for most in feasible) >= total)
+    return next(
+        each for each in itertools.count(1) if sum(min(each, max_feasible) for max_feasible in feasible) >= total
+    )
 
 
 def domain_slices(sizes: Sequence[int]) -> list[slice]:
     """Returns the slice of each domain in a sequence ordered by domain; sizes are in any unit."""
-    stops = [*itertools.accumulate(sizes)]
-    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+    ends = [*itertools.accumulate(sizes)]
+    return [slice(stop - size, stop) for stop, size in zip(ends, sizes, strict=True)]

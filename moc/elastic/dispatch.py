@@ -51,9 +51,9 @@ def level_capacities(
     result = numpy.zeros(replicas.shape, numpy.int64)
     loads = [0] * replicas.shape[1] if initial_loads is None else initial_loads.tolist()
     experts, ranks, shares = [], [], []
-    for expert, there, share in _assign_to_least_loaded(tokens, replicas, loads):
-        experts += [expert] * len(there)
-        ranks += there
+    for expert, holder_ranks, share in _assign_to_least_loaded(tokens, replicas, loads):
+        experts += [expert] * len(holder_ranks)
+        ranks += holder_ranks
         shares += share
     result[experts, ranks] = shares
     return result
@@ -93,15 +93,15 @@ def _assign_to_least_loaded(
     Lists, because this runs for each layer and micro batch, and experts have few replicas.
     """
     experts, ranks = numpy.nonzero(replicas > 0)
-    stops = numpy.searchsorted(experts, numpy.arange(len(replicas) + 1)).tolist()
+    ends = numpy.searchsorted(experts, numpy.arange(len(replicas) + 1)).tolist()
     holders, amounts = ranks.tolist(), tokens.tolist()
-    for expert in sorted(range(len(replicas)), key=lambda expert: stops[expert + 1] - stops[expert]):
+    for expert in sorted(range(len(replicas)), key=lambda expert: ends[expert + 1] - ends[expert]):
         if amounts[expert]:
-            there = holders[stops[expert] : stops[expert + 1]]
-            share = water_fill([loads[rank] for rank in there], amounts[expert])
-            for rank, more in zip(there, share, strict=True):
+            holder_ranks = holders[ends[expert] : ends[expert + 1]]
+            share = water_fill([loads[rank] for rank in holder_ranks], amounts[expert])
+            for rank, more in zip(holder_ranks, share, strict=True):
                 loads[rank] += more
-            yield expert, there, share
+            yield expert, holder_ranks, share
 
 
 def water_fill(loads: Sequence[int], amount: int) -> list[int]:
@@ -146,8 +146,8 @@ def exchange_of_rank(counts: numpy.ndarray, capacities: numpy.ndarray, rank: int
     return Exchange(sends, receives)
 
 
-def _overlap(ends: numpy.ndarray, others: numpy.ndarray, rank: int) -> numpy.ndarray:
-    """Returns how much of a rank's interval, which ends at ``ends``, lies in each interval of ``others``."""
+def _overlap(ends: numpy.ndarray, other_ends: numpy.ndarray, rank: int) -> numpy.ndarray:
+    """Returns how much of a rank's interval, which ends at ``ends``, lies in each interval of ``other_ends``."""
     stop = ends[:, rank, None]
     start = ends[:, rank - 1, None] if rank else numpy.zeros_like(stop)
-    return numpy.diff(numpy.clip(others, start, stop), axis=1, prepend=start)
+    return numpy.diff(numpy.clip(other_ends, start, stop), axis=1, prepend=start)

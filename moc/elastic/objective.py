@@ -41,7 +41,7 @@ def fatal_share(representatives: Sequence[int], nodes: int, losses: LossModel) -
     """
     share, probability = 0.0, 1.0 - losses.also_lost
     for lost in range(1, min(nodes, _MAX_LOST) + 1):
-        fatal = sum(comb(nodes - held, lost - held) for held in representatives if held <= lost)
+        fatal = sum(comb(nodes - replicas, lost - replicas) for replicas in representatives if replicas <= lost)
         share += probability * min(1.0, fatal / comb(nodes, lost))
         probability *= losses.also_lost
     return share

@@ -78,7 +78,7 @@ def _place_by_load(
     if same_groups or imbalance <= TOLERATED_IMBALANCE:
         return table, imbalance
     leveled = placed(level_groups(loads, replicas, slots - everywhere, hottest))
-    return min((table, imbalance), (leveled, placement_imbalance(loads, leveled)), key=lambda found: found[1])
+    return min((table, imbalance), (leveled, placement_imbalance(loads, leveled)), key=lambda candidate: candidate[1])
 
 
 def level_groups(
@@ -96,14 +96,14 @@ def level_groups(
         slots: experts of a group.
         everywhere: experts that belong to no group.
     """
-    apart = set(everywhere)
-    grouped = sorted((expert for expert in range(len(loads)) if expert not in apart), key=replicas.__getitem__)
+    ungrouped = set(everywhere)
+    grouped = sorted((expert for expert in range(len(loads)) if expert not in ungrouped), key=replicas.__getitem__)
     result, load_of_group = [], [0.0] * (-(-len(grouped) // max(slots, 1)) + 1)
     for count, run in itertools.groupby(grouped, key=replicas.__getitem__):
         members, start = list(run), len(result)
         stop = start + len(members)
         groups = range(start // slots, (stop - 1) // slots + 1)
-        room = {group: min(stop, (group + 1) * slots) - max(start, group * slots) for group in groups}
+        capacity = {group: min(stop, (group + 1) * slots) - max(start, group * slots) for group in groups}
         least = [(load_of_group[group], group) for group in groups]
         heapq.heapify(least)
         chosen: dict[int, list[int]] = {group: [] for group in groups}
@@ -111,7 +111,7 @@ def level_groups(
             load, group = heapq.heappop(least)
             chosen[group].append(expert)
             load_of_group[group] = load + loads[expert] / max(count, 1)
-            if len(chosen[group]) < room[group]:
+            if len(chosen[group]) < capacity[group]:
                 heapq.heappush(least, (load_of_group[group], group))
         result += [expert for group in groups for expert in sorted(chosen[group])]
     return result + list(everywhere)
@@ -209,11 +209,11 @@ def without_repetition(table: numpy.ndarray, hottest_first: Sequence[int]) -> nu
         hottest_first: all experts, in the order of getting slots.
     """
     nodes, slots = table.shape
-    held = replicas_by_node(table, len(hottest_first)) > 0
+    is_stored = replicas_by_node(table, len(hottest_first)) > 0
     result = _remove_repetitions(table)
     used = (result != EMPTY).sum(axis=1)
     for expert in hottest_first:
-        nodes_without = numpy.flatnonzero((used < slots) & ~held[expert])
+        nodes_without = numpy.flatnonzero((used < slots) & ~is_stored[expert])
         result[nodes_without, used[nodes_without]] = expert
         used[nodes_without] += 1
     return result
@@ -346,9 +346,9 @@ class _ExchangeSearch:
         size = subset_sizes(nodes)
         self._choices = numpy.argsort(size, kind="stable")  # choices of lost nodes, fewest first
         self._starts = numpy.searchsorted(size[self._choices], numpy.arange(nodes + 1))
-        self._held = numpy.zeros((experts + 1, nodes), numpy.int64)  # last row: empty slots
-        numpy.add.at(self._held, (table, numpy.arange(nodes)[:, None]), 1)
-        self._losing = self._losing_choices(numpy.arange(experts + 1), self._held)
+        self._replicas = numpy.zeros((experts + 1, nodes), numpy.int64)  # last row: empty slots
+        numpy.add.at(self._replicas, (table, numpy.arange(nodes)[:, None]), 1)
+        self._losing = self._losing_choices(numpy.arange(experts + 1), self._replicas)
         self._lost_experts = self._losing.sum(axis=0, dtype=numpy.int16)
         self._best = self._survived_choices(self._lost_experts)[0]
 
@@ -373,22 +373,22 @@ class _ExchangeSearch:
         x, y = int(first_experts[first_slot]), int(second_experts[second_slot])
         self._best, self._lost_experts = survived[best], lost_experts[first_slot, second_slot].copy()
         self._losing[x], self._losing[y] = losing_first[first_slot], losing_second[second_slot]
-        self._held[[x, y], [first, second]] -= 1
-        self._held[[x, y], [second, first]] += 1
+        self._replicas[[x, y], [first, second]] -= 1
+        self._replicas[[x, y], [second, first]] += 1
         self.table[first, first_slot], self.table[second, second_slot] = y, x
         return True
 
     def _losing_after_move(self, experts: numpy.ndarray, source: int, target: int) -> numpy.ndarray:
         """Returns the choices that lose each of a node's experts after one of its replicas has moved."""
-        held = self._held[experts]
-        held[:, source] -= 1
-        held[:, target] += 1
-        return self._losing_choices(experts, held)
+        replicas = self._replicas[experts]
+        replicas[:, source] -= 1
+        replicas[:, target] += 1
+        return self._losing_choices(experts, replicas)
 
-    def _losing_choices(self, experts: numpy.ndarray, held: numpy.ndarray) -> numpy.ndarray:
-        mask = numpy.array(bit_masks(held > 0))[:, None]
+    def _losing_choices(self, experts: numpy.ndarray, replicas: numpy.ndarray) -> numpy.ndarray:
+        mask = numpy.array(bit_masks(replicas > 0))[:, None]
         losing = (self._choices & mask) == mask
-        losing[(experts < 0) | (experts == len(self._held) - 1)] = False  # an empty slot is never lost
+        losing[(experts < 0) | (experts == len(self._replicas) - 1)] = False  # an empty slot is never lost
         return losing.astype(numpy.int16)
 
     def _survived_choices(self, lost_experts: numpy.ndarray) -> list[list[int]]:

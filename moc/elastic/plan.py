@@ -131,11 +131,15 @@ class Plan:
             has_state: for each of their ranks, whether it still has the experts of this plan; otherwise it has none.
         """
         index_of, ranks = {member: number for number, member in enumerate(self.members)}, range(self.ranks)
-        rows = [index_of[one] * self.ranks + rank if one in index_of else -1 for one in members for rank in ranks]
-        kept = numpy.array([row >= 0 and held for row, held in zip(rows, has_state, strict=True)], dtype=bool)
+        rows = [
+            index_of[member] * self.ranks + rank if member in index_of else -1 for member in members for rank in ranks
+        ]
+        kept = numpy.array([row >= 0 and is_stored for row, is_stored in zip(rows, has_state, strict=True)], dtype=bool)
         tables = {layer: numpy.where(kept[:, None], table[rows], EMPTY) for layer, table in self.tables.items()}
         is_empty = [not of_node.any() for of_node in kept.reshape(len(members), self.ranks)]
-        positions = [len(self.members) if is_empty[n] else self.columns[index_of[one]] for n, one in enumerate(members)]
+        positions = [
+            len(self.members) if is_empty[n] else self.columns[index_of[member]] for n, member in enumerate(members)
+        ]
         order = sorted(range(len(members)), key=lambda number: (positions[number], members[number]))
         columns = numpy.argsort(order)
         return Plan(tuple(members), tuple(columns.tolist()), self.experts, self.ranks, tables, (len(members),))
@@ -159,12 +163,17 @@ class Plan:
 
     def _slot_for(self, table: numpy.ndarray, preferred: Sequence[int]) -> tuple[int, int]:
         """Returns rank and slot for a lost expert: the slot is empty, or its expert has another replica."""
-        counts = numpy.bincount(table[table != EMPTY], minlength=self.experts)
+        replica_counts = numpy.bincount(table[table != EMPTY], minlength=self.experts)
         spare = [
-            (rank not in preferred, -int(counts[held]) if held != EMPTY else -self.num_ranks - 1, rank, slot)
+            (
+                rank not in preferred,
+                -int(replica_counts[current]) if current != EMPTY else -self.num_ranks - 1,
+                rank,
+                slot,
+            )
             for rank, row in enumerate(table.tolist())
-            for slot, held in enumerate(row)
-            if held == EMPTY or counts[held] > 1
+            for slot, current in enumerate(row)
+            if current == EMPTY or replica_counts[current] > 1
         ]
         return min(spare)[2:]  # the target has a slot for each expert, so this plan has one, too
 
@@ -294,8 +303,8 @@ def make_plan(members: Sequence[int], loads: Loads, settings: PlanSettings, prev
     rank_tables = {}
     for layer in sorted(loads):
         table = numpy.concatenate([tables[layer] for tables in placements])
-        held = None if previous is None else previous_experts(previous, members, layer)
-        rank_tables[layer] = split_among_ranks(table[order], loads[layer], settings.ranks, held)
+        previous_of_rank = None if previous is None else previous_experts(previous, members, layer)
+        rank_tables[layer] = split_among_ranks(table[order], loads[layer], settings.ranks, previous_of_rank)
     return Plan(tuple(members), tuple(order.tolist()), experts, settings.ranks, rank_tables, domains)
 
 
@@ -410,10 +419,10 @@ def assign_greedily(shared: numpy.ndarray) -> numpy.ndarray:
 
 def _count_shared_experts(before: numpy.ndarray, placement: numpy.ndarray, experts: int) -> numpy.ndarray:
     """Returns the number of experts shared by each row of before and wanted, [rows before, rows wanted]."""
-    held = numpy.vstack(
+    replicas = numpy.vstack(
         [replicas_by_node(placement, experts), numpy.zeros((1, len(placement)), numpy.int16)]
     )  # last row: empty slots
-    return sum(held[before[:, slot]] for slot in range(1, before.shape[1])) + held[before[:, 0]]
+    return sum(replicas[before[:, slot]] for slot in range(1, before.shape[1])) + replicas[before[:, 0]]
 
 
 def split_among_ranks(

@@ -25,28 +25,28 @@ class TooManyNodesError(UserError, ValueError):
     code = "value-out-of-range"
 
 
-def survival_probability(held: numpy.ndarray, lost: int) -> float:
+def survival_probability(replicas: numpy.ndarray, lost: int) -> float:
     """Returns the probability that a replica of each expert is left.
 
     Args:
-        held: replicas of each expert on each node, [experts, nodes]; experts of several layers are concatenated.
+        replicas: replicas of each expert on each node, [experts, nodes]; experts of several layers are concatenated.
         lost: nodes lost simultaneously.
 
     Raises:
         TooManyNodesError: there are more than 16 nodes, the loss can destroy an expert, and holders are not neighbors
             (with MRO, they are).
     """
-    nodes = held.shape[1]
-    return count_survived(held, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
+    nodes = replicas.shape[1]
+    return count_survived(replicas, lost)[lost] / comb(nodes, lost) if lost <= nodes else 0.0
 
 
-def count_survived(held: numpy.ndarray, max_lost: int) -> list[int]:
+def count_survived(replicas: numpy.ndarray, max_lost: int) -> list[int]:
     """Returns, by number of lost nodes up to ``max_lost``, the number of choices that leave a replica of each expert.
 
     Arguments and errors as in :func:`survival_probability`.
     """
-    nodes = held.shape[1]
-    sets = minimal_holder_sets(held)
+    nodes = replicas.shape[1]
+    sets = minimal_holder_sets(replicas)
     if not sets[0].any():  # an expert has no holder
         return [0] * (max_lost + 1)
     if nodes <= _MAX_ENUMERATED_NODES:
@@ -66,41 +66,41 @@ def count_survived(held: numpy.ndarray, max_lost: int) -> list[int]:
     return _count_without_complete_run(dict(zip(last.tolist(), size.tolist(), strict=True)), nodes, max_lost)
 
 
-def survival_lower_bound(held: numpy.ndarray, lost: int) -> float:
+def survival_lower_bound(replicas: numpy.ndarray, lost: int) -> float:
     """Returns a lower bound of :func:`survival_probability` for any number of nodes, by a union bound."""
-    nodes = held.shape[1]
+    nodes = replicas.shape[1]
     if lost > nodes:
         return 0.0
     fatal = sum(
-        comb(nodes - size, lost - size) for size in minimal_holder_sets(held).sum(axis=1).tolist() if size <= lost
+        comb(nodes - size, lost - size) for size in minimal_holder_sets(replicas).sum(axis=1).tolist() if size <= lost
     )
     return max(0.0, 1 - fatal / comb(nodes, lost))
 
 
-def minimal_holder_sets(held: numpy.ndarray) -> numpy.ndarray:
+def minimal_holder_sets(replicas: numpy.ndarray) -> numpy.ndarray:
     """Returns the distinct sets of holders that contain no other, smallest first, bool[sets, nodes]."""
-    bits = numpy.packbits(held > 0, axis=1)
+    bits = numpy.packbits(replicas > 0, axis=1)
     first = {row.tobytes(): number for number, row in reversed([*enumerate(bits)])}
-    numbers = numpy.array(sorted(first.values(), key=lambda number: (int((held[number] > 0).sum()), number)))
+    numbers = numpy.array(sorted(first.values(), key=lambda number: (int((replicas[number] > 0).sum()), number)))
     words = numpy.pad(bits[numbers], ((0, 0), (0, -bits.shape[1] % 8))).view(numpy.uint64)
     kept: list[int] = []
     for index in range(len(numbers)):
         smaller = words[kept]
         if not ((smaller & words[index]) == smaller).all(axis=1).any():
             kept.append(index)
-    return held[numbers[kept]] > 0
+    return replicas[numbers[kept]] > 0
 
 
-def survival_score(held: numpy.ndarray) -> tuple[float, ...]:
+def survival_score(replicas: numpy.ndarray) -> tuple[float, ...]:
     """Returns a score that grows with survival, to compare placements of the same replicas.
 
     It consists of the choices survived, from the smallest loss on. If there are too many choices, it is the smallest
     set of holders, then the expected number of lost sets if nodes are lost with probability 1/2.
     """
-    nodes = held.shape[1]
+    nodes = replicas.shape[1]
     if nodes <= _MAX_ENUMERATED_NODES:
-        return tuple(count_survived(held, nodes))
-    set_sizes = minimal_holder_sets(held).sum(axis=1).astype(float)
+        return tuple(count_survived(replicas, nodes))
+    set_sizes = minimal_holder_sets(replicas).sum(axis=1).astype(float)
     return float(set_sizes.min()), -float((0.5**set_sizes).sum())
 
 
@@ -120,13 +120,13 @@ def _count_without_complete_run(shortest: dict[int, int], nodes: int, max_lost: 
     for node in range(nodes):
         limit = shortest.get(node, nodes + 1)
         next_counts: dict[tuple[int, int], int] = {}
-        for (lost, run), ways in counts.items():
-            next_counts[lost, 0] = next_counts.get((lost, 0), 0) + ways
+        for (lost, run), choices in counts.items():
+            next_counts[lost, 0] = next_counts.get((lost, 0), 0) + choices
             if lost < max_lost and run + 1 < limit:
                 state = lost + 1, min(run + 1, longest)
-                next_counts[state] = next_counts.get(state, 0) + ways
+                next_counts[state] = next_counts.get(state, 0) + choices
         counts = next_counts
-    return [sum(ways for (lost, _), ways in counts.items() if lost == number) for number in range(max_lost + 1)]
+    return [sum(choices for (lost, _), choices in counts.items() if lost == number) for number in range(max_lost + 1)]
 
 
 def bit_masks(sets: numpy.ndarray) -> list[int]:

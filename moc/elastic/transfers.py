@@ -113,9 +113,9 @@ def plan_transfers(
     receivers = {operator: sorted({*after.get(operator, ())} - {*before.get(operator, ())}) for operator in tensors_of}
     moved_operators = [operator for operator in tensors_of if receivers[operator]]
     if lost_operators := [operator for operator in moved_operators if not before.get(operator)]:
-        others = f" and {len(lost_operators) - 1} more operators" if len(lost_operators) > 1 else ""
+        suffix = f" and {len(lost_operators) - 1} more operators" if len(lost_operators) > 1 else ""
         raise NoSourceError(
-            f"no rank holds {lost_operators[0]}{others}. Fix: load a checkpoint",
+            f"no rank holds {lost_operators[0]}{suffix}. Fix: load a checkpoint",
         )
     cut = functools.cache(lambda region, count: [*region.cut(count)])  # cached, since most tensors have equal shapes
     groups: list[_DeliveryGroup] = []
@@ -127,9 +127,9 @@ def plan_transfers(
         ]
         groups += _delivery_groups(sorted(before[operator_name]), receivers[operator_name], chunks)
     planned = [
-        ChunkTransfer(group.round, source, target, piece)
+        ChunkTransfer(group.round, source, target, chunk)
         for group, sources in zip(groups, _assign_sources(groups, _bytes_by_source(groups)), strict=True)
-        for (target, piece), source in zip(group.deliveries, sources, strict=True)
+        for (target, chunk), source in zip(group.deliveries, sources, strict=True)
     ]
     return sorted(planned, key=lambda transfer: transfer.round)
 
@@ -144,15 +144,17 @@ class _DeliveryGroup:
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for _, piece in self.deliveries)
+        return sum(chunk.nbytes for _, chunk in self.deliveries)
 
 
 def _delivery_groups(sources: list[int], targets: list[int], chunks: list[StateTensor]) -> Iterator[_DeliveryGroup]:
     """Yields the deliveries of one operator: each chunk to one target, then to the other targets."""
-    chunks_of_target = {target: chunks[place :: len(targets)] for place, target in enumerate(targets)}
-    yield _DeliveryGroup(0, sources, [(target, piece) for target, mine in chunks_of_target.items() for piece in mine])
-    for forwarder, mine in chunks_of_target.items():
-        deliveries = [(target, piece) for target in targets if target != forwarder for piece in mine]
+    chunks_of_target = {target: chunks[position :: len(targets)] for position, target in enumerate(targets)}
+    yield _DeliveryGroup(
+        0, sources, [(target, chunk) for target, target_chunks in chunks_of_target.items() for chunk in target_chunks]
+    )
+    for forwarder, target_chunks in chunks_of_target.items():
+        deliveries = [(target, chunk) for target in targets if target != forwarder for chunk in target_chunks]
         if deliveries:
             yield _DeliveryGroup(1, [*sources, forwarder], deliveries)
 
@@ -188,9 +190,9 @@ def _assign_sources(groups: Sequence[_DeliveryGroup], shares: Sequence[list[int]
         for source, nbytes in zip(group.sources, share, strict=True):
             unsent[source] += nbytes
         chosen = []
-        for _, piece in group.deliveries:
+        for _, chunk in group.deliveries:
             source = max(group.sources, key=unsent.__getitem__)
-            unsent[source] -= piece.nbytes
+            unsent[source] -= chunk.nbytes
             chosen.append(source)
         yield chosen
 
@@ -302,7 +304,7 @@ class ShardAssignment:
             members: active nodes.
             has_state: for each of their ranks, whether it still has its blocks of this assignment (otherwise none).
         """
-        index_of = {member: place for place, member in enumerate(members)}
+        index_of = {member: position for position, member in enumerate(members)}
         new_rank: dict[int, int] = {}
         for index, member in enumerate(self.members):
             for local in range(self.ranks) if member in index_of else ():
