@@ -69,9 +69,12 @@ def _count_mismatches(tensors: Mapping[str, Mapping[str, list[StoredBox]]], oper
     for operator in sorted(held_elements.keys() | operators.keys()):
         listed = operators[operator].elements if operator in operators else {}
         for slot in sorted(held_elements[operator].keys() | listed.keys()):
-            held, wanted = held_elements[operator][slot], listed.get(slot, 0)
-            if held != wanted:
-                yield f"{operator}: files hold {held:,} elements of {slot}, {dense_files.MANIFEST} promises {wanted:,}"
+            stored, expected = held_elements[operator][slot], listed.get(slot, 0)
+            if stored != expected:
+                yield (
+                    f"{operator}: files hold {stored:,} elements of {slot}, {dense_files.MANIFEST} promises "
+                    f"{expected:,}"
+                )
 
 
 def _missing_slots_of_details(
@@ -103,10 +106,10 @@ def missing_operators(names: Iterable[str], shape: Any) -> list[str]:
     """
     present = {operator_or_other(name) for name in names}
     try:
-        wanted = _operators(shape)
+        expected = _operators(shape)
     except ValueError as error:
         raise ValueError(f"does not describe the shape of a model ({error})") from None
-    return [operator for operator in wanted if operator not in present]
+    return [operator for operator in expected if operator not in present]
 
 
 def operators_of(shape: Any) -> list[Operator]:
@@ -148,7 +151,7 @@ class _Shape:
             return [layer % frequency == 0 for layer in range(self.num_layers)]
         if len(frequency) < self.num_layers:
             raise ValueError("moe_layer_freq lists too few layers")
-        return [bool(one) for one in frequency[: self.num_layers]]
+        return [bool(is_expert) for is_expert in frequency[: self.num_layers]]
 
 
 def _operators(shape: Any) -> list[str]:
@@ -189,9 +192,10 @@ def _missing_slots(tensors: dict[str, dict[str, list[StoredBox]]], optimizer: st
     for slot in required_slots(optimizer):
         if tensors and slot not in present_slots:
             yield f"{slot}: no file holds it for any tensor"
-    wanted = present_slots if optimizer in SLOTS else {MASTER}  # Megatron-LM's own format does not record the optimizer
+    # Megatron-LM's own format does not record the optimizer
+    expected = present_slots if optimizer in SLOTS else {MASTER}
     for name in sorted(tensors):
-        if missing := sorted(wanted - tensors[name].keys()):
+        if missing := sorted(expected - tensors[name].keys()):
             yield f"{name}: has no {' and no '.join(missing)}"
 
 
@@ -211,8 +215,8 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
     tensor = Region((0,) * len(boxes[0].global_shape), boxes[0].global_shape)
     for box in boxes:
         if box.region.intersect(tensor) != box.region:
-            bounds, whole = _format_bounds(box.region), _format_bounds(tensor)
-            yield f"{bounds} in {box.file} reaches out of the tensor, which is {whole}"
+            bounds, tensor_bounds = _format_bounds(box.region), _format_bounds(tensor)
+            yield f"{bounds} in {box.file} reaches out of the tensor, which is {tensor_bounds}"
             return
     if _is_exact_cover(tensor, [box.region for box in boxes]):
         return
@@ -224,8 +228,8 @@ def _problems_of_boxes(boxes: list[StoredBox]) -> Iterator[str]:
         lost = sum(hole.numel for hole in holes)
         yield f"has a hole at {_format_bounds(holes[0])}: {lost:,} of {tensor.numel:,} elements are in no file"
     elif overlap is None:  # the search was stopped at its limit
-        held = sum(box.region.numel for box in boxes)
-        yield f"has holes, or boxes that overlap: files hold {held:,} elements, and the tensor has {tensor.numel:,}"
+        stored = sum(box.region.numel for box in boxes)
+        yield f"has holes, or boxes that overlap: files hold {stored:,} elements, and the tensor has {tensor.numel:,}"
 
 
 def _is_exact_cover(tensor: Region, boxes: list[Region]) -> bool:
@@ -279,7 +283,7 @@ def _find_holes(tensor: Region, boxes: list[StoredBox]) -> list[Region] | None:
             return None
         common = ((part, part.intersect(box.region)) for part in holes)
         holes = [
-            piece for part, common_part in common for piece in (part.without(common_part) if common_part else [part])
+            hole for part, common_part in common for hole in (part.without(common_part) if common_part else [part])
         ]
     return sorted(holes, key=lambda region: region.offset)
 

@@ -38,7 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         leftover_memory = (
             leftovers(args.memory_dir) if args.ckpt_dir is None else leftovers_of(args.memory_dir, args.ckpt_dir)
         )
-        if unknown := {path.absolute() for path in args.path} - {one.path.absolute() for one in leftover_memory}:
+        leftover_paths = {leftover.path.absolute() for leftover in leftover_memory}
+        if unknown := {path.absolute() for path in args.path} - leftover_paths:
             raise CheckpointError(
                 f"{min(unknown)} is no memory of a job. Fix: name directories as the list shows them",
                 code="memory-of-no-run",
@@ -52,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
             owner = "of a job" if args.ckpt_dir is None else f"of the run in {args.ckpt_dir}"
             print_lines(f"nothing is removed: {args.memory_dir} has no memory {owner}")
         elif args.remove:
-            return int(not all([_remove(one, args.ended) for one in selected]))  # a list: also after a failure
+            removed = [_remove(leftover, args.ended) for leftover in selected]  # a list: also after a failure
+            return int(not all(removed))
         else:
-            total = f"{len(selected)} directories, {sum(one.bytes for one in selected) / 1e9:.3g} GB"
+            total = f"{len(selected)} directories, {sum(leftover.bytes for leftover in selected) / 1e9:.3g} GB"
             print_lines(*map(_line, selected), total)
         return 0
     except (CheckpointError, OSError) as error:

@@ -157,7 +157,7 @@ def older_sources(path: RecoveryPath) -> dict[str, int]:
     for (name, _), source in path.sources.items():
         if source.iteration < path.iteration:
             older[name] = min(source.iteration, older.get(name, source.iteration))
-    return dict(sorted(older.items(), key=lambda one: one[1]))
+    return dict(sorted(older.items(), key=lambda item: item[1]))
 
 
 def count_chained_experts(directory: Path) -> int:

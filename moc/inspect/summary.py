@@ -214,7 +214,7 @@ def describe(view: View, boxes: list[StoredBox], problems: list[str]) -> dict:
 def stale_experts(ages_by_expert: Mapping[str, Age], iteration: int | None) -> dict[str, int]:
     """Returns, by expert that is older than the checkpoint, the last iteration that its state and gradients reach."""
     older = {name: age.until for name, age in ages_by_expert.items() if age.until != iteration}
-    return dict(sorted(older.items(), key=lambda one: one[1]))
+    return dict(sorted(older.items(), key=lambda item: item[1]))
 
 
 def _files(checkpoint: Checkpoint, names: list[str]) -> dict:
@@ -281,7 +281,7 @@ def _lines_of_snapshot(fields: dict) -> dict[str, str]:
 def _line_of_ages(experts: Collection[Mapping[str, int]]) -> dict[str, str]:
     if not experts:
         return {}
-    ages, chains = [one["age"] for one in experts], [one["until"] - one["base"] for one in experts]
+    ages, chains = [expert["age"] for expert in experts], [expert["until"] - expert["base"] for expert in experts]
     text = f"saved {sum(ages) / len(ages):.3g} iterations ago in the mean, at most {max(ages)}"
     if any(chains):
         text += f"; gradients of {sum(map(bool, chains)):,} follow, of up to {max(chains)} iterations"
@@ -300,7 +300,7 @@ def _table(view: View):
 
     rows, by = view.rows, view.by
     slots = {slot for row in rows.values() for slot in row.nbytes}
-    order = [*(slot for known in SLOTS.values() for slot in known), PARAM]
+    order = [*(slot for keys in SLOTS.values() for slot in keys), PARAM]
     slots = sorted(slots, key=lambda slot: (order.index(slot) if slot in order else len(order), slot))
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
     total_bytes = sum(row.total for row in rows.values())

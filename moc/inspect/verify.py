@@ -218,9 +218,13 @@ def leftover_notes(root: Path) -> list[str]:
 def check_hashes(verdicts: list[Verdict], workers: int) -> None:
     """Compares every file of the listed size with its hash or hashes, in several threads; adds the problems."""
     checkpoints = [(verdict, verdict.checkpoint) for verdict in verdicts if verdict.checkpoint]
-    jobs = [(verdict, one, name) for verdict, one in checkpoints for name in one.files.keys() - one.damaged_files]
+    jobs = [
+        (verdict, checkpoint, name)
+        for verdict, checkpoint in checkpoints
+        for name in checkpoint.files.keys() - checkpoint.damaged_files
+    ]
     jobs.sort(key=lambda job: (-job[1].files[job[2]]["bytes"], job[2]))  # large files first, to balance the threads
-    total = sum(one.files[name]["bytes"] for _, one, name in jobs)
+    total = sum(checkpoint.files[name]["bytes"] for _, checkpoint, name in jobs)
     with progress(total) as on_progress, ThreadPoolExecutor(workers) as pool:
         results = list(pool.map(lambda job: _hash_problems(job[1], job[2], on_progress), jobs))
     for (verdict, checkpoint, name), problems in sorted(zip(jobs, results, strict=True), key=lambda pair: pair[0][2]):
@@ -257,8 +261,8 @@ def _snapshot_problems(checkpoint: Checkpoint, name: str, file, advance: Callabl
     for box in sorted(boxes, key=lambda box: box.start):
         file.seek(box.start)
         if compute_file_digest(file, box.nbytes, advance) != box.digest:
-            place = list(box.region.offset)
-            problems.append(f"{box.slot} of {box.name} at {place} does not match its hash: it is damaged")
+            offset = list(box.region.offset)
+            problems.append(f"{box.slot} of {box.name} at {offset} does not match its hash: it is damaged")
     return problems
 
 
