@@ -293,17 +293,17 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
 def _summarize_recoveries(state: RunState) -> Recoveries:
     recoveries = state.recoveries
     localized = [recovery for recovery in recoveries if recovery.stages]
-    failed = [one for one in recoveries if one.exact is False or one.lost_tokens > 0]
+    failed = [recovery for recovery in recoveries if recovery.exact is False or recovery.lost_tokens > 0]
     return Recoveries(
         count=len(recoveries),
         injected={action: count for (kind, action), count in state.counts.items() if kind == "inject"},
-        detect_s=_spread(one.detect_s for one in recoveries if one.detect_s is not None),
-        outside_s=_spread(one.outside_s for one in recoveries),
-        kept=_spread(one.kept for one in recoveries),
+        detect_s=_spread(recovery.detect_s for recovery in recoveries if recovery.detect_s is not None),
+        outside_s=_spread(recovery.outside_s for recovery in recoveries),
+        kept=_spread(recovery.kept for recovery in recoveries),
         alone=len(localized),
-        stages=_spread(len(one.stages) for one in localized),
-        again=_spread(one.again for one in recoveries),
-        exact=sum(one.exact is True and one.lost_tokens <= 0 for one in recoveries),
+        stages=_spread(len(recovery.stages) for recovery in localized),
+        again=_spread(recovery.again for recovery in recoveries),
+        exact=sum(recovery.exact is True and recovery.lost_tokens <= 0 for recovery in recoveries),
         not_exact=len(failed),
     )
 
@@ -358,7 +358,7 @@ def list_standstills(events: Sequence[Event]) -> tuple[NoProgress, ...]:
 
 def _count_unwritten(state: RunState) -> dict[str, int]:
     """Counts failed saves, snapshots skipped because storage was too slow, and logs that could not be written."""
-    failed = {what: count for (kind, what), count in state.counts.items() if kind == "save_failed"}
+    failed = {destination: count for (kind, destination), count in state.counts.items() if kind == "save_failed"}
     late = {"skipped": state.of_type("save_skipped").count, "log": state.of_type("log_failed").count}
     return failed | {kind: count for kind, count in late.items() if count}
 

@@ -66,14 +66,14 @@ def _draw_progress(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
 def _mark_of(recovery: RecoveryTimes, began: float) -> LossMark:
     """Returns the mark where training resumed, seconds since the begin of the run."""
     fate = "killed" if recovery.signal == signal.SIGKILL else "lost"
-    who = "restarted" if recovery.rank is None else f"worker {recovery.rank} {fate}"
+    label = "restarted" if recovery.rank is None else f"worker {recovery.rank} {fate}"
     at = recovery.time - began
-    return LossMark(at, who, recovery.outside_s, max(0.0, at - recovery.outside_s))
+    return LossMark(at, label, recovery.outside_s, max(0.0, at - recovery.outside_s))
 
 
 def _draw_workers(panel, runs: Mapping[str, Report], events: Sequence[Sequence[Event]]) -> None:
     for number, (name, run) in enumerate(runs.items()):
-        edges = [(edge, one.workers) for one in run.periods for edge in (one.began_s, one.ended_s)]
+        edges = [(edge, period.workers) for period in run.periods for edge in (period.began_s, period.ended_s)]
         panel.plot(*zip(*edges, strict=True), color=f"C{number}", linewidth=0.8, linestyle=":")
         for period in run.periods:
             ends, workers = (period.began_s, period.ended_s), (period.workers, period.workers)
@@ -86,12 +86,12 @@ def _draw_workers(panel, runs: Mapping[str, Report], events: Sequence[Sequence[E
 
 
 def _draw_parts(panel, runs: Mapping[str, Report], events: Sequence[Sequence[Event]]) -> None:
-    left = [0.0] * len(runs)
+    offsets = [0.0] * len(runs)
     for number, (name, title) in enumerate(PART_TITLES.items()):
         shares = [100 * max(0.0, _drawn_seconds(run, name)) / run.wall_s for run in runs.values()]
         if any(shares):
-            panel.barh([*runs], shares, left=left, color=f"C{number}", edgecolor=paper(), label=title)
-        left = [a + b for a, b in zip(left, shares, strict=True)]
+            panel.barh([*runs], shares, left=offsets, color=f"C{number}", edgecolor=paper(), label=title)
+        offsets = [a + b for a, b in zip(offsets, shares, strict=True)]
     panel.set_title("Uses of the wall clock")
     panel.set(xlabel="share of the wall clock, %", xlim=(0, 100))
     panel.invert_yaxis()

@@ -198,15 +198,15 @@ def _exact(run: Report) -> str | None:
     recoveries = run.recoveries
     parts = [f"{recoveries.exact} exact"] * bool(recoveries.exact)
     parts += [f"{recoveries.not_exact} not"] * bool(recoveries.not_exact)
-    other = recoveries.count - recoveries.exact - recoveries.not_exact
-    return ", ".join([*parts, f"{other} not compared"] if other and parts else parts) or None
+    not_compared = recoveries.count - recoveries.exact - recoveries.not_exact
+    return ", ".join([*parts, f"{not_compared} not compared"] if not_compared and parts else parts) or None
 
 
 def _standstills(run: Report) -> str | None:
     lines = (
-        f"{one.generations} after iteration {one.iteration:,}: "
-        + ", ".join(f"device {device} of node {node}" for node, device in one.devices)
-        for one in run.standstills
+        f"{standstill.generations} after iteration {standstill.iteration:,}: "
+        + ", ".join(f"device {device} of node {node}" for node, device in standstill.devices)
+        for standstill in run.standstills
     )
     return "\n".join(lines) or None
 

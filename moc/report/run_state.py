@@ -159,7 +159,7 @@ class RunFold:
         self._periods: list[tuple[int, float, list[float]]] = []  # workers, start, and times of iterations
         self._validation: dict[str, float] = {}
         self._recent: deque[Event] = deque(maxlen=_RECENT)
-        self._ended: str | None = None
+        self._end_reason: str | None = None
         self._time = 0.0
 
     def add(self, event: Event) -> None:
@@ -184,7 +184,7 @@ class RunFold:
         elif kind == "evaluation":
             self._validation[event["split"]] = event["loss"]
         if kind in ("start", "exit", "end"):
-            self._ended = None if kind == "start" else event.get("reason")
+            self._end_reason = None if kind == "start" else event.get("reason")
 
     def snapshot(self) -> RunState:
         """Returns the state after all events that were added."""
@@ -206,7 +206,7 @@ class RunFold:
             periods=tuple(self._finished_periods()),
             validation=dict(self._validation),
             recent=tuple(self._recent),
-            ended=self._ended,
+            ended=self._end_reason,
             time=self._time,
         )
 
@@ -225,7 +225,7 @@ class RunFold:
 
 def fold_events(events: Iterable[Event]) -> RunState:
     """Returns the state of a run after all its events."""
-    fold = RunFold()
+    run_fold = RunFold()
     for event in events:
-        fold.add(event)
-    return fold.snapshot()
+        run_fold.add(event)
+    return run_fold.snapshot()

@@ -204,10 +204,10 @@ class WallClock:
         elif event["type"] == "iteration":
             self._count(event)
         decided, is_recovery = self._finder.add(event)
-        for one in decided:
-            self._enter_window(one)
+        for decided_event in decided:
+            self._enter_window(decided_event)
             if not is_recovery:
-                self._book_event(one)
+                self._book_event(decided_event)
         if is_recovery:
             self._book_recovery(decided)
         return decided, is_recovery
@@ -216,16 +216,16 @@ class WallClock:
         """Returns the uses of the wall clock until the newest event."""
         if self._last is None:
             return Spent()
-        ended = copy.copy(self)  # an unfinished recovery is booked in the copy
-        ended._seconds, ended._undisturbed = self._seconds.copy(), self._undisturbed.copy()
-        ended._window, ended._discarded = list(self._window), self._discarded.copy()
-        ended._trained = {key: replace(trained) for key, trained in self._trained.items()}
+        clock = copy.copy(self)  # an unfinished recovery is booked in the copy
+        clock._seconds, clock._undisturbed = self._seconds.copy(), self._undisturbed.copy()
+        clock._window, clock._discarded = list(self._window), self._discarded.copy()
+        clock._trained = {key: replace(trained) for key, trained in self._trained.items()}
         for event in self._finder.under_way:
-            ended._enter_window(event)
-            ended._book_event(event)
-        ended._book_until("recoveries_s" if ended._has_loss else "other_s", self._last)
-        parts = ended._seconds.keys() | ended._undisturbed.keys()
-        seconds = {part: ended._seconds[part] + ended._undisturbed[part] * undisturbed_s for part in parts}
+            clock._enter_window(event)
+            clock._book_event(event)
+        clock._book_until("recoveries_s" if clock._has_loss else "other_s", self._last)
+        parts = clock._seconds.keys() | clock._undisturbed.keys()
+        seconds = {part: clock._seconds[part] + clock._undisturbed[part] * undisturbed_s for part in parts}
         return Spent(**{part: round(value, 9) for part, value in seconds.items()})
 
     def recoveries(self, undisturbed_s: float) -> tuple[RecoveryTimes, ...]:
@@ -325,19 +325,23 @@ class WallClock:
 
     def _book_recovery(self, events: Sequence[Event]) -> None:
         window_s, starts = events[-1]["time"] - self._accounted_until, events_of_type("start", events)
-        undone = [one for start in starts for one in self._discarded[id(start)][1]]
+        undone = [iteration for start in starts for iteration in self._discarded[id(start)][1]]
         trained = [self._trained[id(event)] for event in events_of_type("iteration", self._window)]
         replayed_s = sum(event["seconds"] for event in events_of_type("replay", events))
         stopped_s = self._stopped_s()
-        for one in trained:
-            one.is_booked, one.in_recovery, one.ends_recovery = True, True, one is trained[-1]
-            self._book_iteration(one)
+        for iteration in trained:
+            iteration.is_booked, iteration.in_recovery, iteration.ends_recovery = True, True, iteration is trained[-1]
+            self._book_iteration(iteration)
         self._book("again_s", replayed_s)
         self._book("stopped_s", stopped_s)
         self._book("recoveries_s", window_s - replayed_s - stopped_s)
         undone_ids, trained_ids = set(map(id, undone)), set(map(id, trained))
-        kept = [one for one in trained if id(one) not in undone_ids]
-        before = [one for one in {id(one): one for one in undone}.values() if id(one) not in trained_ids]
+        kept = [iteration for iteration in trained if id(iteration) not in undone_ids]
+        before = [
+            iteration
+            for iteration in {id(iteration): iteration for iteration in undone}.values()
+            if id(iteration) not in trained_ids
+        ]
         newest = self._discarded[id(starts[0])][0]
         self._recoveries.append(_Recovery(events, window_s, kept, before, undone, newest, self._workers))
         self._stalled_s = 0.0
@@ -346,7 +350,9 @@ class WallClock:
 
     def _describe(self, recovery: _Recovery, undisturbed_s: float) -> RecoveryTimes:
         def seconds(trained: Sequence[TrainedIteration]) -> float:
-            return sum(booked_s + count * undisturbed_s for booked_s, count in (one.booked for one in trained))
+            return sum(
+                booked_s + count * undisturbed_s for booked_s, count in (iteration.booked for iteration in trained)
+            )
 
         events = recovery.events
         resume, replays = (events_of_type("resume", events) or [{}])[-1], events_of_type("replay", events)
@@ -354,9 +360,9 @@ class WallClock:
         parts = recovered(events, undisturbed_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
         repeated = [
-            (one.event, self.counted[n].event)
-            for one in recovery.undone
-            if (n := one.event["iteration"]) in self.counted
+            (iteration.event, self.counted[n].event)
+            for iteration in recovery.undone
+            if (n := iteration.event["iteration"]) in self.counted
         ]
         compared += [all(a.get(name) == b.get(name) for name in ("loss", "grad_norm")) for a, b in repeated]
         first = next((event for event in losses if event.get("rank", event.get("node")) is not None), {})
@@ -402,8 +408,8 @@ def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCo
     if parts is not None:
         times = (parts.detect_s, parts.regroup_s, parts.transfer_s, replayed_s, parts.warm_up_s)
         return dict(zip(PHASES, times, strict=True))
-    known = {"detection": losses[-1]["noticed_s"], "reconnection": losses[-1]["met_s"]} if losses else {}
-    return known | ({"replay": replayed_s} if replays else {})
+    phases = {"detection": losses[-1]["noticed_s"], "reconnection": losses[-1]["met_s"]} if losses else {}
+    return phases | ({"replay": replayed_s} if replays else {})
 
 
 def _process_start(start: Event) -> float:
