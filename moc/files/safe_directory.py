@@ -253,11 +253,11 @@ class SafeDirectory:
 
     def list_refused(self) -> list[str]:
         """Returns the names of the root's entries that are not directories or regular files; empty without a root."""
-        return self._entries(lambda one: not (one.is_dir(**_NO_FOLLOW) or one.is_file(**_NO_FOLLOW)))
+        return self._entries(lambda entry: not (entry.is_dir(**_NO_FOLLOW) or entry.is_file(**_NO_FOLLOW)))
 
     def list_directories(self) -> list[str]:
         """Returns the names of the root's directories, without links to directories; empty if there is no root."""
-        return self._entries(lambda one: one.is_dir(**_NO_FOLLOW))
+        return self._entries(lambda entry: entry.is_dir(**_NO_FOLLOW))
 
     def _entries(self, predicate: Callable[[os.DirEntry[str]], bool]) -> list[str]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self.directory() as root:

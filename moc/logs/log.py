@@ -114,7 +114,7 @@ class LogReader:
                     f"{path} does not exist: iteration {iteration} was not logged. Fix: resume from a snapshot",
                     code="log-missing",
                 ) from None
-            self._opened = iteration, {(one.box.name, one.box.slot): one for one in sources}
+            self._opened = iteration, {(source.box.name, source.box.slot): source for source in sources}
         return self._opened[1]
 
 
@@ -213,7 +213,7 @@ class LogWriter:
         It logs the entries of ``keys``, by default all.
         """
         self.pause()
-        for later in [one for one in self._buffer_by_iteration if one >= iteration]:
+        for later in [later for later in self._buffer_by_iteration if later >= iteration]:
             self._drop(later)
         logged = self._entries.values() if keys is None else [self._entries[key] for key in keys]
         buffer, layout = self._take_buffer(), log_layout(iteration, logged)
@@ -266,7 +266,7 @@ class LogWriter:
 
     def collect(self, before: int) -> None:
         """Frees the memory of logs before iteration ``before`` for later ones."""
-        for iteration in [one for one in self._buffer_by_iteration if one < before]:
+        for iteration in [iteration for iteration in self._buffer_by_iteration if iteration < before]:
             self._drop(iteration)
 
     def failure(self) -> str | None:
@@ -333,9 +333,9 @@ class LogWriter:
 
     def _new_buffer(self) -> HostBuffer:
         taken = {
-            one.path.name
-            for one in (*self._free_buffers, *self._buffer_by_iteration.values())
-            if one is not None and one.path
+            buffer.path.name
+            for buffer in (*self._free_buffers, *self._buffer_by_iteration.values())
+            if buffer is not None and buffer.path
         }
         number = next(number for number in range(len(taken) + 1) if str(number) not in taken)
         path = self._directory / "slots" / str(number)
@@ -430,7 +430,7 @@ class Pipeline:
 
     def senders(self, stage: int) -> frozenset[int]:
         """Returns the stages that a stage receives from."""
-        return frozenset(self.sender(stage, way) for way in Direction if self.received_by(stage, way))
+        return frozenset(self.sender(stage, direction) for direction in Direction if self.received_by(stage, direction))
 
     def received_by(self, stage: int, direction: Direction) -> list[Crossing]:
         """Returns the tensors that a stage receives in one direction per iteration, in order, named as by their sender.
