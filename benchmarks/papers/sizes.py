@@ -51,7 +51,7 @@ def figure_10() -> Reproduction:
 def _busiest(
     operators: list[Operator], layout: ParallelLayout, k: int | None, keep_master: bool = False
 ) -> dict[str, int]:
-    layers = sorted({o.place[0] for o in operators if o.place is not None})
+    layers = sorted({o.expert_id[0] for o in operators if o.expert_id is not None})
     chosen = None
     if k is not None:
         experts = {layer: sequential_experts(0, place, k, _EXPERTS, layout.ep) for place, layer in enumerate(layers)}

@@ -440,7 +440,7 @@ def check_plan(policy: Policy, plan: SnapshotPlan) -> None:
             if detail in (Detail.FULL, Detail.COMPUTE, None):
                 continue
             needs, remedy = "only full and compute can be replayed", "plan one of them"
-        elif detail is Detail.FULL or operator.place is not None and not is_exact:
+        elif detail is Detail.FULL or operator.expert_id is not None and not is_exact:
             continue
         elif is_exact and Capability.GRADIENTS in policy.requires:
             if detail is Detail.GRAD:

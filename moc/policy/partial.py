@@ -29,7 +29,9 @@ from moc.state.operators import Detail, Operator
 
 def experts_by_layer(operators: Iterable[Operator]) -> dict[int, int]:
     """Returns the number of experts by layer, ascending; only layers with experts."""
-    return dict(sorted(Counter(operator.place[0] for operator in operators if operator.place is not None).items()))
+    return dict(
+        sorted(Counter(operator.expert_id[0] for operator in operators if operator.expert_id is not None).items())
+    )
 
 
 def check_tables(tables: Iterable[Mapping[int, Any]], num_experts: Mapping[int, int], of: str) -> None:
@@ -238,7 +240,7 @@ class PartialPolicy(Policy):
     @cached_property
     def expert_by_name(self) -> dict[str, ExpertId | None]:
         """Layer and number of each operator that is an expert; None for dense operators."""
-        return {operator.name: operator.place for operator in self.operators}
+        return {operator.name: operator.expert_id for operator in self.operators}
 
     @cached_property
     def num_experts(self) -> dict[int, int]:

@@ -375,7 +375,7 @@ class Pec(PartialPolicy):
         """Returns a plan with these experts in full, and the others at the detail that the target leaves for them."""
         details, other_detail = {}, NOT_CHOSEN[self.target]
         for operator in self.operators:
-            chosen = operator.place is None or operator.place[1] in experts[operator.place[0]]
+            chosen = operator.expert_id is None or operator.expert_id[1] in experts[operator.expert_id[0]]
             if chosen or other_detail is not None:
                 details[operator.name] = Detail.FULL if chosen else other_detail
         complete = len(details) == len(self.operators) and set(details.values()) == {Detail.FULL}

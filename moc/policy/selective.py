@@ -157,8 +157,8 @@ class Selective(PartialPolicy):
         """
         if self.experts is not None:
             return
-        dense = dict.fromkeys((operator.name for operator in self.operators if operator.place is None), Detail.FULL)
-        experts = {operator.place: operator.name for operator in self.operators if operator.place is not None}
+        dense = dict.fromkeys((operator.name for operator in self.operators if operator.expert_id is None), Detail.FULL)
+        experts = {operator.expert_id: operator.name for operator in self.operators if operator.expert_id is not None}
         details = [Detail.FULL, *([Detail.GRAD] if self.gradients else [])]
         plans = {f"{name} {detail.value}": {name: detail} for name in experts.values() for detail in details}
         bytes_by_rank = busiest.by_rank({"": dense} | plans)

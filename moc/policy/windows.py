@@ -210,7 +210,7 @@ def order_operators(operators: Sequence[Operator], scores: Scores | None, ep: in
         scores: popularity by layer and expert; None to order by expert number.
         ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
     """
-    experts = {operator: operator.place for operator in operators if operator.place is not None}
+    experts = {operator: operator.expert_id for operator in operators if operator.expert_id is not None}
     if not experts:
         return list(reversed(operators))
     number: dict[int, int] = {}

@@ -249,7 +249,7 @@ def overdue(
     """
     found = []
     for one in operators:
-        most = promise.state if one.place is None else promise.experts
+        most = promise.state if one.expert_id is None else promise.experts
         if most is not None and iteration - max(since, persisted.learned.get(one.name, 0)) > most:
             found.append(one.name)
     return found

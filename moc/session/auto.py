@@ -175,7 +175,7 @@ class AutoPolicy:
             gradient = None
             if self._asked.gradients:  # gradients are fp32, like master weights
                 masters, states = (
-                    busiest({one.name: detail for one in operators if one.place is not None})
+                    busiest({one.name: detail for one in operators if one.expert_id is not None})
                     for detail in (Detail.MASTER, Detail.FULL)
                 )
                 gradient = masters / states
@@ -369,7 +369,7 @@ def bytes_by_expert_count(sizer: SnapshotSizer, operators: Sequence[Operator], e
 
     def details(k: int) -> dict[str, Detail]:
         chosen = {layer: sequential_experts(0, layers[layer], k, number, ep) for layer, number in experts.items()}
-        saved = (one for one in operators if one.place is None or one.place[1] in chosen[one.place[0]])
+        saved = (one for one in operators if one.expert_id is None or one.expert_id[1] in chosen[one.expert_id[0]])
         return {operator.name: Detail.FULL for operator in saved}
 
     counts = candidate_expert_counts(min(experts.values())) if experts else []

@@ -32,7 +32,7 @@ class TokenTracker:
     """Token ledger of a run and its updates; every worker calls every method."""
 
     def __init__(self, engine: Engine, train_iters: int, policy: Policy):
-        self._experts = {o.name: o.place for o in engine.operators if o.place is not None}
+        self._experts = {o.name: o.expert_id for o in engine.operators if o.expert_id is not None}
         numbers: dict[int, int] = {}
         for layer, _ in self._experts.values():
             numbers[layer] = numbers.get(layer, 0) + 1

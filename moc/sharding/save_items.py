@@ -66,8 +66,8 @@ def cut_large_items(items: Sequence[SaveItem]) -> list[SaveItem]:
 
 
 def _cut(item: SaveItem, largest: int) -> Iterator[SaveItem]:
-    pieces = -(-item.nbytes // max(largest, _ALIGNMENT))
-    size = -(-item.nbytes // pieces // _ALIGNMENT) * _ALIGNMENT
+    parts = -(-item.nbytes // max(largest, _ALIGNMENT))
+    size = -(-item.nbytes // parts // _ALIGNMENT) * _ALIGNMENT
     for start in range(item.start, item.stop, size):
         yield dataclasses.replace(item, start=start, stop=min(start + size, item.stop))
 
@@ -251,8 +251,8 @@ def _buffer(operators: Sequence[Operator], grid: list[tuple[int, ...]]) -> _Buff
     slices, segments = len(grid), []
     for operator in operators:
         unsliced = operator.unsliced if slices > 1 else 0
-        elements, rest = divmod(operator.parameters - unsliced, slices)
-        if rest:
+        elements, remainder = divmod(operator.parameters - unsliced, slices)
+        if remainder:
             raise LayoutError(
                 f"{operator.name} does not divide into {slices} tensor-parallel slices. Fix: change the "
                 "tensor-parallel size",

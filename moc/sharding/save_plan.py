@@ -29,7 +29,7 @@ import xxhash
 from moc.files.decode import parse
 from moc.sharding.assignment import ShardingError, ShardingScheme, assign_items
 from moc.sharding.save_items import SaveItem, cut_large_items
-from moc.state.operators import Detail, boxes_of_range, is_module_state
+from moc.state.operators import Detail, is_module_state, regions_of_range
 
 if TYPE_CHECKING:  # imports torch
     from moc.state.operators import Fragment
@@ -79,7 +79,7 @@ def describe_replicas(fragments: Iterable[Fragment], detail: Detail) -> list[Rep
     saved with the embedding.  For state that ZeRO shards, the first copy is always saved; it is described only because
     it counts as load.  There are at most four holdings per operator, for any number of tensors.
     """
-    return [group.descriptor(detail.value) for group in _group_boxes(fragments)]
+    return [group.descriptor(detail.value) for group in _group_chunks(fragments)]
 
 
 def pack_descriptors(descriptors: Sequence[ReplicaDescriptor]) -> bytes:
@@ -144,8 +144,8 @@ class StageReplicas:
 
     def items(self, plan: Mapping[str, Detail]) -> list[SaveItem]:
         """Returns the uncut save items of a checkpoint, without other stages' operators; identical on every rank."""
-        wanted = {(operator, detail.value) for operator, detail in plan.items()}
-        return [item for key, items in self._items.items() if key in wanted for item in items]
+        keys = {(operator, detail.value) for operator, detail in plan.items()}
+        return [item for key, items in self._items.items() if key in keys for item in items]
 
     def replica_id(self, item: SaveItem, detail: Detail) -> str | None:
         """Returns the identifier of an item's (or piece's) replicas; None if only one rank can save it."""
@@ -261,9 +261,9 @@ def select_fragments(
     for part in byte_ranges:
         spans[part.operator, part.replica_id].append((part.start, part.stop))
     result = []
-    for group in _group_boxes(fragments):
-        wanted = [(0, group.nbytes)] if group.is_unique else spans.pop((group.operator, group.replica_id), [])
-        for start, stop in _merge_adjacent(wanted) if merges_adjacent else sorted(wanted):
+    for group in _group_chunks(fragments):
+        ranges = [(0, group.nbytes)] if group.is_unique else spans.pop((group.operator, group.replica_id), [])
+        for start, stop in _merge_adjacent(ranges) if merges_adjacent else sorted(ranges):
             result.extend(group.select_bytes(start, stop))
     if spans:
         operator = next(iter(spans))[0]
@@ -276,7 +276,7 @@ def select_fragments(
 
 
 @dataclass(frozen=True)
-class _BoxSlots:
+class _ChunkSlots:
     """Slots of one box of a tensor."""
 
     slots: list[Fragment]
@@ -307,58 +307,58 @@ class _BoxSlots:
         if (first, last) == (0, region.numel):
             yield from self.slots
             return
-        for position, box in boxes_of_range(region.shape, first, last):
+        for position, chunk_region in regions_of_range(region.shape, first, last):
             for fragment in self.slots:
                 yield dataclasses.replace(
                     fragment,
-                    region=box.shifted(region.offset),
-                    view=fragment.view[position : position + box.numel],
+                    region=chunk_region.shifted(region.offset),
+                    view=fragment.view[position : position + chunk_region.numel],
                     start=fragment.start + position,
                 )
 
 
 @dataclass(frozen=True)
-class _BoxGroup:
+class _ChunkGroup:
     """Boxes of an operator with the same holders, in an order that is identical on these."""
 
     operator: str
     slot: str
     is_unique: bool
-    boxes: list[_BoxSlots]
+    chunks: list[_ChunkSlots]
 
     @property
     def nbytes(self) -> int:
-        return sum(box.nbytes for box in self.boxes)
+        return sum(chunk.nbytes for chunk in self.chunks)
 
     @property
     def replica_id(self) -> str:
         if self.is_unique:
             return ""
-        return xxhash.xxh3_64_hexdigest(json.dumps([box.identity for box in self.boxes]).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([chunk.identity for chunk in self.chunks]).encode())
 
     def descriptor(self, detail: str) -> ReplicaDescriptor:
-        total = 0 if self.is_unique else sum(box.total for box in self.boxes)
+        total = 0 if self.is_unique else sum(chunk.total for chunk in self.chunks)
         return ReplicaDescriptor(self.operator, detail, self.slot, self.replica_id, self.nbytes, total)
 
     def select_bytes(self, start: int, stop: int) -> Iterator[Fragment]:
-        for box in self.boxes:
-            yield from box.select_bytes(start, stop)
-            start, stop = start - box.nbytes, stop - box.nbytes
+        for chunk in self.chunks:
+            yield from chunk.select_bytes(start, stop)
+            start, stop = start - chunk.nbytes, stop - chunk.nbytes
 
 
-def _group_boxes(fragments: Iterable[Fragment]) -> Iterator[_BoxGroup]:
-    boxes: dict[tuple, list[Fragment]] = defaultdict(list)
+def _group_chunks(fragments: Iterable[Fragment]) -> Iterator[_ChunkGroup]:
+    chunks: dict[tuple, list[Fragment]] = defaultdict(list)
     for fragment in fragments:
         if fragment.first_copy if fragment.sharded else fragment.replica[0] == 0:
-            is_whole = not fragment.sharded and fragment.region.shape == fragment.global_shape
+            is_complete = not fragment.sharded and fragment.region.shape == fragment.global_shape
             slot = _MODULES if is_module_state(fragment.name) else _SLOTS.get(fragment.slot, _OPTIMIZER)
-            kind = fragment.operator, slot, fragment.sharded, is_whole
-            boxes[kind, fragment.name, fragment.region].append(fragment)
-    groups: dict[tuple, list[_BoxSlots]] = defaultdict(list)
-    for (kind, _, _), slots in boxes.items():
-        groups[kind].append(_BoxSlots(sorted(slots, key=lambda f: f.slot)))
-    for (operator, slot, sharded, _), group_boxes in groups.items():
-        yield _BoxGroup(operator, slot, sharded, sorted(group_boxes, key=lambda box: box.identity))
+            kind = fragment.operator, slot, fragment.sharded, is_complete
+            chunks[kind, fragment.name, fragment.region].append(fragment)
+    groups: dict[tuple, list[_ChunkSlots]] = defaultdict(list)
+    for (kind, _, _), slots in chunks.items():
+        groups[kind].append(_ChunkSlots(sorted(slots, key=lambda f: f.slot)))
+    for (operator, slot, sharded, _), group_chunks in groups.items():
+        yield _ChunkGroup(operator, slot, sharded, sorted(group_chunks, key=lambda chunk: chunk.identity))
 
 
 def _merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -53,7 +53,7 @@ def pec_sizes(
     operators: Sequence[Operator], layout: ParallelLayout, k: int, state: StateBytes = MIXED
 ) -> SnapshotSizes:
     """Returns the sizes of a snapshot with K experts of each layer (MoC, section 3.2); see :func:`full_sizes`."""
-    layers = sorted({o.place[0] for o in operators if o.place is not None})
+    layers = sorted({o.expert_id[0] for o in operators if o.expert_id is not None})
     experts = 1 + max((o.expert for o in operators if o.expert is not None), default=-1)
     chosen = {
         f"layers.{layer}.expert.{expert}"

@@ -66,10 +66,10 @@ class Rules:
     @classmethod
     def of(cls, clip_grad: float, rules: Iterable[tuple[str, Rule]]) -> Rules:
         """Merges the rules of parameters into one for each kind whose parameters all have the same rule."""
-        found: dict[str, set[Rule]] = {}
+        rules_by_kind: dict[str, set[Rule]] = {}
         for kind, rule in rules:
-            found.setdefault(kind, set()).add(rule)
-        return cls(clip_grad, {kind: of_kind.pop() for kind, of_kind in found.items() if len(of_kind) == 1})
+            rules_by_kind.setdefault(kind, set()).add(rule)
+        return cls(clip_grad, {kind: of_kind.pop() for kind, of_kind in rules_by_kind.items() if len(of_kind) == 1})
 
 
 def kind_of(name: str) -> str:

@@ -59,12 +59,12 @@ class ChunkDigest:
     @classmethod
     def of_values(cls, name: str, global_shape: tuple[int, ...], region: Region, values: torch.Tensor) -> ChunkDigest:
         """Returns the digest function of a chunk of the tensor ``name`` with the shape ``global_shape``."""
-        shape, whole, offset = region.shape, global_shape, region.offset
+        shape, full_shape, offset = region.shape, global_shape, region.offset
         axis = len(shape)  # the axes from here on are complete
-        while axis and shape[axis - 1] == whole[axis - 1]:
+        while axis and shape[axis - 1] == full_shape[axis - 1]:
             axis -= 1
         axis = max(axis - 1, 0)  # the last partial axis is consecutive, too
-        strides = [math.prod(whole[one + 1 :]) for one in range(len(whole))]
+        strides = [math.prod(full_shape[axis + 1 :]) for axis in range(len(full_shape))]
         starts = torch.tensor([sum(o * s for o, s in zip(offset, strides, strict=True))])
         for count, stride in zip(shape[:axis], strides[:axis], strict=True):
             starts = (starts[:, None] + torch.arange(count) * stride).reshape(-1)
@@ -126,8 +126,8 @@ def _consecutive(words: torch.Tensor, first: int) -> torch.Tensor:
     return total
 
 
-def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.dot(one, other) if one.device.type == "cpu" else (one * other).sum()  # CUDA has no integer dot
+def _dot(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.dot(first, second) if first.device.type == "cpu" else (first * second).sum()  # CUDA has no integer dot
 
 
 def _signed(number: int) -> int:
@@ -186,13 +186,13 @@ def keys_of(
         operators: all operators of the model.
         gather: gathers a value of each rank.
     """
-    kinds = {one.name: one.kind for one in operators}
-    held = list(fragments)
-    usual = {(kinds[one.operator], key_of(one)[1]) for one in held if not one.padded}
-    padded = {key_of(one) for one in held if one.padded}
+    kinds = {operator.name: operator.kind for operator in operators}
+    chunks = list(fragments)
+    usual = {(kinds[fragment.operator], key_of(fragment)[1]) for fragment in chunks if not fragment.padded}
+    padded = {key_of(fragment) for fragment in chunks if fragment.padded}
     of_ranks = [*gather((sorted(usual), sorted(padded)))]
-    known = sorted({tuple(pair) for pairs, _ in of_ranks for pair in pairs})
-    keys = [(one.name, slot) for one in operators for kind, slot in known if kind == one.kind]
+    slots_of_kinds = sorted({tuple(pair) for pairs, _ in of_ranks for pair in pairs})
+    keys = [(operator.name, slot) for operator in operators for kind, slot in slots_of_kinds if kind == operator.kind]
     return (*keys, *sorted({tuple(key) for _, more in of_ranks for key in more}))
 
 
@@ -235,14 +235,16 @@ def total_of(parts: Iterable[Mapping[str, Mapping[str, str]]]) -> dict[Key, int]
     return total
 
 
-def differing_operators(now: Mapping[Key, int], before: Mapping[Key, int], unknown: Iterable[str] = ()) -> list[str]:
+def differing_operators(
+    current: Mapping[Key, int], expected: Mapping[Key, int], unknown: Iterable[str] = ()
+) -> list[str]:
     """Returns the operators whose digests differ; a digest that is absent is 0.
 
     Args:
-        now: digests of the state.
-        before: digests that the state should have.
+        current: digests of the state.
+        expected: digests that the state should have.
         unknown: operators that are not compared.
     """
     skipped = set(unknown)
-    wrong = {key[0] for key in now.keys() | before.keys() if now.get(key, 0) != before.get(key, 0)}
+    wrong = {key[0] for key in current.keys() | expected.keys() if current.get(key, 0) != expected.get(key, 0)}
     return sorted(wrong - skipped)

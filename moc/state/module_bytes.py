@@ -173,9 +173,9 @@ class _Reader:
         if kind == "bytes":
             return bytes.fromhex(content)
         if kind == "dict":
-            known = current if isinstance(current, dict) else {}
+            current_values = current if isinstance(current, dict) else {}
             pairs = [(self.value(key, None), part) for key, part in content]
-            read = {key: self.value(part, known.get(key)) for key, part in pairs}
+            read = {key: self.value(part, current_values.get(key)) for key, part in pairs}
             if not isinstance(current, dict):
                 return read
             current.clear()
@@ -184,9 +184,11 @@ class _Reader:
         if kind == "deque":
             return collections.deque((self.value(part, None) for part in content), tree["maxlen"])
         if kind in _SEQUENCES:
-            known = list(current) if isinstance(current, (list, tuple)) and len(current) == len(content) else []
-            known += [None] * (len(content) - len(known))
-            return _SEQUENCES[kind](self.value(part, old) for part, old in zip(content, known, strict=True))
+            current_values = (
+                list(current) if isinstance(current, (list, tuple)) and len(current) == len(content) else []
+            )
+            current_values += [None] * (len(content) - len(current_values))
+            return _SEQUENCES[kind](self.value(part, old) for part, old in zip(content, current_values, strict=True))
         return self._from_tensor(kind, self._tensor(content), current)
 
     def _tensor(self, number: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Operator:
         return dict(self.moments).get(slot, 0)
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def expert_id(self) -> tuple[int, int] | None:
         """Layer and number of an expert; None for any other operator."""
         return None if self.layer is None or self.expert is None else (self.layer, self.expert)
 
@@ -141,8 +141,8 @@ def operator_of(parameter_name: str) -> str:
     if separator and is_operator(operator):
         return operator
     for pattern, operator in _PATTERNS.items():
-        if found := pattern.fullmatch(parameter_name):
-            return re.sub("[NE]", lambda number: found[number[0]], operator)
+        if match := pattern.fullmatch(parameter_name):
+            return re.sub("[NE]", lambda number: match[number[0]], operator)
     raise UnsupportedStateError(
         f"the parameter {parameter_name} belongs to no known operator. Fix: give it one of the names "
         f"{', '.join(OPERATORS)}",
@@ -181,7 +181,7 @@ class Detail(Enum):
         return slot in {Detail.MASTER: ("master", "param"), Detail.COMPUTE: ("param",), Detail.GRAD: ("grad",)}[self]
 
 
-DetailName = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(one.value for one in Detail)})\Z")]
+DetailName = Annotated[str, msgspec.Meta(pattern=rf"^({'|'.join(detail.value for detail in Detail)})\Z")]
 """The value of a :class:`Detail`."""
 
 
@@ -217,22 +217,22 @@ class Region:
         offset, shape = self.offset, self.shape
         for axis, (start, count) in enumerate(zip(part.offset, part.shape, strict=True)):
             stop, end = start + count, offset[axis] + shape[axis]
-            for one, other in ((offset[axis], start), (stop, end)):
-                if one < other:
-                    yield Region(_with(offset, axis, one), _with(shape, axis, other - one))
+            for lower, upper in ((offset[axis], start), (stop, end)):
+                if lower < upper:
+                    yield Region(_with(offset, axis, lower), _with(shape, axis, upper - lower))
             offset, shape = _with(offset, axis, start), _with(shape, axis, count)
 
-    def cut(self, most: int) -> Iterator[Region]:
-        """Yields boxes of at most ``most`` elements (at least one) that cover this one in element order."""
-        if self.numel <= most:
+    def cut(self, max_elements: int) -> Iterator[Region]:
+        """Yields boxes of at most ``max_elements`` elements (at least one) that cover this one in element order."""
+        if self.numel <= max_elements:
             yield self
             return
         axis = next(axis for axis, count in enumerate(self.shape) if count > 1)
         start, count = self.offset[axis], self.shape[axis]
-        step = max(1, most * count // self.numel)
+        step = max(1, max_elements * count // self.numel)
         for first in range(0, count, step):
             shape = _with(self.shape, axis, min(step, count - first))
-            yield from Region(_with(self.offset, axis, start + first), shape).cut(most)
+            yield from Region(_with(self.offset, axis, start + first), shape).cut(max_elements)
 
     def shifted(self, by: tuple[int, ...]) -> Region:
         """Returns this box translated by ``by``."""
@@ -243,7 +243,7 @@ def _with(numbers: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
     return (*numbers[:axis], number, *numbers[axis + 1 :])
 
 
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
+def regions_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
     """Cuts the range [start, stop) of a row-major flattened tensor into boxes of that tensor.
 
     Each box is contiguous in the flattened tensor.  There are at most ``2 * len(shape) - 1`` of them.
@@ -257,21 +257,22 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tu
         yield start, Region((start,) * len(shape), (stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
-    first_whole, last_whole = -(-start // row), stop // row
-    if first_whole > last_whole:  # within one row
+    first_complete, last_complete = -(-start // row), stop // row
+    if first_complete > last_complete:  # within one row
         yield from _in_row(shape, start // row, start, stop)
         return
-    yield from _in_row(shape, first_whole - 1, start, first_whole * row)  # nothing, if the range begins with a row
-    if first_whole < last_whole:
+    # nothing, if the range begins with a row
+    yield from _in_row(shape, first_complete - 1, start, first_complete * row)
+    if first_complete < last_complete:
         zeros = (0,) * (len(shape) - 1)
-        yield first_whole * row, Region((first_whole, *zeros), (last_whole - first_whole, *shape[1:]))
-    yield from _in_row(shape, last_whole, last_whole * row, stop)
+        yield first_complete * row, Region((first_complete, *zeros), (last_complete - first_complete, *shape[1:]))
+    yield from _in_row(shape, last_complete, last_complete * row, stop)
 
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[tuple[int, Region]]:
     base = index * math.prod(shape[1:])
-    for position, box in boxes_of_range(shape[1:], start - base, stop - base):
-        yield base + position, Region((index, *box.offset), (1, *box.shape))
+    for position, region in regions_of_range(shape[1:], start - base, stop - base):
+        yield base + position, Region((index, *region.offset), (1, *region.shape))
 
 
 @dataclass(frozen=True)
@@ -361,15 +362,15 @@ def fragments_of(owned: OwnedSlice, pieces: list[Piece]) -> Iterator[Fragment]:
         start = max(owned.start, piece.start)
         stop = min(owned.stop, piece.start + piece.region.numel)
         copy = (*piece.replica[:-1], owned.copy) if owned.sharded else piece.replica
-        for position, box in boxes_of_range(piece.region.shape, start - piece.start, stop - piece.start):
+        for position, region in regions_of_range(piece.region.shape, start - piece.start, stop - piece.start):
             position += piece.start
             for slot, values in owned.slots.items():
                 yield Fragment(
                     name=piece.name,
                     slot=slot,
                     global_shape=piece.global_shape,
-                    region=box.shifted(piece.region.offset),
-                    view=values[position - owned.start : position - owned.start + box.numel],
+                    region=region.shifted(piece.region.offset),
+                    view=values[position - owned.start : position - owned.start + region.numel],
                     first_copy=not any(copy),
                     padded=piece.padded,
                     tensor=owned.parameter,

@@ -44,13 +44,13 @@ class StepRecord:
 class Records:
     """The most recent step records, kept for replay."""
 
-    def __init__(self, most: int = 1024):
-        self._most, self._records = most, {}
+    def __init__(self, max_records: int = 1024):
+        self._max_records, self._records = max_records, {}
 
     def add(self, record: StepRecord) -> None:
         """Adds a record, and drops the oldest beyond the limit."""
         self._records[record.iteration] = record
-        self._records.pop(record.iteration - self._most, None)
+        self._records.pop(record.iteration - self._max_records, None)
 
     def iterations(self) -> list[int]:
         """Returns the iterations that have a record, ascending."""

@@ -85,45 +85,46 @@ class TorchState:
         """Yields the parameters that the optimizer updates, with their groups."""
         named = {saved.tensor for saved in self._tensors}
         for number, group in enumerate(self._optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
+            for position, parameter in enumerate(group["params"]):
                 if parameter not in named:
-                    told = group["param_names"][place] if "param_names" in group else f"{place} of group {number}"
+                    names = group.get("param_names")
+                    label = names[position] if names else f"{position} of group {number}"
                     raise UnsupportedStateError(
-                        f"parameter {told} of the optimizer, of shape {tuple(parameter.shape)}, would not be saved: it "
-                        "has no name in the state. Fix: name every parameter that is updated",
+                        f"parameter {label} of the optimizer, of shape {tuple(parameter.shape)}, would not be saved: "
+                        "it has no name in the state. Fix: name every parameter that is updated",
                         code="parameter-unnamed",
                     )
                 yield parameter, group
 
     def operators(self) -> list[str]:
         """Returns the names of the operators that this worker holds, at least in part, in model order."""
-        return list(dict.fromkeys(self._operators[one.name] for one in self._tensors if one.region.numel))
+        return list(dict.fromkeys(self._operators[saved.name] for saved in self._tensors if saved.region.numel))
 
     def described(self) -> list[Operator]:
         """Returns the operators of the unpartitioned model, in model order."""
         sizes: Counter[str] = Counter()
-        slots = {slot for moments in self._moments.values() for slot in moments}
-        moments = {name: Counter(dict.fromkeys(slots, 0)) for name in self._operators.values()}
+        slots = {slot for counts in self._moments.values() for slot in counts}
+        counts = {name: Counter(dict.fromkeys(slots, 0)) for name in self._operators.values()}
         for saved in self._tensors:
             operator, elements = self._operators[saved.name], math.prod(saved.global_shape)
             sizes[operator] += elements
-            moments[operator].update(dict.fromkeys(self._moments.get(saved.tensor, {}), elements))
-        return [_operator(name, size, moments[name]) for name, size in sizes.items()]
+            counts[operator].update(dict.fromkeys(self._moments.get(saved.tensor, {}), elements))
+        return [_operator(name, size, counts[name]) for name, size in sizes.items()]
 
     def parameters(self, operators: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns the parameters of some operators that the optimizer updates, by name."""
-        wanted = set(operators)
+        selected = set(operators)
         return {
             saved.name: saved.tensor
             for saved in self._tensors
-            if self._operators[saved.name] in wanted and saved.tensor in self._moments
+            if self._operators[saved.name] in selected and saved.tensor in self._moments
         }
 
     def fragments(self, operators: Iterable[str], detail: Detail) -> Iterator[Fragment]:
         """Yields the slots of a state subset of some operators; the worker with copy 0 holds the first copy."""
-        wanted = set(operators)
+        selected = set(operators)
         for saved in self._tensors:
-            if self._operators[saved.name] in wanted:
+            if self._operators[saved.name] in selected:
                 values, replica = local_values(saved.tensor), (0, 0, saved.copy)
                 piece = Piece(
                     saved.name, saved.global_shape, saved.region, values, saved.start, replica=replica, padded=False
@@ -175,8 +176,8 @@ class TorchState:
 
     def set_step(self, name: str, step: int) -> None:
         """Sets the number of updates of one tensor."""
-        for other, counter in self._counters():
-            if other == name:
+        for tensor_name, counter in self._counters():
+            if tensor_name == name:
                 counter.fill_(step)
 
     def _counters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -249,10 +250,10 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _operator(name: str, size: int, moments: Mapping[str, int]) -> Operator:
     counted = None if all(count == size for count in moments.values()) else tuple(moments.items())
-    _, *place = name.split(".")
-    if not place:
+    _, *parts = name.split(".")
+    if not parts:
         return Operator(name, name, None, None, size, moments=counted)
-    layer, kind, *expert = place
+    layer, kind, *expert = parts
     return Operator(name, kind, int(layer), int(expert[0]) if expert else None, size, moments=counted)
 
 
@@ -273,10 +274,10 @@ def primed_moments(
         # torch's first buffer is the gradient itself: only -0.0 + x is x for each x, bit by bit
         slots, begins = ("momentum_buffer",) if group["momentum"] else (), -0.0
     else:
-        what = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
+        unsupported = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
         raise UnsupportedStateError(
-            f"torch's Adam, AdamW and SGD without dampening are supported, not {what}. Fix: use one of them, or "
-            "implement moc.TrainingState for it",
+            f"torch's Adam, AdamW and SGD without dampening are supported, not {unsupported}. Fix: use one of them, "
+            "or implement moc.TrainingState for it",
             code="optimizer-unsupported",
         )
     return {slot: state.setdefault(slot, torch.full_like(parameter.detach(), begins)).detach() for slot in slots}

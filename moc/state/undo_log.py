@@ -46,7 +46,7 @@ class UntrackedChangeError(UserError, RuntimeError):
     code = "untracked-change"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Location of a value: a dictionary of a module, and a key."""
 
     owner: MutableMapping[str, Any]
@@ -102,7 +102,7 @@ def is_state(value: Any) -> bool:
     return False
 
 
-def places(modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
+def locations(modules: Iterable[torch.nn.Module]) -> Iterator[Location]:
     """Yield the locations of the modules' own state: each buffer, and each attribute that may be state.
 
     A class lists attributes that the runtime sets between iterations in ``not_module_state``.
@@ -111,10 +111,10 @@ def places(modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
         skipped = _skipped(type(module))
         for name, buffer in module._buffers.items():
             if is_state(buffer):
-                yield Place(module._buffers, name)
+                yield Location(module._buffers, name)
         for name, value in vars(module).items():
             if name not in skipped and is_state(value):
-                yield Place(vars(module), name)
+                yield Location(vars(module), name)
 
 
 @functools.cache
@@ -182,9 +182,9 @@ def _restore(saved: SavedValue) -> Any:
     return value
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors of one shape have the same bits."""
-    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return torch.equal(*(t.detach().reshape(-1).view(torch.uint8) for t in (first, second)))
 
 
 def differs(saved: SavedValue, value: Any) -> bool:
@@ -200,8 +200,10 @@ def differs(saved: SavedValue, value: Any) -> bool:
         return value.tobytes() != saved.content.tobytes()
     if isinstance(value, (set, collections.deque)):
         return list(value) != saved.content
-    now = dict(_parts(value))
-    return now.keys() != saved.parts.keys() or any(differs(saved.parts[key], part) for key, part in now.items())
+    current_parts = dict(_parts(value))
+    return current_parts.keys() != saved.parts.keys() or any(
+        differs(saved.parts[key], part) for key, part in current_parts.items()
+    )
 
 
 class UndoLog:
@@ -226,17 +228,17 @@ class UndoLog:
         self._modules, self._holders = list(modules), list(holders)
         self._excluded = {id(tensor) for tensor in excluded}
         self._commits, self._slices = 0, itertools.cycle(range(SCANS))
-        self._known: dict[tuple[int, str], SavedValue] = {}  # every value when it was last checked, without copies
-        self._changing: dict[tuple[int, str], Place] = {}
+        self._recorded: dict[tuple[int, str], SavedValue] = {}  # every value when it was last checked, without copies
+        self._changing: dict[tuple[int, str], Location] = {}
         self._in_place: set[tuple[int, str]] = set()  # changing tensors that need copies
         self._copies: dict[tuple[int, str], torch.Tensor] = {}  # memory for these, reused in each iteration
-        self._before: dict[tuple[int, str], tuple[Place, SavedValue]] | None = None
+        self._before: dict[tuple[int, str], tuple[Location, SavedValue]] | None = None
         self._of_holders: list[SavedValue] = []
-        self._after: list[tuple[Place, SavedValue]] = []
+        self._after: list[tuple[Location, SavedValue]] = []
         self._is_full = True
 
     @property
-    def changing(self) -> list[Place]:
+    def changing(self) -> list[Location]:
         """Locations of values that an iteration has changed so far."""
         return list(self._changing.values())
 
@@ -250,7 +252,9 @@ class UndoLog:
         self._after = []
         self._is_full = full or self._commits < FULL_RECORDS
         if self._is_full:
-            self._before = {place.id: (place, record(place.value)) for place in self._places(self._modules)}
+            self._before = {
+                location.id: (location, record(location.value)) for location in self._locations(self._modules)
+            }
         else:
             self._scan(self._modules[next(self._slices) :: SCANS])
             self._before = self._record_changing()
@@ -258,8 +262,8 @@ class UndoLog:
 
     def commit(self) -> None:
         """Keep the values of the iteration, including a suspended one."""
-        for place, saved in self._after:
-            place.owner[place.key] = _restore(saved)
+        for location, saved in self._after:
+            location.owner[location.key] = _restore(saved)
         self._after = []
         if self._before is None:
             return
@@ -276,16 +280,16 @@ class UndoLog:
         if self._before is None:
             return
         before, self._before = self._before, None
-        for place in list(self._places(self._modules)):
-            if place.id not in before:
-                self._remove_or_refuse(place)
-        for place, saved in before.values():
+        for location in list(self._locations(self._modules)):
+            if location.id not in before:
+                self._remove_or_refuse(location)
+        for location, saved in before.values():
             try:
-                place.owner[place.key] = _restore(saved)
+                location.owner[location.key] = _restore(saved)
             except UntrackedChangeError:
-                raise self._untracked(place) from None
-            if place.id in self._known:
-                self._known[place.id] = record(place.value, copies=False)
+                raise self._untracked(location) from None
+            if location.id in self._recorded:
+                self._recorded[location.id] = record(location.value, copies=False)
         for saved in self._of_holders:
             _restore(saved)
 
@@ -293,8 +297,8 @@ class UndoLog:
         """Discard the iteration, but keep its values for a later commit; does nothing between iterations."""
         if self._before is None:
             return
-        after = self._places(self._modules) if self._is_full else self.changing
-        kept = [(place, record(place.value)) for place in after if place.key in place.owner]
+        after = self._locations(self._modules) if self._is_full else self.changing
+        kept = [(location, record(location.value)) for location in after if location.key in location.owner]
         self.discard()
         self._after = kept
 
@@ -302,16 +306,16 @@ class UndoLog:
         """Drop the values of a suspended iteration, because the state was loaded from elsewhere."""
         self._after = []
 
-    def _places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
-        return (place for place in places(modules) if id(place.value) not in self._excluded)
+    def _locations(self, modules: Iterable[torch.nn.Module]) -> Iterator[Location]:
+        return (location for location in locations(modules) if id(location.value) not in self._excluded)
 
-    def _record_changing(self) -> dict[tuple[int, str], tuple[Place, SavedValue]]:
+    def _record_changing(self) -> dict[tuple[int, str], tuple[Location, SavedValue]]:
         """Record the changing values; tensors are copied together, which on a GPU is one launch for each dtype."""
         before, batches = {}, collections.defaultdict(lambda: ([], []))
-        for name, place in self._changing.items():
-            if place.key not in place.owner:
+        for name, location in self._changing.items():
+            if location.key not in location.owner:
                 continue
-            value = place.value
+            value = location.value
             if isinstance(value, torch.Tensor):
                 saved = record(value, copies=False)
                 if name in self._in_place:
@@ -321,47 +325,47 @@ class UndoLog:
                     values.append(value.detach())
             else:
                 saved = record(value)
-            before[name] = place, saved
+            before[name] = location, saved
         for copies, values in batches.values():
             torch._foreach_copy_(copies, values)  # pyright: ignore[reportPrivateImportUsage]  # no other
         return before
 
     def _memory(self, name: tuple[int, str], like: torch.Tensor) -> torch.Tensor:
-        known = self._copies.get(name)
-        if known is None or (known.shape, known.dtype, known.device) != (like.shape, like.dtype, like.device):
-            known = self._copies[name] = torch.empty_like(like, requires_grad=False)
-        return known
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.dtype, copy.device) != (like.shape, like.dtype, like.device):
+            copy = self._copies[name] = torch.empty_like(like, requires_grad=False)
+        return copy
 
-    def _note_changes(self, before: dict[tuple[int, str], tuple[Place, SavedValue]]) -> None:
+    def _note_changes(self, before: dict[tuple[int, str], tuple[Location, SavedValue]]) -> None:
         """Add the values that have changed or appeared in the iteration."""
-        for place in self._places(self._modules):
-            _, saved = before.get(place.id, (place, None))
-            if saved is None or differs(saved, place.value):
-                self._changing[place.id] = place
+        for location in self._locations(self._modules):
+            _, saved = before.get(location.id, (location, None))
+            if saved is None or differs(saved, location.value):
+                self._changing[location.id] = location
                 if saved is not None and saved.was_changed_in_place:
-                    self._in_place.add(place.id)
-            self._known[place.id] = record(place.value, copies=False)
+                    self._in_place.add(location.id)
+            self._recorded[location.id] = record(location.value, copies=False)
 
     def _scan(self, modules: Iterable[torch.nn.Module]) -> None:
         """Add the values of these modules that have changed or appeared since they were checked last."""
-        for place in self._places(modules):
-            if place.id not in self._changing:
-                known = self._known.get(place.id)
-                if known is None or differs(known, place.value):
-                    self._changing[place.id] = place
-                    self._in_place.add(place.id)
+        for location in self._locations(modules):
+            if location.id not in self._changing:
+                recorded = self._recorded.get(location.id)
+                if recorded is None or differs(recorded, location.value):
+                    self._changing[location.id] = location
+                    self._in_place.add(location.id)
 
-    def _remove_or_refuse(self, place: Place) -> None:
+    def _remove_or_refuse(self, location: Location) -> None:
         """Remove a value that appeared in the iteration; refuse one that was not recorded and has changed."""
-        if self._is_full or place.id in self._changing:
-            del place.owner[place.key]
-        elif place.id not in self._known or differs(self._known[place.id], place.value):
-            raise self._untracked(place)
+        if self._is_full or location.id in self._changing:
+            del location.owner[location.key]
+        elif location.id not in self._recorded or differs(self._recorded[location.id], location.value):
+            raise self._untracked(location)
 
-    def _untracked(self, place: Place) -> UntrackedChangeError:
-        kinds = (type(m).__name__ for m in self._modules if place.owner is m._buffers or place.owner is vars(m))
+    def _untracked(self, location: Location) -> UntrackedChangeError:
+        kinds = (type(m).__name__ for m in self._modules if location.owner is m._buffers or location.owner is vars(m))
         return UntrackedChangeError(
-            f"{next(kinds, 'a module')}.{place.key} changed for the first time in an iteration that is discarded, and "
-            "no copy of its old value exists: this worker ends, and its replacement loads a snapshot. Fix: none is "
+            f"{next(kinds, 'a module')}.{location.key} changed for the first time in an iteration that is discarded, "
+            "and no copy of its old value exists: this worker ends, and its replacement loads a snapshot. Fix: none is "
             "needed; register the value as a buffer to keep the worker"
         )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretraining.engine.state import MegatronState
-from moc.state.operators import Detail, Fragment, boxes_of_range
+from moc.state.operators import Detail, Fragment, regions_of_range
 from moc.store.shard_file import BoxTensor, ShardReader, write_shard_file
 
 
@@ -53,7 +53,7 @@ def _parts(fragment: Fragment) -> list[Fragment]:
     cut = random.Random(label(fragment)).randint(0, size)
     parts = []
     for start, stop in ((0, cut), (cut, size)):
-        for position, box in boxes_of_range(fragment.region.shape, start, stop):
+        for position, box in regions_of_range(fragment.region.shape, start, stop):
             view, region = fragment.view[position : position + box.numel], box.shifted(fragment.region.offset)
             parts.append(dataclasses.replace(fragment, view=view, region=region))
     return parts

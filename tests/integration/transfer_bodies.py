@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from moc.session.resume.rank_transfers import Box, perform, transfers
-from moc.state.operators import boxes_of_range
+from moc.state.operators import regions_of_range
 
 SHAPE = (48, 5, 7)
 
@@ -15,7 +15,7 @@ def exchange_shards(old: list[list[int]], new: list[list[int]], most: int) -> bo
     """Each rank holds some ranges of a flattened tensor, and wants others; whether it has them in the end."""
     dist.init_process_group("gloo")
     rank, values = dist.get_rank(), torch.arange(48.0 * 5 * 7).bfloat16()
-    held, wanted = ([[*boxes_of_range(SHAPE, *span)] for span in spans] for spans in (old, new))
+    held, wanted = ([[*regions_of_range(SHAPE, *span)] for span in spans] for spans in (old, new))
     told = [[[Box("t", "master", region, 2) for _, region in its] for its in one] for one in (held, wanted)]
     found, missing = transfers(*told, most)
     mine = [(region, values[at : at + region.numel].clone()) for at, region in held[rank]]

@@ -21,7 +21,7 @@ from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
 from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, digest_slot, to_text
-from moc.state.operators import MODULE_STATE, Detail, Region, boxes_of_range, is_module_state
+from moc.state.operators import MODULE_STATE, Detail, Region, is_module_state, regions_of_range
 from moc.store import store
 from moc.store.dense_files import state_error
 from moc.store.errors import CheckpointError
@@ -294,7 +294,7 @@ def cut_tensors(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox
             part = position * parts // total
             room = -(-total * (part + 1) // parts) - position  # bytes up to the next part
             stop = min(tensor.region.numel, start + -(-room // size))
-            boxes = boxes_of_range(tensor.global_shape, start, stop)
+            boxes = regions_of_range(tensor.global_shape, start, stop)
             found[part] += [replace(tensor, region=box) for _, box in boxes]
             position, start = position + (stop - start) * size, stop
     return found

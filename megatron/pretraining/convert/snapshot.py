@@ -147,8 +147,8 @@ class MergedContents(ConvertedState):
         others = [TokenLedger.from_state(state) for state in states if state]
         restored: dict[int, dict[int, int]] = {}
         for one in operators_of(base.facts.state["shape"]):
-            if one.place is not None:
-                layer, expert = one.place
+            if one.expert_id is not None:
+                layer, expert = one.expert_id
                 restored.setdefault(layer, {})[expert] = self._way.learned_until(one.name)
         return TokenLedger.from_state(base.facts.state["ledger"]).after_recovery(restored, others).state_dict()
 

@@ -30,7 +30,7 @@ from megatron.pretraining.process.cpu import device
 from moc.private_interfaces import state_holders
 from moc.state.module_bytes import ModuleStateError, pack, size_of, unpack
 from moc.state.operators import MODULE_STATE, SHARED_BUFFERS, Piece, Region, operator_of
-from moc.state.undo_log import Place, UndoLog, differs, places, record
+from moc.state.undo_log import Location, UndoLog, differs, locations, record
 
 _LIBRARIES = ("megatron.core.", "megatron.pretraining.", "transformer_engine.", "apex.", "deepspeed.")
 _SPARE = 4096
@@ -120,7 +120,7 @@ class ModuleState:
             self.discard()
 
     @property
-    def changing(self) -> list[Place]:
+    def changing(self) -> list[Location]:
         """Locations of values that iterations change, other than :attr:`committed` buffers."""
         return self._undo.changing
 
@@ -176,12 +176,12 @@ class ModuleState:
             place.owner[place.key] = value
             self._loaded.add(place.id)
 
-    def _new_place(self, operator: str, path: str) -> Place:
+    def _new_place(self, operator: str, path: str) -> Location:
         """Returns the location of a value that the model does not have when it is built."""
         of, _, key = path.rpartition(".")
         for module in self._users[operator]:
             if self._paths[module] == of and key.isidentifier() and not hasattr(module, key):
-                return Place(vars(module), key)
+                return Location(vars(module), key)
         raise ModuleStateError(
             f"module state: the snapshot has a value of {path}, which this model cannot have. Fix: resume with the "
             "modules that the snapshot was written with"
@@ -191,7 +191,7 @@ class ModuleState:
         wanted = {place.id for place in chosen(self._users[operator])}
         return {path: place.value for path, place in self._places(operator) if place.id in wanted}
 
-    def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Place]:
+    def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Location]:
         """Yields locations of values that changed since the model was built; on a GPU, without reading values."""
         changing = {place.id for place in self._undo.changing} | self._loaded
         for place in self._own_places(modules):
@@ -199,15 +199,15 @@ class ModuleState:
             if place.id in changing or built is None or differs(built, place.value):
                 yield place
 
-    def _places(self, operator: str) -> Iterator[tuple[str, Place]]:
+    def _places(self, operator: str) -> Iterator[tuple[str, Location]]:
         for module in self._users[operator]:
             for place in self._own_places([module]):
                 yield f"{self._paths[module]}.{place.key}", place
 
-    def _own_places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Place]:
+    def _own_places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Location]:
         """Returns locations of values that only this rank has."""
         shared = {id(buffer) for buffer in self.committed}
-        return (place for place in places(modules) if id(place.value) not in shared)
+        return (place for place in locations(modules) if id(place.value) not in shared)
 
     def _by_operator(self, modules: Iterable[torch.nn.Module]) -> dict[str, list[torch.nn.Module]]:
         found: dict[str, list[torch.nn.Module]] = defaultdict(list)

@@ -187,7 +187,7 @@ def chosen(
         raise refusal
     if not args.explain_selective:
         return None
-    if not any(one.place for one in operators):
+    if not any(one.expert_id for one in operators):
         raise ToolError(
             "--explain-selective chooses among experts. Fix: take a model that has some", code="model-without-experts"
         )

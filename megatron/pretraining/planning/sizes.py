@@ -218,7 +218,7 @@ class SizePlan:
     @property
     def moe_layers(self) -> list[int]:
         """Numbers of the layers with experts."""
-        return sorted({o.place[0] for o in self.operators if o.place is not None})
+        return sorted({o.expert_id[0] for o in self.operators if o.expert_id is not None})
 
     def rows_wanted(self) -> list[int | None]:
         """Returns K = 1, 2, ... all experts (powers of two if many), and None for a checkpoint without PEC."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from moc.state.operators import boxes_of_range
+from moc.state.operators import regions_of_range
 from moc.store import dense_files
 from moc.store.shard_file import BoxTensor, write_shard_file
 
@@ -46,7 +46,7 @@ def _half(slot: str, worker: int) -> Iterator[BoxTensor]:
     for name, shape in TENSORS.items():
         middle = math.prod(shape) // 2 - 1  # in the middle of a row
         start, stop = ((0, middle), (middle, math.prod(shape)))[worker]
-        for _, box in boxes_of_range(shape, start, stop):
+        for _, box in regions_of_range(shape, start, stop):
             yield BoxTensor(name, slot, shape, box, torch.randn(box.shape))
 
 

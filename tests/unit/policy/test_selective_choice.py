@@ -187,8 +187,8 @@ def details(plan) -> dict[str, set]:
     """Places of the experts in a plan, by detail."""
     found = {FULL: set(), GRAD: set()}
     for one in OPERATORS:
-        if one.place is not None and one.name in plan.operators:
-            found[plan.operators[one.name]].add(one.place)
+        if one.expert_id is not None and one.name in plan.operators:
+            found[plan.operators[one.name]].add(one.expert_id)
     return found
 
 
@@ -344,7 +344,9 @@ def test_folded_gradients_are_saved_with_the_next_base():
         plan = take(one, iteration, load)
         if iteration == 5:  # the first with bases that are too old, on half of the budget
             assert (
-                plan.compared == set(plan.operators_at(FULL)) - {o.name for o in OPERATORS if o.place is None} != set()
+                plan.compared
+                == set(plan.operators_at(FULL)) - {o.name for o in OPERATORS if o.expert_id is None}
+                != set()
             )
             assert not policy(bytes=3 * STATES, max_age=3).plan(5, load).compared
         assert iteration >= 5 or not plan.compared

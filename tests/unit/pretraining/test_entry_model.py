@@ -57,7 +57,7 @@ def test_operators_are_those_of_the_model_in_forward_order():
     ]  # fmt: skip
     attention, expert = operators[1], operators[4]
     assert (attention.parameters, attention.unsliced) == (12, 4)
-    assert expert.place == (1, 1)
+    assert expert.expert_id == (1, 1)
     assert all(operator.moments is None for operator in operators)
     assert stages_of(MODEL) == (0, 1)
 

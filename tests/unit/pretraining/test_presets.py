@@ -13,7 +13,7 @@ def test_parameters_are_within_5_percent_of_the_paper(name):
     preset, config = PRESETS[name], config_of(name, [])
     operators = meta_operators(config, name)
     assert len({operator.name for operator in operators}) == len(operators)
-    assert {layer for layer, _ in filter(None, (operator.place for operator in operators))}
+    assert {layer for layer, _ in filter(None, (operator.expert_id for operator in operators))}
     total = sum(operator.parameters for operator in operators)
     top_k = config.moe.moe_router_topk
     idle = sum(o.parameters for o in operators if o.expert is not None and o.expert >= top_k)

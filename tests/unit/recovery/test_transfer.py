@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.session.resume.rank_transfers import Box, transfers
-from moc.state.operators import Region, boxes_of_range
+from moc.state.operators import Region, regions_of_range
 
 SHAPE, WIDTH = (6, 5), 4
 WHOLE = Region((0, 0), SHAPE)
@@ -21,7 +21,7 @@ def cut_at(*cuts):
     """By rank, the boxes of a tensor that is cut at some elements, as ZeRO does."""
     edges = [0, *sorted(cuts), math.prod(SHAPE)]
     return [
-        [box(region) for _, region in boxes_of_range(SHAPE, start, stop)]
+        [box(region) for _, region in regions_of_range(SHAPE, start, stop)]
         for start, stop in zip(edges[:-1], edges[1:], strict=True)
     ]
 

@@ -92,7 +92,7 @@ def test_a_node_reserves_files_for_the_experts_that_it_saves():
 
 def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
     policy = policy_named("selective")(EIGHT, Every(1), experts=1, gradients=True, score="tokens")
-    experts = {one.place: one.name for one in EIGHT if one.place is not None}
+    experts = {one.expert_id: one.name for one in EIGHT if one.expert_id is not None}
     full, gradients = ({place: {0: size} for place in experts} for size in (60, 20))
     policy.sizes.append(ExpertSizes({0: 0}, full, (0,), 0, gradients))
     parts = [{"full": dict.fromkeys(experts.values(), 60), "grad": dict.fromkeys(experts.values(), 20)}]

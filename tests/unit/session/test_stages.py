@@ -27,7 +27,7 @@ def in_progress(number: int, done: bool) -> SnapshotInProgress:
     layout, capture = SimpleNamespace(nbytes=number), SimpleNamespace(seconds=number, bubble_bytes=number)
     facts = dict(layout=layout, capture=capture, finalize_s=number, persisted_bytes=number, persist_s=number, retries=0)
     facts |= dict(gradients_s=0.0, delay=lambda: 0.0)
-    snapshot = SimpleNamespace(sealed=future(done), persisted=future(done), **facts)
+    snapshot = SimpleNamespace(finalized=future(done), persisted=future(done), **facts)
     plan = SnapshotPlan(number, "test", {"output": Detail.FULL}, complete=True)
     return SnapshotInProgress(plan, plan, {}, snapshot, replicated=future(done, Copied(number, float(number))))
 

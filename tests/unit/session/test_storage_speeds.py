@@ -246,7 +246,7 @@ def test_storage_that_hangs(case):
     run.hangs_at = at
     run.train(400)
     assert run.survives == before == run.stored.persisted
-    has_promise = [one for one in OPERATORS if one.place is None or run.policy.storage.cycle is not None]
+    has_promise = [one for one in OPERATORS if one.expert_id is None or run.policy.storage.cycle is not None]
     assert run.lags[-1].overdue == len(has_promise) and run.lags[-1].age == at + 400 - before.iteration
     assert sum("lags behind" in text for text in run.said) == 1
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moc.state.digests import ChunkDigest, differing_operators, from_limbs, to_limbs, to_text, total_of
-from moc.state.operators import Fragment, Region, boxes_of_range
+from moc.state.operators import Fragment, Region, regions_of_range
 from tests.cases import each_row
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
@@ -66,7 +66,7 @@ def test_ranges_of_the_flattened_tensor_add_up(shape, dtype, data):
     tensor = some(shape, dtype)
     cuts = sorted(data.draw(st.lists(st.integers(0, tensor.numel()), max_size=4)))  # ZeRO
     ranges = zip([0, *cuts], [*cuts, tensor.numel()], strict=True)
-    regions = [box for start, stop in ranges for _, box in boxes_of_range(shape, start, stop)]
+    regions = [box for start, stop in ranges for _, box in regions_of_range(shape, start, stop)]
     assert digest(tensor, regions) == digest(tensor, whole(tensor))
 
 

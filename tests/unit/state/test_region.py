@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.state.operators import Region, boxes_of_range
+from moc.state.operators import Region, regions_of_range
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -29,7 +29,7 @@ def flat_positions(shape, region):
 def test_boxes_cover_the_range_exactly_in_order_and_contiguously(case):
     shape, start, stop = case
     covered = []
-    for position, box in boxes_of_range(shape, start, stop):
+    for position, box in regions_of_range(shape, start, stop):
         elements = flat_positions(shape, box)
         assert elements and elements == list(range(position, position + box.numel))
         covered += elements
@@ -39,11 +39,11 @@ def test_boxes_cover_the_range_exactly_in_order_and_contiguously(case):
 @given(ranges())
 def test_boxes_are_few(case):
     shape, start, stop = case
-    assert len(list(boxes_of_range(shape, start, stop))) <= 2 * len(shape) - 1
+    assert len(list(regions_of_range(shape, start, stop))) <= 2 * len(shape) - 1
 
 
 def test_a_scalar_is_one_box():
-    assert list(boxes_of_range((), 0, 1)) == [(0, Region((), ()))]
+    assert list(regions_of_range((), 0, 1)) == [(0, Region((), ()))]
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.state.undo_log import FULL_RECORDS, SCANS, UndoLog, UntrackedChangeError, places
+from moc.state.undo_log import FULL_RECORDS, SCANS, UndoLog, UntrackedChangeError, locations
 from tests.cases import each_row
 
 
@@ -46,7 +46,7 @@ def field_values(module: Stateful) -> dict:
             return [plain(part) for part in value]
         return copy.copy(value)
 
-    return {place.key: plain(place.value) for place in places([module])}
+    return {location.key: plain(location.value) for location in locations([module])}
 
 
 CHANGES = {

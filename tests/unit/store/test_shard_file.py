@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moc.state.operators import Fragment, Region, boxes_of_range
+from moc.state.operators import Fragment, Region, regions_of_range
 from moc.store.shard_file import (
     BoxTensor,
     FileLayout,
@@ -40,7 +40,7 @@ def cuts(draw, shape):
         local = tuple(last - first if a == axis else n for a, n in enumerate(shape))
         border = draw(st.integers(0, math.prod(local)))
         for start, stop in ((0, border), (border, math.prod(local))):
-            boxes += [box.shifted(offset) for _, box in boxes_of_range(local, start, stop)]
+            boxes += [box.shifted(offset) for _, box in regions_of_range(local, start, stop)]
     return boxes
 
 
