@@ -74,19 +74,19 @@ class FaultTolerantAccelerator(Accelerator):
             SettingsError: there are several models, optimizers or schedules.
             PositionError: the data of the training have no position.
         """
-        prepared = [self._prepare_part(one, **keywords) for one in objects]
+        prepared = [self._prepare_part(part, **keywords) for part in objects]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def _prepare_part(self, one: Any, **keywords: Any) -> Any:
+    def _prepare_part(self, part: Any, **keywords: Any) -> Any:
         kinds: dict[str, Any] = {
             "model": nn.Module,
             "optimizer": torch.optim.Optimizer,
             "scheduler": LRScheduler,
             "data": DataLoader | Iterable,
         }
-        kind = next((kind for kind, of_kind in kinds.items() if isinstance(one, of_kind)), None)
+        kind = next((kind for kind, of_kind in kinds.items() if isinstance(part, of_kind)), None)
         if kind is None or (kind == "data" and "data" in self._parts):
-            return super().prepare(one, **keywords)
+            return super().prepare(part, **keywords)
         if kind in self._parts:
             raise SettingsError(
                 f"accelerator.prepare() has several objects of the kind {kind}, and a run protects one. Fix: protect "
@@ -94,13 +94,13 @@ class FaultTolerantAccelerator(Accelerator):
                 code="loop-call-unsupported",
             )
         if kind == "data":
-            one = self._parts[kind] = shared_loader(one, self._seed, self._job, self.gradient_accumulation_steps)
-            return _EpochBatches(self, len(one))
-        self._parts[kind] = one
+            part = self._parts[kind] = shared_loader(part, self._seed, self._job, self.gradient_accumulation_steps)
+            return _EpochBatches(self, len(part))
+        self._parts[kind] = part
         if kind == "model":
-            self._parts[kind] = one = super().prepare(one, **keywords)
-            return one
-        return Stepping(one, self.commit if kind == "optimizer" else do_nothing)
+            self._parts[kind] = part = super().prepare(part, **keywords)
+            return part
+        return Stepping(part, self.commit if kind == "optimizer" else do_nothing)
 
     @property
     def iteration(self) -> int:
@@ -120,7 +120,7 @@ class FaultTolerantAccelerator(Accelerator):
                     "before the first batch is read",
                     code="loop-call-unsupported",
                 )
-            objects = {str(number): one for number, one in enumerate(self._objects)}
+            objects = {str(number): registered for number, registered in enumerate(self._objects)}
             self.run = protect(
                 **self._parts,
                 scaler=self.scaler,

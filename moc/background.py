@@ -33,7 +33,7 @@ class Background:
     """A daemon thread that runs actions one at a time, in the order of submission."""
 
     def __init__(self, name: str):
-        self._name, self._asked, self._starting = name, SimpleQueue(), threading.Lock()
+        self._name, self._requests, self._starting = name, SimpleQueue(), threading.Lock()
         self._thread: threading.Thread | None = None
 
     def submit(self, action: Callable, *args) -> Future:
@@ -41,35 +41,35 @@ class Background:
 
         The future has its result or exception, and can be cancelled until the action starts.
         """
-        done: Future = Future()
-        self._asked.put((done, action, args))
+        future: Future = Future()
+        self._requests.put((future, action, args))
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
-        return done
+        return future
 
     def end(self) -> None:
         """Ends the thread after all submitted actions; nothing may be submitted afterwards."""
-        self._asked.put(None)
+        self._requests.put(None)
 
     def _work(self) -> None:
-        while self._do(self._asked.get()):  # a separate call frees the large arguments
+        while self._do(self._requests.get()):  # a separate call frees the large arguments
             pass
 
-    def _do(self, asked: tuple[Future, Callable, tuple] | None) -> bool:
+    def _do(self, request: tuple[Future, Callable, tuple] | None) -> bool:
         """Runs one action; returns whether more may follow."""
-        if asked is None:
+        if request is None:
             return False
-        done, action, args = asked
-        if not done.set_running_or_notify_cancel():
+        future, action, args = request
+        if not future.set_running_or_notify_cancel():
             return True
         try:
             result = action(*args)
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
         else:
-            done.set_result(result)
+            future.set_result(result)
         return True
 
 
@@ -110,13 +110,13 @@ def within(seconds: float | None, action: Callable, *args):
     """
     if seconds is None:
         return action(*args)
-    asked = Background("moc-within")
-    done = asked.submit(action, *args)
-    asked.end()
+    thread = Background("moc-within")
+    future = thread.submit(action, *args)
+    thread.end()
     try:
-        return done.result(timeout=seconds)
+        return future.result(timeout=seconds)
     except TimeoutError:
-        if done.done():
+        if future.done():
             raise
         return None
 
@@ -185,12 +185,12 @@ class Harmless:
 
     Args:
         say: prints a message.
-        what: the failing calculation, as the subject of a sentence.
+        action: the failing calculation, as the subject of a sentence.
         effect: effect of the failure, as a clause.
     """
 
-    def __init__(self, say: Callable[[str], None], what: str, effect: str):
-        self._say, self._what, self._effect = say, what, effect
+    def __init__(self, say: Callable[[str], None], action: str, effect: str):
+        self._say, self._action, self._effect = say, action, effect
         self._trouble = Trouble()
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ class Harmless:
             if self._trouble.failed():
                 self._say(
                     warning(
-                        f"{self._what} failed ({type(error).__name__}: {error}), and {self._effect}. Fix: report the "
+                        f"{self._action} failed ({type(error).__name__}: {error}), and {self._effect}. Fix: report the "
                         "message as an issue",
                         code="calculation-failed",
                     )

@@ -201,16 +201,16 @@ class _EpochBatches:
 
 def _resume_counters(fit_loop: Any, iteration: int, in_epoch: int, accumulate: int) -> None:
     """Sets the counters of the Trainer to a number of completed iterations."""
-    epochs, done = divmod(iteration, in_epoch)
+    epochs, completed = divmod(iteration, in_epoch)
     progress, loop = fit_loop.epoch_progress, fit_loop.epoch_loop
     for counts in (progress.current, progress.total):
         counts.processed = counts.completed = epochs
-        counts.ready = counts.started = epochs + (done > 0)
+        counts.ready = counts.started = epochs + (completed > 0)
     steps = loop.automatic_optimization.optim_progress.optimizer.step
     steps.total.ready = steps.total.completed = iteration
-    if done:
-        steps.current.ready = steps.current.completed = done
-        for counts, number in ((loop.batch_progress.current, done), (loop.batch_progress.total, iteration)):
+    if completed:
+        steps.current.ready = steps.current.completed = completed
+        for counts, number in ((loop.batch_progress.current, completed), (loop.batch_progress.total, iteration)):
             counts.ready = counts.started = counts.processed = counts.completed = number * accumulate
         fit_loop.restarting = True
 

@@ -147,8 +147,8 @@ def add_legend(panel: Any, title: str | None = None, columns: int = 3) -> None:
         from matplotlib.transforms import ScaledTranslation
 
         below_axis = panel.transAxes + ScaledTranslation(0, -_LEGEND_PT / 72, panel.figure.dpi_scale_trans)
-        place = dict(loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below_axis, borderaxespad=0.0)
-        panel.legend(ncols=columns, title=title, title_fontsize="small", **place)
+        position = dict(loc="upper center", bbox_to_anchor=(0.5, 0.0), bbox_transform=below_axis, borderaxespad=0.0)
+        panel.legend(ncols=columns, title=title, title_fontsize="small", **position)
 
 
 def add_marks(panel: Any, marks: Iterable[LossMark], color: str) -> None:
@@ -158,7 +158,7 @@ def add_marks(panel: Any, marks: Iterable[LossMark], color: str) -> None:
     """
     left, right = panel.get_xlim()
     groups: list[list[LossMark]] = []
-    for mark in sorted(marks, key=lambda one: one.at):
+    for mark in sorted(marks, key=lambda mark: mark.at):
         panel.axvline(mark.at, color=color, linewidth=0.9, linestyle="--", zorder=0)
         if mark.begin < mark.at:
             panel.axvspan(mark.begin, mark.at, color=color, alpha=0.18, linewidth=0, zorder=0)
@@ -167,21 +167,21 @@ def add_marks(panel: Any, marks: Iterable[LossMark], color: str) -> None:
         else:
             groups.append([mark])
     for group in groups:
-        what = group[0].what if len(group) == 1 else f"{len(group)} losses"
-        text = f"{what}\nresumed after {sum(mark.dead_s for mark in group):.3g} s"
+        cause = group[0].what if len(group) == 1 else f"{len(group)} losses"
+        text = f"{cause}\nresumed after {sum(mark.dead_s for mark in group):.3g} s"
         share = (group[0].at - left) / ((right - left) or 1.0)
         side = "left" if share < 0.1 else "right" if share > 0.9 else "center"
-        place = dict(xycoords=panel.get_xaxis_transform(), xytext=(0, 3), textcoords="offset points")
+        position = dict(xycoords=panel.get_xaxis_transform(), xytext=(0, 3), textcoords="offset points")
         style = dict(ha=side, va="bottom", fontsize="x-small", color=color)
-        panel.annotate(text, (group[0].at, 1.0), **place, **style, annotation_clip=False)
+        panel.annotate(text, (group[0].at, 1.0), **position, **style, annotation_clip=False)
     panel.set_xlim(left, right)
 
 
 def distinct_names(paths: Sequence[str | Path]) -> list[str]:
     """Returns a short name for each path: its last parts that distinguish it, and a number for equal paths."""
     parts = [Path(path).parts for path in paths]
-    for count in itertools.count(1 if all(one[-1:] != ("log",) for one in parts) else 2):
-        names = ["/".join(one[-count:]) for one in parts]
+    for count in itertools.count(1 if all(part[-1:] != ("log",) for part in parts) else 2):
+        names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(set(parts)):
             break
     seen: dict[str, int] = {}

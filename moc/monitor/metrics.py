@@ -106,7 +106,7 @@ def _losses(state: RunState, now: float) -> Iterator[Metric]:
     yield _counter("moc_recoveries", "Finished recoveries.", len(state.recoveries))
     seconds = {phase: sum(one.phases.get(phase, 0.0) for one in state.recoveries) for phase in PHASES}
     yield _counter("moc_recovery_seconds", "Seconds of finished recoveries, by phase.", "phase", seconds)
-    again = sum(one.again for one in state.recoveries)
+    again = sum(one.repeated for one in state.recoveries)
     yield _counter("moc_iterations_repeated", "Iterations that recoveries computed again.", again)
     recent = Counter(one.rank for one in state.recoveries if one.rank is not None and now - one.time < HOUR_S)
     yield _gauge("moc_recent_losses", "Losses of a worker within the last hour, by rank.", "rank", recent)

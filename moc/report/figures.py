@@ -302,7 +302,7 @@ def _summarize_recoveries(state: RunState) -> Recoveries:
         kept=_spread(recovery.kept for recovery in recoveries),
         alone=len(localized),
         stages=_spread(len(recovery.stages) for recovery in localized),
-        again=_spread(recovery.again for recovery in recoveries),
+        again=_spread(recovery.repeated for recovery in recoveries),
         exact=sum(recovery.exact is True and recovery.lost_tokens <= 0 for recovery in recoveries),
         not_exact=len(failed),
     )

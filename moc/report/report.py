@@ -81,7 +81,7 @@ def incident_cells(incident: RecoveryTimes) -> list[str]:
         f"{incident.cause or 'job restarted'}{killed}",
         *(seconds(incident.phases.get(phase)) or "" for phase in PHASES),
         seconds(incident.outside_s) or "",
-        f"{incident.again:,}",
+        f"{incident.repeated:,}",
     ]
 
 

@@ -97,7 +97,7 @@ class RecoveryTimes:
     lost_tokens: float
 
     @property
-    def again(self) -> int:
+    def repeated(self) -> int:
         """Iterations computed again: undone and replayed."""
         return self.undone + self.replayed
 
@@ -191,7 +191,7 @@ class WallClock:
     @property
     def is_recovering(self) -> bool:
         """Whether the newest recovery is not finished."""
-        return bool(self._finder.under_way)
+        return bool(self._finder.pending)
 
     def add(self, event: Event) -> tuple[list[Event], bool]:
         """Adds the next event; returns as :meth:`RecoveryFinder.add`."""
@@ -220,7 +220,7 @@ class WallClock:
         clock._seconds, clock._undisturbed = self._seconds.copy(), self._undisturbed.copy()
         clock._window, clock._discarded = list(self._window), self._discarded.copy()
         clock._trained = {key: replace(trained) for key, trained in self._trained.items()}
-        for event in self._finder.under_way:
+        for event in self._finder.pending:
             clock._enter_window(event)
             clock._book_event(event)
         clock._book_until("recoveries_s" if clock._has_loss else "other_s", self._last)

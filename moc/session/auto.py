@@ -353,7 +353,7 @@ class AutoPolicy:
         if stays is not None:
             reason = f"{stays.name} stays in force, with an ETTR of {stays.ettr:.3f}; the best: {reason}"
         self._log.message(f"--ckpt-policy auto chooses, since {cause}. {reason}")
-        others = {found.name: round(found.ettr, 4) for found in (plan.best, *plan.others)}
+        others = {found.name: round(found.ettr, 4) for found in (plan.best, *plan.alternatives)}
         self._log.events.write(
             "choice", iteration=iteration, **self._flags, cause=cause, mtbf_s=self._mtbf_s, ettr=others, reason=reason
         )

@@ -105,7 +105,7 @@ class PolicyChoice:
     """Best candidate, the best one of each other policy by descending ETTR, and the reason in a few sentences."""
 
     best: Candidate
-    others: tuple[Candidate, ...]
+    alternatives: tuple[Candidate, ...]
     reason: str
 
 

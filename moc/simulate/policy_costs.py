@@ -48,13 +48,13 @@ class Loss:
         nodes: nodes of the job that are lost now.
         of: training nodes when all of them last had their state.
         before: nodes of these lost since; their state is not on other nodes yet.
-        left: nodes that continue training; 0 to wait for more.
+        remaining: nodes that continue training; 0 to wait for more.
     """
 
     nodes: int
     of: int
     before: int = 0
-    left: int = 0
+    remaining: int = 0
 
     @property
     def total(self) -> int:
@@ -134,7 +134,7 @@ class SimulatedCosts:
 
         ``chance`` is a random number from 0 to 1, which decides whether copies remain; the same for losses that add up.
         """
-        if self.changed is not None and loss.left not in (0, loss.of):
+        if self.changed is not None and loss.remaining not in (0, loss.of):
             return self.changed
         if self.beyond is None or loss.total <= self.survives:
             return self

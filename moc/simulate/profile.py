@@ -73,7 +73,7 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
         decided, is_recovery = finder.add(event)
         lost += [decided] if is_recovery else []
         times.add(decided, is_recovery)
-    times.add(finder.under_way)
+    times.add(finder.pending)
     world, copies, seals, writes, written_s, sizes = 1, [], [], [], [], []
     for event in events:
         kind = event.get("type")
@@ -159,11 +159,11 @@ class RecoveryFinder:
     without one.
 
     Attributes:
-        under_way: events of the recovery that is not finished yet; empty without one.
+        pending: events of the recovery that is not finished yet; empty without one.
     """
 
     def __init__(self):
-        self.under_way: list[Event] = []
+        self.pending: list[Event] = []
         self._started = False
         self._running = self._live = False  # since the last start: has the run not exited; was state taken over live
 
@@ -175,15 +175,15 @@ class RecoveryFinder:
         is_loss = kind == "generation" or is_kill(event) or is_restart
         if is_loss:
             self._started = False
-        if not self.under_way and not is_loss:
+        if not self.pending and not is_loss:
             decided, is_finished = [event], False
         else:
-            self.under_way.append(event)
+            self.pending.append(event)
             self._started |= kind == "start"
             is_finished = kind == "iteration" and self._started
-            decided = self.under_way if is_finished or kind == "exit" else []
+            decided = self.pending if is_finished or kind == "exit" else []
         if decided:
-            self.under_way = []
+            self.pending = []
         if kind in ("start", "iteration"):
             self._running, self._live = True, False
         elif kind == "exit":

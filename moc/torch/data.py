@@ -174,34 +174,34 @@ class Batches:
             return itertools.islice(data, position % len(data), None)
         if not isinstance(data, DataLoader | Sampler):
             return data(position)
-        epoch, done = divmod(position, _length(data))
+        epoch, offset = divmod(position, _length(data))
         if isinstance(data, Sampler):
-            return self._epoch_of([getattr(data, "sampler", None), data], data, epoch)[done:]
-        return self._loader(data, epoch, done)
+            return self._epoch_of([getattr(data, "sampler", None), data], data, epoch)[offset:]
+        return self._loader(data, epoch, offset)
 
     def _epoch_of(self, objects: Sequence[Any], order: Iterable, epoch: int) -> list:
         """Returns an order of samples, after telling all objects the epoch and seeding all generators."""
         seed = derived_seed(self._seed, epoch, self._rank)
-        for one in objects:
-            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+        for source in objects:
+            if (set_epoch := getattr(source, "set_epoch", None)) is not None:
                 set_epoch(epoch)
-            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+            if isinstance(generator := getattr(source, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
         set_seed(seed)
         return list(order)
 
-    def _loader(self, loader: DataLoader, epoch: int, done: int) -> DataLoader:
+    def _loader(self, loader: DataLoader, epoch: int, offset: int) -> DataLoader:
         """Returns a loader of the rest of an epoch, with the workers and functions of the given one."""
         batch_sampler, sampler = loader.batch_sampler, loader.sampler
         objects = [loader.dataset, sampler, batch_sampler]
         keys = self._epoch_of(objects, sampler if batch_sampler is None else batch_sampler, epoch)
         seeded: Any = _SeededDataset(loader.dataset, derived_seed(self._seed, epoch, self._rank))
-        rest = [
-            [(done + number, index) for index in key] if batch_sampler is not None else (done + number, key)
-            for number, key in enumerate(keys[done:])
+        remaining = [
+            [(offset + number, index) for index in key] if batch_sampler is not None else (offset + number, key)
+            for number, key in enumerate(keys[offset:])
         ]
         order: dict[str, Any] = (
-            {"batch_sampler": rest} if batch_sampler is not None else {"sampler": rest, "batch_size": None}
+            {"batch_sampler": remaining} if batch_sampler is not None else {"sampler": remaining, "batch_size": None}
         )
         return reordered(loader, seeded, **order)
 
@@ -237,8 +237,8 @@ class _SeededDataset:
             self.__getitems__: Callable = self._get_items
 
     def __getitem__(self, key: tuple[int, Any]) -> Any:
-        place, index = key
-        set_seed(derived_seed(self._seed, place, index if isinstance(index, int) else 0))
+        position, index = key
+        set_seed(derived_seed(self._seed, position, index if isinstance(index, int) else 0))
         return self._dataset[index]
 
     def _get_items(self, keys: Sequence[tuple[int, Any]]) -> Any:
@@ -273,10 +273,10 @@ class DealtBatches:
     def __iter__(self) -> Iterator:
         """Yields the batches of this worker."""
         seed = derived_seed(self._seed, self._epoch)
-        for one in (self._batches, getattr(self._batches, "sampler", None)):
-            if (set_epoch := getattr(one, "set_epoch", None)) is not None:
+        for source in (self._batches, getattr(self._batches, "sampler", None)):
+            if (set_epoch := getattr(source, "set_epoch", None)) is not None:
                 set_epoch(self._epoch)
-            if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+            if isinstance(generator := getattr(source, "generator", None), torch.Generator):
                 generator.manual_seed(seed)
         set_seed(seed)
         yield from itertools.islice(self._batches, self._rank, len(self) * self._size, self._size)

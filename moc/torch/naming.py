@@ -91,11 +91,11 @@ def structure_of(module: nn.Module, patterns: Mapping[str, str] | None = None) -
     tensors.sort(key=lambda named: _forward_order(named.operator))  # stable
     layers = 1 + max((_layer(named.operator) for named in tensors if "." in named.operator), default=-1)
     experts = Counter(_layer(name) for name in {named.operator for named in tensors} if ".expert." in name)
-    found: dict[int, set[str]] = {}
+    names_by_layer: dict[int, set[str]] = {}
     for named in tensors:
         if named.operator.endswith(".router") and experts[layer := _layer(named.operator)]:
-            found.setdefault(layer, set()).add(named.name.rpartition(".")[0])
-    routers = [Router(layer, min(names), experts[layer]) for layer, names in found.items() if len(names) == 1]
+            names_by_layer.setdefault(layer, set()).add(named.name.rpartition(".")[0])
+    routers = [Router(layer, min(names), experts[layer]) for layer, names in names_by_layer.items() if len(names) == 1]
     return Structure(tuple(tensors), tuple(routers), layers)
 
 
@@ -160,18 +160,18 @@ def _router_of(parent: nn.Module, experts: str, count: int) -> str | None:
 def _are_experts(parent: nn.Module, name: str, elements: nn.Module) -> bool:
     count = len(list(elements.children()))
     shapes = [[tuple(p.shape) for p in element.parameters()] for element in elements.children()]
-    alike = count > 1 and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
-    return alike and ("expert" in name or _router_of(parent, name, count) is not None)
+    are_equal = count > 1 and bool(shapes[0]) and all(shape == shapes[0] for shape in shapes)
+    return are_equal and ("expert" in name or _router_of(parent, name, count) is not None)
 
 
 def _stack_size(module: nn.Module) -> int | None:
     """Returns the leading dimension of a module's own parameters, if some have three dimensions and it is the same."""
     is_of_torch = type(module).__module__.startswith("torch.nn.")  # such as a convolution
     own = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-    counts = {int(p.shape[0]) for p in own}
+    sizes = {int(p.shape[0]) for p in own}
     if is_of_torch and not isinstance(module, nn.ParameterList | nn.ParameterDict):
         return None
-    return counts.pop() if len(counts) == 1 and any(p.dim() > 2 for p in own) else None
+    return sizes.pop() if len(sizes) == 1 and any(p.dim() > 2 for p in own) else None
 
 
 class _Finder:
@@ -208,25 +208,25 @@ class _Finder:
             return None, None
         else:
             is_list = False
-        beside = None if name in self._blocks else _router_of(parent, own, count)
-        within = None if is_list else _router_of(child, "", count)
-        if within is not None:
-            return count, f"{name}.{within}"
-        if beside is not None:
-            return count, f"{path}.{beside}" if path else beside
+        sibling_router = None if name in self._blocks else _router_of(parent, own, count)
+        inner_router = None if is_list else _router_of(child, "", count)
+        if inner_router is not None:
+            return count, f"{name}.{inner_router}"
+        if sibling_router is not None:
+            return count, f"{path}.{sibling_router}" if path else sibling_router
         is_named = is_list or "expert" in name or getattr(child, "num_experts", None) == count
         return (count if is_named else None), None
 
     def named(self, name: str, tensor: Tensor) -> Iterator[NamedTensor]:
         """Yields the parts of a tensor with their operators."""
         for pattern, (expression, operator) in self._patterns.items():
-            if found := expression.fullmatch(clean_name(name)):
+            if match := expression.fullmatch(clean_name(name)):
                 self.used.add(pattern)
-                yield from self._by_pattern(name, tensor, operator, found)
+                yield from self._by_pattern(name, tensor, operator, match)
                 return
         layer = self._layer_of(name)
         self._seen_block |= layer is not None
-        experts = next((one for one in self._experts if name.startswith(f"{one}.")), None)
+        experts = next((prefix for prefix in self._experts if name.startswith(f"{prefix}.")), None)
         if any(name.startswith(f"{router}.") for router in self._routers):
             yield NamedTensor(f"layers.{layer or 0}.router", name, tensor)
         elif experts is not None:
@@ -250,8 +250,8 @@ class _Finder:
         else:
             yield NamedTensor(f"layers.{layer}.mlp", name, tensor)
 
-    def _by_pattern(self, name: str, tensor: Tensor, operator: str, found: re.Match) -> Iterator[NamedTensor]:
-        target = re.sub("[NE]", lambda letter: found[letter[0]], operator)
+    def _by_pattern(self, name: str, tensor: Tensor, operator: str, match: re.Match) -> Iterator[NamedTensor]:
+        target = re.sub("[NE]", lambda letter: match[letter[0]], operator)
         for index in range(tensor.shape[0]) if target.endswith("*") else (None,):
             of_index = target if index is None else f"{target[:-1]}{index}"
             if not is_operator(of_index):

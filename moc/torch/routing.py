@@ -52,10 +52,16 @@ class RouterCounter:
 
     @torch.no_grad()
     def _count(self, layer: int, top_k: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        outputs = [one for one in (output if isinstance(output, tuple | list) else [output]) if torch.is_tensor(one)]
+        outputs = [
+            tensor for tensor in (output if isinstance(output, tuple | list) else [output]) if torch.is_tensor(tensor)
+        ]
         experts, counts = self._experts[layer], self._counts[layer]
-        chosen = next((one for one in outputs if not one.is_floating_point() and one.dtype is not torch.bool), None)
-        weights = next((one for one in outputs if one.is_floating_point() and one.shape[-1] == experts), None)
+        chosen = next(
+            (tensor for tensor in outputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool), None
+        )
+        weights = next(
+            (tensor for tensor in outputs if tensor.is_floating_point() and tensor.shape[-1] == experts), None
+        )
         if chosen is None:
             if weights is None:
                 return
@@ -84,7 +90,7 @@ class RouterCounter:
         """Returns, by layer and expert, the sum of the gating probabilities over the expert's tokens."""
         return {layer: totals[f"probabilities_of_{layer}"] for layer in self._experts}
 
-    def boost(self, owed: Mapping[int, Sequence[int]], fraction: float) -> None:
+    def boost(self, debt: Mapping[int, Sequence[int]], fraction: float) -> None:
         """Has no effect: experts of any module have no known capacity."""
 
     def beyond(self, totals: Mapping) -> dict[int, list[int]]:

@@ -103,7 +103,7 @@ def chosen(
 
 def explained(run: Running, plan: PolicyChoice) -> list[str]:
     """Formats the choice and the runners-up as lines."""
-    lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.others)]
+    lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.alternatives)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
     return [*lines, "", *sentences(plan.reason), "", f"{flags} {tier}"]
@@ -112,7 +112,8 @@ def explained(run: Running, plan: PolicyChoice) -> list[str]:
 def told(run: Running, plan: PolicyChoice) -> dict:
     """Returns the choice and the runners-up for JSON."""
     found = {
-        one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes} for one in (plan.best, *plan.others)
+        one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes}
+        for one in (plan.best, *plan.alternatives)
     }
     return {"flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier}, "reason": plan.reason, "policies": found}
 

@@ -271,7 +271,7 @@ def _simulate(args: argparse.Namespace, model_flags: list[str]) -> None:
     if args.policy == "auto":
         host = args.host_memory_gb and args.host_memory_gb * 1e9
         chosen = plan(setup, options.mtbf_s, PlanLimits(args.exact_only, host, args.plt_limit))
-        runs = {found.name: (found.saving.name, found.options) for found in (chosen.best, *chosen.others)}
+        runs = {found.name: (found.saving.name, found.options) for found in (chosen.best, *chosen.alternatives)}
     else:
         runs = {name: (name, options) for name in _policies(args.policy)}
     job = SimulatedJob(

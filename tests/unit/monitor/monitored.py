@@ -141,7 +141,7 @@ def assert_metrics_equal_events(metrics, events):
         "moc_iterations_computed_total": state.computed,
         "moc_ettr_ratio": state.ettr,
         "moc_recoveries_total": len(state.recoveries),
-        "moc_iterations_repeated_total": sum(one.again for one in state.recoveries),
+        "moc_iterations_repeated_total": sum(one.repeated for one in state.recoveries),
         "moc_stall_seconds_total": stalls.sum("seconds"),
         'moc_operation_bytes_total{operation="copy"}': snapshots.sum("bytes"),
         'moc_operation_seconds_total{operation="copy"}': snapshots.sum("copy_s"),

@@ -124,7 +124,7 @@ def test_incident_has_its_cause_and_seconds_of_each_phase():
     story.tell("replay", 0.5, iteration=10, seconds=0.5, frozen=0)
     story.tell("resume", 0.5, tier="memory", seconds=1.0, kept=0).start(0.25, iteration=8)
     (one,) = story.train(3.0).usual(9).report.each
-    assert (one.cause, one.rank, one.node, one.signal, one.newest, one.again) == ("worker-lost", 2, 1, 9, 10, 3)
+    assert (one.cause, one.rank, one.node, one.signal, one.newest, one.repeated) == ("worker-lost", 2, 1, 9, 10, 3)
     phases = {"detection": 0.125, "reconnection": 0.375, "load": 0.5, "replay": 0.5, "first iteration": 2.25}
     assert one.phases == phases
     cells = dict(zip(tool.INCIDENT_TITLES, tool.incident_cells(one), strict=True))
@@ -148,7 +148,7 @@ def test_stages_that_compute_alone():
     run = story.resume(2.0, tier="storage", kept=3, stages=[1]).start(0.5).usual(10).report
     assert spent(run) == {"start_up": 4, "useful": 20, "again": 1.5, "recoveries": 3.0}
     (one,) = run.each
-    assert (one.kept, one.stages, one.undone, one.replayed, one.again, one.exact) == (3, (1,), 0, 3, 3, True)
+    assert (one.kept, one.stages, one.undone, one.replayed, one.repeated, one.exact) == (3, (1,), 0, 3, 3, True)
     assert one.outside_s == 4.5 and run.recoveries.alone == 1
 
 

@@ -137,15 +137,15 @@ def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
     few, equal = ({layer: row for layer in range(3)} for row in ([900, 90, 9, 1, 1, 1, 1, 1], [7] * EXPERTS))
     run, both = running(tier, write_s=4.0), dict(mtbf_s=300.0, policies=("pec", "selective"))
     plan = chosen(dataclasses.replace(run, loads=few), **both)
-    assert plan.best.saving.name == "selective" and plan.best.plt < 0.2 * plan.others[0].plt
-    assert plan.best.ettr == pytest.approx(plan.others[0].ettr)
+    assert plan.best.saving.name == "selective" and plan.best.plt < 0.2 * plan.alternatives[0].plt
+    assert plan.best.ettr == pytest.approx(plan.alternatives[0].ettr)
     for loads in (None, equal, {layer: [0] * EXPERTS for layer in range(3)}):
         found = [
             chosen(dataclasses.replace(run, loads=loads), 300.0, policies=(name,)).best for name in both["policies"]
         ]
         assert found[0].plt == pytest.approx(found[1].plt) and found[0].ettr == pytest.approx(found[1].ettr)
     exact = chosen(dataclasses.replace(run, loads=few), 300.0, exact_only=True)
-    assert {one.saving.exact for one in (exact.best, *exact.others)} == {True}
+    assert {one.saving.exact for one in (exact.best, *exact.alternatives)} == {True}
 
 
 FEW = {layer: [900, 90, 30, 9, 5, 5, 5, 5] for layer in range(3)}

@@ -153,11 +153,11 @@ def test_ordinary_policies_start_anew_on_what_is_left():
     for name in ("full", "pec", "sparse", "selective"):
         saving = POLICIES[name](setup, Options()).saving
         assert saving.members is not None and saving.members.grow_wait_s == 60
-        way = saving.recovery_costs(Loss(1, of=4, left=3), 0.0)
+        way = saving.recovery_costs(Loss(1, of=4, remaining=3), 0.0)
         assert "number" in way.why and not way.local
-        assert saving.recovery_costs(Loss(1, of=4, left=4), 0.0) is saving
+        assert saving.recovery_costs(Loss(1, of=4, remaining=4), 0.0) is saving
     checkfreq = POLICIES["checkfreq"](setup, Options()).saving
-    assert checkfreq.recovery_costs(Loss(1, of=4, left=3), 0.0) is checkfreq
+    assert checkfreq.recovery_costs(Loss(1, of=4, remaining=3), 0.0) is checkfreq
     write_s = setup.full.total / setup.cluster.storage_bandwidth
     assert checkfreq.members is not None
     assert checkfreq.members.grow_s == pytest.approx(checkfreq.restart_s - setup.cluster.detect_s + write_s)

@@ -10,7 +10,7 @@ def record(iteration, samples=8, skipped=False):
 
 
 def test_the_newest_records_are_kept_and_no_more():
-    records = Records(most=3)
+    records = Records(max_records=3)
     for iteration in (5, 6, 7):
         records.add(record(iteration))
     assert records.iterations() == [5, 6, 7]
