@@ -83,7 +83,7 @@ def format_of(directory: Path) -> str:
         return DENSE
 
 
-def is_unpublished(directory: Path) -> bool:
+def is_uncommitted(directory: Path) -> bool:
     """Returns whether a directory holds an uncommitted save in Format v1, which is no checkpoint without a manifest."""
     try:
         names = SafeDirectory(directory).list_names()
@@ -92,9 +92,9 @@ def is_unpublished(directory: Path) -> bool:
     return MANIFEST not in names and all(name.startswith(_UNPUBLISHED_PREFIXES) for name in names)
 
 
-def published_iterations(root: Path) -> list[int]:
+def committed_iterations(root: Path) -> list[int]:
     """Returns the iterations of the checkpoints in a directory, ascending."""
-    return [i for i in dense_files.list_iterations(root) if not is_unpublished(dense_files.checkpoint_path(root, i))]
+    return [i for i in dense_files.list_iterations(root) if not is_uncommitted(dense_files.checkpoint_path(root, i))]
 
 
 def select_checkpoint(root: Path, iteration: int | None) -> Path:
@@ -103,7 +103,7 @@ def select_checkpoint(root: Path, iteration: int | None) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    saved = published_iterations(root)
+    saved = committed_iterations(root)
     if iteration is None:
         with contextlib.suppress(CheckpointError, ValueError):
             iteration = dense_files.latest_iteration(root)

@@ -17,10 +17,10 @@ from moc.inspect.checkpoint import (
     DENSE,
     SNAPSHOT,
     Checkpoint,
+    committed_iterations,
     format_of,
     is_checkpoint,
-    is_unpublished,
-    published_iterations,
+    is_uncommitted,
     read_all_boxes,
     read_checkpoint,
     read_file_boxes,
@@ -170,7 +170,7 @@ def open_verdicts(path: Path, iteration: int | None, all_iterations: bool) -> li
     if iteration is None and (problem := tracker_problem(path)):
         directory.problems.append(problem)
     if all_iterations:
-        directories = [dense_files.checkpoint_path(path, i) for i in published_iterations(path)]
+        directories = [dense_files.checkpoint_path(path, i) for i in committed_iterations(path)]
     return [directory, *map(_open_verdict, directories)]
 
 
@@ -186,7 +186,7 @@ def _open_verdict(directory: Path) -> Verdict:
 
 def tracker_problem(root: Path) -> str | None:
     """Returns the problem with the tracker file of a --save directory, or None; Format v1 has no tracker."""
-    saved = published_iterations(root)
+    saved = committed_iterations(root)
     try:
         tracked = dense_files.latest_iteration(root)
     except (CheckpointError, ValueError, OSError):
@@ -201,12 +201,12 @@ def tracker_problem(root: Path) -> str | None:
 
 def leftover_notes(root: Path) -> list[str]:
     """Returns notes on remains of killed or unfinished saves in a directory; all are harmless."""
-    unpublished = [dense_files.checkpoint_path(root, iteration) for iteration in dense_files.list_iterations(root)]
-    unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_unpublished, unpublished)]
+    uncommitted = [dense_files.checkpoint_path(root, iteration) for iteration in dense_files.list_iterations(root)]
+    unfinished = [*root.glob(".iter_*.incomplete"), *filter(is_uncommitted, uncommitted)]
     notes = [f"{path.name}: a save that has not ended; the next one clears it" for path in unfinished]
     for path in root.glob(".iter_*.replaced"):
         notes.append(f"{path.name}: was to be replaced; the next start with --save here brings it back or clears it")
-    if tracker_problem(root) is None and (saved := published_iterations(root)):
+    if tracker_problem(root) is None and (saved := committed_iterations(root)):
         tracked = dense_files.latest_iteration(root)
         if tracked is not None and tracked != saved[-1]:
             notes.append(

@@ -175,17 +175,17 @@ def storage_cycle_length(num_experts: int, k: int, k_persist: int) -> int:
     return num_experts // math.gcd(num_experts, k) * -(-k // k_persist)
 
 
-def is_starved(persisted: SaveMarks, now: int, cycle: int) -> bool:
+def is_starved(persisted: SaveMarks, iteration: int, cycle: int) -> bool:
     """Returns whether storage has waited too long for an expert: for one cycle, at the speed of its last write.
 
     Storage receives snapshots at its own speed, and may receive the same part of the rotation every time.
 
     Args:
         persisted: iteration of the newest persisted version, by layer and expert.
-        now: iteration of the next persisted snapshot.
+        iteration: iteration of the next persisted snapshot.
         cycle: as :func:`storage_cycle_length`.
     """
-    return now - min(map(min, persisted)) >= cycle * (now - max(map(max, persisted)))
+    return iteration - min(map(min, persisted)) >= cycle * (iteration - max(map(max, persisted)))
 
 
 @lru_cache(maxsize=64)
@@ -333,4 +333,4 @@ def mean_age(num_experts: int, k: int) -> float:
     Each equally busy expert of a layer loses the tokens of its age. So this is the expected PLT of a fault in each
     iteration, with a snapshot in each iteration. (Follows from eq. 7; the paper measures it.)
     """
-    return sum(place // k for place in range(num_experts)) / num_experts
+    return sum(position // k for position in range(num_experts)) / num_experts

@@ -61,9 +61,9 @@ def decayed_popularity(mean: Scores, counts: Scores, alpha: float) -> dict[int, 
         counts: tokens of this iteration.
         alpha: weight of the previous value, from 0 to 1.
     """
-    nothing = {layer: [0.0] * len(row) for layer, row in counts.items()}
+    zeros = {layer: [0.0] * len(row) for layer, row in counts.items()}
     return {
-        layer: [alpha * old + (1 - alpha) * new for old, new in zip((mean or nothing)[layer], row, strict=True)]
+        layer: [alpha * old + (1 - alpha) * new for old, new in zip((mean or zeros)[layer], row, strict=True)]
         for layer, row in counts.items()
     }
 

@@ -337,8 +337,8 @@ def _summarize_saving(state: RunState) -> Saving | None:
 def _compensated_tokens(boost: Event | None, last: Event) -> tuple[int, int] | None:
     if not boost:
         return None
-    owed_tokens = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
-    return boost["tokens"] - owed_tokens, boost["tokens"]
+    debt_tokens = last.get("tokens_owed", boost["tokens"]) if boost["boosted"] else boost["tokens"] - boost["made_up"]
+    return boost["tokens"] - debt_tokens, boost["tokens"]
 
 
 def list_standstills(events: Sequence[Event]) -> tuple[NoProgress, ...]:

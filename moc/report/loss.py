@@ -115,8 +115,8 @@ class LossCurve:
         kind, iteration = event.get("type"), event.get("iteration")
         if kind == "generation":
             rank = event.get("rank")
-            how = "killed" if event.get("signal") == signal.SIGKILL else "lost"
-            self._lost = "node lost" if rank is None else f"worker {rank} {how}"
+            fate = "killed" if event.get("signal") == signal.SIGKILL else "lost"
+            self._lost = "node lost" if rank is None else f"worker {rank} {fate}"
         if not isinstance(iteration, int):
             return
         if kind == "iteration":
@@ -167,9 +167,9 @@ def draw_loss_curves(path: str, runs: list[LossCurve], title: str, smoothing: in
     if smoothing < 0:
         raise ToolError("--smoothing is negative. Fix: pass 0 or more", code="value-out-of-range")
     heights = [3, 1] if extra else [1]
-    how: dict[str, Any] = dict(sharex=True, figsize=(9, 7.5 if extra else 5.5), height_ratios=heights)
+    options: dict[str, Any] = dict(sharex=True, figsize=(9, 7.5 if extra else 5.5), height_ratios=heights)
     names = distinct_names([run.directory for run in runs])
-    for _, panels in drawings(path, len(heights), **how):
+    for _, panels in drawings(path, len(heights), **options):
         draw_losses(panels[0, 0], dict(zip(names, runs, strict=True)), title, smoothing)
         if extra:
             _draw_extra(panels[1, 0], runs, extra)

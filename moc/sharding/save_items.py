@@ -60,8 +60,8 @@ def cut_large_items(items: Sequence[SaveItem]) -> list[SaveItem]:
     result = []
     for item in items:
         share = bytes_by_holders[item.holders] // len(item.holders)
-        stays_uncut = item.is_expert or len(item.holders) == 1 or item.nbytes <= share
-        result.extend([item] if stays_uncut else _cut(item, share // _PIECES_PER_SHARE))
+        is_uncut = item.is_expert or len(item.holders) == 1 or item.nbytes <= share
+        result.extend([item] if is_uncut else _cut(item, share // _PIECES_PER_SHARE))
     return result
 
 

@@ -174,8 +174,8 @@ class _Run:
         self.saves = self.saves.after(iterations / self.strategy.saving.interval, self.strategy.saving.traffic)
         part_s = self.job.wall_s / self.job.parts
         for part in self._parts(start, until):
-            within = min(until, (part + 1) * part_s) - max(start, part * part_s)
-            self.iterations[part] += iterations * max(0.0, within) / (until - start) if until > start else 0.0
+            overlap_s = min(until, (part + 1) * part_s) - max(start, part * part_s)
+            self.iterations[part] += iterations * max(0.0, overlap_s) / (until - start) if until > start else 0.0
 
     def _parts(self, start: float, until: float) -> range:
         """Returns the parts of the run that a time span overlaps."""

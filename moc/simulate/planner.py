@@ -75,12 +75,12 @@ class Candidate:
         """Policy with its chosen settings."""
         kind = REGISTERED.get(self.saving.name)
         if kind is not None and kind.can_replay:
-            how = [f"window {self.saving.interval}"]
+            details = [f"window {self.saving.interval}"]
         else:
             settings = kind.costs.describe(self.options.settings) if kind is not None else ""
-            how = [settings, f"interval {self.saving.interval}"]
-        how.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
-        return ", ".join(filter(None, (self.saving.name, *how)))
+            details = [settings, f"interval {self.saving.interval}"]
+        details.append(f"{self.options.replicas} replicas" if self.saving.traffic.network else "")
+        return ", ".join(filter(None, (self.saving.name, *details)))
 
 
 class Priced(Protocol):

@@ -25,13 +25,13 @@ from moc.simulate.cost import Cluster, Timing, Work
 from moc.simulate.elastic import ElasticCosts, ElasticSettings, elastic_members
 from moc.simulate.policy_costs import (
     NEVER,
+    CompletePipelines,
     PecStrategy,
     RecoveryCosts,
     SimulatedCosts,
     Strategy,
     Traffic,
     VaryingNodes,
-    WholePipelines,
     at_risk,
     program_recovery,
 )
@@ -303,8 +303,8 @@ def elastic(setup: Setup, options: Options) -> Strategy:
         setup.cluster.gpus_per_node,
     )
     fatal = fmean(1 - members.survival(nodes, min(lost, nodes)) for lost in settings.losses)
-    whole_s = setup.total_iterations * setup.iteration_s
-    rare = dataclasses.replace(options, mtbf_s=min(whole_s, options.mtbf_s / fatal) if fatal else whole_s)
+    training_s = setup.total_iterations * setup.iteration_s
+    rare = dataclasses.replace(options, mtbf_s=min(training_s, options.mtbf_s / fatal) if fatal else training_s)
     stored = _to_storage(setup, elastic.__name__, 1)
     stored = _at_best_interval(setup, rare, stored, math.ceil(setup.iterations(_write_s(setup))))
     saving = ElasticCosts(
@@ -360,13 +360,13 @@ def _global(
             restart_s=cluster.detect_s + cluster.restart_s + load_s,
             replay_s=cluster.replay_slowdown * (iteration_s + saving.per_iteration_s()),
         )
-    return dataclasses.replace(saving, members=_whole_pipelines(setup, saving)) if setup.shrinks else saving
+    return dataclasses.replace(saving, members=_complete_pipelines(setup, saving)) if setup.shrinks else saving
 
 
-def _whole_pipelines(setup: Setup, saving: SimulatedCosts) -> VaryingNodes:
+def _complete_pipelines(setup: Setup, saving: SimulatedCosts) -> VaryingNodes:
     """Returns the members of a job whose workers save, and restart from storage, when nodes arrive."""
     members, layout, work = setup.varying, setup.layout, setup.work
-    return WholePipelines(
+    return CompletePipelines(
         members.least,
         members.most,
         members.grow_wait_s,

@@ -376,7 +376,7 @@ def steps(micro_batches: float, stages: int, vpp: int) -> float:
 
 
 @dataclass(frozen=True)
-class WholePipelines(VaryingNodes):
+class CompletePipelines(VaryingNodes):
     """Job whose pipelines get equally many micro batches of the same global batch.
 
     Attributes:

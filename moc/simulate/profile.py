@@ -74,14 +74,14 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
         lost += [decided] if is_recovery else []
         times.add(decided, is_recovery)
     times.add(finder.pending)
-    world, copies, seals, writes, written_s, sizes = 1, [], [], [], [], []
+    world, copies, finalizations, writes, written_s, sizes = 1, [], [], [], [], []
     for event in events:
         kind = event.get("type")
         if kind == "start":
             world = event.get("world_size", world)
         elif kind == "snapshot" and event.get("copy_s"):
             copies.append(event["bytes"] / world / event["copy_s"])
-            seals.append(event["copy_s"] + event.get("hash_s", 0.0))
+            finalizations.append(event["copy_s"] + event.get("hash_s", 0.0))
             sizes.append(event["bytes"])
         elif kind == "persist" and event.get("write_s"):
             writes.append(event["bytes"] / event["write_s"])
@@ -99,7 +99,7 @@ def profile_of(events: Iterable[Mapping]) -> Profile:
         storage_bandwidth=_median(writes),
         snapshot_bytes=_median(sizes),
         mean_iteration_s=times.mean_s,
-        usable_s=(_median(seals) or 0.0) + (in_storage and _median(written_s) or 0.0),
+        usable_s=(_median(finalizations) or 0.0) + (in_storage and _median(written_s) or 0.0),
         recoveries=tuple(filter(None, (recovered(stretch, times.mean_s) for stretch in lost))),
     )
 
@@ -295,8 +295,8 @@ def recovered(stretch: Sequence[Event], usual_s: float) -> Recovered | None:
     """
     resume = next((event for event in reversed(stretch) if event["type"] == "resume"), None)
     lived = [event for event in stretch if event["type"] == "generation" and event["noticed_s"] > 0]
-    heard = [(event["time"] - event["met_s"] - event["noticed_s"], 1) for event in lived]
-    at, lost = max(faults(stretch) or heard, default=(None, 0))
+    reported = [(event["time"] - event["met_s"] - event["noticed_s"], 1) for event in lived]
+    at, lost = max(faults(stretch) or reported, default=(None, 0))
     if resume is None or at is None:
         return None
     started = resume["time"] - resume["seconds"]

@@ -32,14 +32,17 @@ def print_run(
 ) -> None:
     """Prints mean results by title, as a table or JSON, and the planner's choice, if any."""
     if as_json:
-        fields = {"setup": _facts(setup, faults), "policies": {title: some.to_dict() for title, some in means.items()}}
+        fields = {
+            "setup": _facts(setup, faults),
+            "policies": {title: result.to_dict() for title, result in means.items()},
+        }
         fields |= {"choice": {"best": chosen.best.name, "reason": chosen.reason}} if chosen else {}
         print_json(fields)
         return
     print_lines(*_title(setup, faults, job), "")
     header = "policy,ETTR,overhead,a failure,longest,failures,samples/s,PLT,host,net,disk".split(",")
-    print_lines(*aligned([header, *(_row(title, some) for title, some in means.items())]))
-    if changing := [line for title, some in means.items() for line in _on_nodes(title, some)]:
+    print_lines(*aligned([header, *(_row(title, result) for title, result in means.items())]))
+    if changing := [line for title, result in means.items() for line in _on_nodes(title, result)]:
         print_lines("", *changing)
     if chosen:
         print_lines("", *sentences(chosen.reason))
@@ -83,34 +86,34 @@ def _facts(setup: Setup, faults: Faults) -> dict:
     }
 
 
-def _row(title: str, some: Result) -> list[str]:
+def _row(title: str, result: Result) -> list[str]:
     return [
         title,
-        f"{some.ettr:.3f}",
-        f"{100 * some.overhead:.1f} %",
-        f"{some.recovery_each_s:.1f} s",
-        f"{some.longest_s:.0f} s",
-        f"{some.failures}",
-        f"{some.samples / some.wall_s:.1f}",
-        f"{100 * some.plt:.2g} %" if some.plt else "",
-        *(f"{nbytes / 1e12:,.2f} TB" for nbytes in dataclasses.astuple(some.written)),
+        f"{result.ettr:.3f}",
+        f"{100 * result.overhead:.1f} %",
+        f"{result.recovery_each_s:.1f} s",
+        f"{result.longest_s:.0f} s",
+        f"{result.failures}",
+        f"{result.samples / result.wall_s:.1f}",
+        f"{100 * result.plt:.2g} %" if result.plt else "",
+        *(f"{nbytes / 1e12:,.2f} TB" for nbytes in dataclasses.astuple(result.written)),
     ]
 
 
-def _on_nodes(title: str, some: Result) -> Iterator[str]:
+def _on_nodes(title: str, result: Result) -> Iterator[str]:
     """Yields lines on shares of time by number of nodes, if it changes, and on unusual recoveries."""
-    if len(some.nodes_s) > 1:
-        shares = sorted(((seconds / some.wall_s, nodes) for nodes, seconds in some.nodes_s.items()), reverse=True)
+    if len(result.nodes_s) > 1:
+        shares = sorted(((seconds / result.wall_s, nodes) for nodes, seconds in result.nodes_s.items()), reverse=True)
         shares_text = [
             f"{100 * share:.1f} % {f'on {nodes}' if nodes else 'waiting'}" for share, nodes in shares[:_SHARES]
         ]
         remaining_share = sum(share for share, _ in shares[_SHARES:])
         shares_text += [f"{100 * remaining_share:.1f} % on others"] if remaining_share else []
         yield f"{title}, nodes: {', '.join(shares_text)}"
-    reasons = {key.partition(": ")[0] for key in some.fallbacks}
+    reasons = {key.partition(": ")[0] for key in result.fallbacks}
     for reason in sorted(reasons):
         fallbacks = sorted(
-            ((n, key) for key, n in some.fallbacks.items() if key.startswith(f"{reason}: ")), reverse=True
+            ((n, key) for key, n in result.fallbacks.items() if key.startswith(f"{reason}: ")), reverse=True
         )
         losses = ", ".join(key.partition(": ")[2] for _, key in fallbacks[:_SHARES])
         yield f"{title}, from storage {sum(n for n, _ in fallbacks):.3g} times: {reason} ({losses})"
@@ -131,18 +134,18 @@ def write_csv(path: str, means: Mapping[str, Result]) -> None:
         writer = csv.writer(file)
         written = [f"{where}_bytes_written" for where in ("host", "network", "storage")]
         writer.writerow(["policy", *_COLUMNS, *written])
-        for title, some in means.items():
-            values = some.to_dict()
-            writer.writerow([title, *(values[name] for name in _COLUMNS), *dataclasses.astuple(some.written)])
+        for title, result in means.items():
+            values = result.to_dict()
+            writer.writerow([title, *(values[name] for name in _COLUMNS), *dataclasses.astuple(result.written)])
 
 
 def plot(path: str, results: Mapping[str, Result]) -> None:
     """Draws goodput over time of results by title, as a PNG and its dark twin."""
     for _, [[panel]] in drawings(path, figsize=(9, 5)):
-        for number, (title, some) in enumerate(results.items()):
-            hours = [(part + 0.5) * some.wall_s / len(some.goodput) / 3600 for part in range(len(some.goodput))]
-            panel.plot(hours, some.goodput, color=f"C{number}", label=f"{title} ({some.ettr:.3f})")
-            panel.axhline(some.samples / some.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
+        for number, (title, result) in enumerate(results.items()):
+            hours = [(part + 0.5) * result.wall_s / len(result.goodput) / 3600 for part in range(len(result.goodput))]
+            panel.plot(hours, result.goodput, color=f"C{number}", label=f"{title} ({result.ettr:.3f})")
+            panel.axhline(result.samples / result.wall_s, color=f"C{number}", linestyle="--", linewidth=0.8)
         panel.set_title("Simulated goodput; dashed: mean over the run")
         panel.set(xlabel="hours since the begin", ylabel="goodput, samples per second", ylim=(0, None))
         add_legend(panel, title="policy (ETTR)")

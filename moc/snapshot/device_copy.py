@@ -325,17 +325,17 @@ class ThreadCapturer(Capturer):
 
     Args:
         gate: controls each piece; without one, the copies are of host memory, and waiting callers help.
-        how: copies for the thread, after the gate.
+        copier: copies for the thread, after the gate.
 
     Raises:
-        ValueError: ``how`` is given without a gate.
+        ValueError: ``copier`` is given without a gate.
     """
 
-    def __init__(self, gate: Gate | None = None, how: FromHost | None = None):
-        if gate is None and how is not None:
+    def __init__(self, gate: Gate | None = None, copier: FromHost | None = None):
+        if gate is None and copier is not None:
             raise ValueError("copies that are not of host memory pass a gate: give one")
-        self._gate, self._how = gate, how or FromHost()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture", initializer=self._how.enter)
+        self._gate, self._copier = gate, copier or FromHost()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-capture", initializer=self._copier.enter)
         self._last: Future | None = None
 
     def start(self, copies: Sequence[Copy]) -> Capture:
@@ -344,7 +344,7 @@ class ThreadCapturer(Capturer):
             capture = _HostCapture(copies, self._thread, self._last)
             self._last = capture.done
             return capture
-        passed = self._thread.submit(_passed, copies, self._gate, self._how, self._how.mark())
+        passed = self._thread.submit(_passed, copies, self._gate, self._copier, self._copier.mark())
         return _ThreadCapture(passed, self._gate)
 
     def close(self) -> None:
@@ -438,13 +438,13 @@ class _Passed(NamedTuple):
     bubble_bytes: int
 
 
-def _passed(copies: Sequence[Copy], gate: Gate, how: FromHost, mark: Any) -> _Passed:
-    how.reach(mark)
+def _passed(copies: Sequence[Copy], gate: Gate, copier: FromHost, mark: Any) -> _Passed:
+    copier.reach(mark)
     before, seconds = gate.passed, 0.0
     with torch.no_grad():
         for piece in gate.passing(copies):
             started_at = time.perf_counter()
-            how.copy(piece)
+            copier.copy(piece)
             seconds += time.perf_counter() - started_at
     gate.copied(nbytes(copies), seconds)
     return _Passed(seconds, gate.passed - before)

@@ -153,7 +153,7 @@ class Saver:
             self._give_back(slot)
         self._kept.trim(max(0, slots - len(self._buffers)))
 
-    def adopt(self, iterations: Iterable[int]) -> None:
+    def reuse_buffers(self, iterations: Iterable[int]) -> None:
         """Assigns the kept buffers with the committed snapshots of these iterations, if any, to the slots from 0 on."""
         for slot, iteration in enumerate(iterations):
             directory = self._memory_storage().root / checkpoint_name(iteration)
@@ -222,14 +222,14 @@ class Saver:
         try:
             self._reserve_or_release(slot, other_slots, least, size, max_nbytes)
         except InsufficientMemoryError as error:
-            nothing = Captures([])
+            no_copies = Captures([])
             snapshot = Snapshot(
                 iteration,
                 share.layout,
                 HostBuffer(0),
                 operators,
-                nothing,
-                nothing,
+                no_copies,
+                no_copies,
                 in_memory=in_memory,
                 after=after,
                 stored=share.stored,
@@ -391,8 +391,8 @@ class Saver:
             operators = {name: Detail(entry.detail) for name, entry in snapshot.operators.items()}
         for entry, span, digest in zip(snapshot.layout.entries, snapshot.layout.spans, snapshot.hashes, strict=True):
             name = operator_of(entry.name)
-            goes = snapshot.stored is None or entry in snapshot.stored
-            if goes and name in operators and operators[name].holds(entry.slot):
+            is_stored = snapshot.stored is None or entry in snapshot.stored
+            if is_stored and name in operators and operators[name].holds(entry.slot):
                 chosen.append((entry, span, digest))
                 elements[name][entry.slot] += entry.region.numel
         layout = FileLayout(entry for entry, _, _ in chosen)  # keeps the order, which is by width

@@ -97,8 +97,8 @@ class ChunkDigest:
     def _by_element(self, lanes: int) -> torch.Tensor:
         size, total = self.values.itemsize, 0
         rows = self.values.view(_INTEGERS[size]).view(len(self.starts), -1)
-        some = max(1, _MOST // self.run)
-        for starts, part in zip(self.starts.split(some), rows.split(some), strict=True):
+        runs_per_part = max(1, _MOST // self.run)
+        for starts, part in zip(self.starts.split(runs_per_part), rows.split(runs_per_part), strict=True):
             index = starts.to(part.device)[:, None] + torch.arange(self.run, device=part.device)
             bits = part.long() & ((1 << 8 * size) - 1)
             total = total + ((bits << (index % lanes * 8 * size)) * (2 * (index // lanes) + 1)).sum()

@@ -96,7 +96,7 @@ class Reservation:
         Raises:
             CheckpointError: on all workers, in the first generation: a node has too little memory.
         """
-        self._saver.adopt(slot.iteration for slot in self.rotation.slots if slot.iteration is not None)
+        self._saver.reuse_buffers(slot.iteration for slot in self.rotation.slots if slot.iteration is not None)
         self._state = state
         self.look_ahead(iteration)
         self._experts = self._files_of_experts(iteration)

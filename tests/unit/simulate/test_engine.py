@@ -14,7 +14,7 @@ from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, _Run, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import SimulatedCosts, Strategy, VaryingNodes, WholePipelines
+from moc.simulate.policy_costs import CompletePipelines, SimulatedCosts, Strategy, VaryingNodes
 from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
@@ -117,7 +117,7 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
     lost = dataclasses.replace(elastic, beyond=SimulatedCosts("full", interval=100, restart_s=5, replay_s=1))
     result = run(lost, ClusterEvent(20.0, lost=1), ClusterEvent(30.0, gained=1), available=4)
     assert result.recovery_s == pytest.approx(10 + 5 + 20 - int((30 - 25) * 3 / 4), abs=0.01)
-    pairs = dataclasses.replace(elastic, members=WholePipelines(1, 4, work=Work(pipelines=2)))
+    pairs = dataclasses.replace(elastic, members=CompletePipelines(1, 4, work=Work(pipelines=2)))
     assert run(pairs, ClusterEvent(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 
 

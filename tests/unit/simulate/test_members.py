@@ -11,7 +11,7 @@ from moc.simulate.cost import Work
 from moc.simulate.engine import SimulatedJob, simulate
 from moc.simulate.failures import ClusterEvent, Faults
 from moc.simulate.policies import POLICIES, Options
-from moc.simulate.policy_costs import Loss, SimulatedCosts, VaryingNodes, WholePipelines
+from moc.simulate.policy_costs import CompletePipelines, Loss, SimulatedCosts, VaryingNodes
 from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
@@ -133,10 +133,10 @@ def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
 
 
 def test_pipelines_divide_the_batch():
-    members = WholePipelines(1, 6, work=Work(global_batch=60, micro_batch=1, pipelines=6), stages=3)
+    members = CompletePipelines(1, 6, work=Work(global_batch=60, micro_batch=1, pipelines=6), stages=3)
     assert [members.usable(nodes) for nodes in (None, 9, 6, 5, 4, 3, 2, 1, 0)] == [6, 6, 6, 5, 4, 3, 2, 1, 0]
     assert members.slowdown(6) == 1 and members.slowdown(5) == pytest.approx((12 + 2) / (10 + 2))
-    odd = WholePipelines(2, 6, work=Work(global_batch=24, micro_batch=2, pipelines=3))
+    odd = CompletePipelines(2, 6, work=Work(global_batch=24, micro_batch=2, pipelines=3))
     assert [odd.usable(nodes) for nodes in (6, 5, 4, 3, 2, 1)] == [6, 4, 4, 2, 2, 0]
     assert odd.slowdown(4) == pytest.approx(6 / 4)
 

@@ -84,7 +84,7 @@ def test_who_waits_hears_of_an_error():
 
 def test_what_a_device_holds_is_not_copied_without_a_gate():
     with pytest.raises(ValueError, match="pass a gate"):
-        ThreadCapturer(how=FromDevice(torch.device("cuda", 0), lambda: None))
+        ThreadCapturer(copier=FromDevice(torch.device("cuda", 0), lambda: None))
 
 
 @pytest.fixture

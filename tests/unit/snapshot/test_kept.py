@@ -47,7 +47,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     file = memory.storage.root / "iter_0000007" / part.name
     with no_new_buffer:
         after = Saver(0, CPU, memory, None, kept=kept)
-        after.adopt([7])
+        after.reuse_buffers([7])
         after.reserve(1, share(state).layout.nbytes)  # as if recovery had to have more than what is published
         for one in state:
             one.view.add_(1)
