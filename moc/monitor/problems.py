@@ -90,9 +90,10 @@ def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]
             "read the output of workers that do not wait, in --log-dir/workers",
         )
     recent = [one for one in state.recoveries if now - one.time < HOUR_S]
-    for rank, count in Counter(one.rank for one in recent if one.rank is not None).items():
+    losses = [loss for at, loss in state.losses if now - at < HOUR_S]
+    for rank, count in Counter(loss.rank for loss in losses if loss.rank is not None).items():
         if count >= REPLACEMENTS:
-            nodes = sorted({one.node for one in recent if one.rank == rank and one.node is not None})
+            nodes = sorted({loss.node for loss in losses if loss.rank == rank and loss.node is not None})
             where = f" (node {', '.join(map(str, nodes))})" if nodes else ""
             text = f"Worker {rank}{where} was lost {count} times within an hour"
             yield Problem(False, text, "compare the causes below; test the device and the memory of that node")

@@ -10,7 +10,7 @@ from typing import Any
 from moc.cli_output import human
 from moc.monitor.job_view import JobView
 from moc.monitor.problems import Problem, find_problems, is_interrupted, is_silent
-from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_cells, seconds
+from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_rows, seconds
 from moc.report.run_state import RunState
 
 MOST_ROWS, MOST_CHARACTERS = 50, 500
@@ -60,7 +60,7 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     tables = [
         _table("Workers of this node", _WORKER_TITLES, _workers(job)),
         _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
-        _table("Incidents, newest first", INCIDENT_TITLES, map(incident_cells, reversed(state.recoveries))),
+        _table("Incidents, newest first", INCIDENT_TITLES, _incidents(state)),
         _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),
@@ -111,6 +111,10 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
         "recoveries": f"{len(state.recoveries):,}",
         "newest event": f"{max(0.0, now - state.time):,.0f} s ago" if state.time else "-",
     }
+
+
+def _incidents(state: RunState) -> Iterable[Sequence[str]]:
+    return (row for incident in reversed(state.recoveries) for row in incident_rows(incident))
 
 
 def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -65,8 +64,7 @@ def _draw_progress(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
 
 def _mark_of(recovery: RecoveryTimes, began: float) -> LossMark:
     """Returns the mark where training resumed, seconds since the begin of the run."""
-    fate = "killed" if recovery.signal == signal.SIGKILL else "lost"
-    who = "restarted" if recovery.rank is None else f"worker {recovery.rank} {fate}"
+    who = "; ".join(dict.fromkeys(loss.title for loss in recovery.losses)) or "restarted"
     at = recovery.time - began
     return LossMark(at, who, recovery.outside_s, max(0.0, at - recovery.outside_s))
 

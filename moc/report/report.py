@@ -13,7 +13,7 @@ from typing import Any
 
 from moc.cli_output import Parser, console, escapes_output, human, print_lines, refused, replacing
 from moc.errors import code_of
-from moc.files.event_log import events_file, read_events
+from moc.files.event_log import RecordedLoss, events_file, read_events
 from moc.files.safe_directory import SafeDirectory
 from moc.plots import THEMES, theme_path
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
@@ -68,21 +68,31 @@ def _table(runs: Sequence[Report]):
 
 
 INCIDENT_TITLES = ("time", "iteration", "worker", "node", "cause", *PHASES, "outside useful work", "repeated")
-"""Titles of the columns of :func:`incident_cells`."""
+"""Titles of the columns of :func:`incident_rows`."""
 
 
-def incident_cells(incident: RecoveryTimes) -> list[str]:
-    """Returns the cells of a recovery in a list of incidents; empty ones are unknown."""
-    killed = "" if incident.signal is None else f", signal {incident.signal}"
-    return [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
-        f"{incident.newest:,}",
-        *("" if number is None else str(number) for number in (incident.rank, incident.node)),
-        f"{incident.cause or 'job restarted'}{killed}",
+def incident_rows(incident: RecoveryTimes) -> list[list[str]]:
+    """Returns the cells of each loss of a recovery in a list of incidents; empty ones are unknown.
+
+    The first row has the seconds of the recovery, and the iterations that it repeated.
+    """
+    when = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)), f"{incident.newest:,}"]
+    costs = [
         *(seconds(incident.phases.get(phase)) or "" for phase in PHASES),
         seconds(incident.outside_s) or "",
         f"{incident.again:,}",
     ]
+    losses = [_loss_cells(loss) for loss in incident.losses] or [["", "", _RESTART]]
+    return [[*when, *cells, *(costs if not row else [""] * len(costs))] for row, cells in enumerate(losses)]
+
+
+_RESTART = "job restarted"
+
+
+def _loss_cells(loss: RecordedLoss) -> list[str]:
+    killed = "" if loss.signal is None else f", signal {loss.signal}"
+    where = ["" if number is None else str(number) for number in (loss.rank, loss.node)]
+    return [*where, f"{loss.cause or _RESTART}{killed}"]
 
 
 def _incidents(run: Report):
@@ -93,7 +103,8 @@ def _incidents(run: Report):
     for title in INCIDENT_TITLES:
         table.add_column(title, justify="left" if title in ("time", "cause") else "right", overflow="fold")
     for incident in run.each:
-        table.add_row(*incident_cells(incident))
+        for row in incident_rows(incident):
+            table.add_row(*row)
     return table
 
 
@@ -348,7 +359,9 @@ def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Eve
         for title, lines in table_sections(runs)
     ]
     for run in runs:
-        sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, map(incident_cells, run.each)))
+        sections.append(
+            (f"Incidents of {run.name}", INCIDENT_TITLES, [row for one in run.each for row in incident_rows(one)])
+        )
         sections.append((f"Choices of {run.name}", (), ([line] for line in choice_lines(run))))
     write_html(path, f"Report of {', '.join(names)}", light, dark, sections)
 

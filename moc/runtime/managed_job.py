@@ -183,7 +183,8 @@ class ManagedJob(Job):
         self._replaced_collectives: dict[str, Callable] = {}
         self._is_ready = False
         self._notice = threading.Condition()
-        self._newest_generation, self._why = self._first_generation, ("", "", {})  # cause, reason, and what was lost
+        self._newest_generation, self._newest_why = self._first_generation, ("", "", {})  # cause, reason, what was lost
+        self._why = self._newest_why  # of the generation in which this worker is connected
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -384,6 +385,7 @@ class ManagedJob(Job):
             if self._newest_generation > generation:
                 return False
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
+            self._why = self._newest_why
             assignment = self._rank_assignment
         assert self._groups is not None  # it is connected
         if assignment != (self.rank, self.size, self.partial_model_parts):
@@ -444,7 +446,7 @@ class ManagedJob(Job):
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
                     self._newest_generation = message["generation"]
-                    self._why = message["cause"], message["reason"], message["lost"]
+                    self._newest_why = message["cause"], message["reason"], message["lost"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:
