@@ -522,9 +522,23 @@ EVENTS = {
             "elapsed_s": "seconds that it took",
         },
     ),
+    "expert_replicas": EventType(
+        "With --elastic, replicas of the experts at the start and after each change of members.",
+        {
+            "iteration": "iterations completed",
+            "least": "replicas of the expert with the fewest",
+            "fewer": "experts with fewer replicas than wanted",
+            "experts": "number of experts, over all layers",
+            "wanted": "replicas of each expert by --elastic-min-replicas",
+        },
+    ),
     "fallback": EventType(
         "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
         {"reason": "what is lost", "experts": "number of lost experts; 0 if other state is lost"},
+    ),
+    "storage_silent": EventType(
+        "Storage has not answered for some seconds.",
+        {"where": "the storage", "waits": "whether training waits for it; otherwise no snapshot goes there"},
     ),
     "storage_awaited": EventType(
         "Remaining workers lacked state after a loss: the recovery has listed storage, and waited until it answered.",

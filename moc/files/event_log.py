@@ -59,13 +59,13 @@ class RecordedLoss:
 
 
 _FIELDS_BY_TYPE = {
-    str: "type split tier action cause reason what",
+    str: "type split tier action cause reason what where",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
-    Count: "iteration kept folded lost_after rank node signal generation schema",
+    Count: "iteration kept folded lost_after rank node signal generation schema least fewer experts wanted",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
     Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
-    bool: "boosted",
+    bool: "boosted waits",
     bool | None: "exact",
     list[Count]: "stages",
     list[tuple[Count, Count]]: "lost_devices",

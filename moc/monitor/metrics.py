@@ -139,6 +139,9 @@ def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
         yield _gauge("moc_snapshot_replicas", "Copies of each node's snapshots.", placement.get("replicas", 0))
         survival = placement.get("survival", {})
         yield _gauge("moc_survival_ratio", "Probability that a copy is left, by lost nodes.", "nodes", survival)
+    if (replicas := state.newest.get("expert_replicas")) is not None:
+        yield _gauge("moc_expert_replicas", "Replicas of the expert with the fewest.", replicas["least"])
+        yield _gauge("moc_experts_with_fewer_replicas", "Experts with fewer than wanted.", replicas["fewer"])
     if (rebalance := state.newest.get("rebalance")) is not None:
         yield _gauge("moc_imbalance_ratio", "Load of the busiest worker by the mean.", rebalance["busiest_after"])
     if (memory := state.newest.get("memory")) is not None:

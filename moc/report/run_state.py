@@ -68,6 +68,8 @@ _REQUIRED = {
     "evaluation": ("split", "loss"),
     "inject": ("action",),
     "lost": ("raised_by",),
+    "storage_silent": ("where", "waits"),
+    "expert_replicas": ("least", "fewer", "experts", "wanted"),
 }
 """By type, the fields that the state needs."""
 
