@@ -117,7 +117,7 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
 
 
 def _incidents(state: RunState) -> Iterable[Sequence[str]]:
-    return (row for incident in reversed(state.recoveries) for row in incident_rows(incident))
+    return reversed(incident_rows(state.recoveries, state.unrecovered, state.last_iteration))
 
 
 def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:

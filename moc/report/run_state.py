@@ -97,6 +97,7 @@ class RunState:
         counts: number of events by type and by a field that distinguishes them, such as ``cause`` or ``tier``; the
             type ``loss`` has all losses by cause.
         losses: the newest losses of workers and nodes, each with the time of its event in Unix seconds.
+        unrecovered: of these, the losses since the newest recovery has ended.
         periods: periods of training, with the number of workers in each.
         validation: newest validation loss, by split.
         recent: newest events of types that do not occur in each iteration.
@@ -119,6 +120,7 @@ class RunState:
     totals: Mapping[str, Totals]
     counts: Mapping[tuple[str, str], int]
     losses: Sequence[tuple[float, RecordedLoss]]
+    unrecovered: Sequence[tuple[float, RecordedLoss]]
     periods: tuple[Period, ...]
     validation: Mapping[str, float]
     recent: tuple[Event, ...]
@@ -163,6 +165,7 @@ class RunFold:
         self._totals: dict[str, Totals] = defaultdict(Totals)
         self._counts: Counter[tuple[str, str]] = Counter()
         self._losses: deque[tuple[float, RecordedLoss]] = deque(maxlen=_HISTORY)
+        self._unrecovered: deque[tuple[float, RecordedLoss]] = deque(maxlen=_HISTORY)
         self._periods: list[tuple[int, float, list[float]]] = []  # workers, start, and times of iterations
         self._validation: dict[str, float] = {}
         self._recent: deque[Event] = deque(maxlen=_RECENT)
@@ -180,7 +183,10 @@ class RunFold:
         self._newest[kind], self._time = event, time
         self._totals[kind].add(event)
         self._counts.update((kind, event[name]) for name in _DISTINGUISHING if isinstance(event.get(name), str))
-        self._losses.extend((time, loss) for loss in losses)
+        if is_recovery:
+            self._unrecovered.clear()
+        for known in (self._losses, self._unrecovered):
+            known.extend((time, loss) for loss in losses)
         self._counts.update(("loss", loss.cause) for loss in losses)
         if kind not in FREQUENT_TYPES:
             self._recent.append(event)
@@ -214,6 +220,7 @@ class RunFold:
             totals=self._totals,
             counts=dict(self._counts),
             losses=tuple(self._losses),
+            unrecovered=tuple(self._unrecovered),
             periods=tuple(self._finished_periods()),
             validation=dict(self._validation),
             recent=tuple(self._recent),

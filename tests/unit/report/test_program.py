@@ -127,7 +127,7 @@ def test_incident_has_its_cause_and_seconds_of_each_phase():
     assert (one.newest, one.again) == (10, 3)
     phases = {"detection": 0.125, "reconnection": 0.375, "load": 0.5, "replay": 0.5, "first iteration": 2.25}
     assert one.phases == phases
-    (row,) = tool.incident_rows(one)
+    (row,) = tool.incident_rows([one], (), 0)
     cells = dict(zip(tool.INCIDENT_TITLES, row, strict=True))
     assert (cells["worker"], cells["node"], cells["cause"]) == ("2", "1", "worker-lost, signal 9")
     assert (cells["load"], cells["repeated"], cells["iteration"]) == ("500 ms", "3", "10")
@@ -179,7 +179,7 @@ def test_losses_without_an_event_of_their_own_are_incidents():
     earlier.append(dict(generation=2, cause="worker-lost", reason="worker 0 was killed", rank=0, node=0, signal=9))
     story = Story().start().usual(10).generation(1.0, earlier=earlier).resume(1.0).start(1.0, iteration=9)
     (one,) = story.usual(4).report.each
-    rows = [dict(zip(tool.INCIDENT_TITLES, row, strict=True)) for row in tool.incident_rows(one)]
+    rows = [dict(zip(tool.INCIDENT_TITLES, row, strict=True)) for row in tool.incident_rows([one], (), 0)]
     assert [(row["worker"], row["node"], row["cause"]) for row in rows] == [
         ("", "3", "node-lost"),
         ("0", "0", "worker-lost, signal 9"),
@@ -187,6 +187,8 @@ def test_losses_without_an_event_of_their_own_are_incidents():
     ]
     assert [row["repeated"] for row in rows] == ["1", "", ""]
     state = fold_events(story.tell("end", 1.0, reason="worker 0 was killed", code=137, earlier=earlier[1:]).events)
+    (fatal,) = tool.incident_rows((), state.unrecovered, state.last_iteration)
+    assert fatal[1:5] == ["13", "0", "0", "worker-lost, signal 9"]
     assert state.counts["loss", "worker-lost"] == 3 and [loss.rank for _, loss in state.losses] == [None, 0, 2, 0]
 
 
