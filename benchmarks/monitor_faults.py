@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import command_line, machine, say, write_json
 from benchmarks.live.job import IN_MEMORY, MODEL, PATIENCE_S, PROGRAM, Job, launcher
+from moc.files.event_log import losses_of
 
 BETWEEN = 3  # iterations from one kill to the next
 LAST = 80  # iterations after the last kill that compare metrics
@@ -38,7 +39,7 @@ def expected(events: Sequence[Mapping]) -> dict[str, float]:
     """Returns the metrics that the lines of a file add up to."""
     counts = Counter(event["type"] for event in events)
     values = {f'moc_events_total{{type="{kind}"}}': float(count) for kind, count in counts.items()}
-    causes = Counter(event["cause"] for event in events if event["type"] == "generation")
+    causes = Counter(loss.cause for event in events for loss in losses_of(event))
     values |= {f'moc_losses_total{{cause="{cause}"}}': float(count) for cause, count in causes.items()}
     copied = [event for event in events if event["type"] == "snapshot"]
     newest = next(event for event in reversed(events) if event["type"] == "iteration")

@@ -17,13 +17,11 @@ from typing import Any
 
 from moc.background import Background, Trouble
 from moc.errors import warning
-from moc.files import decode
-from moc.files.event_log import EVENTS_FILE, SCHEMA
-from moc.files.safe_directory import SafeDirectory, open_without_links
+from moc.files.event_log import EVENTS_FILE, SCHEMA, newest_event
+from moc.files.safe_directory import open_without_links
 from moc.runtime import environment
 from moc.runtime.progress import Lease
 
-_TAIL = 1 << 20  # bytes
 _MOST_WAITING = 100_000  # lines
 _PATIENCE_S = 1.0  # seconds to wait for a hanging write, once
 
@@ -89,7 +87,7 @@ class EventLog:
 
     def newest(self, event: str) -> dict:
         """Returns the newest event of a type in the last MiB of the file, from any process; empty if there is none."""
-        return self._ask(self._newest, event) or {}
+        return self._ask(newest_event, self._path, event) or {}
 
     def close(self) -> None:
         """Closes the file; later events are dropped."""
@@ -193,19 +191,6 @@ class EventLog:
             os.close(self._descriptor)
         self._descriptor, self._written = None, 0
 
-    def _newest(self, event: str) -> dict:
-        try:
-            descriptor = SafeDirectory(self._path.parent).open(self._path.name)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        with open(descriptor, "rb", buffering=0) as file:
-            tail = os.pread(descriptor, _TAIL, max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        told = [line for line in tail.splitlines() if line.startswith(b'{"type": "%s"' % event.encode())]
-        for line in reversed(told):
-            with contextlib.suppress(ValueError):  # torn
-                return decode.decode(line, dict[str, Any])
-        return {}
-
     def _close(self) -> None:
         self._drain(last=True)
         self._forget_file()
@@ -239,6 +224,7 @@ class EventType:
 EVERY = {"type": "name of the type", "time": "Unix seconds"}
 """Fields of every event."""
 
+_LOSS = "generation, cause, reason, and rank, node and signal if known"
 _WRITER = {"job": "id of the launch", "term": "controller epoch and generation"}
 
 EVENTS = {
@@ -536,9 +522,23 @@ EVENTS = {
             "elapsed_s": "seconds that it took",
         },
     ),
+    "expert_replicas": EventType(
+        "With --elastic, replicas of the experts at the start and after each change of members.",
+        {
+            "iteration": "iterations completed",
+            "least": "replicas of the expert with the fewest",
+            "fewer": "experts with fewer replicas than wanted",
+            "experts": "number of experts, over all layers",
+            "wanted": "replicas of each expert by --elastic-min-replicas",
+        },
+    ),
     "fallback": EventType(
         "With --elastic, so many nodes were lost that the state of the others does not suffice: a checkpoint is read.",
         {"reason": "what is lost", "experts": "number of lost experts; 0 if other state is lost"},
+    ),
+    "storage_silent": EventType(
+        "Storage has not answered for some seconds.",
+        {"where": "the storage", "waits": "whether training waits for it; otherwise no snapshot goes there"},
     ),
     "storage_awaited": EventType(
         "Remaining workers lacked state after a loss: the recovery has listed storage, and waited until it answered.",
@@ -560,6 +560,7 @@ EVENTS = {
             "rank": "of the lost worker, if one worker caused it",
             "node": "that was lost, or of the lost worker",
             "signal": "number of the signal that killed the worker",
+            "earlier": f"losses before it that no event describes, since others followed at once: {_LOSS}",
         },
     ),
     "inject": EventType(
@@ -583,6 +584,7 @@ EVENTS = {
     "end": EventType(
         "A loss has ended the job; written by the launcher on the node of the first worker.",
         {"reason": "which worker or node was lost, and how", "code": "exit code of the job"},
+        {"earlier": f"losses that no event describes, with the one that has ended the job: {_LOSS}"},
     ),
     "exit": EventType(
         "The job ends in good order.",

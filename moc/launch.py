@@ -28,7 +28,7 @@ from pathlib import Path
 import moc
 from moc.cli_output import Parser, counted, escapes_output, log_to_stderr, print_lines
 from moc.errors import UserError, with_code
-from moc.files.event_log import EVENTS_FILE, append_event
+from moc.files.event_log import EVENTS_FILE, append_event, newest_event
 from moc.runtime import child_processes, import_hook, progress, protocol
 from moc.runtime.agent import Agent, ProgramRefusedError
 from moc.runtime.child_processes import Signals, StoppedError
@@ -36,6 +36,7 @@ from moc.runtime.connections import InterfaceError, interface_address
 from moc.runtime.controller_link import DependencyLostError, NodeRemovedError
 from moc.runtime.controller_process import ControllerProcess
 from moc.runtime.flags import LauncherFlags, MonitorFlags, parse_node_range
+from moc.runtime.loss_record import unwritten
 from moc.runtime.monitor_process import MonitorProcess
 from moc.runtime.program import MODULE_VARIABLE, REFUSED_EXIT_CODE, ProgramError, check_arguments, find_program
 from moc.runtime.protocol import WireError
@@ -386,12 +387,13 @@ async def _run_agent(
             _log.error("node %d was lost, and joins again: %s", flags.node_rank, error)
 
 
-def _record_end(reason: str, code: int, logs: Path | None, monitor: MonitorProcess) -> None:
-    """Appends the loss that has ended the job to the events of the run, which has no worker left to do this."""
+def _record_end(end: dict, code: int, logs: Path | None, monitor: MonitorProcess) -> None:
+    """Appends the losses that have ended the job to the events of the run, which has no worker left to do this."""
     path = monitor.events_file or (None if logs is None else logs / EVENTS_FILE)
     if path is not None:
         with contextlib.suppress(OSError):  # not written yet, or storage is away
-            append_event(path, "end", reason=reason, code=code)
+            losses = unwritten(end["losses"], newest_event(path, "generation"), end["job"])
+            append_event(path, "end", reason=end["reason"], code=code, **({"earlier": losses} if losses else {}))
 
 
 async def _run_spare(flags: LauncherFlags, endpoints: list[str], node: int, signals: Signals) -> None:

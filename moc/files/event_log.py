@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,22 +23,53 @@ from moc.files.safe_directory import SafeDirectory, open_without_links
 EVENTS_FILE = "events.jsonl"
 SCHEMA = 1
 """Version of the meaning of fields; files without a version are older than 1, and have the same meaning."""
-_CHUNK = 1 << 22  # bytes
+_CHUNK, _TAIL = 1 << 22, 1 << 20  # bytes
 _MAX_INCOMPLETE_LINES = 1000  # lines; each start of a worker leaves at most one
 
 _Measured = Annotated[float, Meta(ge=-1e300, le=1e300)] | None
 _Difference = Annotated[float, Meta(ge=-1e12, le=1e12)]  # of two clocks, in seconds
+
+
+@dataclass(frozen=True)
+class RecordedLoss:
+    """Loss of a worker or node, or another cause of a generation.
+
+    Attributes:
+        generation: number of the generation that it began; of the current one if it ended the job.
+        cause: type of the loss, as in the event ``generation``; empty in older files.
+        reason: sentence about it.
+        rank: rank of the lost worker; None if no single worker caused it.
+        node: lost node, or node of the lost worker; None if unknown.
+        signal: number of the signal that killed the worker; None without one.
+    """
+
+    generation: Count = 0
+    cause: str = ""
+    reason: str = ""
+    rank: Count | None = None
+    node: Count | None = None
+    signal: Count | None = None
+
+    @property
+    def title(self) -> str:
+        """Short title in a drawing, such as ``worker 1 killed``."""
+        if self.rank is not None:
+            return f"worker {self.rank} {'killed' if self.signal == signal.SIGKILL else 'lost'}"
+        return "restarted" if not self.cause else self.cause.replace("-", " ")
+
+
 _FIELDS_BY_TYPE = {
-    str: "type split tier action cause reason what",
+    str: "type split tier action cause reason what where",
     Seconds: "time elapsed_s seconds copy_s hash_s write_s publish_s replicate_s",
     _Difference: "noticed_s met_s",
-    Count: "iteration kept folded lost_after rank node signal generation schema",
+    Count: "iteration kept folded lost_after rank node signal generation schema least fewer experts wanted",
     Annotated[int, Meta(ge=1, le=1 << 32)]: "world_size",
     Amount: "tokens bytes bubble_bytes not_sent_bytes raised_by made_up tokens_owed",
-    bool: "boosted",
+    bool: "boosted waits",
     bool | None: "exact",
     list[Count]: "stages",
     list[tuple[Count, Count]]: "lost_devices",
+    list[RecordedLoss]: "earlier",
     dict[Name, Seconds]: "startup_s",
     dict[Name, Amount]: "by_layer survival max_violation_by_layer dropped_share_by_layer",
     float | None: "loss grad_norm learning_rate perplexity",
@@ -118,6 +152,33 @@ def _event_of(fields: dict[str, Any]) -> Event:
             code="events-newer",
         )
     return Event(fields)
+
+
+def losses_of(event: Mapping[str, Any]) -> tuple[RecordedLoss, ...]:
+    """Returns the losses that an event ``generation`` or ``end`` describes, oldest first; none of other events."""
+    if event["type"] not in ("generation", "end"):
+        return ()
+    own = [event] if event["type"] == "generation" else []
+    return tuple(decode.convert(loss, RecordedLoss) for loss in (*event.get("earlier", ()), *own))
+
+
+def newest_event(path: str | Path, event_type: str) -> dict[str, Any]:
+    """Returns the newest event of a type in the last MiB of a file, without checks; empty without one or a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        descriptor = SafeDirectory(Path(path).parent).open(Path(path).name)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    with open(descriptor, "rb", buffering=0) as file:
+        tail = os.pread(descriptor, _TAIL, max(0, os.fstat(file.fileno()).st_size - _TAIL))
+    begin = b'{"type": "%s"' % event_type.encode()
+    for line in reversed([line for line in tail.splitlines() if line.startswith(begin)]):
+        with contextlib.suppress(ValueError):  # torn
+            return decode.decode(line, dict[str, Any])
+    return {}
 
 
 def append_event(path: str | Path, event_type: str, **fields: object) -> None:

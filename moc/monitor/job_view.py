@@ -52,6 +52,7 @@ class JobView:
         changed_at: Unix seconds when the generation last changed; 0 if it has not changed since the first message.
         restarts: workers lost by signals that were replaced.
         states: ``training``, ``lost``, ``partial model`` or ``not training``, by node.
+        first_node: node of the first worker, which has the events of the run; None if it is not known.
         end: why the job has ended, and its exit code; None while it runs.
         time: Unix seconds of the newest message; 0 without one.
     """
@@ -67,6 +68,7 @@ class JobView:
     changed_at: float = 0.0
     restarts: int = 0
     states: Mapping[int, str] | None = None
+    first_node: int | None = None
     end: tuple[str, int] | None = None
     time: float = 0.0
 
@@ -88,6 +90,7 @@ class JobView:
             changed_at=time if has_changed else self.changed_at,
             restarts=membership["restarts"],
             states=_states_of_nodes(membership),
+            first_node=dict(membership["places"]).get(next(iter(membership["members"]), None)),
             end=None if end is None else (end["reason"], end["code"]),
         )
 

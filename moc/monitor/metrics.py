@@ -108,10 +108,10 @@ def _losses(state: RunState, now: float) -> Iterator[Metric]:
     yield _counter("moc_recovery_seconds", "Seconds of finished recoveries, by phase.", "phase", seconds)
     again = sum(one.repeated for one in state.recoveries)
     yield _counter("moc_iterations_repeated", "Iterations that recoveries computed again.", again)
-    recent = Counter(one.rank for one in state.recoveries if one.rank is not None and now - one.time < HOUR_S)
+    recent = Counter(loss.rank for at, loss in state.losses if loss.rank is not None and now - at < HOUR_S)
     yield _gauge("moc_recent_losses", "Losses of a worker within the last hour, by rank.", "rank", recent)
-    losses = {cause: count for (kind, cause), count in state.counts.items() if kind == "generation"}
-    yield _counter("moc_losses", "Generations, by their cause.", "cause", losses)
+    losses = {cause: count for (kind, cause), count in state.counts.items() if kind == "loss"}
+    yield _counter("moc_losses", "Losses and other changes of members, by cause.", "cause", losses)
 
 
 def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
@@ -139,6 +139,9 @@ def _snapshots(state: RunState, now: float) -> Iterator[Metric]:
         yield _gauge("moc_snapshot_replicas", "Copies of each node's snapshots.", placement.get("replicas", 0))
         survival = placement.get("survival", {})
         yield _gauge("moc_survival_ratio", "Probability that a copy is left, by lost nodes.", "nodes", survival)
+    if (replicas := state.newest.get("expert_replicas")) is not None:
+        yield _gauge("moc_expert_replicas", "Replicas of the expert with the fewest.", replicas["least"])
+        yield _gauge("moc_experts_with_fewer_replicas", "Experts with fewer than wanted.", replicas["fewer"])
     if (rebalance := state.newest.get("rebalance")) is not None:
         yield _gauge("moc_imbalance_ratio", "Load of the busiest worker by the mean.", rebalance["busiest_after"])
     if (memory := state.newest.get("memory")) is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from moc.cli_output import counted
 from moc.monitor.job_view import JobView
+from moc.report.report import seconds
 from moc.report.run_state import RunState
 
 HOUR_S = 3600.0
@@ -19,11 +20,17 @@ STORAGE_AGE_S = 1800.0
 REPLACEMENTS = 3
 """Replacements of one worker within an hour that are a problem."""
 
-STALL_SHARE = 0.02
-"""Share of the wall clock in stalls that is a problem."""
+STALL_SHARE, CRITICAL_STALL_SHARE = 0.02, 0.25
+"""Shares of time in stalls that are a problem, and a critical one."""
 
-SILENCE_S = 60.0
+RECENT_S = 600.0
+"""Seconds of training, before the newest iteration, over which stalls are also judged."""
+
+SILENCE_S = 30.0
 """Seconds without an event that are a problem, if they are also ten iterations."""
+
+START_SILENCE_S = 600.0
+"""Seconds without an event before the first iteration that are a problem."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,13 @@ def find_problems(state: RunState, job: JobView, now: float) -> tuple[Problem, .
 def is_silent(state: RunState, job: JobView, now: float) -> bool:
     """Returns whether a run that has not ended has written no event for much longer than usual."""
     has_ended = state.ended or job.end is not None
-    return bool(state.time) and not has_ended and now - state.time > max(SILENCE_S, 10 * state.iteration_s)
+    usual_s = max(SILENCE_S, 10 * state.iteration_s) if state.iteration_s else START_SILENCE_S
+    return bool(state.time) and not has_ended and now - state.time > usual_s
+
+
+def lacks_events(state: RunState, job: JobView) -> bool:
+    """Returns whether the events of a run are on another node, so that this node shows only membership and workers."""
+    return not state.time and job.end is None and any(worker.iteration for worker in job.workers)
 
 
 def is_interrupted(state: RunState, job: JobView) -> bool:
@@ -54,6 +67,13 @@ def is_interrupted(state: RunState, job: JobView) -> bool:
 
 
 def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
+    if lacks_events(state, job):
+        where = "another node" if job.first_node is None else f"node {job.first_node}"
+        yield Problem(
+            False,
+            f"This page shows only node {job.node}: the events of the run are on {where}",
+            f"open the page of the launcher of {where} for training, incidents and other problems",
+        )
     if job.end is not None and job.end[1]:
         yield Problem(
             True,
@@ -83,16 +103,20 @@ def _of_job(state: RunState, job: JobView) -> Iterator[Problem]:
 
 def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]:
     if is_silent(state, job, now):
-        silence = f"No event for {now - state.time:,.0f} s; an iteration usually takes {state.iteration_s:.3g} s"
+        usual = (
+            f"an iteration usually takes {state.iteration_s:.3g} s" if state.iteration_s else "no iteration is complete"
+        )
+        silence = f"No event for {now - state.time:,.0f} s; {usual}"
         yield Problem(
             True,
             f"{silence}{_who_is_waited_for(job)}",
-            "read the output of workers that do not wait, in --log-dir/workers",
+            "read the output of these workers in --log-dir/workers; in section save, check the storage of --ckpt-dir",
         )
     recent = [one for one in state.recoveries if now - one.time < HOUR_S]
-    for rank, count in Counter(one.rank for one in recent if one.rank is not None).items():
+    losses = [loss for at, loss in state.losses if now - at < HOUR_S]
+    for rank, count in Counter(loss.rank for loss in losses if loss.rank is not None).items():
         if count >= REPLACEMENTS:
-            nodes = sorted({one.node for one in recent if one.rank == rank and one.node is not None})
+            nodes = sorted({loss.node for loss in losses if loss.rank == rank and loss.node is not None})
             where = f" (node {', '.join(map(str, nodes))})" if nodes else ""
             text = f"Worker {rank}{where} was lost {count} times within an hour"
             yield Problem(False, text, "compare the causes below; test the device and the memory of that node")
@@ -111,18 +135,20 @@ def _of_training(state: RunState, job: JobView, now: float) -> Iterator[Problem]
 
 
 def _who_is_waited_for(job: JobView) -> str:
-    """Returns the workers of this node that do not wait, while others do."""
+    """Returns the workers of this node that do not wait in a collective."""
     busy = [one for one in job.workers if one.state != "waiting"]
-    if "lost" in (job.states or {}).values() or not busy or len(busy) == len(job.workers):
-        return ""
-    named = [f"worker {one.rank} ({one.state}, {one.section or 'no section'})" for one in busy[:_NAMED]]
-    return f". Others wait for {', '.join(named)}{' ...' * (len(busy) > _NAMED)}"
+    if not busy:
+        return ". All workers of this node wait for others" if job.workers else ""
+    named = [f"worker {one.rank} ({one.section or one.state}, for {one.seconds:.0f} s)" for one in busy[:_NAMED]]
+    rest = "; the others wait" if len(busy) < len(job.workers) else ""
+    return f". Not waiting: {', '.join(named)}{' ...' * (len(busy) > _NAMED)}{rest}"
 
 
 _NAMED = 5
 """Most workers that a problem names."""
 
 _OF_STORAGE = "free space in the storage of snapshots and checkpoints, or correct its permissions; saves are repeated"
+_OF_STORAGE_AGE = "check whether the storage of --ckpt-dir is full, slow or hanging"
 _OF_MEMORY = (
     "free memory of the node that the console names, or lower --replicas or the number of experts in a snapshot"
 )
@@ -147,11 +173,33 @@ _WARNINGS = (
 
 
 def _of_snapshots(state: RunState, now: float) -> Iterator[Problem]:
-    persist = state.newest.get("persist")
+    persist, newest = state.newest.get("persist"), state.newest.get("iteration", {})
     age_s = now - persist["time"] if persist is not None else 0.0
-    if age_s > STORAGE_AGE_S and not state.ended:
+    repeated = newest.get("storage_age") or 0.0
+    if state.ended:
+        pass
+    elif age_s > STORAGE_AGE_S:
         text = f"The newest snapshot in storage is {age_s / 60:,.0f} minutes old"
-        yield Problem(True, text, "check whether the storage of --ckpt-dir is full or slow")
+        yield Problem(True, text, _OF_STORAGE_AGE)
+    elif newest.get("storage_overdue"):
+        there = f"the newest snapshot there is {seconds(age_s)} old" if persist is not None else "no snapshot is there"
+        text = f"Storage is behind: {there}, and a loss of all memory would repeat {repeated:,.0f} iterations"
+        yield Problem(persist is None, text, _OF_STORAGE_AGE)
+    silent = state.newest.get("storage_silent")
+    answered = [state.newest[kind]["time"] for kind in ("persist", "storage_awaited") if kind in state.newest]
+    if silent is not None and not state.ended and silent["time"] > max(answered, default=0.0):
+        what = "training waits for it" if silent["waits"] else "no snapshot goes there"
+        yield Problem(silent["waits"], f"{silent['where']} does not answer: {what}", _OF_STORAGE_AGE)
+    replicas = state.newest.get("expert_replicas", {})
+    if replicas.get("fewer") and not state.ended:
+        few = (
+            f"{replicas['fewer']:,} of {replicas['experts']:,} experts have fewer than {replicas['wanted']:,} replicas"
+        )
+        yield Problem(
+            True,
+            f"{few}, and some have {replicas['least']:,}: {_lost_with(replicas['least'])}",
+            "start the launchers of lost nodes again, or raise --elastic-slots",
+        )
     for kind, text, remedy in _WARNINGS:
         event = state.newest.get(kind)
         if event is not None and now - event["time"] < HOUR_S:
@@ -159,6 +207,26 @@ def _of_snapshots(state: RunState, now: float) -> Iterator[Problem]:
             times = f"{counted(count, 'time')}, last {(now - event['time']) / 60:,.0f} minutes ago"
             yield Problem(False, f"{text} ({times}){'' if reason is None else f': {reason}'}", remedy)
     share = state.spent.stalls_s / state.spent.wall_s if state.spent.wall_s > 0 else 0.0
-    if share > STALL_SHARE:
-        text = f"Training has waited for snapshots for {100 * share:.1f} % of the wall clock"
-        yield Problem(False, text, "raise --snapshot-interval, or choose a policy that saves less")
+    recent = _recent_stalls(state)
+    if max(share, recent) > STALL_SHARE and not state.ended:
+        text = (
+            f"Training waits for snapshots: {100 * recent:.1f} % of the newest {RECENT_S / 60:.0f} minutes of training"
+        )
+        text += f", {100 * share:.1f} % of the wall clock"
+        yield Problem(
+            recent > CRITICAL_STALL_SHARE, text, "raise --snapshot-interval, or choose a policy that saves less"
+        )
+
+
+def _lost_with(replicas: int) -> str:
+    return f"the loss of {counted(replicas, 'more node')} can lose them"
+
+
+def _recent_stalls(state: RunState) -> float:
+    """Returns the share of stalls in the newest iterations."""
+    if not state.history:
+        return 0.0
+    begin = state.history[-1][1].event["time"] - RECENT_S
+    recent = [trained for _, trained in state.history if trained.event["time"] > begin]
+    elapsed_s = sum(trained.event["elapsed_s"] for trained in recent)
+    return sum(trained.stalled_s for trained in recent) / elapsed_s if elapsed_s > 0 else 0.0

@@ -9,8 +9,8 @@ from typing import Any
 
 from moc.cli_output import human
 from moc.monitor.job_view import JobView
-from moc.monitor.problems import Problem, find_problems, is_interrupted, is_silent
-from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_cells, seconds
+from moc.monitor.problems import Problem, find_problems, is_interrupted, is_silent, lacks_events
+from moc.report.report import INCIDENT_TITLES, PART_TITLES, incident_rows, seconds
 from moc.report.run_state import RunState
 
 MOST_ROWS, MOST_CHARACTERS = 50, 500
@@ -40,7 +40,8 @@ class JobSummary:
     Attributes:
         run: name of the run.
         job: id of the launch; empty if it is unknown.
-        status: ``starting``, ``training``, ``interrupted`` by a loss, ``silent`` without events, or ``ended``.
+        status: ``starting``, ``training``, ``interrupted`` by a loss, ``silent`` without events, or ``ended``;
+            the iteration of this node's workers if only another node has the events.
         problems: problems, critical ones first.
         figures: values by title.
         tables: tables without empty ones.
@@ -60,13 +61,13 @@ def summarize(state: RunState, job: JobView, now: float) -> JobSummary:
     tables = [
         _table("Workers of this node", _WORKER_TITLES, _workers(job)),
         _table("Where the time went", ("use", "seconds", "share"), _parts(state)),
-        _table("Incidents, newest first", INCIDENT_TITLES, map(incident_cells, reversed(state.recoveries))),
+        _table("Incidents, newest first", INCIDENT_TITLES, _incidents(state)),
         _table("Snapshots", ("tier", "snapshots", "newest iteration", "age"), _tiers(state, now)),
         _table("Configuration", ("what", "value"), _configuration(state, job)),
         _table("Latest events", ("time", "event", "content"), _events(state)),
     ]
     return JobSummary(
-        run=_short(start.get("run") or "run without snapshots"),
+        run=_short(start.get("run") or ("run without snapshots" if start else "run")),
         job=job.job or _short(start.get("job") or ""),
         status=_status(state, job, now),
         problems=tuple(replace(one, text=_short(one.text)) for one in find_problems(state, job, now)),
@@ -80,6 +81,8 @@ def _status(state: RunState, job: JobView, now: float) -> str:
         return "ended"
     if is_silent(state, job, now):
         return "silent"
+    if lacks_events(state, job):
+        return f"iteration {max(worker.iteration or 0 for worker in job.workers):,}"
     return "interrupted" if is_interrupted(state, job) else "training" if state.time else "starting"
 
 
@@ -111,6 +114,10 @@ def _figures(state: RunState, now: float) -> dict[str, str]:
         "recoveries": f"{len(state.recoveries):,}",
         "newest event": f"{max(0.0, now - state.time):,.0f} s ago" if state.time else "-",
     }
+
+
+def _incidents(state: RunState) -> Iterable[Sequence[str]]:
+    return reversed(incident_rows(state.recoveries, state.unrecovered, state.last_iteration))
 
 
 def _parts(state: RunState) -> Iterable[tuple[str, str, str]]:

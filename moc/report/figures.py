@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from moc.errors import UserError
+from moc.files.event_log import RecordedLoss
 from moc.report.run_state import Period, RunState, fold_events
 from moc.report.wall_clock import Event, RecoveryTimes, Spent, events_of_type
 
@@ -190,6 +191,7 @@ class Report:
         tokens_per_s: by the wall clock.
         validation: the newest validation loss, by split.
         ended: why the run ended; None without an orderly exit.
+        unrecovered: losses without a recovery, each with the time of its event in Unix seconds.
         saving: None if nothing was saved.
         plt_by_layer: PLT of each layer after the newest recovery that lost tokens.
         violation_by_layer: newest maximum violation of the experts in each layer.
@@ -221,6 +223,7 @@ class Report:
     ended: str | None
     recoveries: Recoveries
     each: tuple[RecoveryTimes, ...]
+    unrecovered: Sequence[tuple[float, RecordedLoss]]
     saving: Saving | None
     gauges: Mapping[str, Trend]
     plt_by_layer: Mapping[str, float]
@@ -275,6 +278,7 @@ def compute_report(name: str, events: Sequence[Event]) -> Report:
         ended=state.ended,
         recoveries=_summarize_recoveries(state),
         each=state.recoveries,
+        unrecovered=state.unrecovered,
         saving=_summarize_saving(state),
         gauges={name: trend for name in GAUGES if (trend := _trend(in_order, name)) is not None},
         plt_by_layer=state.newest.get("lost", {}).get("by_layer", {}),

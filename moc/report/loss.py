@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moc.cli_output import Parser, ToolError, escapes_output, print_lines, refused
-from moc.files.event_log import events_file, read_events
+from moc.files.event_log import events_file, losses_of, read_events
 from moc.plots import MARKS_PAD, LossMark, add_legend, add_marks, distinct_names, drawings, ink
 from moc.simulate.profile import ByIteration
 
@@ -114,9 +113,7 @@ class LossCurve:
         """Adds the next event; iterations repeated by a resumed run replace the earlier ones."""
         kind, iteration = event.get("type"), event.get("iteration")
         if kind == "generation":
-            rank = event.get("rank")
-            fate = "killed" if event.get("signal") == signal.SIGKILL else "lost"
-            self._lost = "node lost" if rank is None else f"worker {rank} {fate}"
+            self._lost = "; ".join(dict.fromkeys(loss.title for loss in losses_of(event)))
         if not isinstance(iteration, int):
             return
         if kind == "iteration":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -65,8 +64,7 @@ def _draw_progress(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
 
 def _mark_of(recovery: RecoveryTimes, began: float) -> LossMark:
     """Returns the mark where training resumed, seconds since the begin of the run."""
-    fate = "killed" if recovery.signal == signal.SIGKILL else "lost"
-    label = "restarted" if recovery.rank is None else f"worker {recovery.rank} {fate}"
+    label = "; ".join(dict.fromkeys(loss.title for loss in recovery.losses)) or "restarted"
     at = recovery.time - began
     return LossMark(at, label, recovery.outside_s, max(0.0, at - recovery.outside_s))
 
@@ -114,8 +112,10 @@ def _draw_skewness(panel, runs: Mapping[str, Report], events: Sequence[Sequence[
     add_legend(panel)
 
 
-def write_html(path: str, title: str, light: bytes, dark: bytes, sections: Iterable[Section]) -> None:
-    """Writes a picture (PNG, light and dark) and tables to an HTML file; replaces it atomically.
+def write_html(
+    path: str, title: str, lead: Iterable[str], light: bytes, dark: bytes, sections: Iterable[Section]
+) -> None:
+    """Writes lead lines, a picture (PNG, light and dark) and tables to an HTML file; replaces it atomically.
 
     Tables without rows are left out.
     """
@@ -123,7 +123,8 @@ def write_html(path: str, title: str, light: bytes, dark: bytes, sections: Itera
     image = f'<img alt="progress, and uses of the wall clock" src="{urls[0]}">'
     image = f'<picture><source media="(prefers-color-scheme: dark)" srcset="{urls[1]}">{image}</picture>'
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    body = f"<h1>{escape(title)}</h1>{image}{''.join(_section(*section) for section in sections)}"
+    lines = "".join(f"<p><strong>{escape(line)}</strong></p>" for line in lead)
+    body = f"<h1>{escape(title)}</h1>{lines}{image}{''.join(_section(*section) for section in sections)}"
     with replacing(path) as name:
         Path(name).write_text(f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n')
 

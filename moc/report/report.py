@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moc.cli_output import Parser, console, escapes_output, human, print_lines, refused, replacing
+from moc.cli_output import Parser, console, counted, escapes_output, human, print_lines, refused, replacing
 from moc.errors import code_of
-from moc.files.event_log import events_file, read_events
+from moc.files.event_log import RecordedLoss, events_file, read_events
 from moc.files.safe_directory import SafeDirectory
 from moc.plots import THEMES, theme_path
 from moc.report.figures import Report, ReportError, Saving, Spread, Trend, compute_report, seconds_by_workers
@@ -37,7 +37,7 @@ def print_reports(runs: Sequence[Report]) -> None:
     """Prints a table with a column for each run, and the choices of tuners."""
     console(width=_WIDE).print(_table(runs))
     for run in runs:
-        if run.each:
+        if run.each or run.unrecovered:
             console(width=_WIDE).print(_incidents(run))
         print_lines(*choice_lines(run, f"{run.name}: " if len(runs) > 1 else ""))
 
@@ -68,21 +68,49 @@ def _table(runs: Sequence[Report]):
 
 
 INCIDENT_TITLES = ("time", "iteration", "worker", "node", "cause", *PHASES, "outside useful work", "repeated")
-"""Titles of the columns of :func:`incident_cells`."""
+"""Titles of the columns of :func:`incident_rows`."""
 
 
-def incident_cells(incident: RecoveryTimes) -> list[str]:
-    """Returns the cells of a recovery in a list of incidents; empty ones are unknown."""
-    killed = "" if incident.signal is None else f", signal {incident.signal}"
-    return [
-        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(incident.time)),
-        f"{incident.newest:,}",
-        *("" if number is None else str(number) for number in (incident.rank, incident.node)),
-        f"{incident.cause or 'job restarted'}{killed}",
-        *(seconds(incident.phases.get(phase)) or "" for phase in PHASES),
-        seconds(incident.outside_s) or "",
-        f"{incident.repeated:,}",
+def incident_rows(
+    recoveries: Iterable[RecoveryTimes], unrecovered: Iterable[tuple[float, RecordedLoss]], last: int
+) -> list[list[str]]:
+    """Returns the cells of each loss in a list of incidents, the oldest first; empty ones are unknown.
+
+    The first row of a recovery has its seconds, and the iterations that it repeated.
+
+    Args:
+        recoveries: finished recoveries.
+        unrecovered: later losses, each with the time of its event in Unix seconds.
+        last: the newest iteration.
+    """
+    rows = [row for recovery in recoveries for row in _recovery_rows(recovery)]
+    costs = [""] * len(PHASES) + ["not recovered", ""]
+    return rows + [[_moment(at), f"{last:,}", *_loss_cells(loss), *costs] for at, loss in unrecovered]
+
+
+def _recovery_rows(recovery: RecoveryTimes) -> Iterable[list[str]]:
+    when = [_moment(recovery.time), f"{recovery.newest:,}"]
+    costs = [
+        *(seconds(recovery.phases.get(phase)) or "" for phase in PHASES),
+        seconds(recovery.outside_s) or "",
+        f"{recovery.repeated:,}",
     ]
+    for loss in recovery.losses or (RecordedLoss(),):
+        yield [*when, *_loss_cells(loss), *costs]
+        costs = [""] * len(costs)
+
+
+def _moment(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+_RESTART, _NOT_ENDED = "job restarted", "not in good order, or not yet"
+
+
+def _loss_cells(loss: RecordedLoss) -> list[str]:
+    killed = "" if loss.signal is None else f", signal {loss.signal}"
+    where = ["" if number is None else str(number) for number in (loss.rank, loss.node)]
+    return [*where, f"{loss.cause or _RESTART}{killed}"]
 
 
 def _incidents(run: Report):
@@ -92,8 +120,8 @@ def _incidents(run: Report):
     table = Table(box=box.SIMPLE_HEAD, title=f"Incidents of {run.name}", title_justify="left")
     for title in INCIDENT_TITLES:
         table.add_column(title, justify="left" if title in ("time", "cause") else "right", overflow="fold")
-    for incident in run.each:
-        table.add_row(*incident_cells(incident))
+    for row in incident_rows(run.each, run.unrecovered, run.last):
+        table.add_row(*row)
     return table
 
 
@@ -250,7 +278,7 @@ _SECTIONS: dict[str, dict[str, Cell]] = {
         "loss: first, last": lambda run: run.loss and f"{run.loss.first:.4f}, {run.loss.last:.4f}",
         "loss, newest": lambda run: _join_counts(run.validation, "{:.4f}".format),
         "recovery is exact": lambda run: None if run.exact is None else "yes" if run.exact else "no",
-        "ended": lambda run: run.ended or "not in good order, or not yet",
+        "ended": lambda run: run.ended or _NOT_ENDED,
     },
     "where the time went": {
         "ETTR": lambda run: f"{run.ettr:.3f}",
@@ -343,14 +371,24 @@ def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Eve
         names = [theme_path("report.png", theme).name for theme in THEMES]
         light, dark = (SafeDirectory(directory).read(name, _MOST_PICTURE_BYTES) for name in names)
     names = [run.name for run in runs]
-    sections: list[Section] = [
-        (title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines])
-        for title, lines in table_sections(runs)
-    ]
+    sections: list[Section] = []
     for run in runs:
-        sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, map(incident_cells, run.each)))
+        rows = incident_rows(run.each, run.unrecovered, run.last)
+        sections.append((f"Incidents of {run.name}", INCIDENT_TITLES, rows))
+    for title, lines in table_sections(runs):
+        sections.append((title.capitalize(), ("", *names), [[name, *cells] for name, cells in lines]))
+    for run in runs:
         sections.append((f"Choices of {run.name}", (), ([line] for line in choice_lines(run))))
-    write_html(path, f"Report of {', '.join(names)}", light, dark, sections)
+    lead = [f"{run.name}: {_outcome(run)}" for run in runs]
+    write_html(path, f"Report of {', '.join(names)}", lead, light, dark, sections)
+
+
+def _outcome(run: Report) -> str:
+    """Returns how far a run has come, why it ended, and what it lost on the way."""
+    lost = sum(len(one.losses) for one in run.each) + len(run.unrecovered)
+    said = f"iteration {run.last:,}, ETTR {run.ettr:.3f}, {counted(lost, 'incident')}"
+    fatal = f", {len(run.unrecovered):,} of them not recovered" if run.unrecovered else ""
+    return f"{said}{fatal}. Ended: {run.ended or _NOT_ENDED}"
 
 
 EPILOG = """\

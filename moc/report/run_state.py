@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from moc.files.event_log import RecordedLoss, losses_of
 from moc.report.wall_clock import Event, RecoveryTimes, Spent, TrainedIteration, WallClock
 from moc.simulate.profile import IterationTimes
 
@@ -67,6 +68,8 @@ _REQUIRED = {
     "evaluation": ("split", "loss"),
     "inject": ("action",),
     "lost": ("raised_by",),
+    "storage_silent": ("where", "waits"),
+    "expert_replicas": ("least", "fewer", "experts", "wanted"),
 }
 """By type, the fields that the state needs."""
 
@@ -91,7 +94,10 @@ class RunState:
         is_recovering: whether a loss is not recovered yet.
         newest: newest event, by type.
         totals: number of events and sums of their fields, by type.
-        counts: number of events by type and by a field that distinguishes them, such as ``cause`` or ``tier``.
+        counts: number of events by type and by a field that distinguishes them, such as ``cause`` or ``tier``; the
+            type ``loss`` has all losses by cause.
+        losses: the newest losses of workers and nodes, each with the time of its event in Unix seconds.
+        unrecovered: of these, the losses since the newest recovery has ended.
         periods: periods of training, with the number of workers in each.
         validation: newest validation loss, by split.
         recent: newest events of types that do not occur in each iteration.
@@ -113,6 +119,8 @@ class RunState:
     newest: Mapping[str, Event]
     totals: Mapping[str, Totals]
     counts: Mapping[tuple[str, str], int]
+    losses: Sequence[tuple[float, RecordedLoss]]
+    unrecovered: Sequence[tuple[float, RecordedLoss]]
     periods: tuple[Period, ...]
     validation: Mapping[str, float]
     recent: tuple[Event, ...]
@@ -156,6 +164,8 @@ class RunFold:
         self._newest: dict[str, Event] = {}
         self._totals: dict[str, Totals] = defaultdict(Totals)
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._losses: deque[tuple[float, RecordedLoss]] = deque(maxlen=_HISTORY)
+        self._unrecovered: deque[tuple[float, RecordedLoss]] = deque(maxlen=_HISTORY)
         self._periods: list[tuple[int, float, list[float]]] = []  # workers, start, and times of iterations
         self._validation: dict[str, float] = {}
         self._recent: deque[Event] = deque(maxlen=_RECENT)
@@ -167,11 +177,17 @@ class RunFold:
         kind, time = event["type"], event["time"]
         for name in _REQUIRED.get(kind, ()):
             event[name]  # raises before anything has changed
+        losses = losses_of(event)
         decided, is_recovery = self._clock.add(event)
         self._times.add(decided, is_recovery)
         self._newest[kind], self._time = event, time
         self._totals[kind].add(event)
         self._counts.update((kind, event[name]) for name in _DISTINGUISHING if isinstance(event.get(name), str))
+        if is_recovery:
+            self._unrecovered.clear()
+        for known in (self._losses, self._unrecovered):
+            known.extend((time, loss) for loss in losses)
+        self._counts.update(("loss", loss.cause) for loss in losses)
         if kind not in FREQUENT_TYPES:
             self._recent.append(event)
         if kind == "start":
@@ -203,6 +219,8 @@ class RunFold:
             newest=dict(self._newest),
             totals=self._totals,
             counts=dict(self._counts),
+            losses=tuple(self._losses),
+            unrecovered=tuple(self._unrecovered),
             periods=tuple(self._finished_periods()),
             validation=dict(self._validation),
             recent=tuple(self._recent),

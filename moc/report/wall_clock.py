@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from moc.files.event_log import RecordedLoss, losses_of
 from moc.simulate.policy_costs import RecoveryCosts
 from moc.simulate.profile import ByIteration, RecoveryFinder, is_kill, recovered
 
@@ -57,13 +58,9 @@ class RecoveryTimes:
 
     Attributes:
         time: when training resumed, in Unix seconds.
-        reasons: the launcher's descriptions of the losses; empty without a launcher.
+        losses: losses of workers and nodes, oldest first; without a launcher, at most one, by an injected fault.
         newest: the last iteration completed before the loss was detected.
         iteration: iteration of the state that training resumed from.
-        cause: type of the first loss, as in the event ``generation``; empty without a launcher.
-        rank: rank of the first lost worker; None if unknown.
-        node: its node; None if unknown.
-        signal: number of the signal that killed it; None without one.
         detect_s: from the loss, or its report, until the survivors had stopped; None if unknown.
         phases: seconds of each phase, by its name; empty if the time of the loss is unknown.  Detection and
             reconnection also show where nothing was loaded.
@@ -78,11 +75,7 @@ class RecoveryTimes:
     """
 
     time: float
-    reasons: tuple[str, ...]
-    cause: str
-    rank: int | None
-    node: int | None
-    signal: int | None
+    losses: tuple[RecordedLoss, ...]
     newest: int
     iteration: int
     detect_s: float | None
@@ -356,7 +349,8 @@ class WallClock:
 
         events = recovery.events
         resume, replays = (events_of_type("resume", events) or [{}])[-1], events_of_type("replay", events)
-        losses, kills = events_of_type("generation", events), list(filter(is_kill, events))
+        generations, kills = events_of_type("generation", events), list(filter(is_kill, events))
+        losses = tuple(loss for event in events for loss in losses_of(event))
         parts = recovered(events, undisturbed_s)
         compared = [event["exact"] for event in replays if event.get("exact") is not None]
         repeated = [
@@ -365,18 +359,13 @@ class WallClock:
             if (n := iteration.event["iteration"]) in self.counted
         ]
         compared += [all(a.get(name) == b.get(name) for name in ("loss", "grad_norm")) for a, b in repeated]
-        first = next((event for event in losses if event.get("rank", event.get("node")) is not None), {})
         return RecoveryTimes(
             time=events[-1]["time"],
-            reasons=tuple(event["reason"] for event in losses),
-            cause=losses[0].get("cause", "") if losses else "",
-            rank=first.get("rank", kills[0].get("rank") if kills and not first else None),
-            node=first.get("node"),
-            signal=first.get("signal"),
+            losses=losses or tuple(RecordedLoss(rank=kill.get("rank")) for kill in kills[:1]),
             newest=recovery.newest,
             iteration=events_of_type("start", events)[-1]["iteration"],
             detect_s=parts and parts.parts.detect_s or None,
-            phases=_phases(losses, replays, None if parts is None else parts.parts),
+            phases=_phases(generations, replays, None if parts is None else parts.parts),
             outside_s=round(recovery.window_s - seconds(recovery.kept) + seconds(recovery.before), 9),
             workers=recovery.workers,
             kept=resume.get("kept", 0),
@@ -402,13 +391,15 @@ class WallClock:
         return seconds
 
 
-def _phases(losses: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> Mapping[str, float]:
+def _phases(generations: Sequence[Event], replays: Sequence[Event], parts: RecoveryCosts | None) -> Mapping[str, float]:
     """Returns the known seconds of each phase of a recovery, from its last loss on."""
     replayed_s = sum(event["seconds"] for event in replays)
     if parts is not None:
         times = (parts.detect_s, parts.regroup_s, parts.transfer_s, replayed_s, parts.warm_up_s)
         return dict(zip(PHASES, times, strict=True))
-    phases = {"detection": losses[-1]["noticed_s"], "reconnection": losses[-1]["met_s"]} if losses else {}
+    phases = (
+        {"detection": generations[-1]["noticed_s"], "reconnection": generations[-1]["met_s"]} if generations else {}
+    )
     return phases | ({"replay": replayed_s} if replays else {})
 
 

@@ -191,12 +191,13 @@ class Agent:
         return node | {"control": self._link.state, "leader": self._link.leader, "lease_s": lease_s}
 
     @property
-    def loss_at_end(self) -> str | None:
-        """The loss that has ended the job, if this node ran the first worker; None in good order, or while it runs."""
+    def loss_at_end(self) -> dict | None:
+        """The end of the job by a loss, if this node ran the first worker; None in good order, or while it runs."""
         if not (self._runs_first_worker and self._end.done()):
             return None
         end = self._end.result()
-        return end["reason"] if end["code"] and end["code"] != DEPARTED and end["asked"] is None else None
+        is_loss = end["code"] and end["code"] != DEPARTED and end["asked"] is None
+        return end | {"job": self._link.state["job"] if self._link.state else ""} if is_loss else None
 
     @property
     def stopped_by(self) -> int | None:

@@ -114,7 +114,7 @@ class Job:
         """Reports that this worker is ready to train, and waits until all workers are.
 
         Returns:
-            The interruption, if this worker joins others that already train; otherwise None.
+            The interruption, if this worker replaces a lost one, or all workers were started again; otherwise None.
         """
         return None
 

@@ -181,9 +181,10 @@ class ManagedJob(Job):
         self._abort_lock = threading.Lock()
         self._device: torch.device | None = None
         self._replaced_collectives: dict[str, Callable] = {}
-        self._is_ready = False
+        self._is_ready, self._start_s = False, 0.0
         self._notice = threading.Condition()
-        self._newest_generation, self._why = self._first_generation, ("", "", {})  # cause, reason, and what was lost
+        self._newest_generation, self._newest_why = self._first_generation, ("", "", {})  # cause, reason, what was lost
+        self._why = self._newest_why  # of the generation in which this worker is connected
         self._notice_at = time.monotonic()
         self._store: tuple[int, str] = (-1, "")
         self.partial_model_parts = tuple(
@@ -223,7 +224,9 @@ class ManagedJob(Job):
         self._groups = Groups(self.rank, self.size, backend, timeout, device, self._token, **options)
         self._groups.install()
         if self._starts_together:
+            begun = time.monotonic()
             self._reconnect()
+            self._start_s = time.monotonic() - begun
         else:
             self._replaced_collectives = {name: getattr(dist, name) for name in _LOCAL_COLLECTIVES}
             dist.__dict__.update(_LOCAL_COLLECTIVES)
@@ -244,6 +247,8 @@ class ManagedJob(Job):
             self._is_ready = True
             PROGRESS.discard()
             self._send("built", stays=self.recreate_groups is not None)
+            if self._starts_together and self._generation > 0:  # no worker has survived the losses
+                return Interruption(self._generation, *self._why, 0.0, self._start_s)
         if self._generation >= 0:
             return None
         dist.__dict__.update(self._replaced_collectives)  # a replacement, initialized separately
@@ -384,6 +389,7 @@ class ManagedJob(Job):
             if self._newest_generation > generation:
                 return False
             address, self._generation, self.term = self._store[1], generation, (self._epoch, generation)
+            self._why = self._newest_why
             assignment = self._rank_assignment
         assert self._groups is not None  # it is connected
         if assignment != (self.rank, self.size, self.partial_model_parts):
@@ -444,7 +450,7 @@ class ManagedJob(Job):
                     message["generation"] >= self._newest_generation
                 ):  # a new worker also gets the reason of its current generation
                     self._newest_generation = message["generation"]
-                    self._why = message["cause"], message["reason"], message["lost"]
+                    self._newest_why = message["cause"], message["reason"], message["lost"]
                     self._notice_at = time.monotonic()
                 self._notice.notify_all()
             if message["kind"] == "abort" and self._groups is not None:

@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from moc.errors import UserError, with_code
+from moc.runtime.loss_record import LossRecord
 from moc.runtime.orders import (
     Abort,
     AssignRank,
@@ -140,6 +141,7 @@ class Membership:
         self.scale_up = ScaleUp(self.seating)
         self._broken_devices = BrokenDevices(self.workers_per_node)
         self._standstill = Standstill()
+        self._losses = LossRecord()
 
     @property
     def workers(self) -> dict[str, WorkerRecord]:
@@ -174,6 +176,7 @@ class Membership:
             "refused": sorted(self.seating.refused_sizes),
             "broken": dict(self._broken_devices.failures),
             "standstill": [self._standstill.iteration, list(self._standstill.devices)],
+            "losses": [self._losses.writer, list(self._losses.losses)],
             "stayed": sorted(self._continued),
             "parts": self.seating.nodes_per_model,
             "helpers": list(self.seating.partial_model_parts),
@@ -201,6 +204,8 @@ class Membership:
         self.seating.refused_sizes, self._broken_devices.failures = set(state["refused"]), dict(state["broken"])
         iteration, devices = state["standstill"]
         self._standstill = Standstill(iteration, tuple((node, device) for node, device in devices))
+        writer, losses = state["losses"]
+        self._losses = LossRecord(tuple(losses), writer)
         self.seating.nodes_per_model, self.seating.partial_model_parts = state["parts"], tuple(state["helpers"])
         self.end = End.from_message(state["end"]) if state["end"] else None
 
@@ -404,46 +409,51 @@ class Membership:
             refused = f"the program refuses to run on {count_nodes(self.seating.nodes_in_copies)}"
             return self._resize(GenerationReason(Cause.NODES_REFUSED, refused))
         event = f"worker {worker.rank} {describe_exit(code)}{reason and f': it {reason}'}"
+        lost = {"rank": worker.rank, "node": worker.node, **({"signal": -code} if code < 0 else {})}
+        loss = GenerationReason(error_code or Cause.WORKER_LOST, event, lost)
         if code > 0:
-            return self._end_job(code, event, workers_exiting=code == SAVED, as_requested=code == SAVED)
+            failure = None if is_leaving else loss
+            return self._end_job(code, event, workers_exiting=is_leaving, as_requested=is_leaving, loss=failure)
         if exit_code := self._exit_code_after(worker, -code):
             if exit_code == SAVED:
-                return self._end_job(exit_code, f"{event}. Fix: {RESUME_REMEDY}", code="state-partly-lost")
-            return self._end_job(exit_code, event, as_requested=-code == self.stop_signal)
-        return self._worker_killed(worker, -code, event, error_code, iteration)
+                return self._end_job(exit_code, f"{event}. Fix: {RESUME_REMEDY}", code="state-partly-lost", loss=loss)
+            return self._end_job(exit_code, event, as_requested=-code == self.stop_signal, loss=loss)
+        return self._worker_killed(worker, loss, is_device_broken=bool(error_code), iteration=iteration)
 
     def _worker_killed(
-        self, worker: WorkerRecord, signal: int, event: str, error_code: str, iteration: int | None
+        self, worker: WorkerRecord, loss: GenerationReason, is_device_broken: bool, iteration: int | None
     ) -> list[Order]:
         """Replaces a worker, removes its node, or ends the job at one of the limits of failures.
 
         Args:
             worker: the worker.
-            signal: signal that killed it.
-            event: sentence about its exit.
-            error_code: as in :meth:`worker_exited`.
+            loss: its loss; ``lost`` has the signal that killed it.
+            is_device_broken: its device has ended it.
             iteration: as in :meth:`worker_exited`.
         """
         self.restarts, self.failures_without_loss = self.restarts + 1, 0
+        event, exit_code = loss.reason, 128 + loss.lost["signal"]
         if self.restarts > self.max_restarts:
             return self._end_job(
-                128 + signal,
+                exit_code,
                 f"{event}, and {self.max_restarts} were replaced already. Fix: repair what kills workers, or raise "
                 "--max-restarts",
                 code="restarts-exhausted",
+                loss=loss,
             )
-        if error_code and self._broken_devices.count_failure(worker):
+        if is_device_broken and self._broken_devices.count_failure(worker):
             return self._remove_node(worker, event)
         if self._stands_still(worker, iteration):
             return self._end_job(
-                128 + signal,
+                exit_code,
                 f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker after iteration "
                 f"{self._standstill.iteration}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
                 "--max-standstill",
                 code="progress-missing",
+                loss=loss,
             )
-        lost = {"rank": worker.rank, "node": worker.node, "signal": signal, **self._standstill.to_message()}
-        return self._next_generation(GenerationReason(error_code or Cause.WORKER_LOST, event, lost))
+        lost = {**loss.lost, **self._standstill.to_message()}
+        return self._next_generation(GenerationReason(loss.cause, event, lost))
 
     def _stands_still(self, worker: WorkerRecord, iteration: int | None) -> bool:
         """Counts a loss, at most one for each generation; returns whether too many had no progress between them."""
@@ -527,6 +537,8 @@ class Membership:
         """Records that a worker has connected with all others."""
         if name in self.workers:
             self.workers[name].connected_generation = generation
+        if name in self.workers and generation == self.generation:
+            self._losses = self._losses.after_connection(self.workers[name])
         if not self.departed or any(one.connected_generation < self.generation for one in self.workers.values()):
             return []
         orders: list[Order] = [ReleaseNode(node) for node in sorted(self.departed)]
@@ -696,10 +708,13 @@ class Membership:
 
     def _next_generation(self, reason: GenerationReason) -> list[Order]:
         self.generation, self.running = self.generation + 1, False
+        earlier = self._losses.before_generation(self.workers)
+        self._losses = earlier.after_loss(self.generation, reason)
         self._finished.clear()
         self._released_memory = None  # survivors resume, and need it
         self._known_generation = dict.fromkeys(self._known_generation, self.generation)
-        return [Abort(self.generation, reason.cause, reason.reason, reason.lost), *self._start_missing_workers()]
+        lost = {**reason.lost, **earlier.to_message()}
+        return [Abort(self.generation, reason.cause, reason.reason, lost), *self._start_missing_workers()]
 
     def _start_missing_workers(self) -> list[Order]:
         """Starts missing workers, and kills workers that can no longer initialize in step with the others."""
@@ -744,6 +759,7 @@ class Membership:
         workers_exiting: bool = False,
         as_requested: bool = False,
         code: str | None = None,
+        loss: GenerationReason | None = None,
     ) -> list[Order]:
         """Ends the job; ``code`` is an error code, None without an error or if a worker has printed its own."""
         stop_signal, released_memory = (
@@ -751,7 +767,9 @@ class Membership:
             self._released_memory if exit_code in (0, SAVED) else None,
         )
         reason = reason if code is None else with_code(UserError(reason, code=code))
-        self.end = End(exit_code, reason, workers_exiting, released_memory, stop_signal)
+        losses = self._losses.before_generation(self.workers)
+        losses = losses.after_loss(self.generation, loss) if loss else losses
+        self.end = End(exit_code, reason, workers_exiting, released_memory, stop_signal, losses.losses)
         return [self.end]
 
 

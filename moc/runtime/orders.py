@@ -34,7 +34,8 @@ class GenerationReason:
     """Cause of a new generation, as a code (also of an error) and as a sentence.
 
     Attributes:
-        lost: fields of the event about a lost worker or node, such as ``rank``, ``node`` and ``signal``.
+        lost: fields of the event about a lost worker or node, such as ``rank``, ``node`` and ``signal``; ``earlier``
+            has the losses that no event describes yet (:class:`~moc.runtime.loss_record.LossRecord`).
     """
 
     cause: str
@@ -138,6 +139,7 @@ class End:
     workers_exiting: bool  # workers are about to exit on their own, and get time to do so
     released_memory: str | None = None  # the run's memory on each node, if workers have released it
     stop_signal: int | None = None  # number of the signal that requested this end; launchers report it
+    losses: Sequence[Mapping[str, Any]] = field(default=(), compare=False)  # not written as events, the last included
 
     def to_message(self) -> dict:
         """Returns its description in messages and in the controller's state."""
@@ -147,12 +149,13 @@ class End:
             "leaving": self.workers_exiting,
             "gives_back": self.released_memory,
             "asked": self.stop_signal,
+            "losses": list(self.losses),
         }
 
     @classmethod
     def from_message(cls, values: dict) -> End:
         """Returns the order of a description."""
-        return cls(*(values[key] for key in ("code", "reason", "leaving", "gives_back", "asked")))
+        return cls(*(values[key] for key in ("code", "reason", "leaving", "gives_back", "asked", "losses")))
 
 
 Order = (

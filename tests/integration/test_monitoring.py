@@ -14,6 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from moc.errors import codes_in
+from moc.files.event_log import losses_of
 from tests.integration.launched import PATIENCE_S, Launched
 from tests.integration.snapshot_files import node_memory
 from tests.integration.tiny import SHALLOW
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.recovery
 
 KILLS = 100 if os.environ.get("MOC_TESTS_ALL") else 4
 BETWEEN = 4  # iterations from one kill to the next
+MERGED = 2  # the kill during whose recovery the other worker is killed
 
 
 @pytest.fixture
@@ -91,6 +93,8 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
             before, rank = job.pids, kill % 2
             job.kill(rank)
             job.replaces(before, rank)
+            if kill == MERGED:  # before the replacement has connected
+                job.kill(1 - rank)
             # a loss before the end of a recovery starts another generation, with one event for both
             until(job, lambda kill=kill: len(job.events("generation")) > kill)
             if kill == 1:
@@ -103,10 +107,13 @@ def test_metrics_equal_events_after_kills(job, tmp_path):
     until(job, lambda: count in get(url(job, "metrics")))
     metrics = parse_metrics(get(url(job, "metrics")))
     assert_metrics_equal_events(metrics, lines)
-    assert metrics["moc_restarts"] == metrics['moc_losses_total{cause="worker-lost"}'] == KILLS
+    assert metrics["moc_restarts"] == metrics['moc_losses_total{cause="worker-lost"}'] == KILLS + 1
     assert metrics["moc_controller_epoch"] > 0 and metrics['moc_node_workers{state="lost"}'] == 0
-    lost = [event for event in lines if event["type"] == "generation"]
-    assert [(event["rank"], event["node"], event["signal"]) for event in lost] == [(n % 2, 0, 9) for n in range(KILLS)]
+    killed = [*range(MERGED + 1), MERGED + 1, *range(MERGED + 1, KILLS)]
+    losses = [loss for event in lines for loss in losses_of(event)]
+    assert [(loss.rank, loss.node, loss.signal) for loss in losses] == [(kill % 2, 0, 9) for kill in killed]
+    assert sum(metrics[f'moc_recent_losses{{rank="{rank}"}}'] for rank in range(2)) == KILLS + 1
+    assert sum(event["type"] == "generation" for event in lines) == KILLS
     monitor = job.children("moc.monitor.server")
     os.kill(monitor[0], 9)  # training and the end of the job do not need it
     until(job, lambda: job.children("moc.monitor.server") not in ([], monitor))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy
@@ -308,22 +308,39 @@ def migrate(
     )
 
 
-def describe_replicas(plans: Plans, min_replicas: int) -> str:
-    """Returns a sentence about the replicas of all experts, with a warning if some have fewer than f; pure.
+@dataclass(frozen=True)
+class ReplicaCounts:
+    """Replicas of the experts under the plans in force.
 
-    Args:
-        plans: plans in force.
-        min_replicas: f.
+    Attributes:
+        least: replicas of the expert with the fewest.
+        fewer: number of experts with fewer than ``wanted``.
+        experts: number of experts, over all layers.
+        wanted: f, ``--elastic-min-replicas``.
     """
-    counts = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
-    least, fewer = int(counts.min()), int((counts < min_replicas).sum())
-    sentence = f"every expert has at least {least} replica{'' if least == 1 else 's'}"
-    if not fewer:
-        return sentence
-    return (
-        f"WARNING: {sentence}, and {fewer} of {counts.size} have fewer than {min_replicas} (--elastic-min-replicas): "
-        f"the loss of {counted(least, 'node')} can lose experts. Fix: raise --elastic-slots, or add nodes"
-    )
+
+    least: int
+    fewer: int
+    experts: int
+    wanted: int
+
+    @classmethod
+    def of(cls, plans: Plans, wanted: int) -> ReplicaCounts:
+        """Counts the replicas of plans."""
+        counts = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
+        return cls(int(counts.min()), int((counts < wanted).sum()), counts.size, wanted)
+
+    @property
+    def sentence(self) -> str:
+        """Sentence about the replicas of all experts, with a warning if some have fewer than f."""
+        sentence = f"every expert has at least {counted(self.least, 'replica')}"
+        if not self.fewer:
+            return sentence
+        few = f"{self.fewer} of {self.experts} have fewer than {self.wanted} (--elastic-min-replicas)"
+        return (
+            f"WARNING: {sentence}, and {few}: the loss of {counted(self.least, 'node')} can lose experts. "
+            "Fix: raise --elastic-slots, or add nodes"
+        )
 
 
 def _begin(config: Config, replicas: Replicas, shards: Shards | None, nodes: NodesOfStages) -> None:

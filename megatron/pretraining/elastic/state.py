@@ -9,7 +9,7 @@ from functools import partial
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.pretraining.config import Config, ConfigError, why_anew
-from megatron.pretraining.elastic.membership import Guests, describe_replicas, hand_over, is_settled, migrate, settle
+from megatron.pretraining.elastic.membership import Guests, ReplicaCounts, hand_over, is_settled, migrate, settle
 from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticTurns, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
@@ -101,7 +101,9 @@ class ElasticState:
             rebalancer.close()
             raise
         if self.replicas.plans:
-            log.message(describe_replicas(self.replicas.plans, config.elastic.elastic_min_replicas))
+            counts = ReplicaCounts.of(self.replicas.plans, config.elastic.elastic_min_replicas)
+            log.message(counts.sentence)
+            log.events.write("expert_replicas", iteration=session.position.iteration, **vars(counts))
         if min_nodes() is None or not goes_on_in_process(config):
             return (rebalancer,)
         move = partial(hand_over, config, self.replicas, self.shards, engine, session, log)

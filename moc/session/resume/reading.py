@@ -416,7 +416,12 @@ class StorageListing:
             "state that it has. Fix: repair it",
             code="storage-silent",
         )
-        timer = threading.Timer(LOOKING_S, self._log.message, [silent])
+
+        def report_silence() -> None:
+            self._log.events.write("storage_silent", where=name, waits=True)
+            self._log.message(silent)
+
+        timer = threading.Timer(LOOKING_S, report_silence)
         timer.daemon = True
         timer.start()
         try:

@@ -281,9 +281,12 @@ class SavingPipeline:
         """Waits for copies of the state that the update changes, and for snapshots that lag too far behind."""
         stages, limit = self._stages, (self._position.iteration, self._settings.max_snapshot_lag)
         if stages.is_lagging(*limit):
+            begun, awaits_storage = time.monotonic(), not stages.has_memory_tier
             with self._parts.meter.stalling():
                 while stages.is_lagging(*limit):
-                    self._all_reduce(for_storage=not stages.has_memory_tier)
+                    self._all_reduce(for_storage=awaits_storage)
+                    if awaits_storage:
+                        self.storage.health.is_waited_for(time.monotonic() - begun)
         if stages.copying.queue:
             with self._parts.meter.stalling():
                 stages.copying.wait_for_copies()

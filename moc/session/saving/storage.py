@@ -174,8 +174,9 @@ class StorageHealth:
             wait([self._ready], timeout=_WAIT_S)
 
     def is_waited_for(self, seconds: float) -> None:
-        """Records that the run waits for all pending snapshots; warns if that takes long."""
+        """Records that the run waits for pending snapshots; warns if that takes long."""
         if seconds > _LONG_S and self._waits.failed():
+            self._log.events.write("storage_silent", where=self._name, waits=True)
             what = f"the run has waited for {self._name} for {seconds:.0f} s"
             self._log.message(warning(f"{what}; {self._newest_there()}. Fix: repair it", code="storage-slow"))
 
@@ -257,6 +258,7 @@ class StorageHealth:
             warned, seconds = trouble.warned, trouble.over()
             if warned:
                 self._log.message(text.format(seconds))
+        self._waits.over()
         if newest != self.newest:
             self.newest, self._stored_at = newest, time.monotonic()
         self.rests = False
@@ -291,6 +293,7 @@ class StorageHealth:
         if self._is_silent or time.monotonic() - self._asked < LOOKING_S:
             return
         self._is_silent = True
+        self._log.events.write("storage_silent", where=self._name, waits=False)
         self._log.message(
             warning(
                 f"{self._name} has not answered for {LOOKING_S:.0f} s: training continues, and no snapshot goes there "

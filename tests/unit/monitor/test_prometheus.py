@@ -69,10 +69,13 @@ def in_trouble():
     story = Story()
     story.now = time.time() - 3200
     story.tell("placement", replicas=1, survival={"1": 1.0}).start().usual(10)
+    story.tell("expert_replicas", iteration=0, least=1, fewer=4, experts=8, wanted=2)
     story.tell("snapshot", iteration=10, tier="memory", bytes=1000, copy_s=0.5, hash_s=0.5)
     story.tell("persist", iteration=10, bytes=1000, write_s=0.5, publish_s=0.5)
     for _ in range(3):
-        story.tell("stall", 40.0, seconds=40.0).train(41.0).generation(1.0).resume(1.0).start(1.0).usual(2)
+        story.tell("stall", 40.0, seconds=40.0).train(41.0).generation(1.0).resume(1.0).start(1.0).usual(
+            2, storage_overdue=4.0
+        )
     story.tell("evaluation", 2000.0, split="valid", loss=1.0)
     return story.generation(1.0)
 

@@ -208,6 +208,36 @@ def test_problems_are_found_and_a_healthy_run_has_none():
     assert found(healthy, view=ended)[0].startswith("The job has ended with code 137")
 
 
+def test_risks_of_a_running_job_are_problems():
+    """Each is critical, and no other problem is shown."""
+    counts = dict(least=1, fewer=4, experts=8, wanted=2)
+    stalled = Story().start().usual(400)  # long ago, so that the share of the complete run is small
+    for _ in range(4):
+        stalled.tell("stall", 3.0, seconds=3.0).train(4.0)
+    behind = Story().start().usual(4, storage_age=4.0, storage_overdue=6.0)
+    waiting = Story().start().usual(4).tell("storage_silent", 5.0, where="/storage", waits=True)
+    few = Story().start().tell("expert_replicas", iteration=0, **counts).usual(4)
+    begins = (
+        "Training waits for snapshots",
+        "Storage is behind: no snapshot",
+        "/storage does not answer",
+        "4 of 8 experts",
+    )
+    for story, begin in zip((stalled, behind, waiting, few), begins, strict=True):
+        (problem,) = find_problems(fold_events(story.events), JobView(), story.now)
+        assert problem.text.startswith(begin) and problem.is_critical == (story is not stalled) and problem.remedy
+    answered = waiting.tell("persist", bytes=1, iteration=4, write_s=1.0, publish_s=1.0)
+    enough = few.tell("expert_replicas", iteration=4, **counts | dict(least=2, fewer=0))
+    for story in (answered, enough, behind.usual(2, storage_overdue=0.0)):
+        assert find_problems(fold_events(story.events), JobView(), story.now) == ()
+
+
+def test_node_without_the_events_names_the_one_that_has_them():
+    job = JobView().updated(agent_state(nodes=2) | {"node": 1}, 1.0)
+    (problem,) = find_problems(fold_events([]), job, 2.0)
+    assert "node 0" in problem.text and summarize(fold_events([]), job, 2.0).status == "iteration 9"
+
+
 def test_mfu_is_shown_where_it_is_known():
     from moc.monitor.metrics import render_metrics
 

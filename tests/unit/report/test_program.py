@@ -114,7 +114,7 @@ def test_what_is_given_up_and_computed_again():
     (one,) = run.each
     assert (one.newest, one.iteration, one.undone, one.replayed, one.exact) == (10, 8, 2, 0, True)
     assert (one.outside_s, one.detect_s, one.kept, one.workers) == (6.0, 0.125, 0, 4)
-    assert len(one.reasons) == 1 and "worker 2" in one.reasons[0] and "signal 9" in one.reasons[0]
+    assert [(loss.rank, loss.node, loss.signal) for loss in one.losses] == [(2, 1, 9)]
     assert (run.iterations, run.computed, run.tokens, run.ended) == (18, 20, 1800, None)
     assert run.recoveries.injected == {"kill": 1}
 
@@ -124,10 +124,11 @@ def test_incident_has_its_cause_and_seconds_of_each_phase():
     story.tell("replay", 0.5, iteration=10, seconds=0.5, frozen=0)
     story.tell("resume", 0.5, tier="memory", seconds=1.0, kept=0).start(0.25, iteration=8)
     (one,) = story.train(3.0).usual(9).report.each
-    assert (one.cause, one.rank, one.node, one.signal, one.newest, one.repeated) == ("worker-lost", 2, 1, 9, 10, 3)
+    assert (one.newest, one.repeated) == (10, 3)
     phases = {"detection": 0.125, "reconnection": 0.375, "load": 0.5, "replay": 0.5, "first iteration": 2.25}
     assert one.phases == phases
-    cells = dict(zip(tool.INCIDENT_TITLES, tool.incident_cells(one), strict=True))
+    (row,) = tool.incident_rows([one], (), 0)
+    cells = dict(zip(tool.INCIDENT_TITLES, row, strict=True))
     assert (cells["worker"], cells["node"], cells["cause"]) == ("2", "1", "worker-lost, signal 9")
     assert (cells["load"], cells["repeated"], cells["iteration"]) == ("500 ms", "3", "10")
 
@@ -170,7 +171,25 @@ def test_a_second_loss_belongs_to_the_recovery_that_it_hits():
     story = Story().start().usual(10).generation(1.0).resume(1.0).start(1.0).generation(1.0).resume(1.0)
     run = story.start(1.0, iteration=9).usual(4).report
     assert spent(run) == {"start_up": 4, "useful": 13, "again": 1, "recoveries": 6}
-    assert [(one.undone, one.outside_s, len(one.reasons)) for one in run.each] == [(1, 7.0, 2)]
+    assert [(one.undone, one.outside_s, len(one.losses)) for one in run.each] == [(1, 7.0, 2)]
+
+
+def test_losses_without_an_event_of_their_own_are_incidents():
+    earlier = [dict(generation=1, cause="node-lost", reason="node 3 is lost", node=3)]
+    earlier.append(dict(generation=2, cause="worker-lost", reason="worker 0 was killed", rank=0, node=0, signal=9))
+    story = Story().start().usual(10).generation(1.0, earlier=earlier).resume(1.0).start(1.0, iteration=9)
+    (one,) = story.usual(4).report.each
+    rows = [dict(zip(tool.INCIDENT_TITLES, row, strict=True)) for row in tool.incident_rows([one], (), 0)]
+    assert [(row["worker"], row["node"], row["cause"]) for row in rows] == [
+        ("", "3", "node-lost"),
+        ("0", "0", "worker-lost, signal 9"),
+        ("2", "1", "worker-lost, signal 9"),
+    ]
+    assert [row["repeated"] for row in rows] == ["1", "", ""]
+    state = fold_events(story.tell("end", 1.0, reason="worker 0 was killed", code=137, earlier=earlier[1:]).events)
+    (fatal,) = tool.incident_rows((), state.unrecovered, state.last_iteration)
+    assert fatal[1:5] == ["13", "0", "0", "worker-lost, signal 9"]
+    assert state.counts["loss", "worker-lost"] == 3 and [loss.rank for _, loss in state.losses] == [None, 0, 2, 0]
 
 
 def test_what_is_lost_again_is_counted_for_the_loss_that_took_it():
@@ -186,7 +205,7 @@ def test_a_job_that_is_started_again_after_a_kill():
     story = Story().start().usual(10).tell("inject", 0.5, action="kill", rank=0)
     run = story.resume(8.0, tier="storage").start(2.0, startup=4.0).usual(4).report
     assert spent(run) == {"start_up": 4, "useful": 14, "stopped": 6, "recoveries": 4.5}
-    assert [(one.reasons, one.outside_s) for one in run.each] == [((), 10.5)]
+    assert [([loss.rank for loss in one.losses], one.outside_s) for one in run.each] == [([0], 10.5)]
 
 
 def test_a_job_that_is_started_again_after_it_has_ended():

@@ -3,6 +3,7 @@
 import json
 
 from moc.errors import codes_in
+from moc.runtime.loss_record import unwritten
 from moc.runtime.membership import MAX_DEVICE_FAILURES, MAX_FAILURES_WITHOUT_LOSS, Membership
 from moc.runtime.orders import Abort, Cause, Connect, End, Kill, RemoveNode, StartWorker, WorkerRecord
 from moc.runtime.termination import LOST, SAVED, START_OVER
@@ -290,6 +291,43 @@ def test_a_controller_that_is_started_again_has_counted_what_was_counted():
     membership = restarted(membership)
     assert membership.node_joined(0, told[:2], 3) == [] == membership.node_joined(1, told[2:], 3)
     assert membership.worker_exited("3.0", -15)[0].code == 143
+
+
+def lost_with(orders):
+    """Ranks or nodes of the losses that an order to abort describes, oldest first."""
+    abort = next(order for order in orders if isinstance(order, Abort))
+    return [loss.get("rank", loss.get("node")) for loss in (*abort.lost.get("earlier", ()), abort.lost)]
+
+
+def test_losses_are_kept_until_the_first_worker_records_them():
+    membership, names = running()
+    assert lost_with(membership.worker_exited(names[3], -9)) == [3]
+    assert lost_with(membership.node_lost(1)) == [3, 1]
+    membership = restarted(membership)
+    for node in range(2):
+        records = [WorkerRecord(f"2.{rank}", node, rank, False, True) for rank in (2 * node, 2 * node + 1)]
+        membership.node_joined(node, records, 2)
+    assert lost_with(membership.worker_exited("2.1", -9)) == [3, 1, 1]
+    for name in list(membership.workers):
+        membership.worker_reported(name, membership.generation)
+        membership.worker_connected(name, membership.generation)
+    first = next(one.name for one in membership.workers.values() if one.rank == 0)
+    other = next(one.name for one in membership.workers.values() if one.rank == 2)
+    assert lost_with(membership.worker_exited(other, -9)) == [2]  # rank 0 has written what was before
+    (end,) = membership.worker_exited(first, 3)
+    assert [loss["rank"] for loss in end.losses] == [2, 0]
+
+
+def test_losses_recorded_by_a_lost_first_worker_are_left_out():
+    membership, names = running()
+    membership.worker_exited(names[1], -9)
+    for name in list(membership.workers):
+        membership.worker_reported(name, 1)
+        membership.worker_connected(name, 1)
+    abort = membership.worker_exited(names[0], -9)[0]
+    assert [loss["generation"] for loss in abort.lost["earlier"]] == [1]
+    for newest, left in (({"generation": 1, "job": "a"}, []), ({"generation": 7, "job": "b"}, [1]), ({}, [1])):
+        assert [loss["generation"] for loss in unwritten(abort.lost["earlier"], newest, "a")] == left
 
 
 def test_restarted_controller_does_not_wait_for_joining_nodes():

@@ -137,6 +137,6 @@ def test_whoever_has_not_trained_and_has_built_for_others_starts_over(membership
 def test_fewer_replicas_than_wanted_are_reported(membership):
     loads = {0: [4, 3, 2, 1], 1: [1, 1, 1, 1]}
     tight, wide = (make_plan(range(3), loads, PlanSettings(slots, min_replicas=2)) for slots in (2, 3))
-    assert membership.describe_replicas({0: wide}, 2) == "every expert has at least 2 replicas"
-    told = membership.describe_replicas({0: tight}, 2)
-    assert told.startswith("WARNING: every expert has at least 1 replica, and 4 of 8 have fewer than 2")
+    counts = [membership.ReplicaCounts.of({0: plan}, 2) for plan in (wide, tight)]
+    assert [(one.least, one.fewer, one.experts) for one in counts] == [(2, 0, 8), (1, 4, 8)]
+    assert [one.sentence.startswith("WARNING") for one in counts] == [False, True]
