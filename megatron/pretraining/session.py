@@ -145,7 +145,6 @@ class PolicySwitch(Callback):
         raise PolicySwitched
 
     def before_last_snapshot(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.before_last_snapshot`."""
         self._auto.ends()
 
 

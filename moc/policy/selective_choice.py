@@ -488,11 +488,9 @@ class SelectiveTuner(Interval):
 
     @property
     def iterations(self) -> int:
-        """As :attr:`Interval.iterations`."""
         return self.every
 
     def observe(self, observed: ObservedIteration) -> None:
-        """As :meth:`Interval.observe`."""
         self._measurements.observe(observed)
         self._started, self._is_pending = self._started or observed.snapshot_started, observed.snapshot_pending
         now = self._measurements.medians

@@ -241,35 +241,28 @@ class RemoteCarrier(Carrier):
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         plain = (0, {}) if coming is None else (coming.iteration, dict(coming.operators))
         names = None if copied is None else sorted(copied)
         return self._carriers.call(self, "carry", coming=plain, copied=names, compared=sorted(compared))
 
     def drop(self, upto: int) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "drop", upto=upto)
 
     def to_compare(self) -> list[Chain]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_compare")]
 
     def to_fold(self, least: int) -> list[Chain]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_fold", least=least)]
 
     def is_compared(self, experts: Collection[str]) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "is_compared", experts=sorted(experts))
 
     def compares_no_more(self) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         if self.compares:
             self.compares = False
             self._carriers.call(self, "compares_no_more")
 
     def adopt(self) -> list[str]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return self._carriers.call(self, "adopt")
 
 
