@@ -118,11 +118,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 class PolicySwitch(Callback):
-    """Flushes the state and restarts the session if ``--ckpt-policy auto`` chooses another policy.
-
-    Args:
-        auto: the object that chooses.
-    """
+    """Flushes the state and restarts the session if ``--ckpt-policy auto`` chooses another policy."""
 
     def __init__(self, auto: AutoPolicy):
         self._auto = auto

@@ -68,11 +68,7 @@ class Components:
 
 
 class SizesByPlan:
-    """Implementation of :class:`moc.policy.interface.SnapshotSizer`.
-
-    Args:
-        parts: components of this generation.
-    """
+    """Implementation of :class:`moc.policy.interface.SnapshotSizer`."""
 
     def __init__(self, parts: Components):
         self._contents, self._rank = parts.contents, parts.world.rank

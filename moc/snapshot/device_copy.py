@@ -40,9 +40,6 @@ def coalesced(
     Args:
         sources: flat tensors.
         spans: bytes [start, stop) of the file for each source.
-
-    Yields:
-        Sources, and their spans.
     """
     first, begin, end, behind = None, 0, 0, 0  # behind: address after the run at [begin, end) of the file
     for source, (start, stop) in zip(sources, spans, strict=True):

@@ -344,10 +344,6 @@ def streams_of(
 ) -> dict[str, BatchStream | None]:
     """Returns the readers of the splits, from any position and in the topology of any generation.
 
-    Args:
-        datasets: datasets by split.
-        limits: limit of the token ids by split, if any.
-
     Raises:
         ConfigError: the samples are not dictionaries with a ``loss_mask``, which dummy micro batches need.
     """

@@ -208,12 +208,7 @@ class Board(BackgroundWriter):
 
 
 class WandbWriter(BackgroundWriter):
-    """Stands in for the module ``wandb``: Megatron-LM calls its functions.
-
-    Args:
-        wandb: the module.
-        listeners: learn of failures.
-    """
+    """Stands in for the module ``wandb``: Megatron-LM calls its functions."""
 
     def __init__(self, wandb: Any, listeners: Listeners):
         self._options: dict[str, Any] = {}
