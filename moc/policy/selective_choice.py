@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from moc.files import decode
 from moc.files.decode import Amount, Count
@@ -105,14 +105,6 @@ class SelectiveState(PartialState):
             for at, base in zip(row, saves.bases.get(layer, row), strict=True)
         )
         return count / len(layers)
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
-        """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
-        known = decode.convert_state(state, dict, cls.of)
-        same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
-        earlier = {name: known[other] for name, other in same.items() if other in known}
-        return super().read({"bases": {}, "copied_bases": known.get("bases", {}), **earlier, **known}, num_experts)
 
 
 def subtract_counts(now: Load, before: Load) -> ExpertTable:
