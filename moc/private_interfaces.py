@@ -90,7 +90,6 @@ class Members:
     names: tuple[str, ...]
 
     def problem(self, found: Any) -> str | None:
-        """See :class:`Expectation`."""
         there = _instance_attributes(found) if inspect.isclass(found) else frozenset()
         missing = [name for name in self.names if name not in there and not hasattr(found, name)]
         return f"has no attribute {missing[0]}" if missing else None
@@ -103,7 +102,6 @@ class Refers:
     names: tuple[str, ...]
 
     def problem(self, found: Any) -> str | None:
-        """See :class:`Expectation`."""
         code = getattr(inspect.unwrap(found), "__code__", None)
         if code is None:
             return "is not a function"
@@ -126,7 +124,6 @@ class StateHolder:
     names: tuple[str, ...] = ()
 
     def problem(self, found: Any) -> str | None:
-        """See :class:`Expectation`."""
         missing = [name for name in self.names if not hasattr(found, name)]
         return f"has no attribute {missing[0]}" if missing else None
 

@@ -28,13 +28,10 @@ from moc.torch.frameworks import Stepping, do_nothing, join_alone, joined_job, s
 
 
 def init(**options: Any) -> Job:
-    """Joins the job; called before ``TrainingArguments``.
+    """Joins the job; called before ``TrainingArguments``; returns the job, with ``rank`` and ``size``.
 
     Args:
         options: arguments of :func:`moc.torch.init`.
-
-    Returns:
-        The job, with ``rank`` and ``size``.
     """
     return join_alone(**options)
 

@@ -65,7 +65,7 @@ def warm_up() -> None:
         importlib.import_module(module)
     moc.megatron.warm_up()
     moc.megatron.import_lazy_modules()
-    from megatron.pretraining.config.composed import all_flags
+    from megatron.pretraining.config.groups import all_flags
 
     all_flags()  # read from the classes once, not in each worker
     if importlib.util.find_spec("deepspeed"):

@@ -403,7 +403,11 @@ class Run:
 
     def _folder(self, node: int) -> bool:
         """Kills the background optimizer of experts' gradients on a node."""
-        folders = [process for process in self._of(node) if "moc.session.folder" in process.cmdline()]
+        folders = [
+            process
+            for process in self._of(node)
+            if "moc.session.node_service" in process.cmdline() and "fold" in process.cmdline()
+        ]
         for process in folders:
             process.kill()
         return bool(folders)

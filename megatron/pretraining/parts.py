@@ -135,11 +135,7 @@ class MembersChange(Exception):
 
 
 class MovingState(Protocol):
-    """State that moves between workers when the number of nodes changes.
-
-    Attributes:
-        replicas: replicas of experts.
-    """
+    """State that moves between workers when the number of nodes changes."""
 
     replicas: Replicas
 

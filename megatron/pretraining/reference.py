@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.entry.options import RELEASED, ParserOptions
 from megatron.pretraining.entry.own_flags import PREFIX, own_sections
 from moc import launch

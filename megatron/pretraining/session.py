@@ -118,11 +118,7 @@ def auto_policy(config: Config, log: Listener) -> AutoPolicy | None:
 
 
 class PolicySwitch(Callback):
-    """Flushes the state and restarts the session if ``--ckpt-policy auto`` chooses another policy.
-
-    Args:
-        auto: the object that chooses.
-    """
+    """Flushes the state and restarts the session if ``--ckpt-policy auto`` chooses another policy."""
 
     def __init__(self, auto: AutoPolicy):
         self._auto = auto
@@ -145,7 +141,6 @@ class PolicySwitch(Callback):
         raise PolicySwitched
 
     def before_last_snapshot(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.before_last_snapshot`."""
         self._auto.ends()
 
 

@@ -253,7 +253,6 @@ class GarbageCollection(Callback):
         self._manual, self._interval = manual, interval
 
     def before_training(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.before_training`."""
         gc.collect()
         gc.freeze()
         release_free_memory()
@@ -261,7 +260,6 @@ class GarbageCollection(Callback):
             gc.disable()
 
     def after_iteration(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.after_iteration`."""
         if due(self._interval, run.position.iteration):
             gc.collect()
 
@@ -279,11 +277,9 @@ class FailureCostReport(Callback):
         self._elapsed_s, self._begun = list[float](), 0.0
 
     def before_iteration(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.before_iteration`."""
         self._begun = time.perf_counter()
 
     def after_iteration(self, run: TrainingRun) -> None:
-        """As :meth:`Callback.after_iteration`."""
         if len(self._elapsed_s) == _MEASURED:
             return
         self._elapsed_s.append(time.perf_counter() - self._begun)

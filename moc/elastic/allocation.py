@@ -118,9 +118,6 @@ def allocate_replicas(loads: Sequence[int], slots: int, min_replicas: int) -> li
         slots: total number of replicas.
         min_replicas: f, at most slots / experts.
 
-    Returns:
-        Replicas by expert; the sum is ``slots``.
-
     Raises:
         ValueError: there are fewer slots than ``min_replicas`` for each expert.
     """

@@ -25,10 +25,6 @@ class Exchange:
     """Tokens that one rank sends and receives, int64[experts, ranks]; its own tokens are in both.
 
     Tokens are sorted stably by expert. An expert's first tokens go to the lowest rank that receives any.
-
-    Attributes:
-        sends: tokens to each rank.
-        receives: tokens from each rank.
     """
 
     sends: numpy.ndarray

@@ -376,9 +376,6 @@ def assign_columns(
         placements: by layer, the placement, [nodes, slots].
         experts: experts of a layer.
         previous_columns: column of each node in the previous placement; None for new nodes.
-
-    Returns:
-        The column of each node.
     """
     nodes = len(previous_columns)
     order = numpy.array(

@@ -198,12 +198,7 @@ def append_event(path: str | Path, event_type: str, **fields: object) -> None:
 
 
 class EventFollower:
-    """Reads the events of a file while another process writes it.  Lines that are not events are skipped.
-
-    Attributes:
-        path: path of the file.
-        skipped: number of lines that were skipped.
-    """
+    """Reads the events of a file while another process writes it.  Lines that are not events are skipped."""
 
     def __init__(self, path: Path):
         self.path, self.skipped = path, 0

@@ -34,10 +34,6 @@ _MOUNT = re.compile(r"\S+ \S+ (?P<device>\d+:\d+) .* - (?P<kind>\S+) ")
 def write_buffers(file: int, buffers: Iterable) -> None:
     """Writes buffers to an empty file, one after the other; past the page cache if they are many bytes.
 
-    Args:
-        file: descriptor of the file.
-        buffers: the buffers.
-
     Raises:
         OSError: the file system is full, or the file cannot be written.
     """
@@ -149,10 +145,6 @@ _DELETABLE_NAMES = re.compile(
 
 class RefusedFileError(OSError):
     """An entry of a directory has the wrong type, is a link, or is larger than its type may be.
-
-    Args:
-        message: the problem with the entry, and the remedy.
-        path: path of the entry.
 
     Attributes:
         remedy: the part of the sentence that is not in ``strerror``.

@@ -53,12 +53,7 @@ _HEADERS = {
 
 
 def is_known_host(header: str, address: str) -> bool:
-    """Whether a ``Host`` header names this machine; another name may be a web page that rebinds its own to us.
-
-    Args:
-        header: value of the header.
-        address: address of the monitor.
-    """
+    """Whether a ``Host`` header names this machine; another name may be a web page that rebinds its own to us."""
     host = header.rpartition("]")[0].lstrip("[") if header.startswith("[") else header.partition(":")[0]
     with contextlib.suppress(ValueError):
         return bool(ipaddress.ip_address(host))

@@ -94,12 +94,10 @@ class GradientFlags(PolicyFlags):
     )
 
     def may_save_gradients(self, flags: FlagValues, job: JobShape) -> bool:
-        """As :meth:`PolicyFlags.may_save_gradients`."""
         requirements = gradient_requirements("--ckpt-policy gradient")
         return flags.snapshot_interval in ("auto", "1") and not any(unmet(requirements, flags, job))
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
-        """As :meth:`PolicyFlags.settings`."""
         return {"window": 0 if flags.gradient_window == "auto" else int(flags.gradient_window)}
 
 
@@ -211,25 +209,20 @@ class Gradient(Policy):
 
     @property
     def storage(self) -> StorageSchedule:
-        """As :attr:`Policy.storage`."""
         return GradientStorage(self)
 
     @property
     def schedule(self) -> SnapshotSchedule:
-        """As :attr:`Policy.schedule`."""
         return GradientSchedule(self)
 
     @property
     def report(self) -> PolicyReport:
-        """As :attr:`Policy.report`."""
         return GradientReport(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`."""
         return decode.field_values(self.state) | {"bases": list(self.state.bases)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """As :meth:`Policy.loading`."""
         of = "gradient checkpoints"
         decoded = decode.convert_state(state, GradientState, of, requires_every_field=True)
         if len(decoded.bases) not in (0, len(self.operators)):
@@ -313,7 +306,6 @@ class GradientSchedule(SnapshotSchedule):
 
     @property
     def window_length(self) -> int:
-        """As :attr:`SnapshotSchedule.window_length`."""
         return max(1, self.policy.state.window)
 
     def restart_window(self) -> None:
@@ -328,12 +320,10 @@ class GradientReport(PolicyReport):
     policy: Gradient
 
     def gauges(self) -> dict[str, float]:
-        """As :meth:`PolicyReport.gauges`."""
         window = self.policy.state.window
         return {"gradient_window": window} if window else {}
 
     def reason(self) -> str | None:
-        """As :meth:`PolicyReport.reason`."""
         tuner = self.policy.interval
         return tuner.reason() if isinstance(tuner, WindowTuner) and self.policy.state.window else None
 

@@ -143,7 +143,6 @@ class Every(Interval):
 
     @property
     def iterations(self) -> int:
-        """As :attr:`Interval.iterations`."""
         return self.interval
 
     def is_due(self, iteration: int) -> bool:
@@ -291,7 +290,6 @@ class IntervalTuner(Interval):
 
     @property
     def iterations(self) -> int:
-        """As :attr:`Interval.iterations`."""
         return self.interval
 
     @property

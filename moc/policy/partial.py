@@ -191,7 +191,6 @@ class PartialPolicy(Policy):
         """Plans the experts selected now, for storage if the snapshot ``persists``, otherwise for memory."""
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.on_snapshot`."""
         self.state.based |= plan.complete
         self.state.in_memory.record(self.num_experts, self.experts_of_plan(plan), plan.iteration, load or {})
 
@@ -205,25 +204,20 @@ class PartialPolicy(Policy):
 
     @property
     def storage(self) -> StorageSchedule:
-        """As :attr:`Policy.storage`."""
         return PartialStorage(self)
 
     @property
     def schedule(self) -> SnapshotSchedule:
-        """As :attr:`Policy.schedule`."""
         return PartialSchedule(self)
 
     @property
     def recovery(self) -> RecoveryResponse:
-        """As :attr:`Policy.recovery`."""
         return PartialRecovery(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`."""
         return self.state.state_dict()
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """As :meth:`Policy.loading`."""
         decoded = self.state.read(state, self.num_experts)
 
         def load() -> None:
@@ -321,7 +315,6 @@ class PartialSchedule(SnapshotSchedule):
     policy: PartialPolicy
 
     def plan_as_due(self, iteration: int, load: Load | None = None) -> SnapshotPlan:
-        """As :meth:`SnapshotSchedule.plan_as_due`."""
         return self.policy.plan_now(iteration, load, persists=False) or full_plan(self.policy, iteration)
 
 

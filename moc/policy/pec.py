@@ -153,19 +153,15 @@ class PecFlags(PolicyFlags):
     )
 
     def chooses_settings(self, flags: FlagValues) -> bool:
-        """As :meth:`PolicyFlags.chooses_settings`."""
         return flags.pec_k == "auto"
 
     def experts_per_layer(self, flags: FlagValues) -> tuple[int, int] | None:
-        """As :meth:`PolicyFlags.experts_per_layer`."""
         return initial_experts(flags)
 
     def max_lost_tokens(self, flags: FlagValues) -> float:
-        """As :meth:`PolicyFlags.max_lost_tokens`."""
         return flags.pec_plt_limit
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
-        """As :meth:`PolicyFlags.settings`."""
         k, k_persist = initial_experts(flags)
         return {
             "k": k,
@@ -191,7 +187,6 @@ class PecCosts(PolicyCosts):
         return Price(machine.with_experts(k), k=k)
 
     def describe(self, settings: PolicySettings) -> str:
-        """As :meth:`PolicyCosts.describe`."""
         return f"K {settings['k']}" if "k" in settings else ""
 
 
@@ -287,7 +282,6 @@ class Pec(PartialPolicy):
                 )
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan:
-        """As :meth:`PartialPolicy.plan_partial`."""
         return self.plan_with(iteration, self._selected(iteration, load, persists))
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
@@ -297,17 +291,14 @@ class Pec(PartialPolicy):
 
     @property
     def storage(self) -> StorageSchedule:
-        """As :attr:`Policy.storage`."""
         return PecStorage(self)
 
     @property
     def report(self) -> PolicyReport:
-        """As :attr:`Policy.report`."""
         return PecReport(self)
 
     @property
     def recovery(self) -> RecoveryResponse:
-        """As :attr:`Policy.recovery`."""
         return PecRecovery(self)
 
     @property

@@ -114,9 +114,6 @@ def persist_selection(
         persisted: by layer and expert, an increasing number that marks when the expert was last persisted.
         k: K_persist; a layer with at most k candidates persists all of them.
         ep: expert-parallel ranks, each holding an equal number of consecutive experts of a layer.
-
-    Returns:
-        Expert numbers by layer, ascending.
     """
     selected, chosen = [0] * ep, {}
     for layer, waiting in candidates.items():
@@ -223,9 +220,6 @@ def expert_ages(num_experts: int, k_snapshot: int, k_persist: int, persist_every
         k_snapshot: experts of each layer in a snapshot.
         k_persist: number of these that are persisted.
         persist_every: snapshots per persisted one.
-
-    Returns:
-        The ages in memory, in snapshots, and in storage, in persisted snapshots.
     """
     turns = storage_cycle_length(num_experts, k_snapshot, k_persist)
     settled, ends = 2 * turns * persist_every, 4 * turns * persist_every

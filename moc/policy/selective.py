@@ -186,22 +186,18 @@ class Selective(PartialPolicy):
 
     @property
     def storage(self) -> StorageSchedule:
-        """As :attr:`Policy.storage`."""
         return SelectiveStorage(self)
 
     @property
     def schedule(self) -> SnapshotSchedule:
-        """As :attr:`Policy.schedule`."""
         return SelectiveSchedule(self)
 
     @property
     def report(self) -> PolicyReport:
-        """As :attr:`Policy.report`."""
         return SelectiveReport(self)
 
     @property
     def recovery(self) -> RecoveryResponse:
-        """As :attr:`Policy.recovery`."""
         return SelectiveRecovery(self)
 
     def is_due(self, iteration: int) -> bool:
@@ -209,7 +205,6 @@ class Selective(PartialPolicy):
         return super().is_due(iteration) and not (self.state.based and iteration % self.schedule.snapshot_interval)
 
     def plan_partial(self, iteration: int, load: Load | None, persists: bool) -> SnapshotPlan | None:
-        """As :meth:`PartialPolicy.plan_partial`."""
         if load is None:
             raise PolicyError(
                 "the tokens of experts are not counted, and selective snapshots need the counts. Fix: count them",
@@ -222,7 +217,6 @@ class Selective(PartialPolicy):
         return SnapshotPlan(iteration, self.name, saved, complete, remote=remote, compared=compared)
 
     def on_snapshot(self, plan: SnapshotPlan, load: Load | None = None) -> None:
-        """As :meth:`Policy.on_snapshot`."""
         super().on_snapshot(plan, load)
         self.state.in_peers.record(self.num_experts, self.experts_of_plan(plan.remote_plan), plan.iteration, load or {})
         if load:
@@ -372,7 +366,6 @@ class SelectiveReport(PolicyReport):
     policy: Selective
 
     def remarks(self) -> Iterator[str]:
-        """As :meth:`PolicyReport.remarks`."""
         policy = self.policy
         if policy.experts is not None and policy.gradients:
             yield (
@@ -418,7 +411,6 @@ class SelectiveReport(PolicyReport):
         return {"selective_experts": round(number, 2), **chosen}
 
     def reason(self) -> str | None:
-        """As :meth:`PolicyReport.reason`."""
         policy, tuner = self.policy, self.policy.interval
         if not isinstance(tuner, SelectiveTuner) or tuner.local_bytes is None:
             return None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from moc.files import decode
 from moc.files.decode import Amount, Count
@@ -105,14 +105,6 @@ class SelectiveState(PartialState):
             for at, base in zip(row, saves.bases.get(layer, row), strict=True)
         )
         return count / len(layers)
-
-    @classmethod
-    def read(cls, state: Mapping[str, Any], num_experts: Mapping[int, int]) -> Self:
-        """As :meth:`PartialState.read`; states of earlier versions have the same experts in copies and memory."""
-        decoded = decode.convert_state(state, dict, cls.of)
-        same = {"copied": "saved", "copied_at": "saved_at", "mlt_peers": "mlt"}
-        earlier = {name: decoded[earlier_name] for name, earlier_name in same.items() if earlier_name in decoded}
-        return super().read({"bases": {}, "copied_bases": decoded.get("bases", {}), **earlier, **decoded}, num_experts)
 
 
 def subtract_counts(current: Load, earlier: Load) -> ExpertTable:
@@ -493,11 +485,9 @@ class SelectiveTuner(Interval):
 
     @property
     def iterations(self) -> int:
-        """As :attr:`Interval.iterations`."""
         return self.every
 
     def observe(self, observed: ObservedIteration) -> None:
-        """As :meth:`Interval.observe`."""
         self._measurements.observe(observed)
         self._started, self._is_pending = self._started or observed.snapshot_started, observed.snapshot_pending
         medians = self._measurements.medians

@@ -284,15 +284,12 @@ class SelectiveFlags(PolicyFlags):
     )
 
     def max_lost_tokens(self, flags: FlagValues) -> float:
-        """As :meth:`PolicyFlags.max_lost_tokens`."""
         return flags.selective_mlt_limit
 
     def may_save_gradients(self, flags: FlagValues, job: JobShape) -> bool:
-        """As :meth:`PolicyFlags.may_save_gradients`."""
         return gradients_of(flags, job)[0]
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
-        """As :meth:`PolicyFlags.settings`."""
         gradients, reason = gradients_of(flags, job)
         settings = {"tier": flags.ckpt_tier, "gradients": gradients, "no_gradients": reason}
         settings["bubble_share"] = job.bubble_share
@@ -335,7 +332,6 @@ class SelectiveCosts(PolicyCosts):
         return selective_price(machine, k, settings.get("gradients") != GRADIENTS_OFF and not has_fixed_number)
 
     def describe(self, settings: PolicySettings) -> str:
-        """As :meth:`PolicyCosts.describe`."""
         suffix = ", states only" if settings.get("gradients") == GRADIENTS_OFF else ""
         if "bytes" in settings:
             return f"{settings['bytes'] / 1e9:.3g} GB of experts{suffix}"

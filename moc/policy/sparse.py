@@ -152,7 +152,6 @@ class SparseFlags(PolicyFlags):
     )
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
-        """As :meth:`PolicyFlags.settings`."""
         return {"window": 0 if flags.sparse_window == "auto" else int(flags.sparse_window)}
 
 
@@ -160,7 +159,6 @@ class SparseCosts(PolicyCosts):
     """Every window up to one beyond the shortest that overlaps fully, and its price."""
 
     def candidates(self, machine: Machine) -> Iterator[PolicySettings]:
-        """As :meth:`PolicyCosts.candidates`."""
         lengths = (find_window_size(stage, machine.overlap_s, machine.copy_rate).length for stage in machine.stages)
         return ({"window": window} for window in range(1, max(lengths) + 2))
 
@@ -257,16 +255,13 @@ class Sparse(Policy):
 
     @property
     def schedule(self) -> SnapshotSchedule:
-        """As :attr:`Policy.schedule`."""
         return SparseSchedule(self)
 
     @property
     def report(self) -> PolicyReport:
-        """As :attr:`Policy.report`."""
         return SparseReport(self)
 
     def on_routing(self, probabilities: Scores) -> None:
-        """As :meth:`Policy.on_routing`."""
         before = self.state.probabilities
         self.state.probabilities = {
             layer: [sum(pair) for pair in zip(before.get(layer, [0.0] * len(row)), row, strict=True)]
@@ -274,7 +269,6 @@ class Sparse(Policy):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`."""
         state, current = self.state, self.state.current
         plain = {"iteration": state.iteration, "order": list(current.order), "shares": _table(current.shares)}
         window = {"start": current.start, "length": current.length, "turns": len(current.turns)}
@@ -393,11 +387,9 @@ class SparseSchedule(SnapshotSchedule):
 
     @property
     def window_length(self) -> int:
-        """As :attr:`SnapshotSchedule.window_length`."""
         return max(1, len(self.policy.state.current.turns))
 
     def current_window(self, iteration: int) -> tuple[SnapshotPlan, ...]:
-        """As :meth:`SnapshotSchedule.current_window`."""
         policy, current = self.policy, self.policy.state.current
         if policy.state.iteration != iteration or not current.contains(iteration):
             return ()
@@ -422,12 +414,10 @@ class SparseReport(PolicyReport):
         return self.chosen() | skew_gauges(self.policy.state.counts)
 
     def chosen(self) -> dict[str, float]:
-        """As :meth:`PolicyReport.chosen`."""
         turns = self.policy.state.current.turns
         return {"sparse_window": len(turns)} if turns else {}
 
     def reason(self) -> str | None:
-        """As :meth:`PolicyReport.reason`."""
         tuner = self.policy.interval
         if not isinstance(tuner, WindowTuner) or not self.policy.state.current.turns:
             return None

@@ -311,10 +311,7 @@ class TokenLedger:
         Raises:
             ValueError: the state is not from :meth:`state_dict`, or contradicts itself.
         """
-        of = "a token ledger"
-        decoded = decode.convert_state(state, dict, of)
-        earlier = {"peers": decoded.get("memory"), "to_peers": decoded.get("to_memory")}  # states without peers
-        ledger = decode.convert_state(earlier | decoded, cls, of)
+        ledger = decode.convert_state(state, cls, "a token ledger")
         debt = () if ledger.debt is None else (ledger.debt.tokens, ledger.debt.made_up)
         tables = (ledger.given, ledger.learned, ledger.memory, ledger.storage, ledger.peers, *debt)
         shapes = {tuple(map(len, table)) for table in tables}

@@ -295,7 +295,6 @@ class WindowTuner(Interval):
         self._max_length: int | None = None
 
     def limit_window_length(self, length: int) -> None:
-        """As :meth:`Interval.limit_window_length`."""
         self._max_length = length
 
     def limit(self, length: int) -> int:
@@ -303,7 +302,6 @@ class WindowTuner(Interval):
         return length if self._max_length is None else min(length, self._max_length)
 
     def observe(self, observed: ObservedIteration) -> None:
-        """As :meth:`Interval.observe`."""
         if observed.copied.bytes and observed.copied.seconds:
             self._bandwidths.append(observed.copied.bytes / observed.copied.seconds)
         if self._warm_up_count < WARM_UP:
@@ -336,7 +334,6 @@ class WindowTuner(Interval):
         return {"forward_backward_s": list(self._seconds), "bandwidths": list(self._bandwidths)}
 
     def loading(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """As :meth:`Interval.loading`."""
         stored = decode.convert_state(state, _StoredWindowTuner, "a tuner")
 
         def load() -> None:

@@ -165,15 +165,12 @@ class Carrier:
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        """Copies the experts that a new snapshot lacks out of earlier snapshots; removes nothing.
+        """Copies the experts that a new snapshot lacks out of earlier snapshots; removes nothing; returns bytes copied.
 
         Args:
             coming: the new snapshot; by default the newest stored one.
             copied: its operators that other nodes receive copies of; all by default.
             compared: as in :class:`Held`.
-
-        Returns:
-            Bytes copied.
 
         Raises:
             CheckpointError, OSError: a snapshot cannot be read, or memory is insufficient.

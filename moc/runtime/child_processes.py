@@ -191,10 +191,6 @@ def begin_reader(begin: Callable[[int], None] | None, number: int) -> None:
 
     A reader of a killed worker has the worker's sockets open and may wait forever: its pipe to the worker has another
     end in each reader.  A reader that a fork server starts only has torch's own check, every 5 s.
-
-    Args:
-        begin: ``worker_init_fn`` of the loader.
-        number: number of the reader.
     """
     worker = multiprocessing.parent_process()
     if worker is not None and worker.pid is not None:

@@ -36,12 +36,19 @@ class HelperProcess:
     Args:
         module: module to run; it calls :func:`~moc.runtime.child_processes.attach_in_background`, and then
             :func:`answer_calls`.
+        arguments: its command line.
         env: environment variables in addition to this process's.
         timeout_s: seconds without an answer after which the process is killed.
     """
 
-    def __init__(self, module: str, env: Mapping[str, str] = MappingProxyType({}), timeout_s: float = CALL_TIMEOUT_S):
-        self._module, self._env, self.timeout_s = module, env, timeout_s
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+        timeout_s: float = CALL_TIMEOUT_S,
+    ):
+        self._command, self._env, self.timeout_s = (module, *arguments), env, timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # guards starting and closing
         self._started = self._closed = False
@@ -70,7 +77,7 @@ class HelperProcess:
                 return False
             me = os.getpid()
             command, env = (
-                child_processes.module_command(self._module, parent=me),
+                child_processes.module_command(*self._command, parent=me),
                 {**self._env, child_processes.PARENT: str(me)},
             )
             self._started = False

@@ -233,16 +233,13 @@ class ManagedJob(Job):
 
     @property
     def joins_running_job(self) -> bool:
-        """As :attr:`Job.joins_running_job`."""
         return not self._starts_together
 
     @property
     def is_restart(self) -> bool:
-        """As :attr:`Job.is_restart`."""
         return self._first_generation > 0
 
     def report_ready(self) -> Interruption | None:
-        """As :meth:`Job.report_ready`."""
         if not self._is_ready:
             self._is_ready = True
             PROGRESS.discard()
@@ -278,12 +275,10 @@ class ManagedJob(Job):
 
     @property
     def has_change_notice(self) -> bool:
-        """As :attr:`Job.has_change_notice`."""
         return 0 <= self._generation == self._change_notice[0]
 
     @property
     def departing(self) -> tuple[int, ...]:
-        """As :attr:`Job.departing`."""
         return self._change_notice[1] if self.has_change_notice else ()
 
     def change_members(self, has_handed_over: bool = False) -> Interruption:
@@ -298,7 +293,6 @@ class ManagedJob(Job):
         return Interruption(self._generation, *self._why, 0.0, time.monotonic() - begun)
 
     def start_over(self) -> NoReturn:
-        """As :meth:`Job.start_over`."""
         os._exit(START_OVER)
 
     def allow_memory_release(self, memory: Path) -> None:

@@ -74,9 +74,6 @@ def _words_of(flags: MonitorFlags, more: dict[str, object]) -> list[str]:
 class MonitorProcess:
     """Asynchronous context manager that runs this node's monitor, and ends it on exit.
 
-    Args:
-        flags: what the monitor does.
-
     Attributes:
         describe: returns the state of the node's agent (:meth:`moc.runtime.agent.Agent.describe`); None without one.
     """

@@ -447,9 +447,6 @@ class _RemoteSnapshot:
         The other node may replace it between two requests, so that their parts do not fit together. It is damaged only
         if it has the same bytes when it is read again.
 
-        Args:
-            name: name of the file, for messages.
-
         Raises:
             CheckpointError: the manifest is damaged.
         """

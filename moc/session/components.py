@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from moc.policy import Capability, Policy, full_plan
@@ -68,11 +68,7 @@ class Components:
 
 
 class SizesByPlan:
-    """Implementation of :class:`moc.policy.interface.SnapshotSizer`.
-
-    Args:
-        parts: components of this generation.
-    """
+    """Implementation of :class:`moc.policy.interface.SnapshotSizer`."""
 
     def __init__(self, parts: Components):
         self._contents, self._rank = parts.contents, parts.world.rank
@@ -117,31 +113,22 @@ def build(
         SettingsError: the settings do not fit the job.
     """
     world, tap = engine.world, engine.tap
-    with contextlib.ExitStack() as undo:  # if a worker is lost meanwhile, all workers build again
+    with ExitStack() as undo:  # if a worker is lost meanwhile, all workers build again
         holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
-        carriers = Carriers()
-        undo.callback(carriers.close)
+        carriers = undo.enter_context(closing(Carriers()))
         peers = join_peers(settings, tiers, policy, alike, carriers, log, again)
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
-        committer = Committer(world, policy, tiers, engine.layout, log, alike.copies)
-        undo.callback(committer.close)
-        tokens = TokenTracker(engine, settings.train_iters, policy) if counts else None
-        if tokens is not None:
-            undo.callback(tokens.close)
+        committer = undo.enter_context(closing(Committer(world, policy, tiers, engine.layout, log, alike.copies)))
+        tokens = undo.enter_context(closing(TokenTracker(engine, settings.train_iters, policy))) if counts else None
         if settings.upstream_logging:
-            claim = tiers.storage.storage.claim
-            assert claim is not None  # every tier of a session has one
-            logs = memory_of(settings, world, tiers.nodes, claim).root
-            run_on_all(lambda: tap.open(logs), "cannot keep upstream logs")
-            undo.callback(tap.close)
+            undo.callback(_open_upstream_log(engine, settings, tiers).close)
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, parse_scheme(settings.sharding), nodes)
         bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
-        hasher = Hasher()
-        undo.callback(hasher.close)
+        hasher = undo.enter_context(closing(Hasher()))
         saver = Saver(
             world.rank,
             world.device,
@@ -154,8 +141,7 @@ def build(
         )
         undo.callback(saver.close)
         folds = Folds() if Capability.BACKGROUND_UPDATES in policy.requires else None
-        if peers is not None and peers.replicas == 1:
-            # with several copies of a node's snapshots, each copy would have a different base
+        if peers is not None and peers.replicas == 1:  # several copies of a node's snapshots would have different bases
             peers.folds = folds
         undo.pop_all()
     return Components(
@@ -175,6 +161,15 @@ def build(
         hasher=hasher,
         digests=Digests(engine, settings.digest_interval, known),
     )
+
+
+def _open_upstream_log(engine: Engine, settings: Settings, tiers: Tiers) -> PipelineTap:
+    """Opens this worker's upstream log in its node's memory; a collective call."""
+    claim = tiers.storage.storage.claim
+    assert claim is not None  # every tier of a session has one
+    directory = memory_of(settings, engine.world, tiers.nodes, claim).root
+    run_on_all(lambda: engine.tap.open(directory), "cannot keep upstream logs")
+    return engine.tap
 
 
 def close(parts: Components, patience_s: float) -> None:

@@ -243,11 +243,7 @@ class Digests(CommitParticipant):
             self._replayed = iteration, self._digest.compute(), frozenset(frozen)
 
     def verify_replay(self, result: Verification) -> Verification:
-        """Compares the state of replayed stages at the last earlier iteration with a digest; a collective call.
-
-        Args:
-            result: result of :meth:`verify` after the replay.
-        """
+        """Compares the state of replayed stages at the last earlier iteration with a digest; a collective call."""
         assert self._digest is not None  # otherwise nothing was verified
         at, names = self.checks_before(result.iteration), self._engine.state.operators()
         mine = self._replayed if self._replayed is not None and self._replayed[0] == at else None

@@ -45,7 +45,7 @@ class Chooser(Protocol):
     """
 
     @property
-    def counts_tokens(self) -> bool: ...  # noqa: D102
+    def counts_tokens(self) -> bool: ...
 
     def in_force(self, engine: Engine, tiers: Tiers, mine: LocalRemains | None) -> Settings:
         """Restores measurements and choice, and returns the settings in force; a collective call."""

@@ -36,7 +36,7 @@ class Listener(Protocol):
     """
 
     @property
-    def events(self) -> EventLog: ...  # noqa: D102
+    def events(self) -> EventLog: ...
 
     def message(self, text: str) -> None:
         """Prints a line for users, once for all workers.
@@ -181,31 +181,31 @@ class Engine(Protocol):
     """
 
     @property
-    def world(self) -> World: ...  # noqa: D102
+    def world(self) -> World: ...
 
     @property
-    def state(self) -> TrainingState: ...  # noqa: D102
+    def state(self) -> TrainingState: ...
 
     @property
-    def operators(self) -> Sequence[Operator]: ...  # noqa: D102
+    def operators(self) -> Sequence[Operator]: ...
 
     @property
-    def stages(self) -> Sequence[int]: ...  # noqa: D102
+    def stages(self) -> Sequence[int]: ...
 
     @property
-    def layout(self) -> Mapping[str, int]: ...  # noqa: D102
+    def layout(self) -> Mapping[str, int]: ...
 
     @property
-    def peers(self) -> dist.ProcessGroup | None: ...  # noqa: D102
+    def peers(self) -> dist.ProcessGroup | None: ...
 
     @property
-    def slices(self) -> Sequence[int]: ...  # noqa: D102
+    def slices(self) -> Sequence[int]: ...
 
     @property
-    def tap(self) -> PipelineTap: ...  # noqa: D102
+    def tap(self) -> PipelineTap: ...
 
     @property
-    def reduced(self) -> int | None: ...  # noqa: D102
+    def reduced(self) -> int | None: ...
 
     def scalars(self, position: Position) -> dict:
         """Returns the non-tensor state at a position as JSON-compatible values, including the position."""

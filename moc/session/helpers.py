@@ -1,7 +1,7 @@
-"""Clients of a worker's background processes, which carry experts, apply gradients and hash snapshots.
+"""Clients of a worker's background processes (:mod:`moc.session.node_service`).
 
-* :mod:`moc.session.carrier` carries experts from older snapshots in memory (:mod:`moc.recovery.expert_versions`).
-* :mod:`moc.session.folder` applies saved gradients: MoEtion's asynchronous optimizer recomputation (section 5.2).
+* One carries experts from older snapshots in memory (:mod:`moc.recovery.expert_versions`).
+* One applies saved gradients: MoEtion's asynchronous optimizer recomputation (section 5.2).
 
       each time that experts are carried from a node's snapshots:
           adopt the committed results of the background optimizer
@@ -9,7 +9,7 @@
 
   No gradients are applied before one comparison, on any node, has found equal bits.  A comparison that finds different
   bits ends the mechanism.  All nodes receive both results with the commit all-reduces.
-* :mod:`moc.session.hasher` hashes the entries of snapshots in memory.
+* One hashes the entries of snapshots in memory.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from moc.recovery.gradient_chains import Chain
 from moc.recovery.gradient_folding import FoldOutcome
 from moc.recovery.sources import MEMORY, AvailableCheckpoint
 from moc.runtime.helper_process import HelperError, HelperProcess
+from moc.session.node_service import CARRY, FOLD, HASH, MODULE
 from moc.session.tiers import Tiers
 from moc.snapshot.saver import hashed
 from moc.state.operators import Detail, Operator
@@ -58,7 +59,7 @@ class Folds:
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot-fold")
-        self._helper = HelperProcess("moc.session.folder", {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+        self._helper = HelperProcess(MODULE, FOLD, env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
         self._under_way: dict[str, Future[FoldOutcome]] = {}
         self._counts: dict[str, float] = defaultdict(float)
         self._changing = threading.Lock()
@@ -169,7 +170,7 @@ class Carriers:
     """Client of this worker's process that carries experts; starts it on demand, and again if it has died."""
 
     def __init__(self):
-        self._helper, self._calling = HelperProcess("moc.session.carrier"), threading.Lock()
+        self._helper, self._calling = HelperProcess(MODULE, CARRY), threading.Lock()
         self._opened: set[str] = set()
 
     def start(self) -> None:
@@ -241,35 +242,28 @@ class RemoteCarrier(Carrier):
         copied: Collection[str] | None = None,
         compared: frozenset[str] = frozenset(),
     ) -> int:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         plain = (0, {}) if coming is None else (coming.iteration, dict(coming.operators))
         names = None if copied is None else sorted(copied)
         return self._carriers.call(self, "carry", coming=plain, copied=names, compared=sorted(compared))
 
     def drop(self, upto: int) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "drop", upto=upto)
 
     def to_compare(self) -> list[Chain]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_compare")]
 
     def to_fold(self, least: int) -> list[Chain]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return [Chain(*chain) for chain in self._carriers.call(self, "to_fold", least=least)]
 
     def is_compared(self, experts: Collection[str]) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         self._carriers.call(self, "is_compared", experts=sorted(experts))
 
     def compares_no_more(self) -> None:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         if self.compares:
             self.compares = False
             self._carriers.call(self, "compares_no_more")
 
     def adopt(self) -> list[str]:
-        """See :class:`~moc.recovery.expert_versions.Carrier`."""
         return self._carriers.call(self, "adopt")
 
 
@@ -418,7 +412,7 @@ class Hasher:
     """
 
     def __init__(self):
-        self._helper = HelperProcess("moc.session.hasher")
+        self._helper = HelperProcess(MODULE, HASH)
         self._begun = self._failed = False
 
     def digests(self, buffer: HostBuffer, spans: Spans) -> tuple[str, ...]:

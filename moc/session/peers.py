@@ -281,9 +281,6 @@ class Peers:
             log: receives warnings.
             experts: iterations of other snapshots, with experts.
             way: recovery path of the run; None without checkpoints.
-
-        Returns:
-            The iterations of other snapshots with experts that are still needed, here or in copies.
         """
         nodes, upto = self._inventories(), 0 if way is None else way.iteration
         some = bool(self._names) and partly_copied(nodes)

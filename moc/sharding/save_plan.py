@@ -113,9 +113,6 @@ class StageReplicas:
     Args:
         descriptors_by_rank: holdings of every rank of the stage, from :func:`describe_replicas`, all details together.
 
-    Attributes:
-        ranks: ranks of the stage.
-
     Raises:
         ShardingError: the holdings of an operator overlap or are incomplete.
     """

@@ -40,9 +40,6 @@ def coalesced(
     Args:
         sources: flat tensors.
         spans: bytes [start, stop) of the file for each source.
-
-    Yields:
-        Sources, and their spans.
     """
     first, begin, end, next_address = None, 0, 0, 0  # next_address: after the run at [begin, end) of the file
     for source, (start, stop) in zip(sources, spans, strict=True):
@@ -201,18 +198,15 @@ class Captures(Capture):
         self._parts = parts
 
     def wait(self, opens: bool = True) -> None:
-        """See :class:`Capture`."""
         for part in self._parts:
             part.wait(opens)
 
     @property
     def seconds(self) -> float:
-        """See :class:`Capture`."""
         return sum(part.seconds for part in self._parts)
 
     @property
     def bubble_bytes(self) -> int:
-        """See :class:`Capture`."""
         return sum(part.bubble_bytes for part in self._parts)
 
 
@@ -249,7 +243,6 @@ class Both(Capturer):
         self._device, self._host = device, host
 
     def start(self, copies: Sequence[Copy]) -> Capture:
-        """See :class:`Capturer`."""
         host = [copy for copy in copies if copy.source.device.type == "cpu"]
         if not host:
             return self._device.start(copies)
@@ -258,7 +251,6 @@ class Both(Capturer):
         return Captures([*started, self._device.start(device)] if device else started)
 
     def close(self) -> None:
-        """See :class:`Capturer`."""
         self._device.close()
         self._host.close()
 
@@ -295,7 +287,6 @@ class FromDevice(FromHost):
         self._stream: torch.cuda.Stream | None = None
 
     def enter(self) -> None:
-        """See :class:`FromHost`."""
         torch.cuda.set_device(self._device)  # per thread; otherwise the first call creates a context on device 0
         self._stream = torch.cuda.Stream(self._device)
 
@@ -306,12 +297,10 @@ class FromDevice(FromHost):
         return event
 
     def reach(self, mark: torch.cuda.Event) -> None:
-        """See :class:`FromHost`."""
         mark.synchronize()
         self._check()
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """See :class:`FromHost`."""
         assert self._stream is not None  # enter() was called
         event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
@@ -529,7 +518,6 @@ class BubbleGate(Gate):
         return waited_s
 
     def copied(self, amount: int, seconds: float) -> None:
-        """As :meth:`Gate.copied`."""
         if amount and seconds:
             self._rates.append(amount / seconds)
 
@@ -551,12 +539,10 @@ class StreamBubbles(BubbleGate):
 
     @property
     def is_open(self) -> bool:
-        """See :class:`Gate`."""
         return super().is_open or not self._computed.under_way or self._waited.under_way
 
     @property
     def waits(self) -> bool:
-        """See :class:`Gate`."""
         return self._waited.under_way
 
     def wait(self) -> None:
@@ -581,7 +567,6 @@ class StreamBubbles(BubbleGate):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """See :class:`BubbleGate`."""
         with self._waited.span():
             yield
 

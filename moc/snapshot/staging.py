@@ -25,11 +25,7 @@ _MARGIN = 1.25  # the chosen experts, and so the bytes, change from snapshot to 
 
 
 class GradientStaging:
-    """Second buffer of the gradients of one snapshot.
-
-    Args:
-        device: device of the training.
-    """
+    """Second buffer of the gradients of one snapshot."""
 
     def __init__(self, device: torch.device):
         self._mark = marker_of(device)
@@ -39,9 +35,6 @@ class GradientStaging:
 
     def stage(self, copies: Sequence[Copy]) -> tuple[list[Copy], Callable[[], float]] | None:
         """Copies the sources to the second buffer, once its earlier content is in host memory.
-
-        Args:
-            copies: copies of gradients to host memory.
 
         Returns:
             The copies from the second buffer instead, and a function that returns the delay of training in

@@ -140,14 +140,11 @@ def read_boxes(
 def read_header(
     size: int, read: Callable[[int, int], bytes | memoryview]
 ) -> tuple[dict[str, StoredTensor], dict[str, str], int]:
-    """Reads the header of a safetensors file.
+    """Reads the header of a safetensors file; returns the tensors by name, the metadata, and the offset of the data.
 
     Args:
         size: file size in bytes.
         read: returns the bytes [start, stop).
-
-    Returns:
-        The tensors by name, the metadata, and the offset of the data.
 
     Raises:
         OSError: the file cannot be read.

@@ -121,7 +121,6 @@ class ObjectStorage(Storage):
         return content
 
     def open_blob(self, path: str) -> Blob:
-        """See :class:`Storage`."""
         return ObjectBlob(self, path, self._size(path))
 
     def list_names(self, directory: str = "") -> list[str]:

@@ -137,7 +137,6 @@ class LocalBlob:
             self._bytes = memoryview(mapped)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """See :class:`Blob`."""
         return self._bytes[start:stop]
 
     def will_read(self, start: int, stop: int) -> None:
@@ -291,7 +290,6 @@ class LocalStorage(Storage):
         self._directory.link(file.relative_to(self.root).as_posix(), path)
 
     def create(self, path: str, parts: Iterable) -> bool:
-        """See :class:`Storage`."""
         try:
             self._directory.write(path, parts, tag=self._tag, replaces=False)
         except FileExistsError:
@@ -299,19 +297,15 @@ class LocalStorage(Storage):
         return True
 
     def read(self, path: str, max_bytes: int = safe_directory.MAX_MANIFEST_BYTES) -> bytes:
-        """See :class:`Storage`."""
         return self._directory.read(path, max_bytes)
 
     def open_blob(self, path: str) -> Blob:
-        """See :class:`Storage`."""
         return LocalBlob(self.root / path, self._in_memory, self._directory.open(path))
 
     def list_names(self, directory: str = "") -> list[str]:
-        """See :class:`Storage`."""
         return self._directory.list_names(directory)
 
     def list_refused(self) -> list[str]:
-        """See :class:`Storage`."""
         return self._directory.list_refused()
 
     def remove(self, path: str) -> None:
@@ -340,7 +334,6 @@ class LocalStorage(Storage):
         self._directory.remove_if_empty(directory)
 
     def free_bytes(self) -> int:
-        """See :class:`Storage`."""
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
@@ -363,7 +356,6 @@ class LocalStorage(Storage):
                 self.reserve.allocate(_SPARE)
 
     def check_owner(self) -> None:
-        """See :class:`Storage`."""
         if self._fence is not None:
             self._fence.check()
 

@@ -170,12 +170,10 @@ class LoopEngine:
         self.capture()
 
     def scalars(self, position: Position) -> dict:
-        """See :meth:`moc.session.engine.Engine.scalars`."""
         kind = "sgd" if isinstance(self.loop.optimizer, torch.optim.SGD) else "adam"
         return vars(position) | {"optimizer": kind, "model": self._described, "loop": self._committed}
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
-        """See :meth:`moc.session.engine.Engine.load_scalars`."""
         loop, values = self.loop, decode_plain(saved["loop"])
         for group, saved_group in zip(loop.optimizer.param_groups, values["groups"], strict=True):
             for key, value in saved_group.items():
@@ -201,7 +199,6 @@ class LoopEngine:
             self.state.set_step(name, self._updates - lag)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        """See :meth:`moc.session.engine.Engine.check`."""
         if saved.get("model") != self._described:
             raise CheckpointError(
                 f"{where} is of a model with other parameters. Fix: name another directory, or build the model that "
@@ -243,7 +240,6 @@ class LoopEngine:
     def apply(
         self, record: StepRecord, gradients: Gradients | None = None, operators: Collection[str] | None = None
     ) -> None:
-        """See :meth:`moc.session.engine.Engine.apply`."""
         loop, state = self.loop, self.state
         wanted = set(operators or state.operators()) - state.frozen
         if gradients is not None:
@@ -271,7 +267,6 @@ class LoopEngine:
     def replay(
         self, record: StepRecord, position: Position, completing: Callable[[], AbstractContextManager]
     ) -> ReplayOutcome:
-        """See :meth:`moc.session.engine.Engine.replay`."""
         loop, total = self.loop, 0.0
         assert loop.forward is not None  # protect() refuses such a policy without it
         self.batches.begin(position.iteration * loop.accumulate)
@@ -299,7 +294,6 @@ class LoopEngine:
             set_seed(derived_seed(self.loop.seed, iteration, number, self.world.data_rank))
 
     def router_tally(self, layers: Sequence[int], with_probabilities: bool) -> RouterCounter:
-        """See :meth:`moc.session.engine.Engine.router_tally`."""
         return RouterCounter(self.loop.model, self._structure.routers, layers, self.loop.top_k)
 
     def rules(self) -> Any:

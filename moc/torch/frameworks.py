@@ -27,9 +27,6 @@ def join_alone(**options: Any) -> Job:
 
     Args:
         options: arguments of :func:`moc.torch.init`.
-
-    Returns:
-        The job, with ``rank`` and ``size``.
     """
     global _job
     if _job is None:

@@ -149,19 +149,7 @@ def protect(
         PositionError: the data have no position.
         UnsupportedStateError: the state cannot be saved.
     """
-    if isinstance(model, DistributedDataParallel):
-        raise SettingsError(
-            "the model is wrapped in DistributedDataParallel already, whose broadcast would replace the weights of "
-            "surviving workers. Fix: give the module itself, and wrap=DistributedDataParallel",
-            code="loop-wrapped-too-early",
-        )
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise SettingsError(
-            f"protect() takes one model and one optimizer, not {type(model).__name__} and {type(optimizer).__name__}. "
-            "Fix: give an nn.ModuleDict of the models, and one optimizer with their parameters, and let each iteration "
-            "compute gradients of one of them",
-            code="loop-call-unsupported",
-        )
+    _check_call(model, optimizer)
     job = init(device, backend)
     assert _job is not None  # set by init()
     world = World.replicas(job, _job[1], _job[2])
@@ -190,6 +178,22 @@ def protect(
     engine = LoopEngine(world, loop, structure, batches)
     loop = dataclasses.replace(loop, replays=check_policy(chosen, engine, wrap is not None))
     return ProtectedRun(world, loop, engine, chosen, wrap, log_dir)
+
+
+def _check_call(model: Any, optimizer: Any) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise SettingsError(
+            "the model is wrapped in DistributedDataParallel already, whose broadcast would replace the weights of "
+            "surviving workers. Fix: give the module itself, and wrap=DistributedDataParallel",
+            code="loop-wrapped-too-early",
+        )
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise SettingsError(
+            f"protect() takes one model and one optimizer, not {type(model).__name__} and {type(optimizer).__name__}. "
+            "Fix: give an nn.ModuleDict of the models, and one optimizer with their parameters, and let each iteration "
+            "compute gradients of one of them",
+            code="loop-call-unsupported",
+        )
 
 
 class ProtectedRun:

@@ -28,7 +28,7 @@ from tests.unit.session.test_folds import go_on, renew
 
 FOLDED = GRADIENTS | dict(selective_fold="peers")
 FOLDED_FILE, LAST, LOWEST = ".folded.safetensors", 60, 19
-FOLDER, PROGRAM = "moc.session.folder", "tests/integration/folding_pretrain_gpt_moe.py"
+FOLDER, PROGRAM = "fold", "tests/integration/folding_pretrain_gpt_moe.py"
 
 
 def folders(job: Launched) -> list[psutil.Process]:

@@ -132,3 +132,18 @@ def test_every_room_can_be_imported_without_an_engine():
     ended = subprocess.run([sys.executable, "-c", WITHOUT_AN_ENGINE], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 100
+
+
+def test_methods_without_docstrings_override_documented_ones():
+    documented, lacking = set(), []
+    for path in [*MOC, *(ROOT / "megatron/pretraining").rglob("*.py")]:
+        for owner in ast.parse(path.read_text()).body:
+            for member in owner.body if isinstance(owner, ast.ClassDef) else ():
+                if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                    documented.add(member.target.id)  # the docstring of its class explains it
+                elif isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    if ast.get_docstring(member) or ast.unparse(member.body[-1]) == "...":  # as above
+                        documented.add(member.name)
+                    elif not member.name.startswith("_") and not owner.name.startswith("_"):
+                        lacking.append((member.name, f"{path}:{member.lineno}"))
+    assert not [where for name, where in lacking if name not in documented]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron.pretraining import reference
-from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.process import stopping
 from moc import events
 from moc.runtime import termination

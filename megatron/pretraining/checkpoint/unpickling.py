@@ -76,14 +76,18 @@ class _Format:
     sharded_backend_version: Count = 1
 
 
+class _UntrustedError(CheckpointError):
+    code = "metadata-refused"
+    remedy = "use a checkpoint from a source that you trust"
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # the module's name in Python 3.13
         if (module, name) not in _ALLOWED:
-            raise CheckpointError(
-                f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist checkpoint needs "
-                "and which could run any code. Fix: use a checkpoint from a source that you trust",
-                code="metadata-refused",
+            raise _UntrustedError(
+                f".metadata asks for {ascii(module)[1:-1]}.{ascii(name)[1:-1]}, which no torch_dist "
+                "checkpoint needs and which could run any code"
             )
         return super().find_class(module, name)
 
@@ -134,34 +138,87 @@ class _Node:
         """Adds steps; raises CheckpointError if they are too many."""
         self.steps += steps
         if self.steps > self.most:
-            raise CheckpointError(
-                f".metadata has an object whose hash takes more than {self.most} steps. Fix: "
-                "use a checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
+            raise _UntrustedError(f".metadata has an object whose hash takes more than {self.most} steps")
 
 
-def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = False) -> None:
-    """Checks that unpickling takes linear time and memory, by following the pickle's stack without making objects.
+class _CostCheck:
+    """Follows a pickle's stack without making objects, and counts what unpickling would cost; see :func:`_check_cost`.
 
-    A tuple that contains the previous one twice, 60 levels deep, has a hash of 2^60 steps.  Negative or large numbers
-    may have equal hashes, and slow down dicts.  Python allocates the memo for the largest number in it.
-
-    Args:
-        data: the pickle.
-        most_steps: maximum number of steps of the hash of an object.
-        any_number: accept numbers that are invalid as sizes, except as keys.
-
-    Raises:
-        CheckpointError: unpickling may take more.
-        Exception: the pickle is damaged.
+    Attributes:
+        stack: objects on the stack; None is a mark.
+        memo: objects by their number in the pickle.
+        hashed: sum of the steps of the hashes of all keys.
     """
-    stack: list[_Node | None] = []  # None is a mark
-    memo: dict[Any, _Node | None] = {}
-    atom, odd, hashed = _Node(1, most_steps), _Node(1, most_steps), 0
-    odd.odd = True
 
-    def popped(operation) -> list[_Node]:
+    def __init__(self, nbytes: int, most_steps: int, any_number: bool):
+        self._nbytes, self._most_steps, self._any_number = nbytes, most_steps, any_number
+        self.stack: list[_Node | None] = []
+        self.memo: dict[Any, _Node | None] = {}
+        self.hashed = 0
+        self._atom, self._odd = _Node(1, most_steps), _Node(1, most_steps)
+        self._odd.odd = True
+
+    def apply(self, operation: Any, argument: Any) -> None:
+        """Follows one operation of :mod:`pickletools`."""
+        name = operation.name
+        if len(self.stack) > _MOST_WAITING:
+            raise _UntrustedError(".metadata has more objects in one another than torch_dist checkpoints have")
+        if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
+            raise _UntrustedError(".metadata drops an object, which no torch_dist checkpoint does")
+        if name in _PUTS:
+            place = len(self.memo) if argument is None else argument
+            if place > self._nbytes:
+                raise _UntrustedError(f".metadata numbers an object {place}, and is of {self._nbytes} bytes")
+            self.memo[place] = self.stack[-1]
+        elif name in _GETS or name == "DUP":
+            node = self.stack[-1] if name == "DUP" else self.memo[argument]
+            if node is not None:
+                node.shared = True
+            self.stack.append(node)
+        elif name == "MARK":
+            self.stack.append(None)
+        elif name in _CHANGES:
+            self._change(name, *self._pop(operation))
+        elif operation.stack_after:
+            self.stack.append(self._made(name, self._pop(operation), argument))
+        elif operation.stack_before:
+            self._pop(operation)
+
+    def _change(self, name: str, target: _Node, *added: _Node) -> None:
+        """Adds elements or attributes to an object, which stays on the stack."""
+        keys = {"SETITEM": added[::2], "SETITEMS": added[::2], "ADDITEMS": added}.get(name, ())
+        self.hashed += sum(one.steps for one in keys)
+        if self.hashed > _LEAST_HASHED + _HASHED_OF_BYTE * self._nbytes:
+            raise _UntrustedError(".metadata has keys whose hashes take long")
+        if any(one.odd for one in keys):
+            raise _UntrustedError(".metadata has a number as a key that no size can be")
+        if name != "BUILD":
+            target.inner += sum(one.steps for one in added)
+        elif target.shared:
+            raise _UntrustedError(".metadata changes an object after its use")
+        else:
+            target.grow(sum(one.inner or one.steps for one in added))
+        self.stack.append(target)
+
+    def _made(self, name: str, parts: list[_Node], argument: Any) -> _Node:
+        """Returns the object that an operation makes of the parts that it has taken from the stack."""
+        inner = sum(one.steps for one in parts)
+        if name == "DICT":
+            raise _UntrustedError(".metadata makes a dict in a way that torch_dist checkpoints do not")
+        if name in _CONTAINERS:
+            return _Node(1, self._most_steps, inner)
+        if parts:
+            node = _Node(1 + inner, self._most_steps, sum(one.inner or one.steps for one in parts))
+            node.odd = any(one.odd for one in parts)
+            return node
+        strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
+        if strange and not self._any_number:
+            raise _UntrustedError(f".metadata has the number {short_repr(argument)}, which no size can be")
+        return self._odd if strange else self._atom
+
+    def _pop(self, operation: Any) -> list[_Node]:
+        """Takes the operands of an operation from the stack."""
+        stack = self.stack
         if operation.stack_before[-1:] != [pickletools.stackslice]:
             count = sum(one is not pickletools.markobject for one in operation.stack_before)
             found = stack[len(stack) - count :]
@@ -175,93 +232,27 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
             found.reverse()
         return [one for one in found if one is not None]
 
+
+def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = False) -> None:
+    """Checks that unpickling takes linear time and memory.
+
+    A tuple that contains the previous one twice, 60 levels deep, has a hash of 2^60 steps.  Negative or large numbers
+    may have equal hashes, and slow down dicts.  Python allocates the memo for the largest number in it.
+
+    Args:
+        data: the pickle.
+        most_steps: maximum number of steps of the hash of an object.
+        any_number: accept numbers that are invalid as sizes, except as keys.
+
+    Raises:
+        CheckpointError: unpickling may take more.
+        Exception: the pickle is damaged.
+    """
+    check = _CostCheck(len(data), most_steps, any_number)
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
-            raise CheckpointError(
-                ".metadata has more operations than torch_dist checkpoints have. Fix: "
-                "use a checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
-        if len(stack) > _MOST_WAITING:
-            raise CheckpointError(
-                ".metadata has more objects in one another than torch_dist checkpoints have. Fix: "
-                "use a checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
-        name = operation.name
-        if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
-            raise CheckpointError(
-                ".metadata drops an object, which no torch_dist checkpoint does. Fix: "
-                "use a checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
-        if name in _PUTS:
-            place = len(memo) if argument is None else argument
-            if place > len(data):
-                raise CheckpointError(
-                    f".metadata numbers an object {place}, and is of {len(data)} bytes. Fix: use a checkpoint from a "
-                    "source that you trust",
-                    code="metadata-refused",
-                )
-            memo[place] = stack[-1]
-        elif name in _GETS or name == "DUP":
-            node = stack[-1] if name == "DUP" else memo[argument]
-            if node is not None:
-                node.shared = True
-            stack.append(node)
-        elif name == "MARK":
-            stack.append(None)
-        elif name in _CHANGES:
-            target, *added = popped(operation)
-            keys = {"SETITEM": added[::2], "SETITEMS": added[::2], "ADDITEMS": added}.get(name, [])
-            hashed += sum(one.steps for one in keys)
-            if hashed > _LEAST_HASHED + _HASHED_OF_BYTE * len(data):
-                raise CheckpointError(
-                    ".metadata has keys whose hashes take long. Fix: use a checkpoint from a source that you trust",
-                    code="metadata-refused",
-                )
-            if any(one.odd for one in keys):
-                raise CheckpointError(
-                    ".metadata has a number as a key that no size can be. Fix: "
-                    "use a checkpoint from a source that you trust",
-                    code="metadata-refused",
-                )
-            if name != "BUILD":
-                target.inner += sum(one.steps for one in added)
-            elif target.shared:
-                raise CheckpointError(
-                    ".metadata changes an object after its use. Fix: use a checkpoint from a source that you trust",
-                    code="metadata-refused",
-                )
-            else:
-                target.grow(sum(one.inner or one.steps for one in added))
-            stack.append(target)
-        elif operation.stack_after:
-            parts = popped(operation)
-            inner = sum(one.steps for one in parts)
-            if name in _CONTAINERS:
-                if name == "DICT":
-                    raise CheckpointError(
-                        ".metadata makes a dict in a way that torch_dist checkpoints do not. Fix: "
-                        "use a checkpoint from a source that you trust",
-                        code="metadata-refused",
-                    )
-                stack.append(_Node(1, most_steps, inner))
-            elif parts:
-                node = _Node(1 + inner, most_steps, sum(one.inner or one.steps for one in parts))
-                node.odd = any(one.odd for one in parts)
-                stack.append(node)
-            else:
-                strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
-                if strange and not any_number:
-                    raise CheckpointError(
-                        f".metadata has the number {short_repr(argument)}, which no size can be. Fix: "
-                        "use a checkpoint from a source that you trust",
-                        code="metadata-refused",
-                    )
-                stack.append(odd if strange else atom)
-        elif operation.stack_before:
-            popped(operation)
+            raise _UntrustedError(".metadata has more operations than torch_dist checkpoints have")
+        check.apply(operation, argument)
 
 
 class _Described:
@@ -296,11 +287,7 @@ class _Storages(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "bytearray":
-            raise CheckpointError(
-                "has an array of bytes, which no torch_dist checkpoint needs. Fix: "
-                "use a checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
+            raise _UntrustedError("has an array of bytes, which no torch_dist checkpoint needs")
         return type(name, (_Described,), {})
 
     def persistent_load(self, pid: Any) -> Any:
@@ -342,10 +329,8 @@ class _Part:
         left = max(0, self.size - self._at)
         size = left if size < 0 else min(size, left)
         if size > safe_directory.MAX_MANIFEST_BYTES:
-            raise CheckpointError(
-                f"has a list of records of {size} bytes, more than {safe_directory.MAX_MANIFEST_BYTES}. Fix: use a "
-                "checkpoint from a source that you trust",
-                code="metadata-refused",
+            raise _UntrustedError(
+                f"has a list of records of {size} bytes, more than {safe_directory.MAX_MANIFEST_BYTES}"
             )
         self._stream.seek(self._begin + self._at)
         data = b""
@@ -369,24 +354,15 @@ def _check_saved(stream: Any) -> None:
         with zipfile.ZipFile(part) as archive:
             records = archive.infolist()
             if any(one.compress_type != zipfile.ZIP_STORED for one in records):
-                raise CheckpointError(
-                    "has compressed records, which torch does not write. Fix: "
-                    "use a checkpoint from a source that you trust",
-                    code="metadata-refused",
-                )
+                raise _UntrustedError("has compressed records, which torch does not write")
             if sum(one.file_size for one in records) > part.size:
-                raise CheckpointError(
-                    "has records that are larger than the file. Fix: use a checkpoint from a source that you trust",
-                    code="metadata-refused",
-                )
+                raise _UntrustedError("has records that are larger than the file")
             sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
             for one in records:
                 if one.filename.endswith(".pkl"):
                     if one.file_size > safe_directory.MAX_MANIFEST_BYTES:
-                        raise CheckpointError(
-                            f"has {one.file_size} bytes of objects, more than {safe_directory.MAX_MANIFEST_BYTES}. "
-                            "Fix: use a checkpoint from a source that you trust",
-                            code="metadata-refused",
+                        raise _UntrustedError(
+                            f"has {one.file_size} bytes of objects, more than {safe_directory.MAX_MANIFEST_BYTES}"
                         )
                     data = archive.read(one)
                     _check_cost(data, _MOST_STEPS_OF_FLAGS, any_number=True)
@@ -394,11 +370,7 @@ def _check_saved(stream: Any) -> None:
                     storages.load()
                     for record, needed in storages.needed.items():
                         if sizes[f"data/{record}"] < needed:
-                            raise CheckpointError(
-                                f"has a tensor of {needed} bytes in a record that is shorter. Fix: "
-                                "use a checkpoint from a source that you trust",
-                                code="metadata-refused",
-                            )
+                            raise _UntrustedError(f"has a tensor of {needed} bytes in a record that is shorter")
     except CheckpointError as error:
         raise CheckpointError(str(error).removeprefix(".metadata "), code=code_of(error)) from None
     except Exception as error:  # a damaged file may raise any exception
@@ -438,11 +410,7 @@ def _check_paths(metadata: Any) -> None:
     for stored in (metadata.storage_data or {}).values():
         name = stored.relative_path
         if not isinstance(name, str) or not name or PurePath(name).name != name or name == "..":
-            raise CheckpointError(
-                f".metadata names the file {name!r}, which is not in the checkpoint's directory. Fix: use a "
-                "checkpoint from a source that you trust",
-                code="metadata-refused",
-            )
+            raise _UntrustedError(f".metadata names the file {name!r}, which is not in the checkpoint's directory")
         if getattr(stored, "transform_descriptors", None):
             raise CheckpointError(
                 f".metadata describes {name} as compressed, which torch_dist checkpoints are not. Fix: use a "

@@ -1,7 +1,7 @@
 """Defines the flags, by group, as frozen dataclasses that validate themselves."""
 
-from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError
+from megatron.pretraining.config.groups import Config
 from megatron.pretraining.config.world import (
     Workers,
     check_backend,
@@ -24,28 +24,3 @@ from megatron.pretraining.config.world import (
     train_iterations,
     why_anew,
 )
-
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Workers",
-    "check_backend",
-    "check_domains",
-    "check_faults",
-    "check_fewest",
-    "check_placement",
-    "check_world",
-    "copy_by_copy",
-    "data_parallel_size",
-    "global_batch_size",
-    "layout_sizes",
-    "num_microbatches",
-    "plan_settings",
-    "stage_size",
-    "train_iterations",
-    "nodes_have_places",
-    "nodes_of_model",
-    "ranks_of_stage",
-    "stages_on_nodes",
-    "why_anew",
-]

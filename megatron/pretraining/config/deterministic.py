@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.groups import Config
 from moc.policy import AUTO, registered_policy
 
 _OTHERWISE = "--allow-nondeterministic"

@@ -8,9 +8,10 @@ import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.pretraining.config.deepspeed import DeepSpeedFlags
-from megatron.pretraining.config.flag import FlagGroup, Problems, flag, flags_of
+from megatron.pretraining.config.flag import Flag, FlagGroup, Problems, convert_value, flag, flags_of
 from megatron.pretraining.config.layer_pattern import expand
 from megatron.pretraining.config.snapshot import FaultFlags, SnapshotFlags
 from moc.elastic.allocation import MAX_DOMAIN_RANKS
@@ -336,8 +337,8 @@ class ElasticFlags(FlagGroup):
 
 
 @dataclasses.dataclass(frozen=True)
-class FlagGroups(abc.ABC):
-    """Flags in force, by group."""
+class Config(abc.ABC):
+    """Every flag in force, by group."""
 
     network: NetworkFlags
     moe: MoeFlags
@@ -358,6 +359,15 @@ class FlagGroups(abc.ABC):
     rng: RngFlags
     given: Mapping[str, object] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """Values given by the user and the preset; all others are defaults or derived."""
+
+    @abc.abstractmethod
+    def replace(self, group: str, **changes: object) -> Config:
+        """Returns a copy with other values in one group.
+
+        Raises:
+            AttributeError: the group has no such field.
+            ConfigError: the result is invalid.
+        """
 
     @property
     @abc.abstractmethod
@@ -393,5 +403,27 @@ def snapshot_dir(ckpt_dir: str | None, save: str | None) -> str | None:
 @functools.cache
 def group_classes() -> dict[str, type[FlagGroup]]:
     """Returns the groups by name, in the order of ``--help``."""
-    hints = typing.get_type_hints(FlagGroups)
+    hints = typing.get_type_hints(Config)
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, FlagGroup)}
+
+
+@functools.cache
+def all_flags() -> dict[str, Flag]:
+    """Returns all flags of this project by field name, which is unique across groups."""
+    return {spec.name: spec for group in group_classes().values() for spec in flags_of(group)}
+
+
+def converted(own: Mapping[str, object]) -> dict[str, Any]:
+    """Returns values of our flags, by name, in the types of their fields; raises ConfigError with all problems."""
+    problems, given = Problems(), dict[str, Any]()
+    for name, value in own.items():
+        problems.check(lambda name=name, value=value: given.update({name: convert_value(all_flags()[name], value)}))
+    problems.raise_found()
+    if given.get("deepspeed"):
+        given.setdefault("zero_stage", 1)
+    return given
+
+
+def group_of(kind: type[FlagGroup], given: Mapping[str, object]) -> FlagGroup:
+    """Returns a group that consists of our flags only; raises ConfigError if its values contradict each other."""
+    return kind(**{spec.name: given.get(spec.name, spec.default) for spec in flags_of(kind)})

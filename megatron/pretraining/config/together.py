@@ -8,24 +8,24 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.config.groups import FlagGroups
+from megatron.pretraining.config.groups import Config
 from megatron.pretraining.config.snapshot import refuse_by
 from moc.policy import AUTO, POLICIES, JobShape
 
 
-def check_own_flags(config: FlagGroups) -> None:
+def check_own_flags(config: Config) -> None:
     """Raises ``ConfigError`` if flags of snapshots or faults contradict others, with all such problems."""
     _run(config, *_OF_OWN_FLAGS)
 
 
-def _run(config: FlagGroups, *checks: Callable[[FlagGroups, Problems], None]) -> None:
+def _run(config: Config, *checks: Callable[[Config, Problems], None]) -> None:
     problems = Problems()
     for check in checks:
         problems.check(check, config, problems)
     problems.raise_found()
 
 
-def _check_faults(config: FlagGroups, problems: Problems) -> None:
+def _check_faults(config: Config, problems: Problems) -> None:
     problems.refuse(
         config.faults.wanted and not config.logging.log_dir,
         "--inject and --inject-mtbf-iterations need --log-dir, which records the injected faults. Fix: add it",
@@ -33,7 +33,7 @@ def _check_faults(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_writers(config: FlagGroups, problems: Problems) -> None:
+def _check_writers(config: Config, problems: Problems) -> None:
     problems.refuse(
         config.logging.mlflow_experiment and find_spec("mlflow") is None,
         "--mlflow-experiment needs the package mlflow, which is missing. Fix: pip install mlflow-skinny",
@@ -41,7 +41,7 @@ def _check_writers(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_monitor(config: FlagGroups, problems: Problems) -> None:
+def _check_monitor(config: Config, problems: Problems) -> None:
     logging = config.logging
     ports = logging.metrics_port, logging.dashboard_port
     problems.refuse(
@@ -51,7 +51,7 @@ def _check_monitor(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_failure_rate(config: FlagGroups, problems: Problems) -> None:
+def _check_failure_rate(config: Config, problems: Problems) -> None:
     problems.refuse(
         config.snapshot.mtbf_hours is not None and not (config.elastic.elastic or config.snapshot.is_chosen),
         "--mtbf-hours needs --elastic, --pec-k auto or --ckpt-policy auto, which reckon with it. Fix: add one of them, "
@@ -60,7 +60,7 @@ def _check_failure_rate(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_determinism(config: FlagGroups, problems: Problems) -> None:
+def _check_determinism(config: Config, problems: Problems) -> None:
     problems.refuse(
         config.training.deterministic_mode and config.training.allow_nondeterministic,
         "--deterministic-mode and --allow-nondeterministic contradict each other. Fix: drop one of them",
@@ -68,7 +68,7 @@ def _check_determinism(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def job_shape(config: FlagGroups) -> JobShape:
+def job_shape(config: Config) -> JobShape:
     """Returns the job as described by flags; the layers' stages and pipeline bubbles are not yet known."""
     return JobShape(
         ep=config.parallel.expert_model_parallel_size,
@@ -82,12 +82,12 @@ def job_shape(config: FlagGroups) -> JobShape:
     )
 
 
-def may_save_gradients(config: FlagGroups) -> bool:
+def may_save_gradients(config: Config) -> bool:
     """Returns whether some policy may save gradients in place of state in this job."""
     return any(kind.flags.may_save_gradients(config.snapshot, job_shape(config)) for kind in POLICIES.values())
 
 
-def _check_directories(config: FlagGroups, problems: Problems) -> None:
+def _check_directories(config: Config, problems: Problems) -> None:
     snapshot, save = config.snapshot, config.checkpoint.save
     problems.refuse(
         config.checkpoint.ckpt_step is not None and not config.checkpoint.load and not snapshot.ckpt_policy,
@@ -107,7 +107,7 @@ def _check_directories(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
+def _check_upstream_logging(config: Config, problems: Problems) -> None:
     kind = POLICIES.get(config.snapshot.ckpt_policy or "")
     if not config.snapshot.upstream_logging or kind is None or not kind.can_replay:
         return
@@ -126,7 +126,7 @@ def _check_upstream_logging(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_policies(config: FlagGroups, problems: Problems) -> None:
+def _check_policies(config: Config, problems: Problems) -> None:
     snapshot, job = config.snapshot, job_shape(config)
     asked = (kind for name, kind in POLICIES.items() if snapshot.ckpt_policy in (name, AUTO))
     misfits = [
@@ -142,7 +142,7 @@ def _check_policies(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_intervals(config: FlagGroups, problems: Problems) -> None:
+def _check_intervals(config: Config, problems: Problems) -> None:
     snapshot = config.snapshot
     interval = int(snapshot.snapshot_interval) if snapshot.snapshot_interval.isdecimal() else None
     problems.refuse_remainder("persist_interval", snapshot.persist_interval, "snapshot_interval", interval)

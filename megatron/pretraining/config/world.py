@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron.pretraining.config.composed import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, UnknownValueError, dashed, refuse
+from megatron.pretraining.config.groups import Config
 from moc.cli_output import counted
 from moc.elastic.allocation import PlanSettings
 from moc.recovery.copy_placement import copies_wanted

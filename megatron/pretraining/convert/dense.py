@@ -132,12 +132,7 @@ def training_state_contents(common: Mapping[str, Any], places: Mapping[str, Stoc
 def optimizer_places(
     shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPlace]
 ) -> dict[str, dict[str, StockPlace]]:
-    """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model.
-
-    Args:
-        shapes: shapes of all tensors of the checkpoint, by key.
-        weights: positions of the weights.
-    """
+    """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model."""
     found: dict[str, dict[str, StockPlace]] = {}
     of_key: dict[str, list[str]] = {}
     for name, place in weights.items():

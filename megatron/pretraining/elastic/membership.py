@@ -400,7 +400,6 @@ class Guests(Callback):
         self._wait = totals["guests"] > 0
 
     def between_iterations(self, run: TrainingRun) -> None:
-        """As :meth:`leave`."""
         self.leave()
 
     def leave(self) -> None:

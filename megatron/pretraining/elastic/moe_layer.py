@@ -353,11 +353,9 @@ class ElasticTurns(Turns):
         self._turn = 0
 
     def begin(self, iteration: int | None) -> None:
-        """See :class:`Turns`."""
         self._iteration, self._turn = iteration, 0
 
     def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
-        """See :class:`Turns`."""
         turn, self._turn = self._turn, self._turn + 1
         self._come_to(turn)
         if self._iteration is not None:

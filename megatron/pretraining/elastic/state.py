@@ -89,7 +89,6 @@ class ElasticState:
         self._under_way = settled.under_way
 
     def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> tuple[Callback, ...]:
-        """As :meth:`MovingState.callbacks`."""
         config, log = parts.config, parts.log
         rebalancer = Rebalancer(config, engine, self.replicas, self.shards, parts.vocabulary_rows)
         try:
@@ -110,7 +109,6 @@ class ElasticState:
         return (Guests(parts.world, move), rebalancer)
 
     def turns(self, seed: int, topology: Topology) -> ElasticTurns:
-        """As :meth:`MovingState.turns`."""
         return ElasticTurns(seed, topology, self.layers)
 
 

@@ -40,9 +40,6 @@ _SPARE = 4096
 class ModuleState:
     """Module state of this rank's model chunks.
 
-    Args:
-        chunks: model chunks, built and wrapped.
-
     Attributes:
         committed: the committed copy of each persistent buffer that data-parallel ranks share.
         of_users: the bytes of user modules' values, by operator.

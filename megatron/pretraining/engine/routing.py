@@ -284,9 +284,6 @@ class LoadCounter:
     def take(self, layers: Sequence[int]) -> torch.Tensor:
         """Returns and clears this worker's part of a report.
 
-        Args:
-            layers: numbers of the layers on all workers.
-
         Returns:
             float64 of shape ``[len(layers) * (experts + 1)]``: tokens of each expert, and tokens sent.
         """

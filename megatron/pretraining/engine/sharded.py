@@ -32,11 +32,9 @@ class FragmentedOptimizer(MixedPrecisionOptimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict):
-        """See :meth:`state_dict`."""
         raise NotImplementedError
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, metadata: dict | None = None):
-        """See :meth:`state_dict`."""
         raise NotImplementedError
 
 

@@ -49,7 +49,6 @@ class Freezer:
         self.frozen: frozenset[str] = frozenset()
 
     def freeze(self, operators: Iterable[str]) -> None:
-        """See :meth:`megatron.pretraining.engine.state.MegatronState.freeze`."""
         operators = set(operators)
         if operators and any(
             c.ddp_config.overlap_grad_reduce or c.ddp_config.overlap_param_gather for c in self._chunks
@@ -61,7 +60,6 @@ class Freezer:
         self._keep_frozen(self.frozen | operators)
 
     def activate(self, operators: Iterable[str]) -> None:
-        """See :meth:`megatron.pretraining.engine.state.MegatronState.activate`."""
         self._keep_frozen(self.frozen - set(operators))
 
     def _keep_frozen(self, wanted: frozenset[str]) -> None:

@@ -109,16 +109,13 @@ class UpstreamLog(UpstreamTap):
         )
 
     def bytes_for(self, iterations: int) -> int:
-        """See :class:`UpstreamTap`."""
         return self._log.bytes_for(iterations)
 
     def reserve(self, iterations: int) -> None:
-        """See :class:`UpstreamTap`."""
         self._log.reserve(iterations)
 
     @property
     def feeds(self) -> dict[int, frozenset[int]]:
-        """See :class:`UpstreamTap`."""
         return {stage: self._pipeline.senders(stage) for stage in range(self._pipeline.stages)}
 
     @contextlib.contextmanager
@@ -134,7 +131,6 @@ class UpstreamLog(UpstreamTap):
         self._log.end()
 
     def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
-        """See :class:`UpstreamTap`."""
         if not self._replaying:
             super().reduce(chunks, tokens, known)
             return
@@ -146,7 +142,6 @@ class UpstreamLog(UpstreamTap):
 
     @contextlib.contextmanager
     def replaying(self, stages: Collection[int]) -> Iterator[None]:
-        """See :class:`UpstreamTap`."""
         self._replaying = frozenset(stages)
         try:
             yield
@@ -154,11 +149,9 @@ class UpstreamLog(UpstreamTap):
             self._replaying = frozenset()
 
     def kept(self) -> list[int]:
-        """See :class:`UpstreamTap`."""
         return self._reader().iterations()
 
     def damaged(self, served: Mapping[int, Collection[int]]) -> list[int]:
-        """See :class:`UpstreamTap`."""
         return [iteration for iteration, stages in served.items() if self._is_damaged(iteration, stages)]
 
     def _is_damaged(self, iteration: int, stages: Collection[int]) -> bool:
@@ -201,7 +194,6 @@ class UpstreamLog(UpstreamTap):
         return received
 
     def contribution(self) -> dict[str, float]:
-        """See :class:`UpstreamTap`."""
         return {
             "upstream_failed": float(self._log.failure() is not None),
             "upstream_bytes": float(self._log.bytes),
@@ -236,7 +228,6 @@ class UpstreamLog(UpstreamTap):
             self._memory.writer.pause()
 
     def delete(self) -> None:
-        """See :class:`UpstreamTap`."""
         self._log.delete()
 
     @property

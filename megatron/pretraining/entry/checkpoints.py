@@ -69,30 +69,25 @@ class StockCheckpoints(Saves):
         self._saves_fragments = self._needs_fragments or getattr(get_args(), OWN_PROGRAM, False)
 
     def newest(self, seconds: float | None = None, run: str = "") -> int | None:
-        """See :class:`Saves`."""
         self.run = run
         look = lambda: lineage.newest(self._command())  # noqa: E731
         return run_on_rank0(lambda: within(seconds, look), "cannot look for a checkpoint")
 
     def check(self, iteration: int, run: str) -> None:
-        """See :class:`Saves`."""
         self.run = run or self.run
         look = lambda: lineage.check_saves(self._command(), iteration)  # noqa: E731
         run_on_rank0(look, "cannot look for checkpoints")
 
     @property
     def beginning(self) -> str:
-        """See :class:`Saves`."""
         args = get_args()
         return lineage.beginning(args.load, args.save, args.pretrained_checkpoint, args.finetune)
 
     def check_beginning(self, recorded: str | None) -> None:
-        """See :class:`Saves`."""
         look = lambda: lineage.check_beginning(self._command(), self.beginning, recorded)  # noqa: E731
         run_on_rank0(look, "cannot look for checkpoints")
 
     def lineage(self) -> dense_files.Lineage:
-        """See :class:`Saves`."""
         return dense_files.Lineage(self.run or self._world.job.id, self._origin)
 
     def _command(self) -> lineage.Command:
@@ -228,7 +223,6 @@ class StockCheckpoints(Saves):
             check_shape(mine, theirs, directory)
 
     def request(self, position: Position, staging: Path) -> AsyncRequest:
-        """See :class:`Saves`."""
         args, parts, scheduled = get_args(), self._parts, []
         args.iteration, args.consumed_train_samples = position.iteration, position.consumed_samples
         for chunk in parts.chunks:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from megatron.pretraining.config import Config, composed
+from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, convert_value, refuse
-from megatron.pretraining.config.groups import group_classes
+from megatron.pretraining.config.groups import all_flags, converted, group_classes
 from megatron.pretraining.config.together import check_own_flags
 from megatron.pretraining.entry.limits import (
     check_contradictions,
@@ -85,7 +85,7 @@ class MegatronConfig(Config):
             AttributeError: the group has no such field.
             ConfigError: the result cannot work.
         """
-        old, flags = getattr(self, group), composed.all_flags()
+        old, flags = getattr(self, group), all_flags()
         for name, value in changes.items():
             getattr(old, name)
             changes[name] = convert_value(flags[name], value) if name in flags else value
@@ -113,7 +113,7 @@ def unchecked_config(arguments: Namespace, own: Mapping[str, object]) -> Megatro
     Raises:
         ConfigError: a value of our flags, or a combination within a group, cannot work.
     """
-    flags, given = composed.all_flags(), composed.converted(own)
+    flags, given = all_flags(), converted(own)
     groups: dict[str, Any] = {}
     stock = {} if getattr(arguments, OWN_PROGRAM, False) else dict(_DEFAULTS)
     if given.get("elastic"):

@@ -12,10 +12,9 @@ from megatron.core.utils import get_model_config
 from megatron.training import training
 
 from megatron.pretraining.config import Config
-from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.deepspeed import BEFORE, OLDEST, WANTED
 from megatron.pretraining.config.flag import Problems, convert_value, refuse
-from megatron.pretraining.config.groups import FlagGroups
+from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.engine.zero.build import build_zero_optimizer, load
 from megatron.pretraining.engine.zero.chunk import ZeroChunk
 from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
@@ -24,14 +23,14 @@ from megatron.pretraining.process.core import unchecked
 from moc import private_interfaces
 
 
-def check_deepspeed(config: FlagGroups, problems: Problems) -> None:
+def check_deepspeed(config: Config, problems: Problems) -> None:
     """Adds a problem for each flag that ``--deepspeed`` excludes, and for a missing package."""
     if config.zero.deepspeed:
         for check in (_check_pipeline, _check_data_parallelism, _check_optimizer, _check_package):
             problems.check(check, config, problems)
 
 
-def _check_pipeline(config: FlagGroups, problems: Problems) -> None:
+def _check_pipeline(config: Config, problems: Problems) -> None:
     pipeline = config.parallel.pipeline_model_parallel_size > 1
     problems.refuse(
         pipeline and config.zero.zero_stage == 2,
@@ -47,7 +46,7 @@ def _check_pipeline(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_data_parallelism(config: FlagGroups, problems: Problems) -> None:
+def _check_data_parallelism(config: Config, problems: Problems) -> None:
     parallel = config.parallel
     problems.refuse(
         parallel.use_distributed_optimizer,
@@ -71,7 +70,7 @@ def _check_data_parallelism(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
+def _check_optimizer(config: Config, problems: Problems) -> None:
     precision, optimizer = config.mixed_precision, config.regularization.optimizer
     problems.refuse(
         optimizer != "adam",
@@ -90,7 +89,7 @@ def _check_optimizer(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_package(config: FlagGroups, problems: Problems) -> None:
+def _check_package(config: Config, problems: Problems) -> None:
     version = deepspeed_version()
     problems.refuse(
         version is None,

@@ -18,7 +18,6 @@ from megatron.training import initialize, training
 
 from megatron.pretraining.config import Config, ConfigError
 from megatron.pretraining.config.flag import Problems, refuse
-from megatron.pretraining.config.groups import FlagGroups
 from megatron.pretraining.data.identity import TokenIdLimit
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
@@ -39,7 +38,7 @@ from moc.runtime.job import Job
 from moc.runtime.progress import progress
 
 
-def check_elastic(config: FlagGroups, problems: Problems) -> None:
+def check_elastic(config: Config, problems: Problems) -> None:
     """Adds a problem for each flag that cannot be combined with ``--elastic``."""
     if not config.elastic.elastic:
         return
@@ -53,7 +52,7 @@ def check_elastic(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_batch(config: FlagGroups, problems: Problems) -> None:
+def _check_batch(config: Config, problems: Problems) -> None:
     training = config.training
     problems.refuse(
         training.global_batch_size is None,
@@ -68,7 +67,7 @@ def _check_batch(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_experts(config: FlagGroups, problems: Problems) -> None:
+def _check_experts(config: Config, problems: Problems) -> None:
     moe, everywhere, slots = config.moe, config.elastic.everywhere, config.elastic.elastic_slots
     problems.refuse(
         moe.num_experts is None,
@@ -87,7 +86,7 @@ def _check_experts(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_dispatch(config: FlagGroups, problems: Problems) -> None:
+def _check_dispatch(config: Config, problems: Problems) -> None:
     moe = config.moe
     problems.refuse(
         moe.num_experts is not None and moe.moe_token_dispatcher_type != "alltoall",
@@ -111,7 +110,7 @@ def _check_dispatch(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_parallel(config: FlagGroups, problems: Problems) -> None:
+def _check_parallel(config: Config, problems: Problems) -> None:
     parallel = config.parallel
     for name, spelling in (
         ("expert_model_parallel_size", "--expert-model-parallel-size"),
@@ -139,7 +138,7 @@ def _check_parallel(config: FlagGroups, problems: Problems) -> None:
     )
 
 
-def _check_snapshots(config: FlagGroups, problems: Problems) -> None:
+def _check_snapshots(config: Config, problems: Problems) -> None:
     snapshot = config.snapshot
     problems.refuse(
         snapshot.upstream_logging,
@@ -343,10 +342,6 @@ def streams_of(
     datasets: Mapping[str, Sequence[Any]], limits: Mapping[str, TokenIdLimit | None]
 ) -> dict[str, BatchStream | None]:
     """Returns the readers of the splits, from any position and in the topology of any generation.
-
-    Args:
-        datasets: datasets by split.
-        limits: limit of the token ids by split, if any.
 
     Raises:
         ConfigError: the samples are not dictionaries with a ``loss_mask``, which dummy micro batches need.

@@ -240,11 +240,7 @@ def fields_of(load: ExpertLoad) -> dict[str, Any]:
 
 
 class Profiling:
-    """The profiler of a worker: torch's with ``--use-pytorch-profiler``, otherwise CUDA's, for Nsight Systems.
-
-    Args:
-        rank: rank of this worker at its start.
-    """
+    """The profiler of a worker: torch's with ``--use-pytorch-profiler``, otherwise CUDA's, for Nsight Systems."""
 
     def __init__(self, rank: int):
         args = get_args()

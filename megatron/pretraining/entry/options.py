@@ -88,12 +88,7 @@ class Option:
 
 
 def parser_of(options: Iterable[Option], of_script: Collection[str]) -> argparse.ArgumentParser:
-    """Returns a parser of Megatron-LM's options and of a script's, which may have any values.
-
-    Args:
-        options: options of Megatron-LM.
-        of_script: strings that may be options of the script, or options of Megatron-LM that the script changes.
-    """
+    """Returns a parser of Megatron-LM's options and of a script's, which may have any values."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in options:
         if not {*of_script}.isdisjoint(option.spellings):
@@ -177,10 +172,6 @@ _STANDARD = Path(os.__file__).parent
 
 def options_in(script: Path, places: Sequence[Path]) -> frozenset[str] | None:
     """Finds strings that look like options in a script, and in modules that it imports from outside of packages.
-
-    Args:
-        script: path of the script.
-        places: directories with modules.
 
     Returns:
         The strings.  None if they cannot be determined: an option's name is computed, a provider of options is in an

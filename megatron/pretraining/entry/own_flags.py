@@ -92,7 +92,6 @@ class Switch(argparse.Action):
         self.off = off
 
     def __call__(self, parser, namespace, values, option_string=None):
-        """See :class:`argparse.Action`."""
         setattr(namespace, self.dest, option_string not in self.off)
 
 

@@ -85,9 +85,6 @@ def load(
         arguments: Megatron-LM's arguments, as values of JSON.
         optimizer: whether to load optimizer, schedule and loss scale as well.
 
-    Returns:
-        The position of the checkpoint.
-
     Raises:
         CheckpointError: on all workers: the checkpoint is incomplete, or of another optimizer or schedule.
     """

@@ -304,11 +304,7 @@ class StockProgram:
 
 @dataclass
 class StockSteps(Callback):
-    """Steps of Megatron-LM's loop around an iteration: profiles, synchronizes, and compares the replicas' weights.
-
-    Attributes:
-        profiling: profiler of this worker.
-    """
+    """Steps of Megatron-LM's loop around an iteration: profiles, synchronizes, and compares the replicas' weights."""
 
     profiling: Profiling
 

@@ -155,7 +155,6 @@ class StockSchedule(Schedule):
         self._topology = topology
 
     def sizes(self) -> dict[str, Any]:
-        """See :class:`Schedule`."""
         args = get_args()
         return dict(
             num_microbatches=self._topology.rounds,

@@ -18,9 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron.pretraining.config.composed import converted, group_of
 from megatron.pretraining.config.flag import Problems
-from megatron.pretraining.config.groups import group_classes, snapshot_dir
+from megatron.pretraining.config.groups import converted, group_classes, group_of, snapshot_dir
 from megatron.pretraining.config.world import Workers, check_backend, check_job
 from megatron.pretraining.entry import command_line, options
 from megatron.pretraining.entry.command_line import CommandLine

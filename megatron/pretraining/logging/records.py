@@ -28,11 +28,7 @@ def print_rank_0(world: World, *lines: str) -> None:
 
 
 class EventRecorder(ABC):
-    """Writes ``events.jsonl`` on rank 0; all workers call every method except :meth:`was_evaluated` and :meth:`has`.
-
-    Attributes:
-        events: log of ``events.jsonl``.
-    """
+    """Writes ``events.jsonl`` on rank 0; all workers call every method except :meth:`was_evaluated` and :meth:`has`."""
 
     def __init__(self, config: Config, world: World):
         self._config, self._world = config, world

@@ -180,7 +180,6 @@ class Board(BackgroundWriter):
         self.add_scalars({name: value}, step)
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See :meth:`BackgroundWriter.add_scalars`."""
         numbers = {name: float(value) for name, value in values.items()}
 
         def write(board: Any) -> None:
@@ -191,7 +190,6 @@ class Board(BackgroundWriter):
         self._submit(write, len(numbers))
 
     def add_text(self, name: str, text: str, global_step: int) -> None:
-        """See :meth:`BackgroundWriter.add_text`."""
         self._submit(lambda board: board.add_text(name, text, global_step), 1)
 
     def flush(self) -> None:
@@ -210,12 +208,7 @@ class Board(BackgroundWriter):
 
 
 class WandbWriter(BackgroundWriter):
-    """Stands in for the module ``wandb``: Megatron-LM calls its functions.
-
-    Args:
-        wandb: the module.
-        listeners: learn of failures.
-    """
+    """Stands in for the module ``wandb``: Megatron-LM calls its functions."""
 
     def __init__(self, wandb: Any, listeners: Listeners):
         self._options: dict[str, Any] = {}
@@ -242,7 +235,6 @@ class WandbWriter(BackgroundWriter):
         self._submit(lambda wandb: wandb.log(copied, commit=False), len(copied))
 
     def add_text(self, name: str, text: str, global_step: int) -> None:
-        """See :meth:`BackgroundWriter.add_text`."""
         self._submit(lambda wandb: wandb.log({name: text}, commit=False), 1)
 
     def submit(self, action: Callable[[Any], object]) -> None:
@@ -273,7 +265,6 @@ class MlflowWriter(BackgroundWriter):
         self.begin()
 
     def add_scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See :meth:`BackgroundWriter.add_scalars`."""
         numbers = {name: float(value) for name, value in values.items()}
         self._submit(lambda mlflow: mlflow.log_metrics(numbers, step=step), len(numbers))
 

@@ -34,9 +34,6 @@ def config_of(
         pp: pipeline stages; as ``tp``.
         ep: expert parallelism; as ``tp``.
 
-    Returns:
-        The configuration (``MegatronConfig``).
-
     Raises:
         ConfigError: the options are invalid; reports all problems that can be found together.
     """

@@ -91,8 +91,7 @@ def resume(
     if parts.tokens is not None and not loaded:
         parts.tokens.starts_at(start.position.iteration)
     if parts.peers is not None:
-        way = loaded.plan.way if loaded else None
-        older = parts.peers.goes_on_from(start.in_memory, log, start.experts, way)
+        older = parts.peers.goes_on_from(start.in_memory, log, start.experts, loaded.plan.way if loaded else None)
         start = dataclasses.replace(start, experts=older)
     leads, node = parts.tiers.leads_node, parts.tiers.node
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")

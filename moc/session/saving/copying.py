@@ -247,12 +247,7 @@ class MemoryTier:
 
 
 class Replicating(Stage):
-    """Second stage: commits a copied snapshot in memory, and copies it to the memory of peers, if there are any.
-
-    Args:
-        parts: components of the generation.
-        memory: snapshots in memory.
-    """
+    """Second stage: commits a copied snapshot in memory, and copies it to the memory of peers, if there are any."""
 
     entry = "snapshot_replicated"
 

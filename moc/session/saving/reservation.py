@@ -129,9 +129,6 @@ class Reservation:
         Args:
             plan: plan of the next snapshot.
             load: tokens of each expert, as for the plan.
-
-        Returns:
-            Whether the snapshot must be planned again.
         """
         if (
             Capability.WINDOWS not in self._policy.requires

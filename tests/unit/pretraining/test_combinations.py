@@ -6,7 +6,7 @@ import random
 import re
 
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.config.composed import all_flags
+from megatron.pretraining.config.groups import all_flags
 from tests.configs import config_of
 from tests.shared import ALL
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from megatron.pretraining.config import check_world, num_microbatches
-from megatron.pretraining.config.composed import all_flags
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.entry import deepspeed
 from tests.cases import each_row
 from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write

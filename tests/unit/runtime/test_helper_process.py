@@ -97,7 +97,7 @@ def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
 
 
 def test_one_that_dies_before_it_has_started_is_told():
-    helper = HelperProcess(MODULE, {"HELPING_DIES": "1"})
+    helper = HelperProcess(MODULE, env={"HELPING_DIES": "1"})
     for ask in (lambda: helper.call_process({}), lambda: [helper.has_started() for _ in range(10**9)]):
         helper.start()
         with pytest.raises(HelperError, match="has died"):

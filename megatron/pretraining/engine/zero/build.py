@@ -18,11 +18,7 @@ from megatron.pretraining.engine.zero.optimizer import ZeroOptimizer
 
 
 def load() -> Any:
-    """Imports all modules that DeepSpeed's optimizer needs, including its lazy imports; starts no thread.
-
-    Returns:
-        The module of DeepSpeed's optimizer for stages 1 and 2.
-    """
+    """Imports all modules that DeepSpeed's optimizer needs, including its lazy imports; starts no thread."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # prevents probing
     from deepspeed.runtime.zero import stage_1_and_2
 
