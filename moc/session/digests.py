@@ -6,6 +6,7 @@
     resume       the state must have the digests of its iteration: those of an all-reduce that a survivor took part in,
                  those in the snapshot, or those of the survivors that keep their state; replicas must be identical
     replay       by some stages: the last iteration lacks an all-reduce, so the one before must have its digests
+    resize       survivors of another number of workers: their parts add up to the digests of the complete state
     move         the digests of the complete state must not change
 
 :mod:`moc.state.digests` defines the digest.
@@ -20,20 +21,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-import xxhash
 from torch import Tensor
 
 from moc.background import background
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import CommitParticipant, Engine
-from moc.session.resume.rank_transfers import part_ids
+from moc.session.resume.rank_transfers import part_id, part_ids
 from moc.state.digests import (
     MASK,
     MODULE,
     Key,
     StateDigest,
+    chunk_sums,
     differing_operators,
     from_limbs,
+    key_of,
     keys_of,
     to_limbs,
     to_text,
@@ -53,10 +55,12 @@ class KnownDigests:
     Attributes:
         own: iteration and sums of this worker's part of the state, replicas included, by key.
         totals: by iteration, the digests of the complete state.
+        elements: elements of the complete state, by key.
     """
 
     own: tuple[int, Mapping[Key, int]] | None = None
     totals: dict[int, Mapping[Key, int]] = field(default_factory=dict)
+    elements: Mapping[Key, int] = field(default_factory=dict)
 
     def add(self, iteration: int, total: Mapping[Key, int]) -> None:
         """Adds the digests of an iteration, and drops the oldest beyond the limit."""
@@ -67,18 +71,20 @@ class KnownDigests:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """One rank's part of an operator.
+    """One rank's part of an operator, or one of its tensor chunks.
 
     Attributes:
         chunks: ID of its tensor chunks: see :class:`moc.recovery.plan.JobInventory`.
-        sums: hash of its sums.
+        sums: its sums by optimizer-state key; 0 is absent.
         is_kept: whether the state equals the state that this rank has kept since the iteration was committed; None if
             the rank has kept none.
+        elements: its elements by optimizer-state key.
     """
 
     chunks: str
-    sums: str
+    sums: Mapping[str, int]
     is_kept: bool | None = None
+    elements: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Verification:
 
 def compare_digests(
     iteration: int,
-    parts: Sequence[Mapping[str, LocalPart]],
+    parts: Sequence[Mapping[str, Sequence[LocalPart]]],
     total: Mapping[Key, int],
     reference: Mapping[Key, int] | None,
     stale: Collection[str] = (),
@@ -123,15 +129,16 @@ def compare_digests(
 
     Args:
         iteration: iteration of the state.
-        parts: by rank, its part of each operator.
+        parts: by rank, its parts of each operator.
         total: digests of the state.
         reference: digests of the iteration; None if no survivor and no snapshot has them.
-        stale: operators that a fallback has restored from older snapshots; they have no digest.
+        stale: operators without a digest: restored from older snapshots by a fallback, or incomplete.
     """
     replicas: dict[tuple[str, str], list[tuple[int, LocalPart]]] = defaultdict(list)
     for rank, of_rank in enumerate(parts):
-        for name, part in of_rank.items():
-            replicas[name, part.chunks].append((rank, part))
+        for name, held in of_rank.items():
+            for part in held:
+                replicas[name, part.chunks].append((rank, part))
     wrong, kept, unkept, ranks = set(), set(), set(), set()
     for (name, _), there in replicas.items():
         right = [part.sums for _, part in there if part.is_kept]
@@ -140,7 +147,7 @@ def compare_digests(
         ranks.update(bad)
         (wrong if bad else kept if right else unkept).add(name)
     names = {name for name, _ in replicas}
-    known = kept - unkept
+    known = kept - unkept - set(stale)
     if reference is not None:
         # an absent digest is 0, except of tensors whose padding depends on the layout, and of user modules, which
         # converted checkpoints do not contain
@@ -155,6 +162,29 @@ def compare_digests(
         wrong=tuple(sorted(wrong)),
         ranks=frozenset(ranks),
     )
+
+
+def add_parts(
+    parts: Sequence[Mapping[str, Sequence[LocalPart]]], elements: Mapping[Key, int]
+) -> tuple[dict[Key, int], frozenset[str]]:
+    """Returns the digests of the state that distinct parts of operators add up to, and the other operators.
+
+    It needs no layout in force: after a change in the number of workers, state may be on any number of them.
+
+    Args:
+        parts: by rank, its parts of each operator; equal chunks are counted once.
+        elements: elements of the complete state; the parts of an operator with others overlap, or lack some.
+    """
+    total: dict[Key, int] = {}
+    there: dict[Key, int] = defaultdict(int)
+    distinct = {(name, part.chunks): part for of_rank in parts for name, held in of_rank.items() for part in held}
+    for (name, _), part in distinct.items():
+        for slot, count in part.elements.items():
+            there[name, slot] += count
+        for slot, value in part.sums.items():
+            total[name, slot] = (total.get((name, slot), 0) + value) & MASK
+    names = {name for name, _ in distinct} | {name for name, _ in elements}
+    return total, frozenset(names.intersection(differing_operators(there, elements)))
 
 
 def named(operators: Sequence[str]) -> str:
@@ -182,6 +212,8 @@ class Digests(CommitParticipant):
         self._thread = background("snapshot-digest") if engine.world.device.type == "cpu" else None
         self._is_pending = False  # no all-reduce has added these sums yet
         self._replayed: tuple[int, Tensor, Collection[str]] | None = None
+        self._has_elements = False  # known.elements are of this generation
+        self._unmoved: tuple[int, Mapping[Key, int], Collection[str]] | None = None  # verified, with the operators not
         self.stale: Collection[str] = ()
         self.renew()
 
@@ -209,13 +241,19 @@ class Digests(CommitParticipant):
 
     def contribution(self) -> dict[str, Tensor]:
         """Returns the contribution to the next all-reduce; the names are identical on all workers."""
-        return {"digests": to_limbs(self._sums[1].result()[0])} if self._sums is not None and self._is_pending else {}
+        if self._digest is None or self._sums is None or not self._is_pending:
+            return {}
+        elements = {} if self._has_elements else {"digest_elements": self._digest.elements()[0].double()}
+        return {"digests": to_limbs(self._sums[1].result()[0])} | elements
 
     def on_totals(self, totals: Mapping) -> None:
         """Receives the totals over all workers."""
         if self._sums is not None and "digests" in totals:
             self._known.add(self._sums[0], self._by_key(from_limbs(totals["digests"])))
             self._is_pending = False
+        if "digest_elements" in totals:
+            self._known.elements = self._by_key(map(int, totals["digest_elements"]))
+            self._has_elements = True
 
     def of_snapshot(self, iteration: int) -> Callable[[], StateDigests | None]:
         """Returns a function that returns this worker's sums for its part of a snapshot; None if there are none.
@@ -268,6 +306,7 @@ class Digests(CommitParticipant):
         saved: Mapping[str, StateDigests] | None = None,
         writers: int = 0,
         stale: Collection[str] = (),
+        resized: bool = False,
     ) -> Verification | None:
         """Compares the state with the digests of its iteration; a collective call.
 
@@ -276,7 +315,8 @@ class Digests(CommitParticipant):
             keeps: this worker has kept its state since this iteration was committed.
             saved: by file of a snapshot of this iteration, the digests that this worker has read.
             writers: number of the snapshot's writers; 0 without a snapshot.
-            stale: as for :func:`compare_digests`.
+            stale: operators that a fallback has restored from older snapshots.
+            resized: survivors of another number of workers hold the state, and move it afterwards.
 
         Returns:
             The result; None without digests.
@@ -285,12 +325,23 @@ class Digests(CommitParticipant):
             return None
         sums = self._digest.compute()
         own = self._known.own if keeps and self._known.own is not None and self._known.own[0] == iteration else None
-        mine = self._parts(self._by_key(sums.sum(0).tolist()), None if own is None else own[1])
-        told = gather({name: [part.chunks, part.sums, part.is_kept] for name, part in mine.items()})
-        parts = [{name: LocalPart(*values) for name, values in of_rank.items()} for of_rank in told]
+        mine = self._parts(self._by_key(sums.sum(0).tolist()), None if own is None else own[1], by_chunk=resized)
+        told = gather({name: [dataclasses.astuple(part) for part in held] for name, held in mine.items()})
+        parts = [{name: [LocalPart(*one) for one in held] for name, held in of_rank.items()} for of_rank in told]
         reference = self._reference(iteration, saved or {}, writers)
-        result = compare_digests(iteration, parts, self._total(sums), reference, stale)
-        if not result.wrong:
+        if resized:
+            known = self._known.elements
+            elements = next(filter(None, gather(to_text(known.keys(), known.values()))), {})
+            total, others = add_parts(parts, total_of([elements]))
+            stale = {*stale, *others}
+        else:
+            total = self._total(sums)
+        result = compare_digests(iteration, parts, total, reference, stale)
+        if not result.wrong and resized:  # all state is there, but not where the layout in force expects it
+            self._sums, self._unmoved = None, (iteration, total, result.unverified)
+            if not result.unverified:
+                self._known.add(iteration, total)
+        elif not result.wrong:
             self._set(iteration, sums)
         return result
 
@@ -305,10 +356,14 @@ class Digests(CommitParticipant):
             yield
             return
         stale: Collection[str] = ()
-        if self._sums is not None and self._sums[0] == iteration:
+        if self._unmoved is not None and self._unmoved[0] == iteration:
+            _, before, stale = self._unmoved
+        elif self._sums is not None and self._sums[0] == iteration:
             before = self._total(self._sums[1].result())
+            self._known.add(iteration, before)
         else:  # after a recovery: an interrupted move may have left state on several workers
             before, stale = self._reference(iteration, {}, 0), self.stale
+        self._sums = self._unmoved = None  # an interrupted move leaves other parts on this worker
         yield
         self.renew()
         assert self._digest is not None  # as before
@@ -337,19 +392,25 @@ class Digests(CommitParticipant):
     def _by_key(self, sums: Iterable[int]) -> dict[Key, int]:
         return {key: value & MASK for key, value in zip(self._keys, sums, strict=True) if value & MASK}
 
-    def _parts(self, sums: Mapping[Key, int], own: Mapping[Key, int] | None) -> dict[str, LocalPart]:
-        by_operator: dict[str, list] = defaultdict(list)
-        for (operator, slot), value in sums.items():
-            by_operator[operator].append((slot, value))
+    def _parts(
+        self, sums: Mapping[Key, int], own: Mapping[Key, int] | None, by_chunk: bool
+    ) -> dict[str, list[LocalPart]]:
+        """Returns this worker's part of each operator; with ``by_chunk``, each of its tensor chunks."""
         changed = None if own is None else set(differing_operators(sums, own))
-        return {
-            name: LocalPart(
-                chunks,
-                xxhash.xxh3_64_hexdigest(repr(by_operator[name]).encode()),
-                None if changed is None else name not in changed,
-            )
-            for name, chunks in part_ids(self._engine.state).items()
-        }
+        parts: dict[str, list[LocalPart]] = defaultdict(list)
+        if by_chunk:
+            for fragment, value in chunk_sums(self._fragments()):
+                operator, slot = key_of(fragment)
+                is_kept = None if changed is None else operator not in changed
+                counts = {slot: fragment.region.numel}
+                parts[operator].append(LocalPart(part_id([fragment]), {slot: value}, is_kept, counts))
+            return parts
+        by_slot: dict[str, dict[str, int]] = defaultdict(dict)
+        for (operator, slot), value in sums.items():
+            by_slot[operator][slot] = value
+        for name, chunks in part_ids(self._engine.state).items():
+            parts[name].append(LocalPart(chunks, by_slot[name], None if changed is None else name not in changed))
+        return parts
 
     def _reference(self, iteration: int, saved: Mapping[str, StateDigests], writers: int) -> dict[Key, int] | None:
         """Returns the digests of an iteration from a worker that took part in its all-reduce, or from a snapshot."""

@@ -164,6 +164,19 @@ class StateDigest:
             sums.index_add_(0, targets, torch.stack([chunk() for chunk in self._chunks]))
         return sums.view(2, -1)
 
+    def elements(self) -> torch.Tensor:
+        """Returns the number of elements, int64 of shape [2, keys]: first copies, and other copies."""
+        counts = torch.zeros(2 * len(self.keys), dtype=torch.int64)
+        sizes = torch.tensor([chunk.values.numel() for chunk in self._chunks], dtype=torch.int64)
+        return counts.index_add_(0, torch.tensor(self._targets, dtype=torch.int64), sizes).view(2, -1)
+
+
+def chunk_sums(fragments: Iterable[Fragment]) -> list[tuple[Fragment, int]]:
+    """Returns each tensor chunk with its share of the digest, modulo 2^64."""
+    held = list(fragments)
+    sums = torch.stack([ChunkDigest.of(fragment)() for fragment in held]).tolist() if held else []
+    return [(fragment, value & MASK) for fragment, value in zip(held, sums, strict=True)]
+
 
 def digest_slot(name: str, slot: str) -> str:
     """Returns the optimizer-state key of a tensor in digests; user modules have their own, which few formats hold."""

@@ -55,7 +55,10 @@ def test_nodes_are_lost_and_come_back(data, tmp_path, how):
     assert_as_of_fixed_members(job, data, **plain)
     left = {0, 1, 2, 3} - {*lost}
     assert {job.pids[rank] for rank in left} == {before[rank] for rank in left}
-    assert {event["tier"] for event in job.events("resume")} == {"live"}  # no checkpoint is read
+    resumed = job.events("resume")
+    assert {event["tier"] for event in resumed} == {"live"}  # no checkpoint is read
+    checked = [(event["verified"] > 0, event["unverified"], event["wrong"]) for event in resumed]
+    assert set(map(str, checked)) == {str((True, [], []))}, checked
     assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
     assert {event["plt"] for event in job.events("lost")} <= {0.0}  # of policies that count lost tokens

@@ -284,23 +284,25 @@ class SnapshotLoader:
             saved = self._join(plan, left)
         else:
             saved = self._restore_from(plan.way, manifests, left)
-        result = None
         is_live = plan.keep or plan.copies or (plan.way is not None and plan.way.base.tier == LIVE)
         self._digests.stale = plan.way.stale if plan.way else ()
-        if not (left.resized and is_live):  # otherwise survivors move their state afterwards
-            result = self._verify(plan, manifests)
+        result = self._verify(plan, manifests, left.resized and bool(is_live))
         if result is not None and result.wrong and (not plan.again or self._repeats_bits(plan, manifests)):
             return None, *self._blame(plan, result)
         self._report(plan, amount, begun, result)
         return saved, {}, frozenset()
 
-    def _verify(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest]) -> Verification | None:
-        """Compares the restored state with the digests of its iteration; None without digests."""
+    def _verify(self, plan: RecoveryPlan, manifests: Mapping[Key, Manifest], resized: bool) -> Verification | None:
+        """Compares the restored state with the digests of its iteration; None without digests.
+
+        With ``resized``, survivors of another number of workers move their state afterwards.
+        """
         result = self._digests.verify(
             plan.iteration,
             self._world.rank in plan.keep,
             *self._saved_digests(plan, manifests),
             plan.way.stale if plan.way else (),
+            resized=resized,
         )
         return self._digests.verify_replay(result) if result is not None and plan.stages else result
 

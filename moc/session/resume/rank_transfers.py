@@ -168,7 +168,7 @@ def _boxes(fragments: Iterable[Fragment]) -> list[Box]:
 
 def part_ids(state: TrainingState) -> dict[str, str]:
     """Returns, by operator, an ID of this rank's part: see :class:`moc.recovery.plan.JobInventory`."""
-    return {operator: _name(fragments) for operator, fragments in _by_operator(state).items()}
+    return {operator: part_id(fragments) for operator, fragments in _by_operator(state).items()}
 
 
 def exchange(copies: Sequence[RankCopy], state: TrainingState, rank: int) -> int:
@@ -200,6 +200,7 @@ def _by_operator(state: TrainingState) -> dict[str, list[Fragment]]:
     return held
 
 
-def _name(fragments: Sequence[Fragment]) -> str:
+def part_id(fragments: Sequence[Fragment]) -> str:
+    """Returns an ID that is equal for the same elements of the same tensors."""
     parts = sorted((f.name, f.slot, f.region.offset, f.region.shape) for f in fragments)
     return xxhash.xxh3_64_hexdigest(repr(parts).encode())

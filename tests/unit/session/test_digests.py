@@ -1,19 +1,20 @@
 """The comparison of a recovered state with the digests of its iteration."""
 
-from moc.session.digests import KnownDigests, LocalPart, compare_digests
+from moc.session.digests import KnownDigests, LocalPart, add_parts, compare_digests
 from moc.state.digests import MODULE
 
-KEPT = LocalPart("chunks", "a", is_kept=True)
-CHANGED = LocalPart("chunks", "b", is_kept=False)
-LOADED = LocalPart("chunks", "a")
-OTHER = LocalPart("chunks", "b")
-REST = LocalPart("others", "c")
+A, B, C = ({"master": value} for value in (2, 4, 3))
+KEPT = LocalPart("chunks", A, is_kept=True)
+CHANGED = LocalPart("chunks", B, is_kept=False)
+LOADED = LocalPart("chunks", A)
+OTHER = LocalPart("chunks", B)
+REST = LocalPart("others", C)
 RIGHT = {("embedding", "master"): 5}
 
 
 def compared(*parts: LocalPart, total=RIGHT, reference=None, **more):
     """The result for one operator."""
-    return compare_digests(7, [{"embedding": part} for part in parts], total, reference, **more)
+    return compare_digests(7, [{"embedding": [part]} for part in parts], total, reference, **more)
 
 
 def test_known_digests_verify_the_complete_state():
@@ -50,6 +51,22 @@ def test_state_of_user_modules_that_a_conversion_omits_is_not_compared():
     total = RIGHT | {("embedding", MODULE): 7}
     assert compared(LOADED, total=total, reference=RIGHT).unverified == ("embedding",)
     assert compared(LOADED, total=total, reference=RIGHT | {("embedding", MODULE): 8}).wrong == ("embedding",)
+
+
+def test_parts_on_any_number_of_workers_add_up_to_the_digest():
+    first, second, both = (
+        LocalPart(name, A, elements={"master": count}) for name, count in (("1", 6), ("2", 4), ("3", 10))
+    )
+    complete = {("embedding", "master"): 10}
+    for parts in ([first, first, second], [second, first]):
+        assert add_parts([{"embedding": [part]} for part in parts], complete) == (
+            {("embedding", "master"): 4},
+            frozenset(),
+        )
+    assert add_parts([{"embedding": [both]}], complete) == ({("embedding", "master"): 2}, frozenset())
+    for parts in ([first], [first, both]):  # some elements are nowhere, or in two parts
+        assert add_parts([{"embedding": [part]} for part in parts], complete)[1] == {"embedding"}
+    assert add_parts([{}], complete)[1] == {"embedding"}
 
 
 def test_few_iterations_are_remembered():
