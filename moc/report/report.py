@@ -204,7 +204,7 @@ def _exact(run: Report) -> str | None:
 
 def _standstills(run: Report) -> str | None:
     lines = (
-        f"{one.generations} after iteration {one.iteration:,}: "
+        f"{one.generations} {'before training' if one.iteration < 0 else f'after iteration {one.iteration:,}'}: "
         + ", ".join(f"device {device} of node {node}" for node, device in one.devices)
         for one in run.standstills
     )
