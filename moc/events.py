@@ -556,7 +556,7 @@ EVENTS = {
         },
         {
             "lost_after": "newest iteration that was completed before the loss, if it is known",
-            "lost_devices": "node and device of the workers lost after it, the newest last: one for each generation",
+            "lost_devices": "node and device of the workers lost without progress, one for each generation",
             "rank": "of the lost worker, if one worker caused it",
             "node": "that was lost, or of the lost worker",
             "signal": "number of the signal that killed the worker",

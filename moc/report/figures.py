@@ -152,7 +152,7 @@ class NoProgress:
     """Generations in a row that lost a worker without progress.
 
     Attributes:
-        iteration: newest iteration that was completed before them.
+        iteration: newest iteration that was completed before them; -1 if none was known.
         generations: their number; the loss that ended the iteration's own generation does not count.
         devices: node and device of the lost workers, each once.
     """
@@ -347,10 +347,10 @@ def _compensated_tokens(boost: Event | None, last: Event) -> tuple[int, int] | N
 
 def list_standstills(events: Sequence[Event]) -> tuple[NoProgress, ...]:
     """Returns the generations without progress from ``generation`` events; each lists the losses before it."""
-    losses = [(event["lost_after"], event["lost_devices"]) for event in events if "lost_after" in event]
+    losses = [(event.get("lost_after", -1), event["lost_devices"]) for event in events if "lost_devices" in event]
     newest = [
         (iteration, devices)
-        for (iteration, devices), (after, following) in pairwise([*losses, (-1, ())])
+        for (iteration, devices), (after, following) in pairwise([*losses, (-2, ())])
         if after != iteration or len(following) <= len(devices)
     ]
     return tuple(

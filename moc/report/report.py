@@ -232,9 +232,9 @@ def _exact(run: Report) -> str | None:
 
 def _standstills(run: Report) -> str | None:
     lines = (
-        f"{standstill.generations} after iteration {standstill.iteration:,}: "
-        + ", ".join(f"device {device} of node {node}" for node, device in standstill.devices)
-        for standstill in run.standstills
+        f"{stop.generations} {'before training' if stop.iteration < 0 else f'after iteration {stop.iteration:,}'}: "
+        + ", ".join(f"device {device} of node {node}" for node, device in stop.devices)
+        for stop in run.standstills
     )
     return "\n".join(lines) or None
 

@@ -446,8 +446,8 @@ class Membership:
         if self._stands_still(worker, iteration):
             return self._end_job(
                 exit_code,
-                f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker after iteration "
-                f"{self._standstill.iteration}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
+                f"{event}, and {len(self._standstill.devices) - 1} generations before lost a worker "
+                f"{self._standstill.moment}, too{self._standstill.where}. Fix: correct what kills workers, or raise "
                 "--max-standstill",
                 code="progress-missing",
                 loss=loss,
@@ -460,7 +460,7 @@ class Membership:
         if self.running or worker.rank_generation == self.generation:
             device = self._broken_devices.device_index(worker)
             self._standstill = self._standstill.after_loss(worker.node, device, iteration)
-        return self._standstill.iteration >= 0 and len(self._standstill.devices) > self.max_standstill
+        return len(self._standstill.devices) > self.max_standstill
 
     def _exit_code_after(self, worker: WorkerRecord, number: int) -> int | None:
         """Returns the job's exit code if a worker killed by a signal is not replaced; otherwise None.

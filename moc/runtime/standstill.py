@@ -1,4 +1,4 @@
-"""Counts generations that lose a worker at one iteration, so that a job without progress ends."""
+"""Counts generations that lose a worker at one iteration or during startup, so that a job without progress ends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Standstill:
     """Losses since the newest iteration that is known to be completed.
 
     Attributes:
-        iteration: this iteration; -1 if none is known, as in programs that report no progress.
-        devices: node and device of the lost workers, one for each generation; only the newest if no iteration is known.
+        iteration: this iteration; -1 if no worker has reported one, as before the first workers have resumed.
+        devices: node and device of the lost workers, one for each generation.
     """
 
     iteration: int = -1
@@ -26,7 +26,7 @@ class Standstill:
         """Returns the state after a loss; ``iteration`` is the newest one that the lost worker has reported, if any."""
         known = self.iteration if iteration is None else max(self.iteration, iteration)
         before = self.devices if known == self.iteration else ()
-        return Standstill(known, (*(before if known >= 0 else ()), (node, device)))
+        return Standstill(known, (*before, (node, device)))
 
     def after_report(self, iteration: int | None) -> Standstill:
         """Returns the state after a survivor of the newest loss has reported its iteration."""
@@ -35,8 +35,14 @@ class Standstill:
         return Standstill(iteration, self.devices[-1:])
 
     def to_message(self) -> dict[str, Any]:
-        """Returns its fields in messages and in events; none if no iteration is known."""
-        return {"lost_after": self.iteration, "lost_devices": list(self.devices)} if self.iteration >= 0 else {}
+        """Returns its fields in messages and in events."""
+        known = {"lost_after": self.iteration} if self.iteration >= 0 else {}
+        return known | {"lost_devices": list(self.devices)}
+
+    @property
+    def moment(self) -> str:
+        """Describes when the workers were lost."""
+        return f"after iteration {self.iteration}" if self.iteration >= 0 else "before training"
 
     @property
     def where(self) -> str:

@@ -30,6 +30,13 @@ def test_a_lost_worker_of_a_module_is_replaced():
     assert code == 0 and output.count("sum 2") == 2 and output.count("was killed by signal 9") == 1, output
 
 
+@pytest.mark.recovery
+def test_a_program_that_dies_at_each_start_ends_the_job():
+    program = str(REPOSITORY / "tests" / "codes" / "mistaken_loop.py")
+    code, output = run("--max-standstill", "1", program, "restarts-exhausted")  # each worker kills itself
+    assert code == 137 and codes_in(output) == ["progress-missing"] and "device 0 of node 0" in output, output
+
+
 def test_a_package_runs_with_its_relative_imports(tmp_path):
     (tmp_path / "program").mkdir()
     for name, text in PACKAGE.items():

@@ -81,15 +81,29 @@ def newest(membership, rank):
     return next(name for name, worker in membership.workers.items() if worker.rank == rank)
 
 
-def test_losses_at_once_and_losses_without_reported_iterations_do_not_count():
+def test_losses_at_once_count_as_one():
     membership, names = running()
-    for name in names:  # all at once
+    for name in names:
         membership.worker_exited(name, -9, iteration=4)
     assert membership.end is None
-    membership, _ = running()
-    for _ in range(10):
-        lose(membership, newest(membership, 2), None)
-    assert membership.end is None
+
+
+@each_row("begin", [begun, running])  # before the workers are connected, and before they report an iteration
+def test_losses_before_training_end_the_job_and_the_first_report_begins_the_count_again(begin):
+    membership, _ = begin()
+    for iteration in (None, None, 0, None, None):  # 0: the workers have resumed
+        assert not membership.end
+        lose(membership, newest(membership, 2), iteration)
+    (end,) = lose(membership, newest(membership, 2), None)
+    assert end.code == 137 and codes_in(end.reason) == ["progress-missing"] and "node 1" in end.reason
+
+    membership, _ = begin()
+    for _ in range(3):
+        assert not membership.end
+        abort, *_ = lose(membership, newest(membership, 2), None)
+    assert "lost_after" not in abort.lost and abort.lost["lost_devices"] == [(1, 0)] * 3
+    (end,) = lose(membership, newest(membership, 2), None)
+    assert codes_in(end.reason) == ["progress-missing"]
 
 
 def breaks(membership, name):
@@ -125,7 +139,10 @@ def test_a_device_that_survives_the_end_of_a_generation_is_well_again():
     membership, names = running()
     name = names[3]
     for number in range(3 * MAX_DEVICE_FAILURES):
-        orders, started = breaks(membership, name) if number % 2 else (membership.worker_exited(names[0], -9), [])
+        if number % 2:
+            orders, started = breaks(membership, name)
+        else:
+            orders, started = membership.worker_exited(names[0], -9, iteration=number), []
         assert not any(isinstance(order, RemoveNode) for order in orders)
         if started:
             (name,) = started
