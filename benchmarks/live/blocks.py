@@ -123,7 +123,8 @@ def clocked(session: type, path: str, half: SecondHalf) -> None:
         wall, computing = (one - other for one, other in zip(now, since, strict=True))
         told = {"wall_s": wall, "code_s": in_code[0], "away_s": wall - computing, **half.take()}
         with open(path, "a") as lines:
-            lines.write(json.dumps({"type": "clocks", "iteration": position.iteration, **told}) + "\n")
+            event = {"type": "clocks", "time": time.time(), "iteration": position.iteration, **told}
+            lines.write(json.dumps(event) + "\n")
         since[:], in_code[0] = now, 0.0
         return position
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from moc.files.event_log import EventFollower
 from moc.store.shard_file import ShardReader
 from moc.store.store import Store, checkpoint_name
 
@@ -96,17 +96,12 @@ class Events:
     """A growing ``events.jsonl``, read incrementally; incomplete lines of killed workers are skipped."""
 
     def __init__(self, path: Path):
-        self.path, self._read, self._rest, self._all = path, 0, b"", []
+        self.path, self._follower, self._all = path, EventFollower(path), []
 
     def all(self) -> list[dict]:
         """Returns every event so far, in order."""
-        if self.path.exists():
-            with open(self.path, "rb") as file:
-                file.seek(self._read)
-                new = file.read()
-            self._read += len(new)
-            *lines, self._rest = (self._rest + new).split(b"\n")
-            self._all += filter(None, map(_loads, lines))
+        while self.path.exists() and (new := self._follower.read()):
+            self._all += new
         return self._all
 
     def of(self, kind: str) -> list[dict]:
@@ -214,8 +209,3 @@ class Job:
         for line in self.process.stdout or ():
             if self._keep(line):
                 self.said.append((time.time(), line.rstrip()))
-
-
-def _loads(line: bytes) -> dict | None:
-    with contextlib.suppress(ValueError):
-        return json.loads(line)

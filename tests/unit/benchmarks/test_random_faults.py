@@ -165,7 +165,7 @@ def told(tmp_path, *stale, lost=0):
     lines = [{"type": "resume", "sources": [[3, "memory"]], "stale": number} for number in stale]
     lines += [{"type": "lost"}] * (len(stale) - lost)
     path = tmp_path / "events.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines))
     return Events(path)
 
 

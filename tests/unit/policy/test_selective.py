@@ -253,17 +253,6 @@ def test_what_copies_lack_is_not_what_memory_lacks():
     assert policy.report.chosen() == {"selective_experts": 2.0, "selective_copies": 1.0, "snapshot_interval": 1}
 
 
-def test_a_state_of_before_there_were_separate_copies_loads():
-    policy = based(Selective(OPERATORS, Every(1), experts=1))
-    take(policy, 2, {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]})
-    state = {
-        name: value for name, value in policy.state_dict().items() if name not in ("copied", "copied_at", "mlt_peers")
-    }
-    other = Selective(OPERATORS, Every(1), experts=1)
-    other.loading(json.loads(json.dumps(state)))()
-    assert other.state == policy.state and other.state.copied_at == policy.state.saved_at
-
-
 @each_row(
     ("moved", "apart", "first"),
     [

@@ -300,14 +300,6 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[FULL]) == 4
 
 
-def test_a_state_saved_before_there_were_gradients_is_known():
-    state = policy(bytes=1 * STATES).state_dict()
-    del state["bases"]
-    one = policy(bytes=1 * STATES)
-    one.loading(state)()
-    assert details(one.plan(2, loads(9, 5, 3, 1)))[FULL]
-
-
 def test_storage_gets_states_alone_and_chains_go_on():
     one = policy(bytes=2 * STATES)
     one.storage.on_write_begun(full_plan(one, 1))
