@@ -8,7 +8,7 @@ learning rates and weight decay is compared by its state, since a run may contin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +23,16 @@ from megatron.pretraining.config import Config, global_batch_size, train_iterati
 from megatron.pretraining.config.deterministic import is_exact, promises_bits
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
-from megatron.pretraining.data.identity import DATA, DataIdentity, changes_since, identity_of, join_phrases, same_words
+from megatron.pretraining.config.world import data_parallel_size
+from megatron.pretraining.data.identity import (
+    DATA,
+    DataIdentity,
+    changes_since,
+    identity_of,
+    join_phrases,
+    reordered,
+    same_words,
+)
 from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.owned import get_step, members
 from megatron.pretraining.model.parameters import unwrap
@@ -249,39 +258,62 @@ def _products(config: Config) -> str | None:
 def warn_of_other_samples(
     config: Config, world: World, data: DataIdentity | None, saved: Mapping, say: Callable[[str], None]
 ) -> None:
-    """Warns of each setting that differs from the saved run and changes the order of samples.
+    """Warns of each setting that differs from the saved run and changes the samples, or of another order without one.
 
     Data at another path are the same if their contents are.
     """
-    before = saved.get("sample_order") or {}
+    before, there, changed = saved.get("sample_order") or {}, identity_of(saved), False
     for name, value in sample_order(config, world).items():
         if name not in before or before[name] == value:
             continue
-        if name.endswith("data_path") and same_words(before[name], identity_of(saved), value, data):
+        if name.endswith("data_path") and same_words(before[name], there, value, data):
             continue
+        changed = True
         say(
-            f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {value}: the order of samples "
-            "changes from here on, and some may be read twice or never"
+            f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {short_repr(value)}: the order "
+            "or the contents of samples change from here on, and some may be read twice or never"
+        )
+    if not changed and there is not None and data is not None and (prefixes := reordered(there, data)):
+        say(
+            f"WARNING: the samples of {join_phrases(prefixes)} have another order than in the saved run: some may be "
+            "read twice or never"
         )
 
 
 def sample_order(config: Config, world: World) -> dict:
-    """Returns the settings that determine the order of samples; megatron-core shuffles all epochs of a run together."""
+    """Returns the settings that determine samples and their order; megatron-core shuffles all epochs of a run together.
+
+    A cyclic loader gives each data-parallel rank a part of the data, so its order depends on their number.
+    """
     data, batch = config.data, global_batch_size(config, world.size)
-    return {
+    found = {
         "seed": config.rng.seed,
         "train_samples": train_iterations(config, world.size) * batch,
         "seq_length": data.seq_length,
         "split": data.split,
         "data_path": list(data.data_path or ()),
         "train_data_path": list(data.train_data_path or ()),
+        "mock_data": data.mock_data,
     }
+    if config.tokenizer.tokenizer_type == "NullTokenizer":  # its end of a document is the last id
+        found["vocab_size"] = config.tokenizer.vocab_size
+    found |= _values(config, _SAMPLES)
+    if found.get("dataloader_type") == "cyclic":
+        ranks = data_parallel_size(config, world.size)
+        found["micro_batch_of_all_workers"] = config.training.micro_batch_size * ranks
+    return found
 
 
 def _plain(state: dict) -> dict:
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
+_SAMPLES = """
+    dataloader_type data_sharding mid_level_dataset_surplus reset_position_ids reset_attention_mask eod_mask_loss
+    dataloader_inter_document_masking allow_ambiguous_pad_tokens sft fim_data fim_rate fim_spm_rate fim_split_sample
+    fim_fragment_rate fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token fim_pad_token fim_eod_token
+    """.split()
+"""Names of further flags that determine samples or their order."""
 KEY = "repeated"
 """The key of the flags in a snapshot's state."""
 _UPDATES = """
@@ -305,9 +337,14 @@ _POSITION = "num_steps"
 
 def repeated(config: Config) -> dict[str, Any]:
     """Returns the flags that determine this run's gradients and updates, by name, as values of JSON."""
+    return _values(config, _NAMES)
+
+
+def _values(config: Config, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the flags of our groups or of Megatron-LM that a run has, by name, as values of JSON."""
     places = [*(getattr(config, group) for group in group_classes()), getattr(config, "arguments", None)]
     found = {}
-    for name in _NAMES:
+    for name in names:
         owner = next((place for place in places if hasattr(place, name)), None)
         if owner is not None:
             found[name] = getattr(owner, name)

@@ -188,6 +188,7 @@ class DataFlags(FlagGroup):
     train_data_path: Sequence[str] | None
     split: str | None
     mock_data: bool
+    dataloader_type: str | None
     data_cache_path: str | None
     seq_length: int
     allow_changed_data: bool = flag(

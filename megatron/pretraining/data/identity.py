@@ -273,6 +273,16 @@ def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list
     return found
 
 
+def reordered(saved: DataIdentity, here: DataIdentity) -> list[str]:
+    """Returns the paths of training data with known indices in both runs, whose contents are equal and order is not."""
+    there = {one.fingerprint: one.order for one in saved.sources if one.split == TRAIN}
+    return [
+        one.prefix
+        for one in here.sources
+        if one.split == TRAIN and None not in (one.order, before := there.get(one.fingerprint)) and before != one.order
+    ]
+
+
 def join_phrases(phrases: Sequence[str]) -> str:
     """Joins the first phrases, and counts the others."""
     more = len(phrases) - _SHOWN

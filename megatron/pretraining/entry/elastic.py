@@ -65,6 +65,12 @@ def _check_batch(config: Config, problems: Problems) -> None:
         "add it",
         code="elastic-needs-flag",
     )
+    problems.refuse(
+        config.data.dataloader_type == "cyclic",
+        "--elastic reads samples in an order that does not depend on the number of workers. Fix: drop "
+        "--dataloader-type cyclic",
+        code="elastic-excludes-flag",
+    )
 
 
 def _check_experts(config: Config, problems: Problems) -> None:

@@ -37,6 +37,7 @@ REFUSED = [
         f"{ELASTIC} --moe-token-dispatcher-type flex",
         "elastic-excludes-flag --moe-token-dispatcher-type",
     ),
+    (f"{ELASTIC} --dataloader-type cyclic", "elastic-excludes-flag --dataloader-type"),
     (f"{ELASTIC} --moe-permute-fusion", "elastic-excludes-flag megatron-options-refused --moe-permute-fusion"),
     (
         f"{ELASTIC} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
