@@ -256,6 +256,20 @@ def changes_since(saved: Mapping, here: DataIdentity | None, split: str = TRAIN)
     return [] if there is None or here is None else changes(there, here, split)
 
 
+def reordered_since(saved: Mapping, here: DataIdentity | None, split: str = TRAIN) -> list[str]:
+    """Returns phrases about data of a split that were saved with another order of samples; contents are equal."""
+    there = identity_of(saved)
+    if there is None or here is None:
+        return []
+    before, now = (
+        [(one.fingerprint, one.order) for one in each.sources if one.split == split and one.order is not None]
+        for each in (there, here)
+    )
+    if Counter(before) == Counter(now) or not before or not now:
+        return []
+    return ["the order of samples is another one (--train-iters, --train-samples, --seed, --seq-length, --split)"]
+
+
 def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list[str]:
     """Returns phrases about datasets of a split that a saved run read and this one does not, or the reverse; pure.
 
