@@ -8,6 +8,7 @@
     replay       by some stages: the last iteration lacks an all-reduce, so the one before must have its digests
     resize       survivors of another number of workers: their parts add up to the digests of the complete state
     move         the digests of the complete state must not change
+    scalars      schedule, loss scale and counters that a worker keeps must have the hashes of their iteration
 
 :mod:`moc.state.digests` defines the digest.
 """
@@ -16,11 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+import xxhash
 from torch import Tensor
 
 from moc.background import background
@@ -41,7 +46,9 @@ from moc.state.digests import (
     to_text,
     total_of,
 )
+from moc.state.interface import TrainingState
 from moc.state.operators import Detail, Fragment
+from moc.state.record import Position
 from moc.store.errors import CheckpointError
 from moc.store.manifest import StateDigests
 
@@ -56,17 +63,41 @@ class KnownDigests:
         own: iteration and sums of this worker's part of the state, replicas included, by key.
         totals: by iteration, the digests of the complete state.
         elements: elements of the complete state, by key.
+        scalars: iteration, hashes of this worker's non-tensor state by name, and updates of its operators.
     """
 
     own: tuple[int, Mapping[Key, int]] | None = None
     totals: dict[int, Mapping[Key, int]] = field(default_factory=dict)
     elements: Mapping[Key, int] = field(default_factory=dict)
+    scalars: tuple[int, Mapping[str, str], Mapping[str, int]] | None = None
 
     def add(self, iteration: int, total: Mapping[Key, int]) -> None:
         """Adds the digests of an iteration, and drops the oldest beyond the limit."""
         self.totals[iteration] = total
         for older in sorted(self.totals)[:-_MOST]:
             del self.totals[older]
+
+    def changed_scalars(self, iteration: int, scalars: Mapping[str, Any], updates: Mapping[str, int]) -> list[str]:
+        """Returns the names of non-tensor state that has changed since this worker remembered it.
+
+        Args:
+            iteration: iteration of the state.
+            scalars: the state by name; names that were not remembered are ignored.
+            updates: by operator, the updates that its moments have seen.
+        """
+        if self.scalars is None or self.scalars[0] != iteration:
+            return []
+        _, hashes, counts = self.scalars
+        now = hash_values({name: scalars[name] for name in hashes if name in scalars})
+        changed = [name for name in now if now[name] != hashes[name]]
+        return changed + [f"updates of {name}" for name in updates if counts.get(name, updates[name]) != updates[name]]
+
+
+def hash_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the xxh3-64 of each JSON-compatible value."""
+    return {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()) for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -187,6 +218,19 @@ def add_parts(
     return total, frozenset(names.intersection(differing_operators(there, elements)))
 
 
+def unlike_masters(state: TrainingState) -> set[str]:
+    """Returns the operators on this rank with 16-bit weights that are not their rounded masters."""
+    masters = {(one.name, one.region): one.view for one in state.fragments(state.operators(), Detail.MASTER)}
+    found = set()
+    for fragment in state.fragments(state.operators(), Detail.COMPUTE):
+        weights, master = fragment.view.view(-1), masters.get((fragment.name, fragment.region))
+        if master is None or weights.itemsize != 2 or master.dtype != torch.float32:
+            continue
+        if not torch.equal(weights.view(torch.int16), master.view(-1).to(weights.dtype).view(torch.int16)):
+            found.add(fragment.operator)
+    return found
+
+
 def named(operators: Sequence[str]) -> str:
     """Returns up to three operators for a message."""
     more = f" and {len(operators) - 3} more operators" if len(operators) > 3 else ""
@@ -233,6 +277,12 @@ class Digests(CommitParticipant):
             self._set(iteration, self._digest.compute())
         else:
             self._sums, self._is_pending = (iteration, self._thread.submit(self._digest.compute)), True
+
+    def remember_scalars(self, position: Position) -> None:
+        """Hashes this worker's state at a position that is not tensors: schedule, loss scale, counters."""
+        if self._interval:
+            hashes = hash_values(self._engine.scalars(position))
+            self._known.scalars = position.iteration, hashes, self._engine.state.steps()
 
     def wait(self) -> None:
         """Waits until the state has been read."""
@@ -396,7 +446,7 @@ class Digests(CommitParticipant):
         self, sums: Mapping[Key, int], own: Mapping[Key, int] | None, by_chunk: bool
     ) -> dict[str, list[LocalPart]]:
         """Returns this worker's part of each operator; with ``by_chunk``, each of its tensor chunks."""
-        changed = None if own is None else set(differing_operators(sums, own))
+        changed = None if own is None else {*differing_operators(sums, own), *unlike_masters(self._engine.state)}
         parts: dict[str, list[LocalPart]] = defaultdict(list)
         if by_chunk:
             for fragment, value in chunk_sums(self._fragments()):

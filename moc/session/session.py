@@ -169,6 +169,7 @@ class Session(CommitParticipant):
         saving.reserve(first=not any(gather(mine is not None or engine.world.job.is_restart)))
         saving.begin_again()
         self._running = parts, saving
+        parts.digests.remember_scalars(self.position)
 
     @property
     def policy(self) -> Policy | None:
@@ -232,7 +233,9 @@ class Session(CommitParticipant):
             CheckpointError: on all workers: a snapshot could not be saved.
         """
         if self._running is not None:
-            self._running[1].begin_if_planned(self.position, self.record)
+            parts, saving = self._running
+            parts.digests.remember_scalars(self.position)
+            saving.begin_if_planned(self.position, self.record)
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
@@ -251,6 +254,7 @@ class Session(CommitParticipant):
         with parts.digests.moving(self.position.iteration):
             yield
             parts.contents.renew(holdings_of(self._engine, parts.policy))
+        parts.digests.remember_scalars(self.position)  # which include the placement of experts
 
     def finish(self) -> None:
         """Waits until every snapshot is committed in each of its tiers."""

@@ -1,7 +1,9 @@
 """The program, in which one bit of one worker's state changes; it ends as ``held_pretrain_gpt_moe.py`` does.
 
-``TEST_FLIP`` has the worker, the iteration and the moment: ``saved``, before the snapshot of this iteration is copied,
-or ``kept``, afterwards.  The digest of the iteration is computed before either.
+``TEST_FLIP`` has worker, iteration, moment, and a seed, which draws tensor and bit.  Moments: ``saved``, before
+the snapshot of this iteration is copied; ``kept``, afterwards; ``weights`` and ``schedule``, afterwards in the weights
+that the model computes with, and in the schedule of learning rates.  The digest of the iteration is computed before.
+With ``TEST_LOSES``, the program also does what ``losing_pretrain_gpt_moe.py`` does.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from pathlib import Path
 import pretrain_gpt_moe as program
 from pretrain_gpt_moe import warm_up
 from tests.integration.held_pretrain_gpt_moe import hold
+from tests.integration.losing_pretrain_gpt_moe import lose_whole_nodes, tell_state
 
 
-def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
+def flip_a_bit(worker: int, iteration: int, moment: str, seed: int = 0) -> None:
     """Changes one bit of the state, once in a job."""
     import torch
 
@@ -29,10 +32,14 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
         engine = session._engine
         if engine.world.rank == worker and session.position.iteration == iteration and not flipped.exists():
             session._running[0].digests.wait()
-            chunks = list(engine.state.fragments(engine.state.operators(), Detail.FULL))
-            chunk = random.Random(worker).choice(chunks)
+            if moment == "schedule":
+                engine._stepper.scheduler.num_steps ^= 4
+                flipped.write_text("scheduler")
+                return
+            detail, chance = Detail.COMPUTE if moment == "weights" else Detail.FULL, random.Random(seed)
+            chunk = chance.choice(list(engine.state.fragments(engine.state.operators(), detail)))
             data = chunk.view.view(-1).view(torch.uint8)
-            data[random.Random(iteration).randrange(len(data))] ^= 4
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
             flipped.write_text(chunk.operator)
 
     if moment == "saved":
@@ -53,7 +60,10 @@ def flip_a_bit(worker: int, iteration: int, moment: str) -> None:
 
 if __name__ == "__main__":
     warm_up()
-    worker, iteration, moment = os.environ["TEST_FLIP"].split()
-    flip_a_bit(int(worker), int(iteration), moment)
+    worker, iteration, moment, *seed = os.environ["TEST_FLIP"].split()
+    flip_a_bit(int(worker), int(iteration), moment, *map(int, seed))
+    if "TEST_LOSES" in os.environ:
+        lose_whole_nodes()
+        tell_state(Path(os.environ["TEST_MAY_END"]).parent)
     hold(Path(os.environ["TEST_MAY_END"]))
     sys.exit(program.main())

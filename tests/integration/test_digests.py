@@ -1,6 +1,7 @@
 """Recoveries verify the restored state by the digests of its iteration, and do not use state that has changed."""
 
 import json
+import random
 import re
 import shutil
 
@@ -18,6 +19,7 @@ from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_precision import BF16
 from tests.integration.tiny import DEEP, EXPERT_BIAS, FLAGS, FOUR, LAYOUTS
+from tests.shared import ALL
 from tests.worlds import WorldFailed, run_world
 
 PROGRAM = "tests/integration/flipping_pretrain_gpt_moe.py"
@@ -26,7 +28,7 @@ LAST, SAVED = 14, 7
 EACH = dict(ckpt_policy="full", snapshot_interval=1, train_iters=LAST)
 LAYOUTS_OF_ALL_KINDS = ("1", "DP2", "DP4xEP2", "EP4", "TP2xEP2", "PP2xTP2", "PP2", "PP4", "interleaved")
 OPERATORS = 30
-CASES = {
+CASES: dict[str, tuple[str, str, dict, str]] = {
     "kept by a survivor": ("DP2", "0 7 kept", dict(ckpt_tier="memory"), "kill rank=1 iteration=8 point=before_commit"),
     "kept by a replica": (
         "DP2",
@@ -34,6 +36,13 @@ CASES = {
         dict(ckpt_tier="memory", use_distributed_optimizer=False),
         "kill rank=0 iteration=8 point=before_commit",
     ),
+    "schedule": (
+        "DP2",
+        "0 7 schedule",
+        dict(ckpt_tier="memory", use_distributed_optimizer=False),
+        "kill rank=1 iteration=8 point=before_commit",
+    ),
+    "weights": ("DP2", "0 7 weights", BF16 | dict(ckpt_tier="memory"), "kill rank=1 iteration=8 point=before_commit"),
     "kept, all snapshots older": (
         "PP2",
         "0 7 kept",
@@ -43,6 +52,28 @@ CASES = {
     "saved in memory": ("PP2", "0 7 saved", dict(ckpt_tier="memory"), "kill rank=0 iteration=8 point=before_commit"),
     "saved on disk": ("EP2", "1 7 saved", BF16, "kill ranks=0,1 iteration=9 point=before_commit"),
 }
+
+
+DRAWN_LAYOUTS = ("DP2", "EP2", "PP2", "TP2", "interleaved")
+DRAWN_FLAGS: tuple[dict, ...] = ({}, BF16, BF16 | EXPERT_BIAS, EXPERT_BIAS, dict(use_distributed_optimizer=False))
+
+
+def drawn(seed: int) -> tuple[str, str, dict, str]:
+    """Draws layout, flags, tier, moment, tensor and bit of a case."""
+    chance = random.Random(seed)
+    layout, flags = chance.choice(DRAWN_LAYOUTS), chance.choice(DRAWN_FLAGS)
+    moment = chance.choice(("kept", "saved", "weights"))
+    if moment == "weights":
+        flags = BF16 | flags
+    if moment == "saved":
+        tier, which = chance.choice(("disk", "memory")), "ranks=0,1"
+    else:
+        tier, which = "memory", "rank=1"
+    fault = f"kill {which} iteration={9 if moment == 'saved' else 8} point=before_commit"
+    return layout, f"0 7 {moment} {seed}", flags | dict(ckpt_tier=tier), fault
+
+
+CASES |= {f"drawn {seed}": drawn(seed) for seed in (range(12) if ALL else ())}
 
 
 @pytest.mark.recovery

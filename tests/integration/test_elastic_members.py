@@ -34,6 +34,7 @@ HOW = {  # name: flags
     "domains": dict(elastic_domain=2),
     "pec, ZeRO, bf16": ZERO | dict(ckpt_policy="pec", pec_k=1, snapshot_interval=3, bf16=True),
 }
+FLIPPING = "tests/integration/flipping_pretrain_gpt_moe.py"
 AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decides who completes what
 
 
@@ -62,6 +63,20 @@ def test_nodes_are_lost_and_come_back(data, tmp_path, how):
     assert [event["nodes"] for event in job.events("migration")] == [2, 4]  # that to three was cut off
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
     assert {event["plt"] for event in job.events("lost")} <= {0.0}  # of policies that count lost tokens
+
+
+def test_a_changed_bit_is_found_with_fewer_nodes(data, tmp_path, monkeypatch):
+    """A survivor whose state has changed takes it from the other, though all replicas move afterwards."""
+    monkeypatch.setenv("TEST_FLIP", "0 7 kept")
+    monkeypatch.setenv("TEST_LOSES", "1")
+    faults, of_job = ["kill node=1 iteration=8 point=before_commit"], dict(layout="DP3", elastic_slots=4)
+    with job_of(data, tmp_path, faults, program=FLIPPING, **of_job) as job:
+        assert job.wait() == 0, job.console[-4000:]
+    (warning,) = [line for line in job.console.splitlines() if "state-digest-differs" in line]
+    assert (tmp_path / "job" / "flipped").read_text() in warning
+    (resumed,) = job.events("resume")
+    assert (resumed["iteration"], resumed["unverified"], resumed["wrong"]) == (7, [], []) and resumed["verified"]
+    assert_as_of_fixed_members(job, data, **of_job)
 
 
 @pytest.fixture

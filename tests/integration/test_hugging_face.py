@@ -49,9 +49,10 @@ def values(path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_either_format_becomes_the_same_directory(name, trained, tmp_path):
+def test_either_format_becomes_the_same_directory(name, trained, tmp_path, capsys):
     convert(trained / name / "saved", tmp_path / "hf", "--to", "hf", "--verify")
     convert(trained / name / "snapshots", tmp_path / "other", "--to", "hf", "--verify")
+    assert "not verified" not in capsys.readouterr().err
     files = [path.name for path in (tmp_path / "hf").iterdir() if path.name != "conversion.json"]
     assert sorted(files) == ["config.json", "model.safetensors"]
     for file in files:
@@ -93,10 +94,11 @@ def transformers_program(command, directory):
 
 
 @needs_transformers
-def test_a_converted_model_generates_as_its_source(tmp_path):
+def test_a_converted_model_generates_as_its_source(tmp_path, capsys):
     transformers_program("make", tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "back", "--to", "hf", "--verify")
+    assert "dense/iter_0000000 is not verified: it has no digests" in capsys.readouterr().err
     wanted = json.loads(transformers_program("generate", tmp_path / "source"))
     assert 0 < len(wanted["new"]) <= 10 and wanted["new"][-1] in wanted["ends"]
     assert json.loads(transformers_program("generate", tmp_path / "back")) == wanted

@@ -30,7 +30,7 @@ from megatron.pretraining.data.identity import (
     changes_since,
     identity_of,
     join_phrases,
-    reordered,
+    reordered_since,
     same_words,
 )
 from megatron.pretraining.engine.optimizer import CommitOptimizer
@@ -273,7 +273,7 @@ def warn_of_other_samples(
             f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {short_repr(value)}: the order "
             "or the contents of samples change from here on, and some may be read twice or never"
         )
-    if not changed and there is not None and data is not None and (prefixes := reordered(there, data)):
+    if not changed and (prefixes := reordered_since(saved, data)):
         say(
             f"WARNING: the samples of {join_phrases(prefixes)} have another order than in the saved run: some may be "
             "read twice or never"
@@ -318,17 +318,45 @@ KEY = "repeated"
 """The key of the flags in a snapshot's state."""
 _UPDATES = """
     clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum decoupled_weight_decay decoupled_lr decoupled_min_lr
-    muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
+    muon_momentum muon_use_nesterov muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor
+    muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type muon_tp_mode muon_scalar_optimizer lion_beta1 lion_beta2
+    apply_wd_to_qk_layernorm no_weight_decay_cond_type freeze_all_layers iterations_to_skip use_mup mup_width_mult
+    loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis use_precision_aware_optimizer
+    main_grads_dtype qk_clip qk_clip_alpha qk_clip_threshold
     """
 _GRADIENTS = """
-    attention_dropout hidden_dropout calculate_per_token_loss norm_epsilon rotary_base rotary_percent rotary_interleaved
-    rotary_scaling_factor attention_softmax_in_fp32 apply_query_key_layer_scaling fp32_residual_connection
-    accumulate_allreduce_grads_in_fp32 window_size softmax_scale mtp_loss_scaling_factor reset_position_ids
-    reset_attention_mask eod_mask_loss moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff
-    moe_z_loss_coeff moe_router_dtype moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
-    moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
-    moe_router_quantile_balancing_ema moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-    moe_token_drop_policy correct
+    seed micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule seq_length split mock_data
+    attention_dropout hidden_dropout calculate_per_token_loss norm_epsilon layernorm_zero_centered_gamma
+    apply_residual_connection_post_layernorm position_embedding_type use_rotary_position_embeddings rotary_base
+    rotary_percent rotary_interleaved rotary_scaling_factor rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor rope_type no_rope_freq mrope_section yarn_original_max_position_embeddings yarn_beta_fast
+    yarn_beta_slow yarn_correction_range_round_to_int mscale mscale_all_dim attention_softmax_in_fp32 softmax_type
+    apply_query_key_layer_scaling qk_l2_norm attention_output_gate fp32_residual_connection window_size
+    window_attn_skip_freq softmax_scale openai_gelu squared_relu quick_geglu onnx_safe activation_func_clamp_value
+    glu_linear_offset transformer_impl spec attention_backend flash_attention_version use_flash_attn
+    masked_softmax_fusion bias_gelu_fusion bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion
+    fused_residual_rmsnorm normalization te_precision_config_file dataloader_type moe_mlp_glu_interleave_size
+    use_fused_weighted_squared_relu use_te_activation_func no_persist_layer_norm cross_entropy_loss_fusion
+    cross_entropy_fusion_impl gradient_accumulation_fusion disable_jit_fuser batch_invariant_mode
+    mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
+    fp16_lm_cross_entropy disable_bf16_reduced_precision_matmul te_rng_tracker accumulate_allreduce_grads_in_fp32
+    grad_reduce_in_bf16 ddp_average_in_collective ddp_reduce_scatter_with_fp32_accumulation gradient_reduce_div_fusion
+    ddp_param_name_patterns_for_fp32_local_accumulation zero_communication_dtype zero_grad_accum_dtype
+    mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
+    recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations
+    distribute_saved_activations moe_layer_recompute
+    fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_output_proj
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp4 fp4_recipe
+    reset_position_ids reset_attention_mask eod_mask_loss create_attention_mask_in_dataloader
+    dataloader_inter_document_masking fim_data fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix
+    sft logits_load_dir logits_load_kd_loss_alpha
+    moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
+    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_quantile_balancing_ema
+    moe_router_force_load_balancing moe_router_force_biased moe_router_fusion moe_router_padding_for_quantization
+    moe_router_padding_for_fp8 moe_enable_routing_replay moe_input_jitter_eps moe_expert_capacity_factor
+    moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
+    moe_token_dispatcher_type moe_permute_fusion moe_grouped_gemm moe_shared_expert_overlap correct
     """
 _NAMES = (*_UPDATES.split(), *_GRADIENTS.split())
 _POSITION = "num_steps"
@@ -371,7 +399,10 @@ def check_replay(
     here, there = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in here.items() if name in there and there[name] != value]
     changes = [f"{dashed(name)} is {short_repr(there[name])} there and {short_repr(here[name])} here" for name in names]
-    changes += changes_since(saved, data)
+    changes += changes_since(saved, data) or [
+        f"the samples of {prefix} have another order (--train-iters, --train-samples, --seed, --seq-length, --split)"
+        for prefix in reordered_since(saved, data)
+    ]
     if not config.learning_rate.use_checkpoint_opt_param_scheduler:
         schedule, stored = scheduler.state_dict(), saved["scheduler"]
         if any(stored.get(name, value) != value for name, value in schedule.items() if name != _POSITION):

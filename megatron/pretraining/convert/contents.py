@@ -20,6 +20,7 @@ import torch
 from moc.errors import cause_of, code_of
 from moc.inspect.coverage import PARAM, missing_operators, operator_or_other, required_slots
 from moc.policy import is_window_policy
+from moc.session.digests import named
 from moc.state.digests import MASK, ChunkDigest, Key, differing_operators, digest_slot, to_text
 from moc.state.operators import MODULE_STATE, Detail, Region, is_module_state, regions_of_range
 from moc.store import store
@@ -215,6 +216,14 @@ def check_digests(contents: ConvertedState, where: Path) -> None:
         sums.read(box)
     if wrong := differing_operators(sums.total(), contents.digests):
         raise state_error(where, wrong)
+
+
+def describe_unverified(contents: ConvertedState, where: Path) -> str:
+    """Returns a sentence about operators of a checkpoint without digests; empty if all have digests."""
+    if not contents.digests:
+        return f"{where} is not verified: it has no digests"
+    others = sorted({*contents.operators} - {operator for operator, _ in contents.digests})
+    return f"{where} is not verified completely: {named(others)} have no digests" if others else ""
 
 
 def check_written(sums: Iterable[DigestSums], contents: ConvertedState, where: Path) -> dict[Key, int]:

@@ -233,12 +233,13 @@ def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
 
 
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole
+    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole, describe_unverified
     from megatron.pretraining.convert.dense import DenseContents, write_dense
     from megatron.pretraining.convert.snapshot import contents_of, write_snapshot
 
     with progress(_size(directory), "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, target == TORCH_DIST, advance)
+    remark = describe_unverified(contents, directory)
     dense = contents if isinstance(contents, DenseContents) else None
     dtype = DTYPES.get(_dtype(contents.facts.state.get("params_dtype"), args.dtype) or "")
     if args.no_optim:
@@ -258,8 +259,8 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
         else:
             file_bytes = (args.max_file_size or 1024) * 10**6
             written = write_dense(contents, args.output, writers, dtype, file_bytes, advance)
-    if not contents.digests:
-        print_lines(f"{directory} is not verified: it has no digests", error=True)
+    if remark:
+        print_lines(remark, error=True)
     return written
 
 

@@ -256,6 +256,24 @@ def changes_since(saved: Mapping, here: DataIdentity | None, split: str = TRAIN)
     return [] if there is None or here is None else changes(there, here, split)
 
 
+def reordered_since(saved: Mapping, here: DataIdentity | None) -> list[str]:
+    """Returns the paths of training data whose contents are those of a saved run, in another order of samples.
+
+    Data without a known index in both runs are not compared.  Equal files in a blend are a set of orders.
+    """
+    there = identity_of(saved)
+    if there is None or here is None:
+        return []
+    before = {(source.fingerprint, source.order) for source in there.sources if source.split == TRAIN}
+    known = {fingerprint for fingerprint, order in before if order is not None}
+    return [
+        source.prefix
+        for source in here.sources
+        if source.split == TRAIN and source.order is not None and source.fingerprint in known
+        if (source.fingerprint, source.order) not in before
+    ]
+
+
 def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list[str]:
     """Returns phrases about datasets of a split that a saved run read and this one does not, or the reverse; pure.
 
@@ -271,16 +289,6 @@ def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list
     if split == TRAIN and None not in (saved.vocabulary, here.vocabulary) and saved.vocabulary != here.vocabulary:
         found.append("the tokenizer has another vocabulary")
     return found
-
-
-def reordered(saved: DataIdentity, here: DataIdentity) -> list[str]:
-    """Returns the paths of training data with known indices in both runs, whose contents are equal and order is not."""
-    there = {one.fingerprint: one.order for one in saved.sources if one.split == TRAIN}
-    return [
-        one.prefix
-        for one in here.sources
-        if one.split == TRAIN and None not in (one.order, before := there.get(one.fingerprint)) and before != one.order
-    ]
 
 
 def join_phrases(phrases: Sequence[str]) -> str:

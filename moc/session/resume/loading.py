@@ -164,6 +164,7 @@ class SnapshotLoader:
                 synchronize_all(self._world)
                 if mine is not None:  # in case of another loss before training resumes
                     mine.live, mine.lacking = LiveState(position_of(saved), saved), frozenset()
+                    mine.digests.scalars = None  # those of the session that was interrupted
                 return ResumeResult(plan, position_of(saved), _record(saved), held)
             self._rebuilder.tell(cut_off=True)
             for damage in bad.values():

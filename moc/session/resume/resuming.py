@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 from moc.background import within
+from moc.errors import warning
 from moc.policy import recovers_exactly
 from moc.recovery.expert_versions import Carrier
 from moc.recovery.inventory import experts_staying, in_storage_alone, is_of, newest_full, staying
@@ -54,6 +55,7 @@ def resume(
         CheckpointError: on all workers: no complete snapshot was found, or the model differs.
         NoRecoveryPoint: there is no snapshot, and the model has been trained since it was built.
     """
+    _discard_changed(engine, remains, log)
     mine, left = remains if remains.trained else None, survivors(remains, engine)
     if left.again:
         only = None
@@ -97,6 +99,26 @@ def resume(
     run_on_all(lambda: parts.saver.remove_leftovers(leads, node), "cannot tidy up old buffers")
     _tidy_up(parts, start, storage=tidies and loader.has_listed_storage)
     return dataclasses.replace(start, has_listed_storage=loader.has_listed_storage)
+
+
+def _discard_changed(engine: Engine, remains: LocalRemains, log: Listener) -> None:
+    """Discards the kept state of workers whose schedule, loss scale or counters have changed; a collective call."""
+    live, changed = remains.live if remains.trained else None, []
+    if live is not None:
+        changed = remains.digests.changed_scalars(live.position.iteration, live.state, engine.state.steps())
+    of_ranks = {rank: names for rank, names in enumerate(gather(changed)) if names}
+    if not of_ranks:
+        return
+    if changed:
+        remains.live = None
+    names, workers = ", ".join(sorted(set().union(*of_ranks.values()))), ", ".join(map(str, of_ranks))
+    log.message(
+        warning(
+            f"{names} of workers {workers} changed after the last iteration, so that they do not use the state that "
+            "they have kept. Fix: test the memory of their nodes",
+            code="state-digest-differs",
+        )
+    )
 
 
 def has_gone_back(tiers: Tiers, iteration: int) -> bool:

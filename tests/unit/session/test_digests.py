@@ -1,7 +1,14 @@
 """The comparison of a recovered state with the digests of its iteration."""
 
-from moc.session.digests import KnownDigests, LocalPart, add_parts, compare_digests
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moc.session.digests import KnownDigests, LocalPart, add_parts, compare_digests, hash_values, unlike_masters
 from moc.state.digests import MODULE
+from moc.state.operators import Detail, Region
 
 A, B, C = ({"master": value} for value in (2, 4, 3))
 KEPT = LocalPart("chunks", A, is_kept=True)
@@ -67,6 +74,38 @@ def test_parts_on_any_number_of_workers_add_up_to_the_digest():
     for parts in ([first], [first, both]):  # some elements are nowhere, or in two parts
         assert add_parts([{"embedding": [part]} for part in parts], complete)[1] == {"embedding"}
     assert add_parts([{}], complete)[1] == {"embedding"}
+
+
+class Weights:
+    """A state of one tensor with 16-bit weights and fp32 masters."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.master = torch.tensor([1.001, float("nan"), -3.3])
+        self.param = self.master.to(dtype)
+
+    def operators(self):
+        return ["embedding"]
+
+    def fragments(self, operators, detail):
+        view = self.master if detail is Detail.MASTER else self.param
+        yield SimpleNamespace(name="w", region=Region((0,), (3,)), operator="embedding", view=view)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_do_not_follow_from_masters_are_named(dtype):
+    state: Any = Weights(dtype)
+    assert unlike_masters(state) == set()
+    state.param.view(torch.int16)[1] ^= 1  # also of a NaN
+    assert unlike_masters(state) == {"embedding"}
+
+
+def test_changed_schedules_and_counters_are_named():
+    state, updates = {"scheduler": {"num_steps": 14}, "grad_scaler": None}, {"embedding": 7}
+    known = KnownDigests(scalars=(7, hash_values(state), updates))
+    assert known.changed_scalars(7, state | {"ledger": 1}, {"embedding": 7, "output": 3}) == []
+    assert known.changed_scalars(7, state | {"scheduler": {"num_steps": 15}}, updates) == ["scheduler"]
+    assert known.changed_scalars(7, state, {"embedding": 3}) == ["updates of embedding"]
+    assert known.changed_scalars(8, {}, {}) == []  # of another iteration
 
 
 def test_few_iterations_are_remembered():

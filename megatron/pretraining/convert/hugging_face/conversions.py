@@ -24,7 +24,7 @@ import numpy
 import torch
 import yaml
 
-from megatron.pretraining.convert.contents import DTYPE_NAMES, DTYPES, check_whole
+from megatron.pretraining.convert.contents import DTYPE_NAMES, DTYPES, check_whole, describe_unverified
 from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.hugging_face import CONFIG
 from megatron.pretraining.convert.hugging_face.families import family_for, family_named, family_of
@@ -346,6 +346,7 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     refuse_existing(args.output)
     with progress(0, "verifying") as advance:
         contents = contents_of(directory, args.allow_stale, args.trust, advance=advance)
+    remark = describe_unverified(contents, directory)
     state = contents.facts.state
     said = args.dtype or state.get("params_dtype")
     dtype = DTYPES.get(said or "")
@@ -361,7 +362,7 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     size = (args.max_file_size or _EXPORT_FILE_MB) * 10**6
     with progress(total * (2 if args.verify else 1), "converting") as advance:
         notes = write_directory(exported, about, args.output, size, args.verify, advance)
-    print_lines(*notes, error=True)
+    print_lines(*notes, *filter(None, [remark]), error=True)
     if args.check_logits:
         print_lines(compare_logits(Asked(directory, args.output, model, said, args.allow_stale, args.trust)))
     return args.output
