@@ -141,7 +141,7 @@ OUT_OF_RANGE = """
     --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
     --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
     --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
-    --expert-model-parallel-size 0, --moe-router-topk 0, --moe-layer-freq 0
+    --expert-model-parallel-size 0, --vocab-size 0, --moe-router-topk 0, --moe-layer-freq 0
     """.split(",")
 
 
@@ -165,6 +165,11 @@ def _set_tensorboard_writer(args):
         (_set_tensorboard_writer, "log-writer-unusable", "TensorBoard --tensorboard-dir board OSError"),
     ],
 )
+def test_a_value_that_is_not_understood_has_one_remedy():
+    codes, sentence = refusal("--log-dir x --inject 'kil rank=0'")
+    assert codes == ["value-unreadable"] and sentence.count("Fix: ") == 1 and "[" not in sentence
+
+
 def test_what_cannot_be_set_up_is_named_alone(function, code, named, capsys):
     from megatron.pretraining.entry.flags import set_global_variables  # after moc.megatron, which adapts megatron-core
 
