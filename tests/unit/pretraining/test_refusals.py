@@ -150,6 +150,11 @@ def test_numbers_that_megatron_does_not_check_are_refused(flags):
     assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
 
 
+def test_a_value_that_is_not_understood_has_one_remedy():
+    codes, sentence = refusal("--log-dir x --inject 'kil rank=0'")
+    assert codes == ["value-unreadable"] and sentence.count("Fix: ") == 1 and "[" not in sentence
+
+
 def _build_tokenizer(args):
     raise ValueError("no end of text")
 
@@ -165,11 +170,6 @@ def _set_tensorboard_writer(args):
         (_set_tensorboard_writer, "log-writer-unusable", "TensorBoard --tensorboard-dir board OSError"),
     ],
 )
-def test_a_value_that_is_not_understood_has_one_remedy():
-    codes, sentence = refusal("--log-dir x --inject 'kil rank=0'")
-    assert codes == ["value-unreadable"] and sentence.count("Fix: ") == 1 and "[" not in sentence
-
-
 def test_what_cannot_be_set_up_is_named_alone(function, code, named, capsys):
     from megatron.pretraining.entry.flags import set_global_variables  # after moc.megatron, which adapts megatron-core
 
