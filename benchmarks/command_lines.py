@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from moc.cli_output import print_lines
+from moc.cli_output import Parser, print_lines
 
 _WORDS_OF_LAYOUT = {
     "--tensor-model-parallel-size": "tensor",
@@ -43,7 +43,7 @@ _WORDS_OF_LAYOUT = {
 
 def main() -> None:
     """Runs all command lines and prints the counts; exits with 1 if a process ended without a result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recorded", type=Path)
     parser.add_argument("--all", action="store_true", help="print the message of each refused command line")
     parser.add_argument("--id", type=int, nargs="+", help="only these command lines")

@@ -11,10 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moc.cli_output import Parser
+
 
 def command_line(description: str | None, output: str = "JSON file") -> argparse.ArgumentParser:
     """Returns a parser with the flag ``--output``, whose help shows the complete description."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help=output)
     return parser
 

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.live.job import free_ports
-from moc.cli_output import print_lines
+from moc.cli_output import Parser, print_lines
 
 _LINE = re.compile(r"iteration\s+(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _WARM_UP = 10
@@ -28,7 +28,7 @@ KINDS = ("stock", "ours", "ours with snapshots")
 
 def main() -> None:
     """Runs all turns and prints the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("script")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)

@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.live.job import IN_MEMORY, MODEL, PP2_EP2, PROGRAM, Job, launcher
+from moc.cli_output import Parser
 from moc.plots import add_legend, drawings, faint, ink, paper
 
 WORKERS, VICTIM = 4, 2
@@ -94,7 +95,7 @@ def draw(path: Path, events: list[dict], said: list[tuple[float, str]], killed: 
 
 def main() -> int:
     """Trains and draws; returns 1 if the killed run differs from the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="PNG")
     output = parser.parse_args().output
     events, said, killed = train(kill=True)

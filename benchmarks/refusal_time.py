@@ -9,7 +9,6 @@ before, as a warm-up.
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shlex
@@ -23,7 +22,7 @@ from tempfile import TemporaryDirectory
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import machine, write_json
-from moc.cli_output import print_lines
+from moc.cli_output import Parser, print_lines
 from moc.errors import codes_in
 from tests.codes import flags, launcher
 from tests.codes.case import Case
@@ -63,7 +62,7 @@ def refuse(code: str, case: Case) -> dict[str, float | None]:
 
 def main() -> int:
     """Measures, prints the table and writes it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--every", type=int, default=1, help="only each N-th case")
     asked = parser.parse_args()

@@ -18,7 +18,7 @@ from moc.cli_output import print_lines
 
 def main():
     """Trains, and prints the hash of the weights."""
-    parser = argparse.ArgumentParser(description="A loop of accelerate that survives kill -9.")
+    parser = argparse.ArgumentParser(description="A loop of accelerate that survives kill -9.", allow_abbrev=False)
     parser.add_argument("--ckpt-dir", required=True)
     parser.add_argument("--log-dir")
     parser.add_argument("--iterations", type=int, default=200)

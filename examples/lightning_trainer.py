@@ -39,7 +39,7 @@ class Squares(lightning.LightningModule):
 
 def main():
     """Trains, and prints the hash of the weights."""
-    parser = argparse.ArgumentParser(description="Lightning's Trainer that survives kill -9.")
+    parser = argparse.ArgumentParser(description="Lightning's Trainer that survives kill -9.", allow_abbrev=False)
     parser.add_argument("--ckpt-dir", required=True)
     parser.add_argument("--log-dir")
     parser.add_argument("--iterations", type=int, default=200)

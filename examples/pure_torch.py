@@ -162,7 +162,7 @@ class Log:
 
 def main():
     """Trains until all iterations are done, whichever workers are lost."""
-    parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.")
+    parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.", allow_abbrev=False)
     parser.add_argument("--ckpt-dir", required=True)
     parser.add_argument("--log-dir", help="directory of events.jsonl")
     parser.add_argument("--iterations", type=int, default=400)

@@ -28,7 +28,7 @@ class Squares(torch.utils.data.Dataset):
 
 def main():
     """Trains, and prints the hash of the weights."""
-    parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.")
+    parser = argparse.ArgumentParser(description="Plain PyTorch that survives kill -9.", allow_abbrev=False)
     parser.add_argument("--ckpt-dir", required=True)
     parser.add_argument("--log-dir")
     parser.add_argument("--iterations", type=int, default=400)

@@ -7,6 +7,7 @@ error.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import json
 import logging
@@ -14,12 +15,12 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
-from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in
+from moc.errors import FIX, OTHER_OF_SYSTEM, UserError, code_of, codes_in, with_code
 from moc.files.decode import escape_controls, escape_line
 from moc.files.safe_directory import RefusedFileError, SafeDirectory, remove_owned
 
@@ -27,15 +28,100 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+class ToolError(UserError):
+    """Error that ends a program with one sentence for the user and no traceback."""
+
+
+_SIMILAR = 0.8
+"""Minimum similarity, from 0 to 1, of a word to a suggested flag."""
+_SHORTEST = 3
+"""Letters of the shortest beginning of a flag that suggests it."""
+
+
+def closest(word: str, spellings: Collection[str]) -> str | None:
+    """Returns the spelling that a word probably means: the one that it begins, or the most similar one; or None."""
+    ordered = sorted(
+        spellings, key=lambda spelling: "_" not in spelling
+    )  # the last of two with the same letters counts
+    bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in ordered}
+    plain = word.lstrip("-").replace("_", "-")
+    begun = [spelling for spelling in bare if len(plain) >= _SHORTEST and spelling.startswith(plain)]
+    found = begun if len(begun) == 1 else difflib.get_close_matches(plain, bare, n=1, cutoff=_SIMILAR)
+    return bare[found[0]] if found else None
+
+
+def unknown_flag(name: str, spellings: Collection[str]) -> ToolError:
+    """Returns the error about a flag that does not exist, which names the one that is probably meant."""
+    close = closest(name, spellings)
+    remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
+    return ToolError(f"{name} is not a flag. Fix: {remedy}", code="flag-unknown")
+
+
+def unknown_word(word: str) -> ToolError:
+    """Returns the error about a word that is neither a flag nor a flag's value."""
+    return ToolError(f"{word!r} is the value of no flag. Fix: drop it", code="value-without-flag")
+
+
+_REQUIRED = "arguments are required"
+"""Words of argparse about missing arguments."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Command line parser whose error messages are one line each."""
+    """Command line parser without abbreviations, which prints each mistake as one line."""
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+        self._words: Sequence[str] = ()
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parses as argparse, and refuses unknown words, each by a line that names the flag that is probably meant."""
+        values, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(*self._about_unknown(unknown))
+        return values
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parses as argparse, and remembers the words for messages."""
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str, *, code: str = "flag-invalid") -> NoReturn:
-        """Prints the usage and the message, adds a remedy and a code if they are missing, and exits with code 2."""
-        if codes_in(message):
-            super().error(escape_line(message))
-        sentence = message if FIX in message else f"{message}{FIX}{CORRECT_FLAGS}"
-        super().error(escape_line(f"{sentence} [{code}]"))
+        """Prints the usage and the message, adds a remedy and a code if they are missing, and exits with code 2.
+
+        Misspelled flags are printed before missing arguments, one of which may be misspelled.
+        """
+        misspelled = self._misspelled() if _REQUIRED in message else []
+        if not codes_in(message):
+            message = f"{message if FIX in message else f'{message}{FIX}{CORRECT_FLAGS}'} [{code}]"
+        self._refuse(*self._about_unknown(misspelled), message)
+
+    def _misspelled(self) -> list[str]:
+        """Returns the words that are similar to flags, and are none."""
+        names, known = [word.partition("=")[0] for word in self._words if word.startswith("--")], self._spellings()
+        return [name for name in names if name not in known and closest(name, known)]
+
+    def _spellings(self) -> Collection[str]:
+        """Returns the flags of this parser and of its subcommands."""
+        nested = (
+            parser
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for parser in action.choices.values()
+        )
+        return {*self._option_string_actions}.union(*(parser._option_string_actions for parser in nested))
+
+    def _about_unknown(self, words: Sequence[str]) -> list[str]:
+        """Returns a sentence about each word that no flag takes; values of unknown flags are left out."""
+        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        if flags:
+            return [with_code(unknown_flag(name, self._spellings())) for name in dict.fromkeys(flags)]
+        return [with_code(unknown_word(word)) for word in words]
+
+    def _refuse(self, *messages: str) -> NoReturn:
+        """Prints the usage and a line for each message, and exits with code 2."""
+        self.print_usage(sys.stderr)
+        print_lines(*(f"{self.prog}: error: {message}" for message in messages), error=True)
+        self.exit(2)
 
 
 def number(kind: type[int] | type[float], least: float, most: float) -> Callable[[str], float]:
@@ -65,10 +151,6 @@ REMEDIES = {
 
 CORRECT_FLAGS = "correct the command line; --help lists the flags"
 """Remedy for a command line that the parser refuses."""
-
-
-class ToolError(UserError):
-    """Error that ends a program with one sentence for the user and no traceback."""
 
 
 def print_lines(*lines: object, error: bool = False, flush: bool = False) -> None:
@@ -173,10 +255,10 @@ def console(error: bool = False, width: int | None = None) -> Console:
     return made
 
 
-def log_to_stderr(level: int = logging.WARNING) -> None:
-    """Sends log records to standard error, one line each."""
+def log_to_stderr(level: int = logging.WARNING, program: str = "mocrun") -> None:
+    """Sends log records to standard error, one line each, which starts with the name of the program."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine("mocrun: %(message)s"))
+    handler.setFormatter(_OneLine(f"{program}: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level, force=True)  # libraries such as absl may have set handlers
 
 

@@ -16,6 +16,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from moc.cli_output import Parser
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 KEPT = 2
@@ -28,7 +30,7 @@ def complete(directory: Path) -> list[Path]:
 
 def main() -> None:
     """Trains until it is killed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--every", type=int, required=True, help="iterations between checkpoints")
     own, flags = parser.parse_known_args()

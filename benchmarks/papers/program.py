@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from benchmarks.papers import lazarus, moc_system, moetion, moevement, sizes
 from benchmarks.papers.reproduction import Reproduction
+from moc.cli_output import Parser
 from moc.simulate.tables import aligned
 
 REPRODUCTIONS: dict[str, Callable[[], Reproduction]] = {
@@ -37,7 +37,7 @@ OF_LOADS: dict[str, Callable[[moetion.Loads], Reproduction]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser("python -m benchmarks.papers", description="Print a paper's figures next to ours.")
+    parser = Parser("python -m benchmarks.papers", description="Print a paper's figures next to ours.")
     names = [*REPRODUCTIONS, *OF_LOADS]
     parser.add_argument("name", choices=names, metavar="NAME", help=f"one of {', '.join(names)}")
     parser.add_argument(

@@ -5,7 +5,6 @@ A disk's speed changes from minute to minute, so our code alternates with plain 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -23,6 +22,7 @@ from megatron.pretraining.process import cpu
 
 cpu.install()
 
+from moc.cli_output import Parser  # noqa: E402
 from moc.snapshot.contents import Share  # noqa: E402
 from moc.snapshot.saver import Saver  # noqa: E402
 from moc.state.operators import Region  # noqa: E402
@@ -36,7 +36,7 @@ PIECES = 60  # tensor chunks of a share
 
 def main() -> int:
     """Measures the rates, and writes them in bytes per second over all workers."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("--bytes", type=int, required=True, help="of all workers together")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory to write in")

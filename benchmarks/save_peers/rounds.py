@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from moc.cli_output import Parser
+
 Span = tuple[float, float]
 WARM_UP = 2  # iterations
 KEPT = 2  # complete checkpoints to keep, as ours does
@@ -68,7 +70,7 @@ class Plan:
 
 def arguments(description: str | None, modes: tuple[str, ...]) -> tuple[argparse.Namespace, list[str]]:
     """Parses a peer's own flags, including a :class:`Plan`; returns them and all others."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--directory", type=Path, required=True, help="an empty directory to save in")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")

@@ -34,7 +34,7 @@ class Record:
 
 def arguments():
     """Returns the arguments of a loop."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--directory", required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
 
 from megatron.pretraining.config.flag import UNKNOWN, ConfigError, Problems, refuse
+from moc.cli_output import closest, unknown_flag, unknown_word
+from moc.errors import with_code
 from moc.files.decode import shorten, shorten_middle
 from moc.files.safe_directory import MAX_CONFIG_BYTES, open_user_file
 
@@ -100,18 +102,10 @@ def refuse_unknown(words: Sequence[str], spellings: dict[str, str], problems: Pr
             close = closest(name, spellings)
             if close is not None:
                 meant[spellings[close]] = UNKNOWN
-            remedy = f"write {close}, or drop it" if close else "drop it; --help lists the flags"
-            problems.refuse(True, f"{name} is not a flag. Fix: {remedy}", code="flag-unknown")
+            problems.found.append(ConfigError(with_code(unknown_flag(name, spellings))))
         elif not follows_flag:
-            problems.refuse(True, f"{word!r} is the value of no flag. Fix: drop it", code="value-without-flag")
+            problems.found.append(ConfigError(with_code(unknown_word(word))))
     return meant
-
-
-def closest(word: str, spellings: Collection[str]) -> str | None:
-    """Returns the spelling that a word probably means; None if no spelling is similar."""
-    bare = {spelling.lstrip("-").replace("_", "-"): spelling for spelling in spellings}
-    found = difflib.get_close_matches(word.lstrip("-").replace("_", "-"), bare, n=1, cutoff=_SIMILAR)
-    return bare[found[0]] if found else None
 
 
 def load_config(path: str | os.PathLike) -> dict:

@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from moc.cli_output import Parser, ToolError, escapes_output, log_to_stderr, refused
-from moc.errors import warning
+from moc.cli_output import Parser, ToolError, escapes_output, log_to_stderr, number, refused
+from moc.errors import cause_of, warning
 from moc.files.event_log import EVENTS_FILE, events_file
 from moc.files.safe_directory import remove_owned
 from moc.monitor import page
@@ -151,7 +151,9 @@ def _page_handlers(monitor: Monitor) -> dict:
 
 async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) -> list:
     """Opens the ports; returns the runners of opened ports, and reports the others."""
-    runners = []
+    runners, others = [], "another port" if arguments.of_job else "another port or --address"
+    others += " or --monitor-address" if arguments.directory is not None else ""
+    consequence = ", and training continues without it" if arguments.of_job else ""
     for name, port in (("metrics", arguments.metrics_port), ("dashboard", arguments.dashboard_port)):
         if port is None:
             continue
@@ -178,8 +180,7 @@ async def _serve(arguments: argparse.Namespace, monitor: Monitor, token: str) ->
             _log.warning(
                 "%s",
                 warning(
-                    f"{flag} cannot be served at {host}, and training continues without it ({error}). Fix: choose "
-                    "another port or --monitor-address",
+                    f"{flag} cannot be served at {host}{consequence} ({cause_of(error)}). Fix: choose {others}",
                     code="monitor-port-unusable",
                 ),
             )
@@ -224,6 +225,7 @@ async def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_port = number(int, 0, 65535)
 EPILOG = """\
 example: python tools/monitor.py log/ --dashboard-port 8265 --metrics-port 9464
 
@@ -238,8 +240,8 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("source", nargs="?", default=".", metavar="EVENTS", help="events.jsonl, or its directory")
-    flags.add_argument("--metrics-port", type=int, help="port of Prometheus metrics; 0 for any")
-    flags.add_argument("--dashboard-port", type=int, help="port of the page; 0 for any")
+    flags.add_argument("--metrics-port", type=_port, help="port of Prometheus metrics; 0 for any")
+    flags.add_argument("--dashboard-port", type=_port, help="port of the page; 0 for any")
     flags.add_argument("--address", default="127.0.0.1", help="address of both (default: 127.0.0.1)")
     flags.add_argument("--on-event", metavar="CMD", help="shell command to run with each new event")
     flags.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -259,9 +261,10 @@ def main(argv: list[str] | None = None) -> int:
                 "there is nothing to do. Fix: give --dashboard-port, --metrics-port or --on-event", code="nothing-to-do"
             ),
         )
+    arguments.of_job = PARENT in os.environ
     launcher = int(os.environ.pop(PARENT, os.getppid()))
     os.nice(10)
-    log_to_stderr()
+    log_to_stderr(program="mocrun" if arguments.of_job else "monitor")
     try:
         return asyncio.run(run(arguments))
     except KeyboardInterrupt:

@@ -57,7 +57,9 @@ def serve_events(directory: str | Path, flags: MonitorFlags) -> subprocess.Popen
     """
     words = [str(Path(directory, EVENTS_FILE)), *_words_of(flags, {})]
     return subprocess.Popen(
-        child_processes.module_command("moc.monitor.server", *words, parent=os.getpid()), stdout=child_processes.STDERR
+        child_processes.module_command("moc.monitor.server", *words, parent=os.getpid()),
+        env=os.environ | {child_processes.PARENT: str(os.getpid())},
+        stdout=child_processes.STDERR,
     )
 
 

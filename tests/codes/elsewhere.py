@@ -23,6 +23,7 @@ TESTS = {
     "job-differs": "unit/monitor/test_top.py",
     "job-not-found": "unit/monitor/test_top.py",
     "event-deviates": "unit/test_events.py",
+    "log-writer-unusable": "unit/pretraining/test_refusals.py",
     "log-unwritable": "unit/test_events.py",
     "loop-argument-unsupported": "integration/test_entry_flags.py",
     "loop-call-unsupported": "unit/test_own_loop.py",

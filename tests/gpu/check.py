@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.common import machine, write_json
+from moc.cli_output import Parser
 from tests.gpu.steps import STEPS, Step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +141,7 @@ def page(outcomes: Sequence[Outcome], about: dict) -> str:
 
 def main() -> int:
     """Checks, writes, and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="for all steps")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="steps, by name")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results", help="directory for JSON and page")

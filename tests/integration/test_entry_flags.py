@@ -213,8 +213,9 @@ def test_a_tokenizer_that_cannot_be_built_is_one_sentence(tmp_path):
         (tmp_path / name).write_text("{")
     words = "--tokenizer-type GPT2BPETokenizer --vocab-file vocabulary --merge-file merges"
     ended = run(tmp_path, USER_SCRIPT, 1, words)
-    assert ended.code == 2 and codes_in(ended.output) == ["tokenizer-unusable"] and "GPT2BPETokenizer" in ended.output
-    assert "Traceback" not in ended.output
+    assert ended.code == 2 and codes_in(ended.output) == ["tokenizer-unusable"] and "Traceback" not in ended.output
+    for named in ("GPT2BPETokenizer", "--vocab-file vocabulary", "--merge-file merges"):
+        assert named in ended.output
 
 
 def test_a_run_prints_the_options_in_force_once(tmp_path):

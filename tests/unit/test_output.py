@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from moc import cli_output
+from moc.errors import codes_in
 from moc.files.decode import escape_line
 from tests.cases import each_row
 from tests.errors import only_code
@@ -125,6 +126,36 @@ def test_an_error_of_the_command_line_is_one_line(capsys):
     with pytest.raises(SystemExit):
         cli_output.Parser("tool").error(HOSTILE)
     assert only_code(capsys.readouterr().err.splitlines()[-1]) == "flag-invalid"
+
+
+@each_row(
+    "words, codes, suggested",
+    [
+        ("--nproc-per-nod 2 x", ["flag-unknown"], "--nproc-per-node"),
+        ("--nproc 2 x", ["flag-unknown"], "--nproc-per-node"),
+        ("--nprc-per-node=2", ["flag-unknown", "flag-invalid"], "--nproc-per-node"),
+        ("--wandb-project x y", ["flag-unknown"], None),
+        ("--nproc-per-node 2 x y", ["value-without-flag"], None),
+    ],
+)
+def test_a_misspelled_flag_is_refused_with_the_one_that_is_meant(words, codes, suggested, capsys):
+    parser = cli_output.Parser("tool", usage="tool")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node")
+    parser.add_argument("script")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(words.split())
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and codes_in(output) == codes
+    assert suggested in output if suggested else "--nproc" not in output
+
+
+def test_no_parser_of_the_project_accepts_abbreviations():
+    for directory in ("moc", "megatron", "tools", "benchmarks", "examples"):
+        for file in (ROOT / directory).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser"):
+                    given = {one.arg: ast.unparse(one.value) for one in node.keywords}
+                    assert given.get("allow_abbrev") == "False", file
 
 
 def test_a_log_record_is_one_line(capsys):

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moc.errors import UserError, with_code
+from moc.errors import FIX, UserError, with_code
 from moc.files.decode import short_repr, shorten
 
 _LARGEST = 1 << 62  # of an integer; larger ones do not fit a float
@@ -290,11 +290,13 @@ def convert_value(flag: Flag, value: object) -> object:
     try:
         result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        reason, wanted = (
-            ("", _WANTED[flag.kind]) if flag.parse is None else (f" ({error})", "a value that --help describes")
-        )
+        cause, _, remedy = str(error).partition(FIX)
+        reason = "" if flag.parse is None else f" ({cause})"
+        if not remedy:
+            remedy = f"give {_WANTED[flag.kind] if flag.parse is None else 'a value that --help describes'}"
+        shown = " ".join(map(str, value)) if isinstance(value, list) else value
         raise ConfigError(
-            f"{flag.spelling} {short_repr(value)} is not understood{reason}. Fix: give {wanted}",
+            f"{flag.spelling} {short_repr(shown)} is not understood{reason}. Fix: {remedy}",
             code="value-unreadable",
         ) from None
     if flag.choices and result not in flag.choices:

@@ -134,15 +134,14 @@ def check_world(config: Config, world_size: int) -> None:
 
 
 def check_job(config: Config, workers: Workers) -> None:
-    """Raises ``ConfigError`` with all reasons why a job of these workers cannot run without ``--elastic``.
+    """Raises ``ConfigError`` with all reasons why a job of these workers cannot run.
 
     Args:
         config: the flags, whose values that Megatron-LM derives may be missing, except sizes of batches.
         workers: workers of the job.
     """
-    problems, size, snapshot = Problems(), workers.most * workers.per_node, config.snapshot
-    if problems.check(check_world, config, size):
-        problems.check(_check_planned_faults, config, size)
+    problems, snapshot = Problems(), config.snapshot
+    problems.check(check_start, config, workers)
     if snapshot.ckpt_policy and snapshot.ckpt_tier == "peers":
         fewest = workers.least if workers.least < workers.most else None
         problems.check(copies_wanted, snapshot.replicas, workers.most, fewest)

@@ -18,6 +18,11 @@ from megatron.pretraining.config import Config
 from megatron.pretraining.config.flag import ConfigError, Problems, convert_value, refuse
 from megatron.pretraining.config.groups import all_flags, converted, group_classes
 from megatron.pretraining.config.together import check_own_flags
+from megatron.pretraining.entry.exclusions import (
+    refuse_evaluation_batches,
+    refuse_with_deepspeed,
+    refuse_with_elastic,
+)
 from megatron.pretraining.entry.limits import (
     check_contradictions,
     check_divisions,
@@ -36,6 +41,7 @@ _RENAMED = {
     "norm_epsilon": ("layernorm_epsilon",),
 }
 """Arguments by our name of a value; the first one that is given is used."""
+_EXCLUDING = refuse_with_deepspeed, refuse_with_elastic
 _FORMATS = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
@@ -148,6 +154,8 @@ def check_parsed(arguments: Namespace, own: Mapping[str, object], problems: Prob
     for config in configs:
         problems.check(check_own_flags, config)
         problems.check(_check_initialization, config)
+        for check in (*_EXCLUDING, refuse_evaluation_batches):
+            problems.check(check, config, complete)
     return configs[0] if configs and complete.micro_batch_size else None
 
 
@@ -177,8 +185,8 @@ def _plain(value: Any) -> Any:
 def _checked(config: MegatronConfig) -> MegatronConfig:
     _check_initialization(config)
     check_own_flags(config)
-    for module in ("deepspeed", "elastic"):
-        import_module(f"megatron.pretraining.entry.{module}").refuse_unsupported(config, config.arguments)
+    for check in _EXCLUDING:
+        check(config, config.arguments)
     return config
 
 

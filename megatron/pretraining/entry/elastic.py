@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron.training import initialize, training
 
 from megatron.pretraining.config import Config, ConfigError
-from megatron.pretraining.config.flag import Problems, refuse
+from megatron.pretraining.config.flag import refuse
 from megatron.pretraining.data.identity import TokenIdLimit
 from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
@@ -26,7 +25,7 @@ from megatron.pretraining.elastic.moe_layer import ElasticLayer, elastic_layers
 from megatron.pretraining.elastic.placement import Plans, adopt, build_domains
 from megatron.pretraining.engine.optimizer import shard_by_blocks
 from megatron.pretraining.engine.step import Stepper, sum_losses
-from megatron.pretraining.entry.stock import bare_chunks, get_args, other_values, replaced
+from megatron.pretraining.entry.stock import bare_chunks, get_args, replaced
 from megatron.pretraining.logging.records import perplexity_of
 from megatron.pretraining.parts import TrainingRun
 from megatron.pretraining.process.nodes import order_of_ranks, per_node
@@ -36,169 +35,6 @@ from moc.runtime.collectives import sum_over_workers
 from moc.runtime.environment import min_nodes, node_limits
 from moc.runtime.job import Job
 from moc.runtime.progress import progress
-
-
-def check_elastic(config: Config, problems: Problems) -> None:
-    """Adds a problem for each flag that cannot be combined with ``--elastic``."""
-    if not config.elastic.elastic:
-        return
-    for check in (_check_batch, _check_experts, _check_dispatch, _check_parallel, _check_snapshots):
-        problems.check(check, config, problems)
-    problems.refuse(
-        "TORCHELASTIC_RUN_ID" in os.environ,
-        "--elastic needs a launcher that keeps the workers that are left, and torchrun ends them. Fix: start the job "
-        "with python -m moc.launch",
-        code="elastic-under-torchrun",
-    )
-
-
-def _check_batch(config: Config, problems: Problems) -> None:
-    training = config.training
-    problems.refuse(
-        training.global_batch_size is None,
-        "--elastic needs --global-batch-size, which does not change with the number of workers. Fix: add it",
-        code="elastic-needs-flag",
-    )
-    problems.refuse(
-        not training.calculate_per_token_loss,
-        "--elastic needs --calculate-per-token-loss, since gradients must not depend on the number of workers. Fix: "
-        "add it",
-        code="elastic-needs-flag",
-    )
-    problems.refuse(
-        config.data.dataloader_type == "cyclic",
-        "--elastic reads samples in an order that does not depend on the number of workers. Fix: drop "
-        "--dataloader-type cyclic",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_experts(config: Config, problems: Problems) -> None:
-    moe, everywhere, slots = config.moe, config.elastic.everywhere, config.elastic.elastic_slots
-    problems.refuse(
-        moe.num_experts is None,
-        "--elastic places experts, and the model has none. Fix: add --num-experts, or drop it",
-        code="elastic-needs-flag",
-    )
-    problems.refuse(
-        everywhere is not None and slots is not None and everywhere > slots,
-        f"--elastic-everywhere {everywhere} is more than --elastic-slots {slots}. Fix: lower it to {slots}",
-        code="flag-exceeds-another",
-    )
-    problems.refuse(
-        moe.moe_grouped_gemm,
-        "--elastic computes experts one by one, whose numbers of tokens differ. Fix: drop --moe-grouped-gemm",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_dispatch(config: Config, problems: Problems) -> None:
-    moe = config.moe
-    problems.refuse(
-        moe.num_experts is not None and moe.moe_token_dispatcher_type != "alltoall",
-        f"--elastic has a dispatcher of its own. Fix: drop --moe-token-dispatcher-type {moe.moe_token_dispatcher_type}",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_permute_fusion,
-        "--elastic has a dispatcher of its own, without fused kernels. Fix: drop --moe-permute-fusion",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_pad_expert_input_to_capacity,
-        "--elastic sends tokens without padding. Fix: drop --moe-pad-expert-input-to-capacity",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_shared_expert_overlap,
-        "--elastic does not compute shared experts during its dispatch. Fix: drop --moe-shared-expert-overlap",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_parallel(config: Config, problems: Problems) -> None:
-    parallel = config.parallel
-    for name, spelling in (
-        ("expert_model_parallel_size", "--expert-model-parallel-size"),
-        ("expert_tensor_parallel_size", "--expert-tensor-parallel-size"),
-    ):
-        problems.refuse(
-            getattr(parallel, name) > 1,
-            f"--elastic places complete experts itself. Fix: drop {spelling} {getattr(parallel, name)}",
-            code="elastic-excludes-flag",
-        )
-    for on, spelling in (
-        (parallel.overlap_grad_reduce, "--overlap-grad-reduce"),
-        (parallel.overlap_param_gather, "--overlap-param-gather"),
-    ):
-        problems.refuse(
-            on,
-            f"--elastic sums gradients of replicas after the backward pass. Fix: drop {spelling}",
-            code="elastic-excludes-flag",
-        )
-    problems.refuse(
-        config.virtual_pipeline_model_parallel_size,
-        "--elastic works with plain pipeline schedules. Fix: drop --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_snapshots(config: Config, problems: Problems) -> None:
-    snapshot = config.snapshot
-    problems.refuse(
-        snapshot.upstream_logging,
-        "--elastic does not replay single pipeline stages. Fix: drop --upstream-logging",
-        code="elastic-excludes-flag",
-    )
-
-
-_ONLY = {
-    "rampup_batch_size": (None, "the global batch has a constant size"),
-    "step_batch_size_schedule": (None, "the global batch has a constant size"),
-    "mtp_num_layers": (None, "multi-token prediction was not tried with --elastic"),
-    "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
-    "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
-    "init_model_with_meta_device": (False, "weights are initialised by the numbers of experts when the model is built"),
-    "optimizer_cpu_offload": (False, "blocks of optimizer state move between workers on the device"),
-    "use_mup": (False, "optimizers of --elastic have no learning rates by width"),
-    "ckpt_format": ("torch_dist", "other formats have the experts of one worker of each data-parallel group"),
-}
-"""By argument of Megatron-LM, the only value that works with elastic training, and the reason."""
-
-
-def refuse_unsupported(config: Config, arguments: Any) -> None:
-    """Raises ``ConfigError`` with all flags that cannot be combined with ``--elastic``, if that is given; pure."""
-    if not config.elastic.elastic:
-        return
-    problems = Problems()
-    problems.check(check_elastic, config, problems)
-    for option, reason in other_values(arguments, _ONLY):
-        problems.refuse(True, f"{option}: {reason}. Fix: drop it, or drop --elastic", code="elastic-excludes-flag")
-    problems.refuse(
-        config.regularization.grad_norm == "stock",
-        "--grad-norm stock is megatron-core's norm, which depends on the number of workers. Fix: drop it, or --elastic",
-        code="grad-norm-unsupported",
-    )
-    problems.refuse(
-        config.rng.initialization == "stock",
-        "--initialization stock draws weights for each replica, and --elastic needs equal ones. Fix: drop one of them",
-        code="initialization-unsupported",
-    )
-    kinds = arguments.moe_router_load_balancing_type
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        problems.refuse(
-            kind in ("global_aux_loss", "quantile_balancing"),
-            f"--moe-router-load-balancing-type {kind} depends on the number of workers, which --elastic changes. Fix: "
-            "choose aux_loss or seq_aux_loss",
-            code="elastic-excludes-flag",
-        )
-    problems.refuse(
-        config.regularization.optimizer not in ("adam", "sgd"),
-        f"--elastic can move only the state of Adam and SGD. Fix: drop --optimizer {config.regularization.optimizer}",
-        code="elastic-excludes-flag",
-    )
-    problems.raise_found()
 
 
 def set_up(
@@ -276,14 +112,6 @@ def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> No
         adopt(layers, plan, config.elastic.elastic_dispatch)
 
 
-def complete(args: Any, given: Collection[str]) -> None:
-    """Sets the dispatcher and unsharded experts, which elastic layers replace, unless the arguments are given."""
-    if "moe_token_dispatcher_type" not in given:
-        args.moe_token_dispatcher_type = "alltoall"
-    if "expert_tensor_parallel_size" not in given:
-        args.expert_tensor_parallel_size = 1
-
-
 @contextlib.contextmanager
 def uneven_batch(args: Any, elastic: bool) -> Iterator[None]:
     """Lets Megatron-LM's check of arguments accept a global batch that data-parallel ranks cannot share evenly."""
@@ -295,30 +123,6 @@ def uneven_batch(args: Any, elastic: bool) -> Iterator[None]:
         args.eval_global_batch_size = args.global_batch_size
     else:
         yield
-
-
-def check_batches(config: Config, given: Collection[str]) -> None:
-    """Raises ``ConfigError`` if sizes of batches depend on the number of workers with ``--elastic``.
-
-    Args:
-        config: the flags in force.
-        given: names of Megatron-LM's arguments on the command line.
-    """
-    if not config.elastic.elastic:
-        return
-    problems = Problems()
-    problems.refuse(
-        "global_batch_size" not in given,
-        "--elastic needs --global-batch-size, which does not change with the number of workers. Fix: add it",
-        code="elastic-needs-flag",
-    )
-    for name in ("eval_global_batch_size", "eval_micro_batch_size"):
-        problems.refuse(
-            name in given,
-            f"--elastic evaluates with the batches of training. Fix: drop --{name.replace('_', '-')}",
-            code="elastic-excludes-flag",
-        )
-    problems.raise_found()
 
 
 def evaluate(run: TrainingRun, split: str, earlier: int, stop: StopRequests) -> bool:

@@ -28,10 +28,11 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 from megatron import training
 from megatron.pretraining.config import ConfigError
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import Problems, dashed, listed
 from megatron.pretraining.config.world import check_backend, check_fewest, check_start, check_world
-from megatron.pretraining.entry import command_line, deepspeed, elastic, formats, options
+from megatron.pretraining.entry import command_line, elastic, formats, options
 from megatron.pretraining.entry.configuration import MegatronConfig, check_parsed, config_of
+from megatron.pretraining.entry.exclusions import complete_batch, complete_elastic
 from megatron.pretraining.entry.limits import check_kernels, check_limits, check_run, leave_out_kernels, set_defaults
 from megatron.pretraining.entry.own_flags import OWN_PROGRAM, add_own_flags
 from megatron.pretraining.entry.stock import get_args, reads_checkpoint, replaced
@@ -127,11 +128,12 @@ def problems_of(check: Callable[..., Any], args: argparse.Namespace, defaults: M
             _complete(args, read.named)
         problems.check(formats.take_formats, args)
         if read.own.get("elastic"):
-            elastic.complete(args, read.named)
-        loads_optimizer, has_batch = not args.no_load_optim, problems.check(deepspeed.complete, args, read.given)
+            complete_elastic(args, read.named)
+        loads_optimizer = not args.no_load_optim
+        has_batch = problems.check(complete_batch, args, read.given, args.world_size)
         is_parsed = has_batch and problems.check(_check_parsed, args, read.own)
         if is_parsed and problems.check(_validate, check, args, read.own):
-            problems.check(lambda: _check_workers(config_of(args, read.own), read.named))
+            problems.check(lambda: _check_workers(config_of(args, read.own)))
             if defaults.get(OWN_PROGRAM):
                 problems.check(_check_model, args)
         if args.skip_train and args.save and loads_optimizer:  # Megatron-LM's loop saves nothing then, and ours does
@@ -202,13 +204,12 @@ def _complete(args: argparse.Namespace, given: Collection[str]) -> None:
         args.bias_gelu_fusion = args.bias_swiglu_fusion = args.bias_dropout_fusion = False
 
 
-def _check_workers(config: MegatronConfig, given: Collection[str]) -> None:
+def _check_workers(config: MegatronConfig) -> None:
     """Raises ``ConfigError`` if the flags do not fit the workers of the job, at its start and after losses of nodes.
 
     Megatron-LM has checked the workers at the start, unless their number is free (``--elastic``), but not the batches
     of a schedule.
     """
-    elastic.check_batches(config, given)
     if config.elastic.elastic:
         check_start(config, workers_of_job())
         return
@@ -237,16 +238,41 @@ def set_global_variables(real: Callable[..., None]) -> Callable[..., None]:
                 with _background_writers(args):
                     real(args, *more, **options)
             except Exception as error:
-                raise ConfigError(
-                    f"Megatron-LM cannot set up the tokenizer {args.tokenizer_type} or the writers of logs "
-                    f"({type(error).__name__}: {_cause_of(error)}). Fix: correct the options of tokenizer and logging",
-                    code="tokenizer-unusable",
-                ) from error
+                raise _setup_refused(args, error) from error
         if args.vocab_size is None and args.padded_vocab_size is not None:  # checkpoints record it without padding
             tokenizer: Any = training.get_tokenizer()
             args.vocab_size = tokenizer.vocab_size
 
     return set_up
+
+
+_SET_UP = {
+    "_set_tensorboard_writer": ("the TensorBoard writer", ("tensorboard_dir",)),
+    "_set_wandb_writer": ("the writer of Weights & Biases", ("wandb_project", "wandb_exp_name", "wandb_save_dir")),
+    "_set_one_logger": ("the writer of one_logger", ("one_logger_project", "one_logger_run_name")),
+}
+"""By function of Megatron-LM, what it sets up, and the arguments that it reads."""
+_TOKENIZER_FILES = "tokenizer_model", "vocab_file", "merge_file"
+
+
+def _setup_refused(args: argparse.Namespace, error: BaseException) -> ConfigError:
+    """Returns the error for what Megatron-LM could not set up: the tokenizer, a writer of logs, or something else."""
+    called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    cause = f"{type(error).__name__}: {_cause_of(error)}"
+    if "_build_tokenizer" in called:
+        files = [f"{dashed(name)} {value}" for name in _TOKENIZER_FILES if (value := getattr(args, name, None))]
+        return ConfigError(
+            f"--tokenizer-type {args.tokenizer_type} cannot be built from {listed(files) or 'these flags'} ({cause}). "
+            "Fix: replace a damaged file, or choose the type that it was made for",
+            code="tokenizer-unusable",
+        )
+    for what, names in (_SET_UP[name] for name in _SET_UP if name in called):
+        given = [f"{dashed(name)} {value}" for name in names if (value := getattr(args, name, None))]
+        return ConfigError(
+            f"{what} cannot be set up for {listed(given)} ({cause}). Fix: correct or drop {listed(given)}",
+            code="log-writer-unusable",
+        )
+    return refusal_of(error)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from moc.cli_output import counted
 _AT_LEAST = {
     1: (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups seq_length "
-        "make_vocab_size_divisible_by moe_layer_freq moe_router_topk tensor_model_parallel_size "
+        "make_vocab_size_divisible_by vocab_size moe_layer_freq moe_router_topk tensor_model_parallel_size "
         "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
         "micro_batch_size global_batch_size train_iters train_samples lr_decay_iters lr_decay_samples seed "
         "save_interval save_retain_interval eval_interval log_interval log_memory_interval tensorboard_log_interval "

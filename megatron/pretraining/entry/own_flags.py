@@ -56,7 +56,7 @@ def _other_flags() -> list[Flag]:
 
 def own_sections() -> Iterator[tuple[str, str, list[argparse.Action]]]:
     """Yields title, description and options of each section of the page of flags."""
-    box: Any = add_own_flags(argparse.ArgumentParser(add_help=False))
+    box: Any = add_own_flags(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
     by_name = {action.dest.removeprefix(PREFIX): action for action in box._actions}
     yield "Start", "", [by_name[name.replace("-", "_")] for name in GENERAL]
     for group in OWN_GROUPS:

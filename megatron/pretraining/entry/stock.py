@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -64,19 +64,6 @@ def reads_checkpoint(root: str | None) -> Iterator[None]:
             "another checkpoint, or the flags that it was saved with",
             code="checkpoint-unloadable",
         ) from error
-
-
-def other_values(arguments: Any, only: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:
-    """Yields the options that have other values than a table permits, with the reasons.
-
-    Args:
-        arguments: Megatron-LM's arguments.
-        only: by name of an argument, its only permitted value, and the reason; None is always permitted.
-    """
-    for name, (permitted, reason) in only.items():
-        value = getattr(arguments, name, permitted)
-        if value not in (permitted, None):
-            yield f"--{name.replace('_', '-')} {value}", reason
 
 
 def bare_chunks(container: Any, model_type: Any, provider: Callable[..., Any] | None, groups: Any) -> list[Any]:

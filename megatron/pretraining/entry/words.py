@@ -12,18 +12,20 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.config.flag import ConfigError, Problems, dashed
 from megatron.pretraining.config.groups import converted, group_classes, group_of, snapshot_dir
 from megatron.pretraining.config.world import Workers, check_backend, check_job
 from megatron.pretraining.entry import command_line, options
 from megatron.pretraining.entry.command_line import CommandLine
-from megatron.pretraining.entry.configuration import check_parsed
+from megatron.pretraining.entry.configuration import MegatronConfig, check_parsed
+from megatron.pretraining.entry.exclusions import complete_batch, complete_elastic
 from megatron.pretraining.entry.limits import (
     check_formats,
     check_kernels,
@@ -33,7 +35,7 @@ from megatron.pretraining.entry.limits import (
     set_defaults,
 )
 from megatron.pretraining.entry.options import options_in
-from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, add_own_flags, own_parser
+from megatron.pretraining.entry.own_flags import GENERAL, OWN_GROUPS, OWN_PROGRAM, PREFIX, add_own_flags, own_parser
 from megatron.pretraining.entry.stock_loop import refuse_arguments
 from megatron.pretraining.process.paths import check_paths
 from moc.cli_output import print_lines
@@ -131,9 +133,9 @@ def early_problems(
     set_defaults(values, defaults)
     has_cuda = workers is None or _may_have_cuda()
     leave_out_kernels(values, read.named, has_cuda)
+    has_sizes = problems.check(check_limits, values)  # those of 0 divide nothing
     if not read.concealed:
-        for check in (check_limits, check_formats):
-            problems.check(check, values)
+        problems.check(check_formats, values)
         problems.check(check_kernels, values, has_cuda)
     own = dict[str, Any]()
     problems.check(lambda: own.update(converted(read.own)))
@@ -145,17 +147,36 @@ def early_problems(
         problems.check(refuse_arguments, values)
     if is_own and workers and not read.problems:
         problems.check(check_run, values)
-    if not (read.concealed or values.use_checkpoint_args):
-        config = check_parsed(values, read.own, problems)
-        depends = read.own.get("elastic") or values.step_batch_size_schedule  # on Megatron-LM
-        if config and workers and not depends:
-            problems.check(check_job, config, workers)
-        depends = depends or read.own.get("deepspeed")
-        if config and not (has_cuda or depends or problems.found):
+    if has_sizes and not values.use_checkpoint_args:
+        config = _check_together(values, read, None if read.concealed else workers, problems)
+        if config and not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
+    problems.found = [*read.problems, *_of_known_values(problems.found[len(read.problems) :], read.concealed)]
     if workers and not problems.found:
         problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.most)
     return problems
+
+
+def _of_known_values(problems: Sequence[ConfigError], concealed: Collection[str]) -> list[ConfigError]:
+    """Returns the problems that name no option whose value is not readable, and which has its default until then."""
+    names = "|".join(re.escape(dashed(name.removeprefix(PREFIX))) for name in concealed)
+    return [one for one in problems if not names or not re.search(rf"({names})(?![\w-])", str(one))]
+
+
+def _check_together(
+    values: Any, read: CommandLine, workers: Workers | None, problems: Problems
+) -> MegatronConfig | None:
+    """Adds the problems of combinations; returns the configuration, unless only Megatron-LM can determine it."""
+    if read.own.get("elastic"):
+        complete_elastic(values, read.named)
+    size = workers.most * workers.per_node if workers else 1
+    has_batch = not workers or problems.check(complete_batch, values, read.given, size)
+    config = check_parsed(values, read.own, problems)
+    if config is None or values.step_batch_size_schedule or not has_batch:
+        return None
+    if workers and not any(problem.code == "elastic-excludes-flag" for problem in problems.found):
+        problems.check(check_job, config, workers)
+    return config
 
 
 def _may_have_cuda() -> bool:

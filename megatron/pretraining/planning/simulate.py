@@ -76,7 +76,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Simulate training with failures: ETTR, goodput, recovery and bytes of every policy.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--reproduce", metavar="NAME", help="print a paper's figures next to ours: python -m benchmarks.papers"

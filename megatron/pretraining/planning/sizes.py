@@ -59,7 +59,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Print how many bytes the busiest rank saves under each sharding rule.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--model", choices=sorted(PRESETS), metavar="NAME", help=f"one of {', '.join(sorted(PRESETS))}")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens before padding; by default the model's")

@@ -266,6 +266,13 @@ def test_event_file_without_a_launcher_is_served(tmp_path):
     command = [sys.executable, str(REPOSITORY / "tools/monitor.py"), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1 and codes_in(ended.stderr) == ["nothing-to-do"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run([*command, "--metrics-port", port], capture_output=True, text=True)
+    assert ended.returncode == 3 and codes_in(ended.stderr) == ["monitor-port-unusable"]
+    assert (
+        "--monitor-address" not in ended.stderr and "mocrun" not in ended.stderr and "--address" in ended.stderr
+    )  # of this program
     process = subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         url = process.stderr.readline().split()[-1]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pretraining.config.flag import Problems
+from megatron.pretraining.entry.exclusions import check_package
 from megatron.pretraining.entry.offline import config_of_words
 from megatron.pretraining.process.core import BEFORE, OLDEST, WANTED, version_in
 from moc.errors import codes_in
@@ -50,14 +51,12 @@ def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path)
 
 def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
     config = config_of_words([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"], None)
-    from megatron.pretraining.entry.deepspeed import check_deepspeed  # imports megatron.core
-
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
-    check_deepspeed(config, found := Problems())
+    check_package(config, found := Problems())
     assert [one.code for one in found.found] == ["deepspeed-version-unsupported"]
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "1")
-    check_deepspeed(config, found := Problems())
+    check_package(config, found := Problems())
     assert not found.found
 
 

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from megatron.pretraining.config import check_world, num_microbatches
+from megatron.pretraining.config.deepspeed import WANTED
 from megatron.pretraining.config.ds_config import _ELSEWHERE, _HONOURED, _ONLY, _PAIRS, flags_of_section
 from megatron.pretraining.config.flag import Problems
 from megatron.pretraining.config.groups import all_flags
-from megatron.pretraining.entry import deepspeed
+from megatron.pretraining.entry import exclusions
 from tests.cases import each_row
 from tests.unit.pretraining.flags import PP2, assert_refused, parse, refusal, without, write
 
@@ -47,7 +48,7 @@ OFF = {  # what users leave in their files
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """The package, as far as flags ask for it."""
-    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: "0.19.8")
+    monkeypatch.setattr(exclusions, "deepspeed_version", lambda: "0.19.8")
 
 
 @pytest.fixture
@@ -256,9 +257,9 @@ def test_flags_of_launch_scripts_are_taken():
 
 def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
-    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: None)
+    monkeypatch.setattr(exclusions, "deepspeed_version", lambda: None)
     codes, sentence = refusal("--deepspeed")
     assert codes == ["package-missing"] and "pip install 'deepspeed>=0.19,<0.20'" in sentence
-    monkeypatch.setattr(deepspeed, "deepspeed_version", lambda: "0.20.1")
+    monkeypatch.setattr(exclusions, "deepspeed_version", lambda: "0.20.1")
     codes, sentence = refusal("--deepspeed")
-    assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and deepspeed.WANTED in sentence
+    assert codes == ["deepspeed-version-unsupported"] and "0.20.1" in sentence and WANTED in sentence

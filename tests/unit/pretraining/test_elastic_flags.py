@@ -24,10 +24,12 @@ REFUSED = [
     (ELASTIC.replace("--calculate-per-token-loss", ""), "elastic-needs-flag --elastic --calculate-per-token-loss"),
     (f"{ELASTIC} --elastic-everywhere 5", "flag-exceeds-another --elastic-everywhere --elastic-slots"),
     (f"{ELASTIC} --elastic-everywhere some", "value-unreadable"),
+    (f"{ELASTIC} --rampup-batch-size 2 2 2", "elastic-excludes-flag --step-batch-size-schedule"),
+    (f"{ELASTIC} --eval-micro-batch-size 4", "elastic-excludes-flag --eval-micro-batch-size"),
     (f"{ELASTIC} --expert-model-parallel-size 2", "elastic-excludes-flag --expert-model-parallel-size"),
     (
         f"{ELASTIC} --expert-tensor-parallel-size 2",
-        "elastic-excludes-flag megatron-options-refused --expert-tensor-parallel-size",
+        "elastic-excludes-flag --expert-tensor-parallel-size",
     ),
     (
         f"{ELASTIC} --moe-grouped-gemm",
@@ -38,7 +40,7 @@ REFUSED = [
         "elastic-excludes-flag --moe-token-dispatcher-type",
     ),
     (f"{ELASTIC} --dataloader-type cyclic", "elastic-excludes-flag --dataloader-type"),
-    (f"{ELASTIC} --moe-permute-fusion", "elastic-excludes-flag megatron-options-refused --moe-permute-fusion"),
+    (f"{ELASTIC} --moe-permute-fusion", "elastic-excludes-flag --moe-permute-fusion"),
     (
         f"{ELASTIC} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
         "elastic-excludes-flag --moe-pad-expert-input-to-capacity",

@@ -20,6 +20,8 @@ from moc.files import decode
 from tests.unit.pretraining.flags import BASE
 from tests.worlds import REPOSITORY
 
+ELASTIC = "--elastic --elastic-slots 8 --calculate-per-token-loss --global-batch-size 12"
+
 ARGUMENTS = Path(import_module("megatron.training.arguments").__file__ or "")
 CORE = ARGUMENTS.parents[2]
 
@@ -119,6 +121,23 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
             "--tokenizer-type SentencePieceTokenizer --max-position-embeddings 32 --log-dir x "
             "--inject 'kill rank=1 iteration=2'",
             ["flag-exceeds-another", "flag-needs-another", "fault-without-target"],
+        ),
+        ("--tensor-model-parallel-size 0 --ckpt-policy foo", ["value-out-of-range", "value-not-a-choice"]),
+        (f"{ELASTIC} --elastic-min-replicas 1", []),
+        (f"{ELASTIC} --bf16 --fp16", ["flags-exclude-each-other", "nodes-too-few"]),
+        (
+            f"{ELASTIC} --moe-grouped-gemm --use-mup --eval-micro-batch-size 4 --grad-norm stock",
+            ["elastic-excludes-flag"] * 2 + ["grad-norm-unsupported", "elastic-excludes-flag"],
+        ),
+        (
+            "--deepspeed --zero-stage 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--use-mup --optimizer-cpu-offload",
+            ["deepspeed-excludes-flag"] * 4 + ["workers-not-divisible"],
+        ),
+        ("--deepspeed --gradient-accumulation-steps 3 --global-batch-size 4", ["batch-not-divisible"]),
+        (  # values that are not known do not hide others, and count as given
+            f"{ELASTIC} --moe-grouped-gemm --hidden-size ten --ckpt-polcy full --ckpt-dir x",
+            ["value-unreadable", "flag-unknown", "elastic-excludes-flag"],
         ),
     ],
 )

@@ -1,8 +1,13 @@
 """Options that are refused, and by which codes."""
 
+from argparse import Namespace
+
+import pytest
+
 from megatron.pretraining.duties import duties_after
 from megatron.pretraining.process.stopping import StopRequests
 from tests.cases import each_row
+from tests.errors import only_code
 from tests.unit.pretraining.flags import assert_refused, parse, refusal, write
 
 SHARED = "--moe-shared-expert-intermediate-size 64 --disable-bias-linear"
@@ -136,13 +141,44 @@ OUT_OF_RANGE = """
     --manual-gc-interval -1, --train-sync-interval -1, --check-weight-hash-across-dp-replicas-interval 0,
     --start-eval-at-iter -1, --train-iters 0, --seq-length 0, --hidden-size 0, --seed 0, --num-workers -1, --lr nan,
     --lr-decay-iters 0, --tensor-model-parallel-size 0, --pipeline-model-parallel-size 0, --context-parallel-size 0,
-    --expert-model-parallel-size 0, --moe-router-topk 0, --moe-layer-freq 0
+    --expert-model-parallel-size 0, --vocab-size 0, --moe-router-topk 0, --moe-layer-freq 0
     """.split(",")
 
 
 @each_row("flags", map(str.strip, OUT_OF_RANGE))
 def test_numbers_that_megatron_does_not_check_are_refused(flags):
     assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
+
+
+def test_a_value_that_is_not_understood_has_one_remedy():
+    codes, sentence = refusal("--log-dir x --inject 'kil rank=0'")
+    assert codes == ["value-unreadable"] and sentence.count("Fix: ") == 1 and "[" not in sentence
+
+
+def _build_tokenizer(args):
+    raise ValueError("no end of text")
+
+
+def _set_tensorboard_writer(args):
+    raise OSError("cannot be mapped")
+
+
+@each_row(
+    ("function", "code", "named"),
+    [
+        (_build_tokenizer, "tokenizer-unusable", "--tokenizer-type Some --vocab-file vocabulary ValueError"),
+        (_set_tensorboard_writer, "log-writer-unusable", "TensorBoard --tensorboard-dir board OSError"),
+    ],
+)
+def test_what_cannot_be_set_up_is_named_alone(function, code, named, capsys):
+    from megatron.pretraining.entry.flags import set_global_variables  # after moc.megatron, which adapts megatron-core
+
+    args = Namespace(tensorboard_dir="board", tokenizer_type="Some", vocab_file="vocabulary", wandb_project="")
+    with pytest.raises(SystemExit) as ended:
+        set_global_variables(function)(args)
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and only_code(output) == code and all(word in output for word in named.split())
+    assert ("tokenizer" in output) == (code == "tokenizer-unusable")
 
 
 def test_numbers_that_turn_something_off_for_megatron_are_accepted():
