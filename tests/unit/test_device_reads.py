@@ -21,7 +21,9 @@ ALLOWED = {  # by file, the values that it reads, and why their validity needs n
     "moc/runtime/groups.py": "copy_to_host(tensor), pickled",
     # of committed state, or compared only after a gather, which raises if the generation is over
     "moc/session/digests.py": "sums.sum(0), sums[1].result().sum(0), sums[1].result()[0]",
-    "moc/snapshot/device_copy.py": "done, mark",  # a snapshot is of a committed iteration, and finalized later
+    "moc/snapshot/device_copy.py": "event, mark",  # a snapshot is of a committed iteration, and finalized later
+    # of a survivor's committed state, and compared after a gather
+    "moc/state/digests.py": "torch.stack([ChunkDigest.of(fragment)() for fragment in held])",
     "moc/state/module_bytes.py": "read, read.cpu(), values, values.cpu()",  # loaded from a snapshot
     "moc/torch/engine.py": "copy_to_host(counts)",
     "moc/torch/data.py": "local, value.detach()",  # state of users' objects, of a committed iteration

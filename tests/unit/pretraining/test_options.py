@@ -136,7 +136,7 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
         ),
         ("--deepspeed --gradient-accumulation-steps 3 --global-batch-size 4", ["batch-not-divisible"]),
         (  # values that are not known do not hide others, and count as given
-            f"{ELASTIC} --moe-grouped-gemm --hidden-size ten --ckpt-polcy full --ckpt-dir x",
+            f"{ELASTIC} --moe-grouped-gemm --hidden-size ten --ckpt-polcy full",
             ["value-unreadable", "flag-unknown", "elastic-excludes-flag"],
         ),
     ],
