@@ -1,7 +1,7 @@
 """A table of cases in one test: cheaper than a test for each row, with the same checks.
 
     @each_row(("text", "size"), [("", 0), ("ab", 2)])
-    def test_the_size_is_that_of_the_text(text, size): ...
+    def test_size_matches_text(text, size): ...
 
 Use it for functions that compute something.  A test that starts a process stays a test of its own, with
 ``pytest.mark.parametrize``.

@@ -12,7 +12,7 @@ def cuda():
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def test_what_changes_after_waiting_does_not_arrive(tmp_path):
+def test_changes_after_wait_are_not_captured(tmp_path):
     source = torch.arange(16 * MIB, dtype=torch.float32, device=cuda())
     held, buffer = source.cpu(), HostBuffer(4 * source.numel(), tmp_path / "buffer", pin=True)
     half = source.numel() // 2
@@ -29,7 +29,7 @@ def test_what_changes_after_waiting_does_not_arrive(tmp_path):
     buffer.close()
 
 
-def test_what_was_asked_of_the_device_before_is_waited_for():
+def test_earlier_device_work_is_waited_for():
     source, buffer = torch.ones(2048, 2048, device=cuda()), HostBuffer(4 * 2048 * 2048, pin=True)
     product = torch.zeros_like(source)
     torch.cuda.synchronize()
@@ -41,7 +41,7 @@ def test_what_was_asked_of_the_device_before_is_waited_for():
     buffer.close()
 
 
-def test_captures_run_in_the_order_in_which_they_were_started():
+def test_captures_run_in_start_order():
     buffer, capturing = HostBuffer(MIB, pin=True), capturer(cuda())
     sources = [torch.full((MIB,), value, dtype=torch.uint8, device=cuda()) for value in range(10)]
     captures = [capturing.start([Copy(source, buffer.values)]) for source in sources]
@@ -50,7 +50,7 @@ def test_captures_run_in_the_order_in_which_they_were_started():
     buffer.close()
 
 
-def test_a_pinned_buffer_can_be_made_again_after_closing():
+def test_pinned_buffer_can_be_recreated_after_closing():
     for _ in range(3):
         buffer = HostBuffer(MIB, pin=True)
         assert buffer.values.is_pinned()

@@ -44,7 +44,7 @@ def passed(dispatcher, inputs, probs):
     return output, chosen, torch.autograd.grad(output.sum(), (inputs, probs))
 
 
-def test_no_hidden_wait_and_every_token_returns(dispatcher):
+def test_dispatch_has_no_hidden_wait_and_returns_every_token(dispatcher):
     inputs = torch.randn(TOKENS, 1, HIDDEN, device="cuda", requires_grad=True)
     probs = torch.rand(TOKENS, EXPERTS, device="cuda", requires_grad=True)
     passed(dispatcher, inputs, probs)  # connects, which waits

@@ -12,7 +12,7 @@ from megatron.pretraining.entry import formats  # noqa: E402
 
 @pytest.mark.parametrize("fp8_format", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("rows", [(64, 2), (7, 1), (0,)])
-def test_a_linear_layer_computes_what_it_does_on_the_cpu(rows, fp8_format):
+def test_linear_layer_matches_cpu(rows, fp8_format):
     if torch.cuda.get_device_capability() < formats.CAPABILITY:
         pytest.skip("this GPU does not multiply in 8 bits")
     found = []

@@ -40,7 +40,7 @@ def check_operations(group):
     assert objects == ["text"]
 
 
-def test_two_generations(groups):
+def test_operations_work_in_two_generations(groups):
     store, of_one, on_cpu = HashStore(), dist.new_group([0]), dist.new_group([0], backend="gloo")
     for generation in range(2):
         groups.begin(store, generation)
@@ -59,7 +59,7 @@ def test_two_generations(groups):
             groups.check()
 
 
-def test_what_is_in_flight_when_a_generation_ends_is_not_trusted(groups):
+def test_operation_in_flight_at_generation_end_is_aborted(groups):
     groups.begin(HashStore(), 0)
     values = torch.ones(1 << 28, device="cuda")
     dist.all_reduce(values)  # connects

@@ -26,7 +26,7 @@ def records(events):
     return {e["iteration"]: (e["loss"], e["grad_norm"]) for e in events if e["type"] == "iteration"}
 
 
-def test_a_worker_with_a_gpu_is_killed_and_another_goes_on(tmp_path):
+def test_killed_gpu_worker_is_replaced_bit_identically(tmp_path):
     """It is forked from a process that has imported everything, and has not touched CUDA."""
     faults = ["kill rank=0 iteration=8 point=forward_backward", "kill rank=0 iteration=14 point=after_commit"]
     with tempfile.TemporaryDirectory(dir=MEMORY) as memory:

@@ -7,7 +7,7 @@ from moc.logs.log import LogEntry, LogReader, LogWriter
 SHAPE = (1024, 2, 2048)
 
 
-def test_what_was_sent_is_logged_although_its_memory_is_used_again(tmp_path):
+def test_log_keeps_sent_tensor_after_memory_reuse(tmp_path):
     entries = [LogEntry(f"micro batch {i}", SHAPE, torch.bfloat16) for i in range(8)]
     device = torch.device("cuda", torch.cuda.current_device())
     writer = LogWriter(tmp_path, entries, 1e9, device, name="log", limit_remedy="raise it", alternative="do without")

@@ -67,30 +67,30 @@ def ep2(tmp_path_factory) -> Job:
     return Job(tmp_path_factory.mktemp("ep2"), 2, 10, FULL)
 
 
-def test_kills_at_named_points(ep2):
+def test_kills_at_named_points_are_bit_identical(ep2):
     points = ("forward_backward", "after_reduce", "after_commit", "after_apply", "snapshot_copying")
     faults = [f"kill rank={i % 2} iteration={2 * i + 1} point={point}" for i, point in enumerate(points)]
     ep2.is_unharmed("points", len(faults), "--snapshot-interval", 1, "--inject", *faults)
 
 
-def test_a_device_that_fails_in_a_survivor_is_replaced(ep2):
+def test_survivor_with_failed_device_is_replaced(ep2):
     """Its context is broken for good: that worker must go, too, and the job must not."""
     ep2.is_unharmed("assert", 1, "--snapshot-interval", 1, TEST_GPU_ASSERT="1 5")
 
 
-def test_a_worker_with_more_than_half_of_the_memory_is_replaced(ep2):
+def test_worker_with_over_half_of_gpu_memory_is_replaced(ep2):
     """Its reader processes must not keep the memory."""
     fault = "kill rank=1 iteration=5 point=forward_backward"
     ep2.is_unharmed("memory", 1, "--snapshot-interval", 1, "--inject", fault, TEST_GPU_HOLD="1 0.55")
 
 
-def test_a_lost_stage_replays_from_logs(tmp_path):
+def test_lost_stage_replays_from_logs(tmp_path):
     job = Job(tmp_path, 4, 8, SPARSE)
     faults = ["kill rank=2 iteration=4 point=forward_backward", "kill rank=1 iteration=6 point=after_commit"]
     job.is_unharmed("stages", len(faults), "--snapshot-interval", 1, "--inject", *faults)
 
 
-def test_twenty_generations(tmp_path):
+def test_twenty_generations_are_bit_identical(tmp_path):
     job = Job(tmp_path, 2, 22, FULL)
     faults = [f"kill rank={i % 2} iteration={i + 1} point=forward_backward" for i in range(1, 21)]
     job.is_unharmed("twenty", len(faults), "--snapshot-interval", 1, "--inject", *faults)

@@ -40,7 +40,7 @@ def train(log_dir, *flags):
         ("--bf16", *MASTERS),
     ],
 )
-def test_trains_and_resumes_bit_identically(tmp_path, precision):
+def test_training_resumes_bit_identically(tmp_path, precision):
     whole, output = train(tmp_path / "whole", *precision)
     assert whole[20] < whole[1] - 0.5
     assert "TFLOP/s/GPU" in output
@@ -52,7 +52,7 @@ def test_trains_and_resumes_bit_identically(tmp_path, precision):
 
 @pytest.mark.parametrize("layers", ["local", "transformer_engine"])
 @pytest.mark.parametrize("masters", [ZERO, MASTERS, (*MASTERS, *MOMENTS)])
-def test_eight_bits_resume_bit_identically(tmp_path, masters, layers):
+def test_training_in_8_bits_resumes_bit_identically(tmp_path, masters, layers):
     if layers == "transformer_engine":
         pytest.importorskip("transformer_engine")
     if torch.cuda.get_device_capability() < (8, 9):
@@ -67,7 +67,7 @@ def test_eight_bits_resume_bit_identically(tmp_path, masters, layers):
 
 
 @pytest.mark.parametrize("backend", ["flash", "fused", "unfused"])
-def test_attention_of_transformer_engine_resumes_bit_identically(tmp_path, backend):
+def test_transformer_engine_attention_resumes_bit_identically(tmp_path, backend):
     pytest.importorskip("transformer_engine")
     if backend == "flash":
         pytest.importorskip("flash_attn")
@@ -79,7 +79,7 @@ def test_attention_of_transformer_engine_resumes_bit_identically(tmp_path, backe
     assert first | second == whole
 
 
-def test_async_save_beside_training(tmp_path):
+def test_async_save_in_background_resumes_bit_identically(tmp_path):
     saved = [
         "--save",
         tmp_path / "saved",
@@ -97,7 +97,7 @@ def test_async_save_beside_training(tmp_path):
     assert first | second == whole
 
 
-def test_cpu_adaptation_leaves_cuda_alone():
+def test_cpu_adaptation_does_not_change_cuda():
     script = """
 import torch
 before = (torch.cuda.Stream, torch.cuda.synchronize, torch.Tensor.cuda, torch.empty, torch.Tensor.type)

@@ -80,7 +80,7 @@ def test_expert_replicas_survive_lost_node_memory(flags, data, tmp_path):
     assert not job.events("not_alike") and not left_in(flags)
 
 
-def test_a_node_comes_back_whose_experts_were_sent_and_whose_other_state_was_not(flags, data, tmp_path):
+def test_returning_node_has_experts_but_not_dense_state(flags, data, tmp_path):
     plain = train("EP4", data | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain")))
     with Launched("EP4", flags, tmp_path / "job", nodes=2, spares=1) as job:
         while not job.events("replicate"):
@@ -96,7 +96,7 @@ def test_a_node_comes_back_whose_experts_were_sent_and_whose_other_state_was_not
     assert not left_in(flags)
 
 
-def test_replicas_that_drift_apart_are_noticed_and_the_copy_is_what_its_owner_has(flags, data, tmp_path):
+def test_diverging_replicas_are_detected(flags, data, tmp_path):
     size, parallel = LAYOUTS["DP2"]
     flags |= dict(log_dir=str(tmp_path / "log"), node_of_rank="0,1", train_iters=4, persist_interval=100)
     body = "tests.integration.node_bodies:train_and_drift_apart"

@@ -21,7 +21,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_state_after_is_that_of_forward_backward_and_update(way, data):
+def test_applied_gradients_match_computed_iteration(way, data):
     layout, flags = WAYS[way]
     size, parallel = LAYOUTS[layout]
     flags = FLAGS | SMALL | parallel | data | flags | dict(train_iters=4)
@@ -40,7 +40,7 @@ def alone():
     dist.destroy_process_group()
 
 
-def test_so_it_is_with_the_engine_of_the_example(alone):
+def test_example_engine_applies_gradients_identically(alone):
     spec = importlib.util.spec_from_file_location("pure_torch", REPOSITORY / "examples" / "pure_torch.py")
     spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
     computing, applying = engines = example.Engine(alone), example.Engine(alone)

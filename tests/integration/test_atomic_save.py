@@ -36,7 +36,7 @@ def assert_whole(root: Path) -> int | None:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-def test_killed_at_random_moments_while_saving(asynchronous, data, tmp_path):
+def test_kill_during_save_keeps_valid_checkpoint(asynchronous, data, tmp_path):
     root, chance = tmp_path / "saved", random.Random(asynchronous)
     flags = data | dict(train_iters=1000, save_interval=1, async_save=asynchronous)
     flags |= dict(save=str(root), load=str(root))
@@ -80,7 +80,7 @@ def small_disk(tmp_path):
     ("kib", "asynchronous"),  # weights have some 250 KiB, and what is the optimizer's 750
     [(0, True), (30, False), (150, True), (150, False), (600, False), (600, True)],
 )
-def test_a_full_disk(kib, asynchronous, small_disk, data):
+def test_full_disk_keeps_last_checkpoint(kib, asynchronous, small_disk, data):
     fill, disk = small_disk
     flags = data | dict(save=str(disk / "saved"), load=str(disk / "saved"), async_save=asynchronous, train_iters=4)
     train("EP2", flags | dict(exit_interval=1))
@@ -94,7 +94,7 @@ def test_a_full_disk(kib, asynchronous, small_disk, data):
 
 
 @pytest.mark.parametrize("limit", [30_000, 300_000])
-def test_a_file_that_may_not_grow(limit, data, tmp_path):
+def test_file_size_limit_keeps_last_checkpoint(limit, data, tmp_path):
     flags = data | dict(save=str(tmp_path), load=str(tmp_path), train_iters=4)
     train("EP2", flags | dict(exit_interval=1))
     size, parallel = LAYOUTS["EP2"]
@@ -114,12 +114,12 @@ def assert_refused(world, at_start):
         assert "Traceback" not in result.output, result.output
 
 
-def test_old_checkpoints_go_but_some_stay(data, tmp_path):
+def test_old_checkpoints_are_removed_except_retain_interval(data, tmp_path):
     train("1", data | dict(save=str(tmp_path), save_interval=1, save_retain_interval=3, train_iters=8))
     assert dense_files.list_iterations(tmp_path) == [3, 6, 8]
 
 
-def test_another_run_does_not_save_over_a_checkpoint(data, tmp_path):
+def test_other_run_does_not_overwrite_checkpoint(data, tmp_path):
     flags = FLAGS | data | dict(save=str(tmp_path), train_iters=2)
     train("1", flags)
     before = dense_files.read_manifest(dense_files.checkpoint_path(tmp_path, 2))
@@ -128,7 +128,7 @@ def test_another_run_does_not_save_over_a_checkpoint(data, tmp_path):
     assert dense_files.read_manifest(dense_files.checkpoint_path(tmp_path, 2)) == before
 
 
-def test_the_writers_die_with_their_worker(data, tmp_path):
+def test_writer_processes_die_with_their_worker(data, tmp_path):
     body = "tests.integration.bodies:die_while_writing"
     world = start_world(1, body, flags=FLAGS | data | dict(save=str(tmp_path), train_iters=1))
     assert [result.exit for result in world.wait()] == [-9]  # wait() finds processes that are left

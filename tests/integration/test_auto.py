@@ -30,7 +30,7 @@ def killed_after(iteration: int, flags: dict, body: str, **how) -> dict:
 
 
 @pytest.mark.recovery
-def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
+def test_auto_policy_is_chosen_and_run_is_bit_identical(data, flags):
     with node_memory() as memory:
         flags |= dict(exact_only=True, ckpt_tier="memory", ckpt_memory_dir=memory)
         choice = killed_after(48, flags, "auto_bodies:die_after", policy="sparse")
@@ -53,7 +53,7 @@ def test_it_measures_chooses_and_goes_on_to_the_last_bit(data, flags):
         ("selective", "selective_experts", dict(selective_mlt_limit=1.0)),
     ],
 )
-def test_nothing_is_lost_by_a_switch_to_a_policy_that_is_not_exact(policy, number, limits, data, flags):
+def test_switch_to_inexact_policy_loses_nothing(policy, number, limits, data, flags):
     """Where both may lose that much, the one that is expected to lose less is chosen."""
     flags |= dict(mtbf_hours=0.01, pec_plt_limit=1.0) | limits
     choice = killed_after(44, flags, "pec_bodies:die_after_slow_copies", **EXPERTS_TAKE_1_S)

@@ -19,7 +19,7 @@ def run_program(tmp_path, module: str, *argv) -> dict:
     ("module", "mode", "layout", "saves"),
     [("torch_dcp", "sync", "DP4xEP2", 2), ("torch_dcp", "thread", "PP2xEP2", 2), ("mcore_dist", "sync", "PP2xEP2", 1)],
 )
-def test_a_peer_saves_weights_masters_and_moments(tmp_path, module, mode, layout, saves):
+def test_peer_benchmark_saves_weights_masters_and_moments(tmp_path, module, mode, layout, saves):
     counts = ["--saves", saves, "--every", 1, "--plain", 1]
     told = run_program(tmp_path, module, "--mode", mode, *counts, *model_flags(quick=True), *LAYOUTS[layout])
     assert len(told["plain_s"]) == 1 and len(told["rounds"]) == saves
@@ -30,7 +30,7 @@ def test_a_peer_saves_weights_masters_and_moments(tmp_path, module, mode, layout
     assert sorted(path.name for path in tmp_path.glob("save_*")) == [f"save_{saves - 1}", f"save_{saves}"]
 
 
-def test_the_limits_of_the_machine_are_rates_of_the_same_bytes(tmp_path):
+def test_machine_limits_are_rates_of_same_bytes(tmp_path):
     told = run_program(tmp_path, "limits", "--bytes", 4 << 20, "--repeats", 3)
     assert told["bytes"] == 4 << 20
     for name in ("memcpy", "write", "read_cold", "read_warm"):

@@ -34,7 +34,7 @@ def grown(before: TokenTable, now: TokenTable) -> TokenTable:
 
 
 @pytest.mark.recovery
-def test_lost_tokens_are_made_up_for_alike_whether_or_not_it_is_interrupted(data, tmp_path):
+def test_interruption_does_not_change_compensation(data, tmp_path):
     flags = data | SAVED | FLAGS | RECOMPUTED | dict(selective_boost=0.5, train_iters=END, ckpt_keep=99)
     places = [dict(ckpt_dir=str(tmp_path / name / "c"), log_dir=str(tmp_path / name / "log")) for name in "ab"]
     killed = start("EP2", flags | places[0], "pec_bodies:die_after", iteration=FAULT).wait()

@@ -11,7 +11,7 @@ SMALL = dict(global_batch_size=4, train_iters=8)
 
 
 @pytest.mark.parametrize("layout", ["PP2", "interleaved"])
-def test_nothing_passes_beside_the_computation_and_everything_before_the_update(layout, data, tmp_path):
+def test_traffic_passes_in_bubbles_and_before_update(layout, data, tmp_path):
     """The run is the same, bit by bit; 0.3 MB of a rank take longer than the iterations, so the gate has work."""
     with node_memory() as memory:
         flags = data | SMALL | BUBBLE | dict(ckpt_tier="memory", ckpt_memory_dir=memory)
@@ -30,7 +30,7 @@ def test_nothing_passes_beside_the_computation_and_everything_before_the_update(
 
 
 @pytest.mark.recovery
-def test_a_stage_that_is_lost_while_the_gate_is_closed_hangs_nobody(data, tmp_path):
+def test_stage_lost_at_closed_gate_blocks_no_other(data, tmp_path):
     with node_memory() as memory:
         flags = data | SMALL | BUBBLE | dict(ckpt_tier="memory", ckpt_memory_dir=memory, train_iters=14)
         faults = ["kill rank=1 iteration=6 point=forward_backward", "kill rank=0 iteration=10 point=forward_backward"]

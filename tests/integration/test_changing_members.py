@@ -15,7 +15,7 @@ ITERATIONS = 24
 BATCH = dict(global_batch_size=12, micro_batch_size=2)  # for one, two, and three workers
 
 
-def test_a_lost_node_is_left_behind_and_taken_in_when_it_comes_back(data, tmp_path):
+def test_lost_node_is_removed_and_added_when_it_returns(data, tmp_path):
     flags = data | SHALLOW | BATCH | dict(train_iters=ITERATIONS, exit_signal_handler=True)
     expected = [record["loss"] for record in train("DP3", flags).records]
     saved = dict(ckpt_policy="full", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))
@@ -47,7 +47,7 @@ def test_a_lost_node_is_left_behind_and_taken_in_when_it_comes_back(data, tmp_pa
         ("DP3", 3, 2, dict(ckpt_policy="selective", selective_experts=3, snapshot_interval=1), 1e-2),
     ],
 )
-def test_the_others_have_in_memory_what_a_lost_node_had(data, tmp_path, layout, nodes, left, policy, close):
+def test_state_of_lost_node_is_restored_from_peer_memory(data, tmp_path, layout, nodes, left, policy, close):
     flags = data | SHALLOW | BATCH | dict(train_iters=ITERATIONS)
     expected = [record["loss"] for record in train(layout, flags).records]
     saved = policy | dict(ckpt_tier="peers", persist_interval=1000)

@@ -24,7 +24,7 @@ def run(name, *argv):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_real_checkpoint(name, tmp_path):
+def test_checkpoint_tools_read_checkpoint_of_real_run(name, tmp_path):
     flags, layers, slots = RUNS[name]
     saves = "--train-iters 3 --save saved --save-interval 2"
     ended = entry_jobs.run(tmp_path, OWN_PROGRAM, 2, f"{flags} {saves}")

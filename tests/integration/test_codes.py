@@ -53,7 +53,7 @@ HERE = launcher.CASES | tools.CASES
 
 
 @each_row("code", sorted(HERE))
-def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
+def test_command_line_ends_with_documented_code(code, tmp_path, monkeypatch, capfd):
     case = HERE[code]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -80,7 +80,7 @@ def test_a_command_line_ends_with_the_code(code, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("program", sorted(MAINS))
-def test_each_program_is_a_process_that_ends_with_the_code(program, tmp_path):
+def test_program_process_ends_with_documented_code(program, tmp_path):
     code, case = next((code, case) for code, case in HERE.items() if case.program == program)
     if case.make is not None:
         case.make(tmp_path)
@@ -94,7 +94,7 @@ PARTS = 12
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_job_ends_with_the_code(part, tmp_path):
+def test_job_ends_with_documented_code(part, tmp_path):
     @each_row("code", sorted(JOBS)[part::PARTS])
     def ends_with_the_code(code, tmp_path):
         case = JOBS[code]
@@ -150,7 +150,7 @@ PEERS = {"message-altered": altered, "wire-protocol-violated": without_fields}
 
 
 @pytest.mark.parametrize("code", [*STRANGERS, *PEERS])
-def test_a_launcher_that_meets_a_stranger_ends_with_the_code(code, tmp_path):
+def test_launcher_at_unauthenticated_peer_ends_with_code(code, tmp_path):
     def answer(connection):
         hello = connection.recv(50)
         if code in STRANGERS:
@@ -206,7 +206,7 @@ def until_begun(launcher, directory):
         time.sleep(0.05)
 
 
-def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tmp_path):
+def test_lost_forkserver_ends_launcher_with_its_code(tmp_path):
     with launched("", tmp_path) as launcher:
         until_begun(launcher, tmp_path)
         for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
@@ -216,7 +216,7 @@ def test_a_launcher_without_the_process_that_forks_workers_ends_with_the_code(tm
     assert codes_in((tmp_path / "output").read_text()) == ["zygote-lost"]
 
 
-def test_a_second_launcher_of_a_node_ends_with_the_code(tmp_path):
+def test_second_launcher_of_node_rank_ends_with_code(tmp_path):
     (port,) = free_ports(1)
     words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --node-rank 1"
     one, other = tmp_path / "one", tmp_path / "other"
@@ -229,7 +229,7 @@ def test_a_second_launcher_of_a_node_ends_with_the_code(tmp_path):
     assert codes_in((other / "output").read_text()) == ["node-rank-taken"]
 
 
-def test_a_launcher_whose_other_node_is_lost_ends_with_the_code(tmp_path):
+def test_launcher_without_lost_peer_node_ends_with_code(tmp_path):
     (port,) = free_ports(1)
     words = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{port} --max-wait 1 --silence-timeout 10"
     zero, one = tmp_path / "zero", tmp_path / "one"
@@ -246,7 +246,7 @@ HERE_TOO = {"zygote-lost", "node-rank-taken", "nodes-missing"}
 """Codes of the three tests above."""
 
 
-def test_each_documented_code_has_a_command_line():
+def test_each_documented_code_has_command_line():
     """A code is in a table here, or named with the test that has it, or with the reason why no process can have it."""
     codes = documented().keys()
     here = HERE.keys() | JOBS.keys() | STRANGERS.keys() | PEERS.keys() | OTHER_STATE.keys() | HERE_TOO
@@ -263,7 +263,7 @@ OTHER_STATE = {
 """By code, the flags that do not fit the saved state."""
 
 
-def test_a_job_that_cannot_load_a_state_ends_with_the_code(tmp_path):
+def test_job_that_cannot_load_state_ends_with_code(tmp_path):
     status, output = run(jobs.job("--save saved", 0), tmp_path)
     assert status == 0, output
     saved = tmp_path / "saved"

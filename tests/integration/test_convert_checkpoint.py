@@ -96,7 +96,7 @@ def goes_on(whole: Ended, rest: Ended) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_snapshot_becomes_a_checkpoint_with_which_the_run_goes_on(name, runs):
+def test_snapshot_converts_to_checkpoint_that_resumes(name, runs):
     root, whole = runs(name)
     convert(root / "taken", root / "dense", "--iteration", 2, "--max-file-size", 1)
     same(weights(directory(root, "saved")), weights(directory(root, "dense")))
@@ -106,7 +106,7 @@ def test_a_snapshot_becomes_a_checkpoint_with_which_the_run_goes_on(name, runs):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_checkpoint_becomes_a_snapshot_with_which_the_run_goes_on(name, runs, capsys):
+def test_checkpoint_converts_to_snapshot_that_resumes(name, runs, capsys):
     root, whole = runs(name)
     convert(root / "saved", root / "snapshots", "--iteration", 2)
     same(*(regions(SnapshotContents(directory(root, one))) for one in ("taken", "snapshots")))
@@ -118,7 +118,7 @@ def test_a_checkpoint_becomes_a_snapshot_with_which_the_run_goes_on(name, runs, 
     goes_on(whole, train(root, RUNS[name], "--ckpt-policy full --ckpt-dir recut", "by_snapshot"))
 
 
-def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tmp_path, capfd):
+def test_weights_only_if_optimizer_state_needs_layout(tmp_path, capfd):
     script = USER_SCRIPT, f"{EP2} {ZERO1}"
     train(tmp_path, script, "--train-iters 2 --save saved --save-interval 2", "whole")
     command = [str(tmp_path / "saved"), str(tmp_path / "snapshots")]
@@ -132,7 +132,7 @@ def test_weights_alone_where_only_the_layout_of_the_run_reads_optimizer_state(tm
     assert [*rest.losses] == [3]
 
 
-def test_a_checkpoint_of_the_earlier_entry_point_converts(data, tmp_path):
+def test_checkpoint_of_earlier_entry_point_converts(data, tmp_path):
     trained("EP2", data | dict(save=str(tmp_path / "saved"), train_iters=2))
     convert(tmp_path / "saved", tmp_path / "snapshots")
     convert(tmp_path / "snapshots", tmp_path / "back")
@@ -151,7 +151,7 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("policy", WINDOWS)
-def test_a_window_becomes_the_state_that_was_there(policy, tmp_path, monkeypatch, capfd):
+def test_window_converts_to_state_of_its_iteration(policy, tmp_path, monkeypatch, capfd):
     """What is planted in the working directory is not imported."""
     here = tmp_path / "here"
     here.mkdir()

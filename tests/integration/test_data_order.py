@@ -30,7 +30,7 @@ def source(request, small):
     return files[request.param] | dict(train_iters=6, global_batch_size=12)
 
 
-def test_any_data_parallel_size_sees_the_same_samples(source):
+def test_every_data_parallel_size_reads_same_samples(source):
     alone = train("1", source)
     assert sorted(alone.samples) == list(range(6))
     for layout, flags in (("DP4", {}), ("PP2", dict(micro_batch_size=3)), ("DP2", dict(micro_batch_size=2))):
@@ -43,7 +43,7 @@ def test_too_few_samples_are_refused(small):
     assert result.exit == 2 and codes_in(result.output) == ["samples-too-few"] and "Traceback" not in result.output
 
 
-def test_an_empty_split_is_refused_by_all_workers(small):
+def test_empty_split_is_refused_by_all_workers(small):
     """Also by those of the stages in the middle, which read no data: nobody waits for the others."""
     size, parallel = LAYOUTS["PP4"]
     flags = FLAGS | parallel | dict(data_path=[str(small / "a")], train_iters=1, eval_iters=1)
@@ -54,7 +54,7 @@ def test_an_empty_split_is_refused_by_all_workers(small):
 
 
 @pytest.mark.recovery
-def test_resume_skips_without_reading(data, tmp_path):
+def test_resume_skips_samples_without_reading_them(data, tmp_path):
     """Going on from a checkpoint, or after a kill: nothing is read of what was before, nor worked out anew."""
     size, parallel = LAYOUTS["DP2"]
     body, flags = "tests.integration.bodies:train_counting_reads", FLAGS | parallel | data | FOUR
@@ -78,5 +78,5 @@ def indices_of(data: dict) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files if path.is_file()}
 
 
-def test_reader_processes_change_nothing(data):
+def test_reader_processes_do_not_change_training(data):
     assert train("1", data | dict(num_workers=2)).records == known("1", data).records

@@ -51,7 +51,7 @@ def assert_same_bits(ours, native, start=0):
 
 
 @pytest.mark.parametrize("name", SAME_BITS)
-def test_bf16_has_the_bits_of_the_native_engine(name, data):
+def test_bf16_deepspeed_is_bit_identical_to_native_engine(name, data):
     layout, flags, zero = SAME_BITS[name]
     native, ours = known(layout, data | HARD | flags), train(layout, data | HARD | flags | zero)
     assert min(native.norms) > HARD["clip_grad"]  # so that norms matter
@@ -65,13 +65,13 @@ FP32 = {
 
 
 @pytest.mark.parametrize("name", FP32 if ALL else list(FP32)[:1])
-def test_fp32_is_as_close_as_another_layout(name, data):
+def test_fp32_deepspeed_is_as_close_as_another_layout(name, data):
     layout, zero, model = FP32[name]
     four = dict(global_batch_size=4, train_iters=3)
     assert_alike(train(layout, data | four | zero), known(layout, data | four | model))
 
 
-def test_an_iteration_that_is_cut_off_leaves_nothing(data):
+def test_interrupted_iteration_leaves_no_trace(data):
     flags = data | HARD | DP4_EP2 | ZERO2
     size, parallel = LAYOUTS["EP4"]
     told = run_world(
@@ -107,7 +107,7 @@ MOVES = {  # source, how it is loaded, layout, engine
 
 
 @pytest.mark.parametrize("name", MOVES if ALL else list(MOVES)[:3])
-def test_resume_across_engines_and_layouts(name, saved, data, tmp_path):
+def test_checkpoint_resumes_across_engines_and_layouts(name, saved, data, tmp_path):
     source, way, layout, engine = MOVES[name]
     place = saved[source] if way == "load" else f"{tmp_path}/copy"
     how = dict(load=place) | dict(ckpt_step=2)
@@ -133,7 +133,7 @@ EACH_POINT += [f"kill rank=3 iteration={4 + 3 * len(POINTS)} point={point}" for 
 
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
-def test_workers_are_killed_and_nobody_can_tell(data, tmp_path):
+def test_killed_deepspeed_workers_are_bit_identical(data, tmp_path):
     faults, iterations = (EACH_POINT, 7 + 3 * len(POINTS)) if ALL else (FAULTS, 14)
     flags = data | HARD | DP4_EP2 | dict(train_iters=iterations)
     sparse = dict(ckpt_policy="sparse", sparse_window=3, ckpt_tier="memory", inject=faults)
@@ -148,7 +148,7 @@ def test_workers_are_killed_and_nobody_can_tell(data, tmp_path):
 
 
 @pytest.mark.skipif(not ALL, reason="its workers start cold: with MOC_TESTS_ALL=1")
-def test_deepspeeds_own_launcher_starts_it(data, tmp_path):
+def test_run_starts_under_deepspeed_launcher(data, tmp_path):
     flags = data | HARD | ZERO2
     (tmp_path / "flags.yaml").write_text(
         yaml.safe_dump(FLAGS | LAYOUTS["EP2"][1] | flags | dict(log_dir=str(tmp_path)))
@@ -179,7 +179,7 @@ RECIPES = {  # workers, and what else a smaller machine asks for
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_papers_settings_train_at_a_smaller_size(recipe, corpus, tmp_path):
+def test_recipes_of_papers_train_at_smaller_size(recipe, corpus, tmp_path):
     size, layout = RECIPES[recipe]
     own = [*SMALLER, *layout, "--data-path", corpus, "--split", "90,5,5", "--ckpt-dir", str(tmp_path / "snapshots")]
     own += ["--log-dir", str(tmp_path / "log")]

@@ -62,7 +62,7 @@ def undisturbed(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES if ALL else AT_FIRST)
-def test_it_ends_with_the_same_bits_or_has_counted_the_tokens_that_it_lost(case, data, undisturbed, tmp_path):
+def test_run_is_bit_identical_or_counts_lost_tokens(case, data, undisturbed, tmp_path):
     snapshots, nodes = CASES[case], 2 if "peers" in CASES[case]["ckpt_tier"] else 1
     start = MEASURES if case in MEASURING else 0
     faults = [f"kill rank=1 iteration={start + 5} point=forward_backward"]

@@ -35,7 +35,7 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("zero", [*ALL * [False], True])
-def test_a_node_with_the_controller_and_only_replicas_leaves(data, tmp_path, held, zero):
+def test_node_with_controller_and_only_replicas_leaves(data, tmp_path, held, zero):
     flags = ONCE | (ZERO if zero else {})
     with job_of(data, tmp_path, [], layout="DP3", candidates=3, **flags) as job:
         job.is_lost(0)
@@ -55,7 +55,7 @@ def test_a_node_with_the_controller_and_only_replicas_leaves(data, tmp_path, hel
     assert first["experts"] > 0 == second["experts"] and first["iteration"] == second["iteration"] == 5
 
 
-def test_two_nodes_leave_together_and_come_back(data, tmp_path, held):
+def test_two_nodes_leave_together_and_return(data, tmp_path, held):
     with job_of(data, tmp_path, [], elastic_min_replicas=1, elastic_everywhere="0") as job:
         asked_to_leave(job, 2, 3)
         job.tells("all workers leave this generation")
@@ -71,7 +71,7 @@ def test_two_nodes_leave_together_and_come_back(data, tmp_path, held):
     assert [event["world_size"] for event in job.events("start")] == [4, 2, 4]
 
 
-def test_a_node_leaves_while_the_others_recover(data, tmp_path, held):
+def test_node_leaves_during_recovery_of_others(data, tmp_path, held):
     """The first worker waits in its iteration, so that it is not in the new generation yet."""
     with job_of(data, tmp_path, [], **FIXED) as job:
         job.is_in(5, workers=4)
@@ -88,7 +88,7 @@ def test_a_node_leaves_while_the_others_recover(data, tmp_path, held):
 
 
 @pytest.mark.parametrize("least, candidates", [(2, 1), (1, 3)])
-def test_too_few_nodes_would_remain_so_all_save_and_exit(least, candidates, data, tmp_path, held):
+def test_departure_below_minimum_makes_all_save_and_exit(least, candidates, data, tmp_path, held):
     """Three controllers on three nodes need two of these."""
     flags = FIXED | dict(exit_signal_handler=True, elastic_min_replicas=1, elastic_slots=4)
     with job_of(data, tmp_path, [], layout="DP3", least=least, candidates=candidates, **flags) as job:
@@ -102,7 +102,7 @@ def test_too_few_nodes_would_remain_so_all_save_and_exit(least, candidates, data
 
 
 @pytest.mark.parametrize("how", ["second signal", *ALL * ["deadline"]])
-def test_a_node_that_must_end_before_its_state_has_moved_is_lost(data, tmp_path, held, how):
+def test_node_that_exits_before_moving_its_state_is_lost(data, tmp_path, held, how):
     own = ["--drain-seconds", "3" if how == "deadline" else "60"]
     with job_of(data, tmp_path, [], layout="DP3", own=own, **FIXED) as job:
         asked_to_leave(job, 2)

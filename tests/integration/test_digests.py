@@ -78,7 +78,7 @@ CASES |= {f"drawn {seed}": drawn(seed) for seed in (range(12) if ALL else ())}
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("case", CASES)
-def test_a_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monkeypatch):
+def test_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monkeypatch):
     layout, flip, changes, fault = CASES[case]
     flags = data | EACH | changes
     monkeypatch.setenv("TEST_FLIP", flip)
@@ -99,7 +99,7 @@ def test_a_changed_bit_is_detected_named_and_not_used(case, data, tmp_path, monk
 
 
 @pytest.mark.recovery
-def test_digests_do_not_depend_on_the_layout(data, tmp_path):
+def test_digests_do_not_depend_on_layout(data, tmp_path):
     saved, flags = tmp_path / "saved", data | BF16 | EXPERT_BIAS | DEEP | FOUR | EACH | dict(snapshot_interval=3)
     train("PP2xEP2", flags | dict(ckpt_dir=str(saved), exit_interval=3))
     for layout in LAYOUTS_OF_ALL_KINDS:
@@ -111,7 +111,7 @@ def test_digests_do_not_depend_on_the_layout(data, tmp_path):
         assert (resumed["unverified"], resumed["wrong"]) == ([], []) and resumed["verified"] == OPERATORS, layout
 
 
-def test_without_digests_nothing_is_verified(data, tmp_path):
+def test_state_without_digests_is_not_verified(data, tmp_path):
     places = dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
     flags = data | EACH | places | dict(digest_interval=0)
     train("1", flags | dict(exit_interval=3))
@@ -125,7 +125,7 @@ DENSE = dict(train_iters=LAST, exit_interval=3)
 
 
 @pytest.mark.parametrize("slot", ["param", "exp_avg"])
-def test_a_changed_bit_of_a_dense_checkpoint_is_named(slot, data, tmp_path, capsys):
+def test_changed_bit_of_dense_checkpoint_is_named(slot, data, tmp_path, capsys):
     flags, saved = data | BF16 | EXPERT_BIAS | DENSE, tmp_path / "saved"
     told = start("PP2xEP2", flags | dict(save=str(saved)), "snapshot_bodies:train_and_flip", slot=slot).wait()
     changed = told[0].value
@@ -140,7 +140,7 @@ def test_a_changed_bit_of_a_dense_checkpoint_is_named(slot, data, tmp_path, caps
         assert not (tmp_path / output).exists()
 
 
-def test_digests_of_dense_checkpoints_do_not_depend_on_the_layout(data, tmp_path):
+def test_dense_checkpoint_digests_ignore_layout(data, tmp_path):
     flags, saved = data | BF16 | EXPERT_BIAS | FOUR | DENSE, tmp_path / "saved"
     train("PP2xEP2", flags | dict(save=str(saved)))
     assert (saved / "iter_0000003" / DIGESTS_FILE).exists()
@@ -167,7 +167,7 @@ SAVES = {  # flags of the save, and of the start from it
 
 
 @pytest.mark.parametrize("case", SAVES)
-def test_a_changed_bit_in_a_script_of_megatron_lm_is_named(case, tmp_path, monkeypatch):
+def test_changed_bit_in_megatron_lm_script_is_named(case, tmp_path, monkeypatch):
     slot, saves, loads = SAVES[case]
     monkeypatch.setenv("TEST_FLIP", slot)
     saved = run(tmp_path, FLIPPING_SCRIPT, 2, f"{EP2} {saves} --save saved --save-interval 2 --exit-interval 2")
@@ -178,14 +178,14 @@ def test_a_changed_bit_in_a_script_of_megatron_lm_is_named(case, tmp_path, monke
     assert resumed.code == 1 and only_code(error) == "state-digest-differs" and changed in error
 
 
-def test_a_checkpoint_without_digests_is_reported(tmp_path):
+def test_checkpoint_without_digests_is_reported(tmp_path):
     flags = f"{EP2} --save saved --save-interval 2 --exit-interval 2 --digest-interval 0"
     assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
     resumed = run(tmp_path, USER_SCRIPT, 2, f"{EP2} --load saved --exit-interval 3", log="resumed")
     assert resumed.code == 0 and "is not verified: the checkpoint has no digests" in resumed.output
 
 
-def test_a_changed_snapshot_is_not_converted(data, tmp_path, monkeypatch, capsys):
+def test_changed_snapshot_is_not_converted(data, tmp_path, monkeypatch, capsys):
     train("1", data | EACH | dict(ckpt_dir=str(tmp_path / "c"), exit_interval=3))
     assert program.main([str(tmp_path / "c"), str(tmp_path / "dense")]) == 0
     read = SnapshotContents.read

@@ -53,7 +53,7 @@ def assert_replicas_alike(trained: Trained) -> None:
     [("DP4", "EP4", {}, 20), ("PP2xDP2", "PP2xEP2", REPLICATED, 6), ("TP2xDP2", "TP2xEP2", {}, 6)]
     + ALL * [("DP4", "EP4", REPLICATED, 30), ("PP2xDP2", "PP2xEP2", {}, 30), ("TP2xDP2", "TP2xEP2", REPLICATED, 30)],
 )
-def test_as_with_expert_parallelism(layout, plain, more, end, data):
+def test_elastic_training_matches_expert_parallelism(layout, plain, more, end, data):
     """Gradients are clipped, and experts have from one to all workers as holders."""
     flags, end = data | PLAIN | more, 30 if ALL else end
     found = elastic(layout, flags | dict(exit_interval=end))
@@ -64,7 +64,7 @@ def test_as_with_expert_parallelism(layout, plain, more, end, data):
 @pytest.mark.parametrize(
     ("layout", "slots", "most"), [("DP4", 3, 2), *ALL * [("DP4", 4, 1), ("PP2xDP2", 4, 1), ("TP2xDP2", 3, 2)]]
 )
-def test_as_in_one_domain(layout, slots, most, data):
+def test_training_in_several_domains_matches_one_domain(layout, slots, most, data):
     """Tokens stay in the domain, and replicas in all of them are alike, also after they have moved."""
     flags = data | PLAIN | GHOSTS | REPLICATED | dict(elastic_slots=slots, train_iters=8)
     one = elastic(layout, flags | dict(elastic_rebalance_interval=0))
@@ -91,14 +91,14 @@ OPTIONS = {  # name: flags
 
 
 @pytest.mark.parametrize("option", OPTIONS if ALL else ["GPT-2 like"])
-def test_options(option, data):
+def test_option_trains_elastic_job_as_single_worker(option, data):
     flags = data | PLAIN | dict(train_iters=4) | OPTIONS[option]
     plain = {name: value for name, value in flags.items() if not name.startswith("elastic")}
     assert_alike(elastic("DP2", flags | dict(elastic_rebalance_interval=2)), known("1", plain))
 
 
 @pytest.mark.parametrize("layout", ["DP4", *ALL * ["PP2xDP2", "TP2xDP2"]])
-def test_with_dropout_and_moves_as_with_one_worker(layout, data):
+def test_dropout_and_moves_train_as_single_worker(layout, data):
     alone = {"DP4": "1", "PP2xDP2": "PP2", "TP2xDP2": "TP2"}[layout]
     flags = data | PLAIN | DROPOUT | GHOSTS | dict(train_iters=50, exit_interval=50 if ALL else 24)
     found = elastic(layout, flags | dict(elastic_rebalance_interval=10 if ALL else 5))
@@ -107,7 +107,7 @@ def test_with_dropout_and_moves_as_with_one_worker(layout, data):
     assert_alike(found, known(alone, flags | ELASTIC | ALONE))
 
 
-def test_workers_send_what_is_planned(data):
+def test_workers_send_only_planned_bytes(data):
     """Bytes between any two workers are those of the plan of transfers, in which new holders pass on what they get."""
     few = dict(num_experts=8, elastic_slots=3, elastic_min_replicas=1)  # some experts have a holder, and get more
     found = elastic("DP4", data | PLAIN | few | REPLICATED | dict(train_iters=9, elastic_rebalance_interval=2))
@@ -129,7 +129,7 @@ def test_workers_send_what_is_planned(data):
 
 
 @pytest.mark.parametrize("layout", ["DP2", *ALL * ["PP2xDP2", "TP2xDP2"]])
-def test_cuts_that_differ_stop_all_workers(layout, data):
+def test_differing_rebalance_plans_stop_all_workers(layout, data):
     """Also those of other stages, and of other tensor-parallel ranks."""
     size, parallel = LAYOUTS[layout]
     flags = FLAGS | parallel | ELASTIC | data | PLAIN | dict(elastic_slots=4)
@@ -138,7 +138,7 @@ def test_cuts_that_differ_stop_all_workers(layout, data):
 
 
 @pytest.mark.parametrize("layout", ["PP2xDP2", *ALL * ["DP4", "TP2xDP2"]])
-def test_recomputed_ghosts_and_vacant_slots(layout, data):
+def test_recomputed_dummy_batches_and_empty_slots_train_equally(layout, data):
     """Layers that are computed again in the backward pass know which micro batches are ghosts."""
     whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     flags = data | PLAIN | GHOSTS | whole | REPLICATED | dict(train_iters=6)
@@ -150,7 +150,7 @@ def test_recomputed_ghosts_and_vacant_slots(layout, data):
 
 
 @pytest.mark.parametrize("policy", ["full", *ALL * ["pec", "sparse"]])
-def test_a_snapshot_after_a_move_loads_everywhere(policy, data, tmp_path):
+def test_snapshot_after_move_loads_in_other_layout(policy, data, tmp_path):
     places = dict(ckpt_dir=str(tmp_path / "snapshots"), log_dir=str(tmp_path / "log"))
     options = {"pec": dict(pec_k=2), "sparse": dict(sparse_window=2)}.get(policy, {})
     snapshots = places | options | dict(ckpt_policy=policy, snapshot_interval=1)
@@ -163,7 +163,7 @@ def test_a_snapshot_after_a_move_loads_everywhere(policy, data, tmp_path):
     assert resumed.norms == pytest.approx(straight.norms[13:20], abs=10 * CLOSE)
 
 
-def test_a_run_goes_on_with_experts_where_they_were(data, tmp_path):
+def test_resumed_run_keeps_expert_placement(data, tmp_path):
     flags = data | PLAIN | DROPOUT | BF16 | dict(elastic_rebalance_interval=4, train_iters=8)
     snapshots = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_policy="full")
     straight = elastic("DP2", flags)
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_experts_where_they_were(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_workers_that_die_while_experts_move(data, tmp_path):
+def test_worker_lost_while_experts_move_loses_no_iteration(data, tmp_path):
     """Before a layer's experts have landed, and after it, while others fill their slots and begin the next layer.
 
     No iteration is lost, and no checkpoint is read: other holders have all experts.

@@ -13,7 +13,7 @@ SAVED, LOST, ITERATIONS = 4, 6, 12
 
 
 @pytest.mark.parametrize("zero", [False, *ALL * [True]])
-def test_without_policy_remaining_nodes_resume_from_load(data, tmp_path, zero):
+def test_remaining_nodes_resume_from_load_without_policy(data, tmp_path, zero):
     flags = data | FLAGS | dict(train_iters=ITERATIONS, use_distributed_optimizer=zero)
     place = str(tmp_path / "checkpoints")
     saved = dict(save=place, load=place, save_interval=SAVED, inject=[f"kill node=2 iteration={LOST}"])

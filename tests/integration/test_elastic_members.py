@@ -39,7 +39,7 @@ AGAIN = ("meeting", "one after the other", "first")  # elsewhere a moment decide
 
 
 @pytest.mark.parametrize("how", HOW if ALL else ["full, ZeRO"])
-def test_nodes_are_lost_and_come_back(data, tmp_path, how):
+def test_elastic_job_survives_lost_and_returning_nodes(data, tmp_path, how):
     lost = (2, 3) if how == "domains" else (1, 3)  # a domain as a whole: the other one has all experts
     first, second = (f"kill node={node} iteration=4" for node in lost)
     faults = [first, f"{second} point=rebalancing"]  # while experts move
@@ -102,7 +102,7 @@ def begun_again(job):
     return [iteration for found in counts for iteration, count in found.items() if count > 1 and iteration != 3]
 
 
-def test_nodes_are_taken_in_between_two_iterations_so_that_none_is_dropped(data, growing):
+def test_nodes_join_between_iterations_without_loss(data, growing):
     job = growing()
     before = job.pids
     job.go_on(5)
@@ -118,7 +118,7 @@ def test_nodes_are_taken_in_between_two_iterations_so_that_none_is_dropped(data,
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes while others are about to be taken in")
 @pytest.mark.parametrize("moment", ["before the vote", "after it"])
-def test_a_node_is_lost_before_it_has_met_one_that_comes(data, growing, moment):
+def test_node_lost_before_connecting_to_joining_node(data, growing, moment):
     """The other one is seated in its place, and gets what it had."""
     job = growing(*["kill node=2 iteration=5 point=draining"] * (moment == "after it"))
     if moment == "before the vote":
@@ -135,7 +135,7 @@ def test_a_node_is_lost_before_it_has_met_one_that_comes(data, growing, moment):
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes that are about to be taken in")
 @pytest.mark.parametrize("how", ["worker", "node"])
-def test_whoever_comes_is_lost_before_all_have_met(data, growing, how):
+def test_joining_node_lost_before_connecting_is_left_out(data, growing, how):
     """The others go on without it and drop no iteration; it comes again."""
     job = growing()
     first = job.pids[1]
@@ -165,7 +165,7 @@ def test_worker_hanging_before_drain_is_replaced_during_scale_up(data, growing):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes at more moments")
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("name", MORE)
-def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp_path, name, zero):
+def test_nodes_lost_at_any_moment_repeat_same_history(data, tmp_path, name, zero):
     records = []
     for run in ("first", "second") if name in AGAIN else ("first",):
         more = dict(candidates=3 if name == "first" else 1, use_distributed_optimizer=zero)
@@ -181,7 +181,7 @@ def test_nodes_are_lost_at_any_moment_and_the_same_history_is_repeated(data, tmp
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 goes through a longer history, twice")
 @pytest.mark.parametrize(("domain", "zero"), [(256, False), (2, False), (256, True)])
-def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_path, monkeypatch, domain, zero):
+def test_membership_6_5_3_6_is_repeatable(data, tmp_path, monkeypatch, domain, zero):
     """The last two are lost at once: one of them when it is to meet the others after the loss of the first."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
     faults = ["kill node=1 iteration=3", "kill node=4 iteration=6", "kill node=5 iteration=6 point=ready"]
@@ -204,7 +204,7 @@ def test_from_six_nodes_to_five_to_three_to_six_and_the_same_again(data, tmp_pat
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes with several pipeline stages")
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize(("layout", "fixed"), [("PP2xDP3", "PP2xDP2"), ("PP2xTP2xDP3", "PP2xTP2")])
-def test_nodes_with_all_pipeline_stages_are_lost_and_come_back(data, tmp_path, layout, fixed, zero):
+def test_nodes_with_all_stages_are_lost_and_return(data, tmp_path, layout, fixed, zero):
     """The same history twice, and one in which the node comes back."""
     records = []
     for run in ("first", "second", "third"):
@@ -230,7 +230,7 @@ LONGER = dict(train_iters=CHOSEN + 24, lr_decay_iters=CHOSEN + 24)
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 measures and chooses a policy")
-def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
+def test_job_with_auto_policy_keeps_it_after_node_loss(data, tmp_path):
     auto = LONGER | dict(ckpt_policy="auto", mtbf_hours=1.0)
     with job_of(data, tmp_path, [f"kill node=1 iteration={CHOSEN + 8}"], **auto) as job:
         job.tells("training continues on 3 of 4 nodes")
@@ -252,7 +252,7 @@ def test_a_job_that_has_chosen_its_policy_goes_on_under_it(data, tmp_path):
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that is about to be taken in")
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_newcomer_is_lost_while_state_moves_to_it(data, tmp_path, zero):
+def test_joining_node_is_lost_during_state_transfer(data, tmp_path, zero):
     faults = ["kill node=1 iteration=4", "kill node=1 iteration=0 point=rebalancing"]
     with job_of(data, tmp_path, faults, use_distributed_optimizer=zero) as job:
         job.tells("3 nodes continue from iteration")
@@ -267,7 +267,7 @@ def test_a_newcomer_is_lost_while_state_moves_to_it(data, tmp_path, zero):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes that pass on what they have got")
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("lost", [2, 3])
-def test_a_node_is_lost_while_those_that_come_pass_parts_of_experts_on(data, tmp_path, lost, zero):
+def test_node_lost_while_joining_nodes_forward_experts(data, tmp_path, lost, zero):
     """Of two that come, or of those that were left: what was in force still is, and nothing has to be loaded."""
     faults = ["kill node=1 iteration=4", "kill node=3 iteration=4", f"kill node={lost} iteration=0 point=passing_on"]
     more = dict(elastic_slots=4, use_distributed_optimizer=zero)
@@ -285,7 +285,7 @@ def test_a_node_is_lost_while_those_that_come_pass_parts_of_experts_on(data, tmp
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses experts")
-def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+def test_lost_experts_roll_back_to_newest_checkpoint(data, tmp_path):
     tight = dict(elastic_everywhere="0", elastic_slots=2, elastic_rebalance_interval=0)  # two nodes hold the same
     saved = dict(snapshot_interval=3, ckpt_blocking=True)
     with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **tight, **saved) as job:
@@ -296,7 +296,7 @@ def test_where_experts_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_p
 
 
 @pytest.mark.parametrize("policy", [dict(ckpt_policy="pec", pec_k=1), *ALL * [dict(ckpt_policy="selective")]])
-def test_only_lost_experts_are_old_after_a_loss(data, tmp_path, policy):
+def test_only_lost_experts_are_restored_from_older_versions(data, tmp_path, policy):
     """The others keep the state of the last iteration, which nobody repeats; the ledger has each lost token."""
     tight = dict(elastic_everywhere="0", elastic_slots=2, elastic_rebalance_interval=0)  # two nodes hold the same
     saved = dict(snapshot_interval=1, ckpt_blocking=True, ckpt_keep=99) | policy
@@ -326,7 +326,7 @@ def test_only_lost_experts_are_old_after_a_loss(data, tmp_path, policy):
 
 
 @pytest.mark.parametrize("policy", [dict(ckpt_policy="pec", pec_k=1), dict(ckpt_policy="full")])
-def test_a_second_node_is_lost_while_lost_experts_are_loaded(data, tmp_path, policy):
+def test_second_node_is_lost_while_lost_experts_load(data, tmp_path, policy):
     """Six nodes have one slot each: nodes 0 and 1 have the only replicas of two experts."""
     tight = dict(elastic_everywhere="0", elastic_slots=1, elastic_min_replicas=1, elastic_rebalance_interval=0)
     saved = dict(snapshot_interval=1, ckpt_blocking=True, ckpt_keep=99) | policy
@@ -349,7 +349,7 @@ def test_a_second_node_is_lost_while_lost_experts_are_loaded(data, tmp_path, pol
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses shards")
-def test_where_shards_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_path):
+def test_lost_shards_roll_back_to_newest_checkpoint(data, tmp_path):
     """All nodes have all experts, and two hold the same shard."""
     more = dict(elastic_slots=4, snapshot_interval=3, ckpt_blocking=True) | ZERO
     with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **more) as job:
@@ -361,7 +361,7 @@ def test_where_shards_are_lost_all_go_back_to_the_newest_checkpoint(data, tmp_pa
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses all of a run")
-def test_where_experts_are_lost_and_there_is_no_checkpoint_the_run_begins_again(data, tmp_path):
+def test_lost_experts_without_checkpoint_start_over(data, tmp_path):
     tight = dict(elastic_everywhere="0", elastic_slots=2, elastic_rebalance_interval=0)
     with job_of(data, tmp_path, ["kill node=2 iteration=8", "kill node=3 iteration=8"], **tight) as job:
         assert job.wait() == 0, job.console[-4000:]

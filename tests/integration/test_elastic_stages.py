@@ -16,7 +16,7 @@ TIED = SPREAD | dict(untie_embeddings_and_output_weights=False)
 
 
 @pytest.mark.parametrize("number", range(1 + ALL))
-def test_a_node_with_a_stage_is_lost_and_comes_back(data, tmp_path, number):
+def test_node_with_one_stage_is_lost_and_returns(data, tmp_path, number):
     """One copy of the model goes on, and the former partner helps; then there are two again, in the same processes."""
     lost = 2 - number  # of the first stage, or of the second one
     with job_of(data, tmp_path, [f"kill rank={lost} iteration=4"], layout="PP2xDP2", **TIED) as job:
@@ -54,7 +54,7 @@ def in_means(records):
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets nodes of all stages help")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", HELPED)
-def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp_path, how, first):
+def test_partial_model_nodes_repeat_same_history(data, tmp_path, how, first):
     """Until the end, each stage but that of the lost node has one that helps, in evaluations and snapshots, too."""
     layout, fixed, nodes, parts, flags = HELPED[how]
     per_node = LAYOUTS[layout][0] // nodes
@@ -80,7 +80,7 @@ def test_nodes_that_help_are_replicas_and_the_same_history_is_repeated(data, tmp
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes that help, and those that they helped")
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("helper", [True, False])
-def test_a_node_that_helps_is_lost_or_takes_over_from_a_lost_one(data, tmp_path, zero, helper):
+def test_partial_model_node_is_lost_or_replaces_lost_node(data, tmp_path, zero, helper):
     """Of the second stage: of its nodes 1, 3 and 5, the last one helps."""
     faults = ["kill node=2 iteration=4", f"kill node={5 if helper else 1} iteration=9"]
     more = TIED | (TWICE if zero else dict(least=4))
@@ -96,7 +96,7 @@ def test_a_node_that_helps_is_lost_or_takes_over_from_a_lost_one(data, tmp_path,
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a node that held experts with one that helps alone")
-def test_an_expert_that_a_node_that_helps_holds_survives(data, tmp_path):
+def test_expert_on_partial_model_node_survives_node_loss(data, tmp_path):
     """Of three nodes of the second stage, the third helps, and has an expert that only one of the others has."""
     faults = ["kill node=0 iteration=4", "kill node=3 iteration=10"]
     more = dict(layout="PP2xDP3", least=4, candidates=3, elastic_slots=3, snapshot_interval=8, ckpt_keep=9)
@@ -120,7 +120,7 @@ SEVERAL = {  # name: layout, that of fixed members, nodes of two workers, MIN, f
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses nodes of several workers, twice")
 @pytest.mark.parametrize("name", SEVERAL)
-def test_a_node_with_several_workers_and_a_part_of_the_model_is_lost_and_comes_back(data, tmp_path, monkeypatch, name):
+def test_node_with_model_part_is_lost_and_returns(data, tmp_path, monkeypatch, name):
     """Two nodes make a copy.  It comes back at the same iteration in both runs, which have the same bits."""
     monkeypatch.setenv("TEST_HELD_BEFORE", "6")
     layout, fixed, nodes, least, flags = SEVERAL[name]
@@ -165,7 +165,7 @@ def test_surplus_node_moves_to_stage_that_lost_more(data, tmp_path, zero):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 lets a node wait until another stage lacks one")
-def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
+def test_waiting_node_gets_stage_of_lost_node(data, tmp_path):
     """Five nodes: one has no partner, and gets the stage of a node that is lost, while one copy goes on."""
     more = SPREAD | dict(layout="PP2xDP2, 5 nodes")
     with job_of(data, tmp_path, ["kill node=1 iteration=4"], **more) as job:
@@ -182,7 +182,7 @@ def test_a_node_that_waits_is_seated_as_soon_as_another_is_lost(data, tmp_path):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses a stage")
-def test_lost_stage_gets_a_node_and_all_load_a_checkpoint(data, tmp_path):
+def test_lost_stage_gets_node_and_all_load_checkpoint(data, tmp_path):
     saved = dict(snapshot_interval=3, ckpt_blocking=True, ckpt_policy="full", ckpt_dir=str(tmp_path / "snapshots"))
     faults = ["kill node=1 iteration=8", "kill node=3 iteration=8"]
     with job_of(data, tmp_path, faults, layout="PP2xDP2", **SPREAD, **saved) as job:

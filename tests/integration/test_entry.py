@@ -109,7 +109,7 @@ SAMPLES = (
 )
 
 
-def test_a_batch_whose_size_grows_recovers(tmp_path):
+def test_run_with_growing_batch_size_recovers(tmp_path):
     """The size is a function of the position: 4 samples, and 8 from 512 tokens on, where the killed iteration is."""
     batches = "--micro-batch-size 2 --step-batch-size-schedule 0:4,512:8"
     base = SAMPLES.replace("--micro-batch-size 4 --global-batch-size 8", batches)
@@ -133,7 +133,7 @@ OPTIMIZERS = {
 
 @needs_muon
 @pytest.mark.parametrize("case", ["dist_muon", *ALL * [case for case in OPTIMIZERS if case != "dist_muon"]])
-def test_an_optimizer_with_other_state_recovers(case, tmp_path):
+def test_optimizer_with_other_state_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, f"{EP2} {OPTIMIZERS[case]}", FULL)
 
 
@@ -155,7 +155,7 @@ def test_optimizer_in_host_memory_recovers_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["gradient", "selective --selective-gradients on"])
-def test_optimizer_in_host_memory_without_saved_gradients(policy, tmp_path):
+def test_optimizer_in_host_memory_refuses_saved_gradients(policy, tmp_path):
     snapshots = f"--ckpt-policy {policy} --ckpt-tier memory --ckpt-dir snapshots"
     refused = run(tmp_path, OWN_PROGRAM, 2, f"{OFFLOADED} {snapshots}")
     assert refused.code == 2 and codes_in(refused.output) == ["gradients-need-adam"], refused.output
@@ -173,7 +173,7 @@ def test_skipped_iterations_recover(tmp_path):
 
 
 @needs_muon
-def test_an_optimizer_whose_state_is_not_in_parts_of_parameters_is_refused(tmp_path):
+def test_optimizer_with_unpartitioned_state_is_refused(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 2, f"{EP2} --optimizer soap {FULL} --ckpt-dir snapshots")
     assert ended.code != 0 and "[optimizer-unsupported]" in ended.output, ended.output[-4000:]
     assert not ended.losses and "Traceback" not in ended.output
@@ -189,7 +189,7 @@ def hugging_face_directory(directory) -> str:
 
 
 @needs_scripts
-def test_a_blend_and_a_tokenizer_of_transformers_recover(data, tmp_path):
+def test_run_with_data_blend_and_hf_tokenizer_recovers(data, tmp_path):
     (prefix,) = data["data_path"]
     tokenizer = f"--tokenizer-type HuggingFaceTokenizer {hugging_face_directory(tmp_path / 'files')}"
     blend = f"--data-path 0.3 {prefix} 0.7 {prefix} --split 90,5,5 {tokenizer}"
@@ -198,11 +198,11 @@ def test_a_blend_and_a_tokenizer_of_transformers_recover(data, tmp_path):
 
 
 @pytest.mark.parametrize("case", USER_CASES if ALL else ["EP2 ZeRO-1"])
-def test_a_users_script_recovers(case, tmp_path):
+def test_user_script_recovers(case, tmp_path):
     recovers(tmp_path, USER_SCRIPT, *USER_CASES[case])
 
 
-def test_partial_checkpoints_lose_the_tokens_that_are_predicted(tmp_path):
+def test_partial_checkpoints_lose_predicted_tokens(tmp_path):
     """Each expert is as old as its last snapshot; its tokens since then are lost (PEC, section 3.2)."""
     flags = f"{EP2} {ZERO1} --ckpt-policy pec --pec-k 1 --snapshot-interval 1 --ckpt-dir snapshots"
     whole = run(tmp_path / "whole", USER_SCRIPT, 2, f"{flags} --ckpt-keep 20")
@@ -240,12 +240,12 @@ def test_tied_embeddings_recover(flags, tmp_path):
     recovers(tmp_path, SCRIPTS / "pretrain_gpt.py", flags, FULL, base=TIED)
 
 
-def test_exact_initial_weights_of_a_model_with_foreign_layers_are_refused(tmp_path):
+def test_exact_initialisation_refuses_foreign_layers(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 1, f"{MOE} --user-gate --initialization exact")
     assert ended.code and "initialization-unsupported" in codes_in(ended.output) and "gate.strength" in ended.output
 
 
-def test_what_evaluations_plot_is_read_beyond_their_batches(tmp_path):
+def test_evaluation_plot_data_is_read_beyond_batches(tmp_path):
     flags = f"{MOE} --tensorboard-dir board"
     plain = run(tmp_path / "plain", USER_SCRIPT, 1, flags)
     plots = run(tmp_path / "plots", USER_SCRIPT, 1, f"{flags} --user-plot")
@@ -254,7 +254,7 @@ def test_what_evaluations_plot_is_read_beyond_their_batches(tmp_path):
     assert plots.losses == plain.losses and evaluated == expected
 
 
-def test_each_loop_continues_the_others_checkpoint(tmp_path):
+def test_each_loop_continues_checkpoint_of_other_loop(tmp_path):
     flags = f"{EP2} --save saved --save-interval 4"
     code, output = run_stock_loop(tmp_path / "stock", USER_SCRIPT, 2, flags)
     assert code == 0, output[-4000:]
@@ -274,7 +274,7 @@ def test_each_loop_continues_the_others_checkpoint(tmp_path):
     assert not differing(whole, tmp_path / "ours/saved/iter_0000008")
 
 
-def test_the_entry_point_can_be_disabled(tmp_path):
+def test_entry_point_can_be_disabled(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import megatron.training as t\nprint('loop of', t.pretrain.__module__)\n")
     ours = run(tmp_path / "ours", script, 1, "")
@@ -284,7 +284,7 @@ def test_the_entry_point_can_be_disabled(tmp_path):
     assert "megatron.pretraining.entry" not in disabled.output and "--no-megatron" not in disabled.output
 
 
-def test_a_replaced_worker_logs_when_the_others_do(tmp_path):
+def test_replaced_worker_logs_in_same_iterations(tmp_path):
     """Megatron-LM's log is a collective call in iterations that it prints: the first one of a launch, and the third."""
     profile = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --tensorboard-dir board/x"
     flags = f"{EP2} {FULL} --ckpt-tier memory --ckpt-dir snapshots --log-interval 3 {profile}"

@@ -22,7 +22,7 @@ def saved(tmp_path_factory):
     return directory / "saved"
 
 
-def test_a_checkpoint_has_a_manifest_and_nothing_unfinished(saved):
+def test_checkpoint_has_manifest_and_no_unfinished_files(saved):
     for iteration in (4, 8):
         directory = dense_files.checkpoint_path(saved, iteration)
         manifest = dense_files.read_manifest(directory)
@@ -34,7 +34,7 @@ def test_a_checkpoint_has_a_manifest_and_nothing_unfinished(saved):
 
 
 @pytest.mark.parametrize("damage", ["altered", "missing", *ALL * ["truncated"]])
-def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
+def test_damaged_checkpoint_file_is_named_before_reading(damage, saved, tmp_path):
     victim = next(dense_files.checkpoint_path(saved, 8).glob("__1_*.distcp"))
     content = victim.read_bytes()
     try:
@@ -50,7 +50,7 @@ def test_a_damaged_file_is_named_before_it_is_read(damage, saved, tmp_path):
         victim.write_bytes(content)
 
 
-def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+def test_kill_during_save_keeps_previous_checkpoint(tmp_path):
     assert run(tmp_path, USER_SCRIPT, 2, f"{SAVES} --exit-interval 4").code == 0
     before = dense_files.read_manifest(dense_files.checkpoint_path(tmp_path / "saved", 4))
     kill = "--inject", "kill ranks=0,1 iteration=8 point=persisting"
@@ -67,7 +67,7 @@ def test_a_kill_while_saving_leaves_the_earlier_checkpoint(tmp_path):
     assert not [*(tmp_path / "saved").glob(".iter*")]
 
 
-def test_a_full_disk_does_not_end_training_and_is_reported(tmp_path):
+def test_full_disk_is_reported_and_does_not_end_training(tmp_path):
     with mounted(tmp_path / "disk", "2m") as disk:
         flags = f"{EP2} {ZERO1} --save {disk / 'saved'} --save-interval 4"
         ended = run(tmp_path, USER_SCRIPT, 2, flags)
@@ -77,13 +77,13 @@ def test_a_full_disk_does_not_end_training_and_is_reported(tmp_path):
         assert not dense_files.list_iterations(disk / "saved") and "Traceback" not in ended.output
 
 
-def test_old_checkpoints_are_removed_but_for_an_interval(tmp_path):
+def test_old_checkpoints_are_removed_except_retain_interval(tmp_path):
     flags = f"{EP2} {ZERO1} --save saved --save-interval 2 --save-retain-interval 4"
     assert run(tmp_path, USER_SCRIPT, 2, flags).code == 0
     assert dense_files.list_iterations(tmp_path / "saved") == [4, 8]
 
 
-def test_the_format_of_one_file_per_worker_is_saved_and_loaded(tmp_path):
+def test_torch_format_is_saved_and_loaded(tmp_path):
     """--ckpt-format torch, which Megatron-LM writes synchronously; files are in directories of their workers."""
     flags = f"{EP2} --ckpt-format torch"
     saved = run(tmp_path, USER_SCRIPT, 2, f"{flags} --save saved --save-interval 4")

@@ -51,7 +51,7 @@ def recovers(directory, script, flags, base=BASE):
     return plain
 
 
-def test_a_users_script_recovers_and_its_checkpoint_loads_in_another_layout(tmp_path):
+def test_user_script_recovers_and_reshards(tmp_path):
     plain = recovers(tmp_path, USER_SCRIPT, f"{EP2} --user-gate --deepspeed")
     saved = tmp_path / "saved"
     shutil.copytree(tmp_path / "plain/saved/iter_0000004", saved / "iter_0000004")
@@ -68,7 +68,7 @@ def test_a_users_script_recovers_and_its_checkpoint_loads_in_another_layout(tmp_
     assert damaged.code != 0 and file.name in damaged.output and "Traceback" not in damaged.output
 
 
-def test_a_command_line_of_megatron_deepspeed_trains_and_recovers(tmp_path):
+def test_megatron_deepspeed_command_line_recovers(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     base = BASE.replace("--global-batch-size 8", "").replace("--micro-batch-size 4", "")
     base = base.replace("--transformer-impl local", "--transformer-impl local --bf16")
@@ -82,7 +82,7 @@ def test_a_command_line_of_megatron_deepspeed_trains_and_recovers(tmp_path):
         assert word in plain.output  # each change is printed
 
 
-def test_embeddings_that_are_tied_across_stages_have_the_bits_of_megatron_core(tmp_path):
+def test_tied_embeddings_equal_megatron_core(tmp_path):
     base = BASE.replace("--untie-embeddings-and-output-weights", "")
     theirs = run(tmp_path / "core", USER_SCRIPT, 2, f"{MOE} {PP2} --grad-norm exact", base=base)
     ours = run(tmp_path / "deepspeed", USER_SCRIPT, 2, f"{MOE} {PP2} --deepspeed", base=base)
@@ -92,7 +92,7 @@ def test_embeddings_that_are_tied_across_stages_have_the_bits_of_megatron_core(t
     assert losses == expected and norms == pytest.approx(other_norms, rel=1e-14)  # squares are summed by partition
 
 
-def test_a_run_with_megatron_lms_norm_continues_with_an_optimizer_that_has_none(tmp_path):
+def test_stock_norm_run_continues_without_optimizer_norm(tmp_path):
     """The snapshot tells the norm of its run, which neither DeepSpeed's optimizer nor elastic training computes."""
     base = f"{BASE} {MOE} --micro-batch-size 1 --calculate-per-token-loss"
     snapshots = "--ckpt-policy full --snapshot-interval 4 --ckpt-dir snapshots"
@@ -113,7 +113,7 @@ def test_a_run_with_megatron_lms_norm_continues_with_an_optimizer_that_has_none(
     assert found["elastic"] == pytest.approx(found["exact"], rel=1e-5)
 
 
-def test_stage_0_is_the_optimizer_of_megatron_core(tmp_path):
+def test_zero_stage_0_matches_megatron_core(tmp_path):
     theirs = run(tmp_path / "core", USER_SCRIPT, 2, EP2)
     ours = run(tmp_path / "deepspeed", USER_SCRIPT, 2, f"{EP2} --deepspeed --zero-stage 0")
     assert theirs.code == ours.code == 0 and "--zero-stage 0" in ours.output, ours.output[-4000:]

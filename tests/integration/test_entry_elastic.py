@@ -13,7 +13,7 @@ def losses(ended) -> list:
 
 
 @needs_scripts
-def test_losses_do_not_depend_on_the_number_of_workers(tmp_path):
+def test_losses_do_not_depend_on_number_of_workers(tmp_path):
     """Three workers have 3, 3 and 2 of the 8 micro batches."""
     found = [
         run(tmp_path / str(workers), SCRIPTS / "pretrain_gpt.py", workers, f"{ELASTIC} --elastic-rebalance-interval 3")
@@ -25,7 +25,7 @@ def test_losses_do_not_depend_on_the_number_of_workers(tmp_path):
 
 
 @pytest.mark.parametrize("zero", ["", ZERO1])
-def test_a_saved_checkpoint_is_loaded_by_another_number_of_workers(zero, tmp_path):
+def test_checkpoint_loads_with_other_worker_count(zero, tmp_path):
     flags = f"{ELASTIC} {zero} --save saved --save-interval 4"
     whole = losses(run(tmp_path / "whole", OWN_PROGRAM, 2, flags))
     losses(run(tmp_path, OWN_PROGRAM, 2, f"{flags} --exit-interval 4"))

@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache/moc"
 
 
-def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
+def test_all_flag_problems_are_reported_before_workers_start(tmp_path):
     wrong = "--hidden-size ten --attention-backend foo --bf16=1 --no-such-option --log-straggler --log-energy --pec-k 0"
     ended = run(tmp_path, USER_SCRIPT, 2, wrong, launcher=f"--log-dir {tmp_path / 'workers'}")
     assert ended.code == 2
@@ -76,14 +76,14 @@ def test_all_problems_are_in_one_message_before_workers_start(tmp_path):
         ),
     ],
 )
-def test_combinations_are_checked_before_workers_start(flags, codes, named, tmp_path):
+def test_flag_combinations_are_checked_before_workers_start(flags, codes, named, tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 2, flags)
     assert ended.code == 2 and codes_in(ended.output) == codes and named in ended.output
     assert "(worker" not in ended.output and "Traceback" not in ended.output
 
 
 @pytest.mark.parametrize("skips", ["", "--skip-train"])
-def test_a_run_without_data_and_length_is_refused_before_workers_start(skips, tmp_path):
+def test_run_without_data_and_length_is_refused_early(skips, tmp_path):
     base = BASE.replace("--train-iters 8", "").replace("--mock-data", "")
     ended = run(tmp_path, OWN_PROGRAM, 2, skips, base=base)
     assert ended.code == 2 and codes_in(ended.output) == ["flag-missing"] * 2
@@ -92,12 +92,12 @@ def test_a_run_without_data_and_length_is_refused_before_workers_start(skips, tm
     assert run(tmp_path, OWN_PROGRAM, 2, "--print-config", base=base).code == 0
 
 
-def test_a_script_without_length_is_refused(tmp_path):
+def test_script_without_length_is_refused(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 1, "", base=BASE.replace("--train-iters 8", ""))
     assert ended.code == 2 and codes_in(ended.output) == ["flag-missing"] and "Traceback" not in ended.output
 
 
-def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, cache, monkeypatch):
+def test_launcher_refuses_unknown_options_without_torch(tmp_path, cache, monkeypatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     ended = run(tmp_path, USER_SCRIPT, 1, "--num-layer 3 --user-gate", cold=True)
     assert ended.code == 2 and codes_in(ended.output) == ["flag-unknown"] and "--num-layers" in ended.output
@@ -115,7 +115,7 @@ def test_the_launcher_refuses_unknown_options_without_importing_torch(tmp_path, 
         (f"{MOE} --moe-single-grouped-weight --moe-single-grouped-bias", ["flag-needs-another"] * 2),
     ],
 )
-def test_devices_formats_and_virtual_stages_are_checked_without_torch(flags, codes, tmp_path, monkeypatch):
+def test_device_format_and_stage_checks_need_no_torch(flags, codes, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ended = run(tmp_path, USER_SCRIPT, 1, flags, cold=True)
@@ -123,14 +123,14 @@ def test_devices_formats_and_virtual_stages_are_checked_without_torch(flags, cod
     assert "| torch\n" not in ended.output
 
 
-def test_an_error_of_megatron_in_a_script_is_one_sentence(tmp_path):
+def test_megatron_error_in_script_is_reported_without_traceback(tmp_path):
     flags = f"{MOE} --recompute-granularity selective --recompute-modules moe_act"
     ended = run(tmp_path, USER_SCRIPT, 1, flags)
     assert ended.code == 2 and codes_in(ended.output) == ["megatron-options-refused"]
     assert "Traceback" not in ended.output
 
 
-def test_options_of_a_script_are_neither_refused_nor_translated(tmp_path):
+def test_script_options_are_neither_refused_nor_translated(tmp_path):
     (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
     (tmp_path / "script.py").write_text(OWN_FORWARD)
     for _ in range(2):  # without and with a list of Megatron-LM's options
@@ -138,7 +138,7 @@ def test_options_of_a_script_are_neither_refused_nor_translated(tmp_path):
         assert ended.code == 0 and "parsed 3 4 lazy" in ended.output, ended.output[-2000:]
 
 
-def test_a_script_may_ignore_unknown_options(tmp_path):
+def test_script_may_ignore_unknown_options(tmp_path):
     (tmp_path / "options_of_a_user.py").write_text(OPTIONS)
     ignoring = OWN_FORWARD.replace("=add_options)", "=add_options, ignore_unknown_args=True)")
     (tmp_path / "script.py").write_text(ignoring)
@@ -147,7 +147,7 @@ def test_a_script_may_ignore_unknown_options(tmp_path):
         assert ended.code == 0 and "parsed 3 None None" in ended.output, ended.output[-2000:]
 
 
-def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):
+def test_printed_configuration_reproduces_itself(tmp_path):
     flags = "--ckpt-policy full --ckpt-dir here --no-ckpt-blocking --bf16 --user-gate --seed 77"
     printed = run(tmp_path, USER_SCRIPT, 2, f"{flags} --print-config")
     assert printed.code == 0
@@ -161,7 +161,7 @@ def test_a_printed_configuration_is_a_file_that_gives_the_same_one(tmp_path):
     assert yaml.safe_load(other.output) == values | {"seed": 78}
 
 
-def test_a_preset_has_less_weight_than_a_file_and_a_file_less_than_the_command_line(tmp_path):
+def test_precedence_of_preset_file_and_command_line(tmp_path):
     (tmp_path / "some.yaml").write_text("model: gpt-125m-8e\nnum_layers: 6\nhidden_size: 96\n")
     words = "--config some.yaml --hidden-size 48 --num-attention-heads 6 --print-config"
     needed = BASE.partition("--micro-batch-size")[2].replace("--swiglu", "").replace("--normalization RMSNorm", "")
@@ -177,7 +177,7 @@ def test_a_preset_has_less_weight_than_a_file_and_a_file_less_than_the_command_l
     assert unknown.code == 2 and codes_in(unknown.output) == ["value-not-a-choice"] and "gpt-125m-8e" in unknown.output
 
 
-def test_an_option_of_a_script_takes_the_place_of_ours(tmp_path):
+def test_script_option_replaces_option_of_same_name(tmp_path):
     options = OPTIONS.replace('parser.add_argument("--of-a-user", type=int)', 'parser.add_argument("--model")')
     (tmp_path / "options_of_a_user.py").write_text(options)
     (tmp_path / "script.py").write_text(OWN_FORWARD.replace("of_a_user,", "model,"))
@@ -185,7 +185,7 @@ def test_an_option_of_a_script_takes_the_place_of_ours(tmp_path):
     assert ended.code == 0 and "parsed own 4" in ended.output, ended.output[-2000:]
 
 
-def test_problems_of_a_file_are_reported(tmp_path):
+def test_config_file_problems_are_reported(tmp_path):
     (tmp_path / "wrong.yaml").write_text("num_layer: 3\nbf16: 7\ntrain_samples: many\ninject: []\n")
     ended = run(tmp_path, USER_SCRIPT, 1, "--config wrong.yaml --config /no/such.yaml --lr fast --print-config")
     assert ended.code == 2
@@ -193,14 +193,14 @@ def test_problems_of_a_file_are_reported(tmp_path):
     assert "--train-samples" in ended.output and ended.output.count("--lr ") == 1
 
 
-def test_options_of_a_dialect_in_a_file_are_translated(tmp_path):
+def test_dialect_options_in_config_file_are_translated(tmp_path):
     (tmp_path / "older.yaml").write_text("checkpoint_activations: true\nDDP_impl: local\nlog_interval: 3\n")
     ended = run(tmp_path, USER_SCRIPT, 1, "--config older.yaml --print-config")
     assert ended.code == 0, ended.output[-2000:]
     assert "# --DDP-impl local: ignored" in ended.output and "recompute_method: uniform" in ended.output
 
 
-def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
+def test_help_lists_own_options_and_help_all_lists_all(tmp_path):
     ours, both = (run(tmp_path, USER_SCRIPT, 1, flag) for flag in ("--help", "--help-all"))
     assert ours.code == both.code == 0
     assert "--ckpt-policy" in ours.output and "--num-layers" not in ours.output
@@ -208,7 +208,7 @@ def test_help_has_our_options_and_help_all_those_of_megatron(tmp_path):
         assert flag in both.output
 
 
-def test_a_tokenizer_that_cannot_be_built_is_one_sentence(tmp_path):
+def test_unusable_tokenizer_is_reported_without_traceback(tmp_path):
     for name in ("vocabulary", "merges"):
         (tmp_path / name).write_text("{")
     words = "--tokenizer-type GPT2BPETokenizer --vocab-file vocabulary --merge-file merges"
@@ -218,7 +218,7 @@ def test_a_tokenizer_that_cannot_be_built_is_one_sentence(tmp_path):
         assert named in ended.output
 
 
-def test_a_run_prints_the_options_in_force_once(tmp_path):
+def test_run_prints_effective_options_once(tmp_path):
     ended = run(tmp_path, USER_SCRIPT, 2, "--train-iters 1 --lr-warmup-iters 0")
     assert ended.code == 0, ended.output[-3000:]
     assert ended.output.count("  hidden_size: 64\n") == 1

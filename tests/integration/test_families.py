@@ -95,7 +95,7 @@ def theirs(tmp_path_factory) -> Path:
 
 
 @each_row("name", CASES)
-def test_transformers_reads_what_we_write(name, theirs):
+def test_transformers_reads_our_configuration(name, theirs):
     written, understood = (json.loads((theirs / name / file).read_text()) for file in ("config.json", "read.json"))
     understood.setdefault("num_experts", understood.get("num_local_experts"))  # it renames that of Qwen3-MoE
     for key in written.keys() - {"rope_theta", "partial_rotary_factor"}:  # it has them in rope_parameters alone
@@ -103,7 +103,7 @@ def test_transformers_reads_what_we_write(name, theirs):
 
 
 @each_row("name", CASES)
-def test_we_read_what_transformers_writes(name, theirs):
+def test_configuration_of_transformers_is_read(name, theirs):
     saved = json.loads((theirs / name / "saved/config.json").read_text())
     ours = json.loads((theirs / name / "config.json").read_text())
     family = family_of(saved)
@@ -112,7 +112,7 @@ def test_we_read_what_transformers_writes(name, theirs):
 
 
 @each_row("name", FAMILIES)
-def test_a_small_model_with_nothing_chosen(name, theirs, tmp_path):
+def test_default_configuration_survives_round_trip(name, theirs, tmp_path):
     config = json.loads((theirs / name / "default/config.json").read_text())
     flags = FAMILIES[name].flags_of(config)
     file = tmp_path / "model.yaml"
@@ -140,7 +140,7 @@ def build():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_theirs(name, theirs, build):
+def test_logits_match_transformers(name, theirs, build):
     config, family = described_model(model_of(name)), FAMILIES[CASES[name][0]]
     model, there = build(model_of(name)), _Taken(load_file(theirs / name / "saved/model.safetensors"))
     with torch.no_grad():

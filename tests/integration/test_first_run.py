@@ -24,7 +24,7 @@ def text(directory: Path) -> None:
         (directory / f"{number}.txt").write_text(" ".join(rng.choices(words, k=600)))
 
 
-def test_first_run(tmp_path):
+def test_first_run_commands_of_documentation_work(tmp_path):
     text(tmp_path / "text")
     for name in ("tools", "pretrain_gpt_moe.py"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -50,7 +50,7 @@ def folded_until(job: Launched, iteration: int, seconds: float = 500) -> None:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("way", WAYS if ALL else ["fp16 EP2"])
-def test_a_run_that_resumes_from_folded_experts_ends_as_without_a_fault(way, data, tmp_path):
+def test_resume_from_folded_experts_is_bit_identical(way, data, tmp_path):
     layout, precision = WAYS[way]
     flags = data | CLIPPED | precision | dict(train_iters=30)
     with node_memory() as memory:
@@ -72,7 +72,7 @@ def test_a_run_that_resumes_from_folded_experts_ends_as_without_a_fault(way, dat
     assert resumed.weights == whole.weights and resumed.losses == whole.losses[resumed.start :]
 
 
-def test_a_killed_folder_is_started_again_and_ends_with_its_worker(tmp_path, monkeypatch):
+def test_killed_gradient_applier_restarts_and_ends_with_worker(tmp_path, monkeypatch):
     """What is planted in the working directory is not imported."""
     for name in ("glob", "json", "secrets", "runpy", "signal", "moc"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
@@ -144,7 +144,7 @@ def assert_nobody_can_tell(job: Launched, data, tmp_path) -> None:
 
 
 @pytest.mark.recovery
-def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_tell(data, tmp_path):
+def test_lost_workers_appliers_and_servers_keep_bits(data, tmp_path):
     """A worker dies with gradients copied, one with copies that nobody knows of, one while it repeats updates."""
     points = {"gradient_staged": 5, "peers_committed": 9, "folding": 0}
     kills = [f"kill rank=1 iteration={iteration} point={point}" for point, iteration in points.items()]
@@ -164,7 +164,7 @@ def test_workers_folders_servers_and_a_node_that_folds_are_lost_and_nobody_can_t
 
 @pytest.mark.recovery
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses all workers while they fold")
-def test_loss_of_all_workers_during_folding_is_invisible(data, tmp_path):
+def test_loss_of_all_workers_during_apply_is_bit_identical(data, tmp_path):
     with node_memory() as memory:
         flags = flags_of(data, tmp_path, memory)
         with Launched("EP2", flags, tmp_path / "job", nodes=2, program=PROGRAM) as job:
@@ -181,7 +181,7 @@ def test_loss_of_all_workers_during_folding_is_invisible(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 damages gradients behind folded ones")
-def test_a_damaged_gradient_behind_folded_ones_is_named_and_those_before_it_count(data, tmp_path):
+def test_damaged_gradient_is_named_and_ends_its_chain(data, tmp_path):
     flags, last = data | CLIPPED | dict(train_iters=30), 28
     everything = dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=99, ckpt_dir=str(tmp_path / "full"))
     assert set(train("EP2", flags | everything | dict(exit_interval=last)).codes) == {0}

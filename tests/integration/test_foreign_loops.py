@@ -34,7 +34,7 @@ def train(directory, kind, kills=()):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", LOOPS if ALL else DEFAULT)
-def test_a_loop_of_a_tutorial_ends_with_its_weights(kind, tmp_path):
+def test_killed_tutorial_loop_ends_with_undisturbed_weights(kind, tmp_path):
     if kind == "no_trainer":
         pytest.importorskip("accelerate")
     kills = [(random.randrange(2), random.randrange(*among), random.random() / 20) for among in ((2, 15), (18, 25))]

@@ -78,7 +78,7 @@ def checkpoint(request, root) -> Path:
     return write_dense(Model(), root, 2, torch.bfloat16, 10**9, no_progress)
 
 
-def test_tools_for_checkpoints_in_a_hostile_directory(checkpoint):
+def test_checkpoint_tools_escape_names_of_hostile_directory(checkpoint):
     (checkpoint / NAME).write_text(CONTROLS)
     (checkpoint.parent / f".{NAME}").write_text(CONTROLS)
     for flags in ([], ["--all"], ["--all", "--json"]):  # the other file is not listed in the manifest
@@ -90,7 +90,7 @@ def test_tools_for_checkpoints_in_a_hostile_directory(checkpoint):
     tool("convert_checkpoint", checkpoint.parent, checkpoint.parent / f"other{NAME}")
 
 
-def test_tools_for_checkpoints_with_hostile_contents(checkpoint):
+def test_checkpoint_tools_escape_hostile_contents(checkpoint):
     for file in checkpoint.rglob("*.json"):
         spoilt(file)
     for name in (".fence", ".run.json", "latest_checkpointed_iteration.txt"):
@@ -101,7 +101,7 @@ def test_tools_for_checkpoints_with_hostile_contents(checkpoint):
     tool("convert_checkpoint", checkpoint, checkpoint.parent / "other", code=1)
 
 
-def test_a_hostile_directory_of_transformers(root):
+def test_conversion_escapes_hostile_transformers_directory(root):
     config = {"model_type": CONTROLS, "architectures": [CONTROLS], CONTROLS: CONTROLS}
     (root / "config.json").write_text(json.dumps(config))
     (root / "model.safetensors").write_bytes(CONTROLS.encode())
@@ -117,7 +117,7 @@ def log(root) -> Path:
     return root
 
 
-def test_reports_of_a_hostile_log(log, tmp_path):
+def test_reports_escape_hostile_log(log, tmp_path):
     tool("report", log, "--json", tmp_path / "report.json", "--plot", tmp_path / "report.png")
     assert json.loads((tmp_path / "report.json").read_text())
     shutil.copytree(log, tmp_path / f"second{NAME}")
@@ -130,7 +130,7 @@ def test_reports_of_a_hostile_log(log, tmp_path):
     tool("simulate", *model, "--profile", log, "--runs", "1", code=1)
 
 
-def test_hostile_memory_of_jobs(root):
+def test_clean_memory_escapes_hostile_job_memory(root):
     place = memory_storage(root, CONTROLS, "a" * 16)
     record_run(place, Run("a" * 16, "/data", 0.0))
     spoilt(place.root / ".run.json")
@@ -141,22 +141,22 @@ def test_hostile_memory_of_jobs(root):
 
 
 @pytest.mark.parametrize("name", ["verify_checkpoint", "inspect_checkpoint", "convert_checkpoint", "train_tokenizer"])
-def test_an_error_of_the_command_line(name, tmp_path):
+def test_command_line_error_is_escaped(name, tmp_path):
     tool(name, tmp_path / NAME, "output", f"--{CONTROLS}", code=2)
 
 
-def test_a_plan_with_a_hostile_name_of_a_model():
+def test_plan_checkpoint_escapes_hostile_model_name():
     tool("plan_checkpoint", "--model", CONTROLS, code=2)
 
 
-def test_text_for_tokenizers_and_datasets(root):
+def test_tokenizer_and_dataset_tools_escape_hostile_text(root):
     (root / f"{NAME}.jsonl").write_text(json.dumps({CONTROLS: CONTROLS}) + "\n{" + CONTROLS)
     tool("train_tokenizer", "--input", root / f"{NAME}.jsonl", "--output", root / "model", "--vocab-size", "32", code=1)
     flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", root / NAME]
     tool("preprocess_data", "--input", root / f"{NAME}.jsonl", "--output-prefix", root / "data", *flags, code=1)
 
 
-def test_a_job_that_resumes_from_a_hostile_directory(root):
+def test_job_escapes_hostile_directory_on_resume(root):
     program = [REPOSITORY / "examples" / "pure_torch.py", "--ckpt-dir", root, "--log-dir", root / "log"]
     run(*program, "--iterations", "2")
     newest = max(root.glob("iter_*"))
@@ -168,5 +168,5 @@ def test_a_job_that_resumes_from_a_hostile_directory(root):
     run(*program, "--iterations", "4")
 
 
-def test_the_check_finds_what_is_not_escaped():
+def test_check_finds_unescaped_output():
     assert problems(CONTROLS.encode()) and problems(b"ok\nFORGED") and not problems(b"ok \\x1b\n\t")

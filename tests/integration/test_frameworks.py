@@ -16,7 +16,7 @@ EXAMPLES = {
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("framework", EXAMPLES)
-def test_a_killed_trainer_ends_with_the_undisturbed_weights(framework, tmp_path):
+def test_killed_trainer_ends_with_undisturbed_weights(framework, tmp_path):
     """Two workers are killed, in the first and in the second epoch; the survivor keeps its state."""
     pytest.importorskip(framework)
     program = REPOSITORY / "examples" / EXAMPLES[framework]
@@ -36,7 +36,7 @@ KINDS = [f"{framework}-{policy}" for framework in EXAMPLES for policy in ("pec",
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", KINDS if ALL else ["accelerate-pec"])
-def test_experts_of_a_framework_are_saved_in_turn(kind, tmp_path):
+def test_framework_experts_are_saved_in_turn(kind, tmp_path):
     """Both workers are killed: experts come from older snapshots, and all replicas are alike."""
     pytest.importorskip(kind.split("-")[0])
     program = tmp_path / f"{kind}.py"

@@ -48,7 +48,7 @@ def train_with_losses(data, directory, freezes):
     return job, max(ends[0] for ends in after if ends)
 
 
-def test_nodes_are_lost_while_storage_is_frozen(data, tmp_path, monkeypatch, record_property):
+def test_node_loss_during_frozen_storage_recovers(data, tmp_path, monkeypatch, record_property):
     monkeypatch.setenv("TEST_WAITS_IN", f"{FROZEN_IN},{LOST_IN}")
     job, stall = train_with_losses(data, tmp_path / "frozen", True)
     other, usual = train_with_losses(data, tmp_path / "usual", False)

@@ -38,7 +38,7 @@ FAULTS = [
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_no_stage_computes_an_iteration_twice_for_the_loss_of_another(data, tmp_path):
+def test_stage_loss_repeats_no_iteration_of_other_stages(data, tmp_path):
     flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=LAST, global_batch_size=2)
     sparse = SPARSE | dict(ckpt_blocking=True, inject=FAULTS)
     with node_memory() as memory:

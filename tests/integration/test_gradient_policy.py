@@ -46,7 +46,7 @@ def flags(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("run", RUNS)
-def test_a_restart_is_bit_identical_and_computes_no_iteration_again(run, data, flags):
+def test_restart_is_bit_identical_without_replay(run, data, flags):
     layout, changes, killed_after = RUNS[run]
     straight = train(layout, data | HARD | changes, "sparse_bodies:train")
     assert min(straight.norms) > HARD["clip_grad"]
@@ -75,7 +75,7 @@ def _details(store: Store, iteration: int) -> list[str]:
     return [entry.detail for entry in store.read_manifest(iteration).operators.values()]
 
 
-def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
+def test_other_schedule_is_refused_and_not_taken_for_damage(flags):
     start("1", flags | HARD, "sparse_bodies:die_after", iteration=5).wait()
     (refused,) = start("1", flags | HARD | dict(lr=2e-2), "sparse_bodies:train").wait()
     assert refused.exit == 1 and "--use-checkpoint-opt-param-scheduler" in refused.output
@@ -86,7 +86,7 @@ def test_another_schedule_is_named_and_does_not_pass_for_damage(flags):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("layout", ["EP2", *ALL * ["PP2xEP2", "TP2xEP2", "DP4xEP2"]])
-def test_a_lost_worker_alone_reads_and_updates(layout, data, flags, tmp_path):
+def test_only_lost_worker_reads_and_applies_gradients(layout, data, flags, tmp_path):
     """Killed before the vote: the others keep their state, and nobody computes an iteration again."""
     size = dict(train_iters=14, num_experts=8)
     faults = [f"kill rank=1 iteration={iteration} point=before_commit" for iteration in (7, 11)]
@@ -106,7 +106,7 @@ def _stored(tmp_path, iteration: int) -> dict:
 
 
 @pytest.mark.recovery
-def test_a_lost_node_comes_back_from_its_peers(data, flags, tmp_path):
+def test_lost_node_is_restored_from_peers(data, flags, tmp_path):
     size = dict(train_iters=16, num_experts=8)
     peers = dict(ckpt_tier="peers", max_snapshot_lag=1)
     with Launched("PP2xEP2", flags | HARD | size | peers, tmp_path / "job", nodes=2, spares=1) as job:
@@ -121,7 +121,7 @@ def test_a_lost_node_comes_back_from_its_peers(data, flags, tmp_path):
 
 
 @pytest.mark.recovery
-def test_a_round_in_storage_is_resumed_in_another_layout_and_by_another_policy(data, flags, tmp_path):
+def test_stored_round_resumes_in_other_layout_and_policy(data, flags, tmp_path):
     straight = known("1", data | dict(train_iters=14))
     stored = flags | dict(train_iters=14, persist_interval=3, ckpt_keep=2)
     start("1", stored, "sparse_bodies:die_after", iteration=9).wait()
@@ -139,7 +139,7 @@ def test_a_round_in_storage_is_resumed_in_another_layout_and_by_another_policy(d
 
 
 @pytest.mark.recovery
-def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data, flags, tmp_path):
+def test_memory_loss_before_stored_round_starts_over(data, flags, tmp_path):
     """Nobody has been told that anything is safe in storage: it has one of three snapshots of a round."""
     size, own = dict(train_iters=12, persist_interval=3), ["--silence-timeout", "5"]
     fault = "stop rank=1 iteration=7 point=before_commit"
@@ -159,7 +159,7 @@ def test_a_run_that_loses_its_memory_before_a_round_is_stored_begins_again(data,
 
 
 @pytest.mark.recovery
-def test_a_run_that_has_nothing_left_to_compute_ends_with_everything_in_storage(data, flags, tmp_path):
+def test_finished_run_leaves_complete_state_in_storage(data, flags, tmp_path):
     start("EP2", flags | HARD, "sparse_bodies:die_after", iteration=12).wait()
     assert "grad" in _details(stores(flags)["memory"], 12)
     assert train("EP2", flags | HARD).start == 12

@@ -31,7 +31,7 @@ if ALL:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("way", WAYS if ALL else ["fp16 EP2"])
-def test_a_run_whose_chains_cover_everything_ends_as_without_a_fault(way, data, tmp_path):
+def test_complete_gradient_chains_make_recovery_exact(way, data, tmp_path):
     layout, precision = WAYS[way]
     flags = data | CLIPPED | precision | dict(train_iters=18)
     with node_memory() as memory:
@@ -53,7 +53,7 @@ def test_a_run_whose_chains_cover_everything_ends_as_without_a_fault(way, data, 
 
 
 @pytest.mark.recovery
-def test_a_chain_counts_up_to_its_first_damaged_gradient(data, tmp_path):
+def test_gradient_chain_ends_at_first_damaged_gradient(data, tmp_path):
     """Each state is that of a run with full snapshots; one expert's is older, and its tokens are booked as lost."""
     flags, last, damaged = data | CLIPPED | dict(train_iters=20), 12, "layers.1.expert.2"
     everything = dict(ckpt_policy="full", snapshot_interval=1, ckpt_keep=99, ckpt_dir=str(tmp_path / "full"))
@@ -83,7 +83,7 @@ def test_a_chain_counts_up_to_its_first_damaged_gradient(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_the_chains_of_a_lost_node_come_back_from_its_peers(data, tmp_path):
+def test_gradient_chains_of_lost_node_are_restored_from_peers(data, tmp_path):
     """Bit by bit: the last snapshots are those of a run without a fault."""
     flags = data | CLIPPED | dict(train_iters=24)
     plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))
@@ -102,7 +102,7 @@ def test_the_chains_of_a_lost_node_come_back_from_its_peers(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_workers_are_lost_at_any_moment_and_nobody_can_tell(data, tmp_path):
+def test_worker_losses_at_any_time_are_bit_identical(data, tmp_path):
     """Among them the one that leads the node, after the vote by which others reuse buffers that it has not given up."""
     flags = data | CLIPPED | dict(train_iters=32)
     plain = flags | dict(ckpt_policy="full", snapshot_interval=99, ckpt_dir=str(tmp_path / "plain"))

@@ -20,14 +20,14 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=180))
 
 
-def test_every_operation_does_what_it_does_with_groups_of_torch_in_every_generation(store):
+def test_operations_equal_torch_groups_in_every_generation(store):
     torchs = run_world(4, OPERATIONS, port=None)
     ours = run_world(4, OPERATIONS, port=store.port, generations=2)
     assert all(len(worker) == 1 for worker in torchs)
     assert ours == [worker * 2 for worker in torchs]
 
 
-def test_before_between_and_after_generations(store):
+def test_group_operations_before_between_and_after_generations(store):
     for rank, told in enumerate(run_world(2, f"{BODIES}:between_generations", port=store.port)):
         assert told == {
             "members": [rank == 0, rank == 1],
@@ -45,37 +45,37 @@ def test_before_between_and_after_generations(store):
         }
 
 
-def test_who_waits_for_a_live_peer_is_woken_and_other_sockets_are_left_alone(store):
+def test_wait_on_live_peer_is_interrupted(store):
     told = run_world(2, f"{BODIES}:wait_for_a_live_peer", port=store.port)[0]
     assert told.pop("after") == 3.0
     assert len(told) == 8
     assert set(told.values()) == {"Aborted"}, told
 
 
-def test_a_dead_peer_is_a_suspicion_until_somebody_ends_the_generation(store):
+def test_dead_peer_is_connection_failure_until_generation_ends(store):
     assert run_world(2, f"{BODIES}:suspect", port=store.port)[0] == "PeerFailure"
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "recv"])
-def test_who_hears_nothing_from_gloo_is_called_away_all_the_same(store, operation):
+def test_waiting_worker_is_aborted_although_sockets_stay_open(store, operation):
     arguments = dict(port=store.port, operation=operation, timeout=60)  # the groups' own: 180
     assert run_world(2, f"{BODIES}:hear_nothing_from_gloo", **arguments)[0] == "Aborted"
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "send and recv"])
-def test_a_peer_that_dies_in_the_middle_of_a_message(store, operation):
+def test_peer_death_in_mid_message_ends_operation(store, operation):
     arguments = dict(port=store.port, operation=operation, timeout=120, patience=120)  # the groups' own: 180
     first, second = start_world(2, f"{BODIES}:die_in_the_middle_of_a_message", **arguments).wait()
     assert first.value in ("Aborted", "PeerFailure"), first.output
     assert second.exit == -signal.SIGKILL
 
 
-def test_what_gloo_leaves_stuck_ends_by_its_timeout_and_holds_up_nothing(store):
+def test_stuck_gloo_call_ends_by_timeout(store):
     told = run_world(2, f"{BODIES}:end_in_the_middle_of_messages", port=store.port, limit=3.0)
     assert told == [[True, 3.0, 0]] * 2
 
 
-def test_worlds_of_other_sizes_have_the_same_groups(store):
+def test_worlds_of_different_sizes_have_same_groups(store):
     generations, three, two = 10, [6.0, 6.0], [4.0, 4.0]
     workers = run_world(3, f"{BODIES}:move_between_worlds", port=store.port, generations=generations)
     for process, told in enumerate(workers):
@@ -89,18 +89,18 @@ def test_worlds_of_other_sizes_have_the_same_groups(store):
         assert last["threads"] <= first["threads"] and last["descriptors"] <= first["descriptors"] + 5
 
 
-def test_a_generation_that_ends_while_it_begins(store):
+def test_generation_that_ends_during_start_is_aborted(store):
     first, second = run_world(2, f"{BODIES}:end_while_beginning", port=store.port)
     assert first == {"not at all": "Aborted", "half": "Aborted", "ended before": "Aborted", "then": 3.0}
     assert second == {"then": 3.0}
 
 
-def test_only_connecting_has_the_timeout_of_connecting(store):
+def test_connect_timeout_applies_only_to_connecting(store):
     told = run_world(2, f"{BODIES}:wait_longer_than_connecting_may_take", port=store.port, seconds=2.0)
     assert told == [["", ""]] * 2
 
 
-def test_many_generations_leave_nothing_behind(store):
+def test_many_generations_leak_no_resources(store):
     told = run_world(2, f"{BODIES}:many_generations", port=store.port, count=40)
     for first, middle, last in told:
         assert last["threads"] <= first["threads"]
@@ -108,7 +108,7 @@ def test_many_generations_leave_nothing_behind(store):
         assert last["memory"] - middle["memory"] < 4096  # KiB in 20 generations; kept buffers alone would be more
 
 
-def test_training_is_the_same_and_survivors_keep_every_group(store, data):
+def test_survivors_keep_groups_and_training_is_identical(store, data):
     size, layout = LAYOUTS["PP2xEP2"]
     flags = FLAGS | layout | data | dict(train_iters=2)
     reference = run_world(size, "tests.integration.bodies:train", flags=flags)

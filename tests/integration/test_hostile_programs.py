@@ -152,7 +152,7 @@ def left(changes, world, known):
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_programs_change_what_they_change_with_a_valid_directory(pristine, known, batch):
+def test_hostile_directory_causes_no_other_changes(pristine, known, batch):
     problems = []
     for number in range(batch * DIRECTORIES, (batch + 1) * DIRECTORIES):
         world = anew(pristine)
@@ -168,7 +168,7 @@ def test_programs_change_what_they_change_with_a_valid_directory(pristine, known
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problem[:3000] for problem in problems[:20])
 
 
-def test_the_record_finds_what_leaves(tmp_path):
+def test_recorded_changes_include_writes_through_links(tmp_path):
     """The comparison itself: changes through a link are found, under the path that they have changed."""
     (tmp_path / "trace").mkdir()
     for name in ("ckpt", "victims", "tmp"):

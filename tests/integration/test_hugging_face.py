@@ -49,7 +49,7 @@ def values(path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_either_format_becomes_the_same_directory(name, trained, tmp_path, capsys):
+def test_both_formats_convert_to_identical_directory(name, trained, tmp_path, capsys):
     convert(trained / name / "saved", tmp_path / "hf", "--to", "hf", "--verify")
     convert(trained / name / "snapshots", tmp_path / "other", "--to", "hf", "--verify")
     assert "not verified" not in capsys.readouterr().err
@@ -60,7 +60,7 @@ def test_either_format_becomes_the_same_directory(name, trained, tmp_path, capsy
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe"])
-def test_it_comes_back_and_is_trained_on(name, trained, tmp_path):
+def test_converted_model_is_converted_back_and_trained(name, trained, tmp_path):
     convert(trained / name / "saved", tmp_path / "hf", "--to", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "--verify")
     before, after = values(trained / name / "saved/iter_0000002"), values(tmp_path / "back/iter_0000000")
@@ -77,7 +77,7 @@ def test_it_comes_back_and_is_trained_on(name, trained, tmp_path):
 
 @needs_transformers
 @pytest.mark.parametrize("name", ["qwen", "olmoe"])
-def test_transformers_computes_the_same(name, trained, tmp_path, capsys):
+def test_transformers_computes_same_logits(name, trained, tmp_path, capsys):
     convert(trained / name / "saved", tmp_path / "hf", "--to", "hf", "--check-logits")
     assert "logits" in capsys.readouterr().out
     settings = json.loads((tmp_path / "hf/config.json").read_text())
@@ -94,7 +94,7 @@ def transformers_program(command, directory):
 
 
 @needs_transformers
-def test_a_converted_model_generates_as_its_source(tmp_path, capsys):
+def test_converted_model_generates_as_its_source(tmp_path, capsys):
     transformers_program("make", tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "dense")
     convert(tmp_path / "dense", tmp_path / "back", "--to", "hf", "--verify")

@@ -37,7 +37,7 @@ def ended_with(directory: Path) -> dict:
     return contents(Store(LocalStorage(directory)), ITERATIONS)
 
 
-def test_every_fault_happens_once_and_nobody_can_tell(data, tmp_path):
+def test_every_injected_fault_occurs_once_without_effect(data, tmp_path):
     common = data | dict(ckpt_policy="full", train_iters=ITERATIONS)
     alone = train("EP2", common | dict(snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "undisturbed"))).records
     with node_memory() as memory:

@@ -68,7 +68,7 @@ def assert_nobody_can_tell(job: Launched, flags: dict, expected: tuple) -> None:
     assert job.left() == []
 
 
-def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturbed, tmp_path, monkeypatch):
+def test_killed_workers_survive_removed_temporary_files(flags, undisturbed, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     with Launched("PP2xEP2", flags, tmp_path / "job") as job:
@@ -88,7 +88,7 @@ def test_workers_are_killed_and_temporary_files_are_tidied_away(flags, undisturb
         assert event["tier"] == "memory" and event["kept"] in (0, 2, 3)  # 0: it had not sealed what the others had
 
 
-def test_strangers_neither_stop_nor_join_a_job(flags, undisturbed, tmp_path):
+def test_unauthenticated_peers_neither_stop_nor_join_job(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job") as job, Stranger(job.process.pid) as stranger:
         job.reach(3)
         job.kill(1)
@@ -98,7 +98,7 @@ def test_strangers_neither_stop_nor_join_a_job(flags, undisturbed, tmp_path):
     assert [event["generation"] for event in job.events("generation")] == [1]
 
 
-def test_one_hangs_and_the_controller_dies(flags, undisturbed, tmp_path):
+def test_job_survives_hanging_worker_and_killed_controller(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "6") as job:
         job.reach(3)
         os.kill(job.children("moc.runtime.controller")[0], signal.SIGKILL)
@@ -133,7 +133,7 @@ def _injected(job: Launched) -> int:
     return len(list((job.log / "injected").iterdir()))
 
 
-def test_a_node_is_lost_with_its_memory_before_anything_is_stored(flags, undisturbed, tmp_path):
+def test_node_memory_lost_before_first_stored_snapshot(flags, undisturbed, tmp_path):
     own = ["--silence-timeout", "5"]
     with Launched("EP2", flags | dict(persist_interval=ITERATIONS), tmp_path / "job", *own, nodes=2) as job:
         job.reach(4)
@@ -145,7 +145,7 @@ def test_a_node_is_lost_with_its_memory_before_anything_is_stored(flags, undistu
     assert "nothing-stored-yet" in codes_in(job.console)
 
 
-def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
+def test_job_without_snapshot_starts_over(flags, undisturbed, tmp_path):
     with Launched("EP2", flags | dict(snapshot_interval=ITERATIONS), tmp_path / "job") as job:
         job.reach(4)
         job.kill(0)
@@ -153,7 +153,7 @@ def test_there_is_no_snapshot_to_go_back_to(flags, undisturbed, tmp_path):
     assert "starts over" in job.console
 
 
-def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, tmp_path):
+def test_replica_restores_lost_state_without_rollback(flags, undisturbed, tmp_path):
     replicated = dict(expert_model_parallel_size=1, use_distributed_optimizer=False)
     # the first worker dies before it reports what it has completed
     faults = dict(inject="kill rank=0 iteration=4 point=after_apply; kill rank=1 iteration=9 point=forward_backward")
@@ -163,7 +163,7 @@ def test_a_replica_gives_what_is_lost_and_nobody_goes_back(flags, undisturbed, t
         assert [event["iteration"] for event in job.events("iteration")] == list(range(1, ITERATIONS + 1))
 
 
-def test_a_directory_for_the_output_of_workers_that_is_gone_costs_nothing(flags, undisturbed, tmp_path):
+def test_missing_worker_log_directory_ends_no_job(flags, undisturbed, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
     with Launched("EP2", flags, tmp_path / "job", "--worker-log-dir", str(output)) as job:
@@ -183,7 +183,7 @@ def test_a_directory_for_the_output_of_workers_that_is_gone_costs_nothing(flags,
     assert "rank_00001.log cannot be written (" in job.console
 
 
-def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
+def test_worker_lost_during_setup_is_replaced(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job") as job:
         while 1 not in job.pids:
             time.sleep(0.01)
@@ -191,7 +191,7 @@ def test_a_worker_is_lost_while_all_build(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flags, undisturbed, tmp_path):
+def test_lost_node_replaced_by_spare_returns_as_spare(flags, undisturbed, tmp_path):
     flags = flags | dict(ckpt_tier="disk")
     with Launched("EP2", flags, tmp_path / "job", "--silence-timeout", "10", nodes=2, spares=1) as job:
         job.reach(5)
@@ -205,7 +205,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_which_comes_back_as_a_spare(flag
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_the_first_node_is_lost_like_any_other(flags, undisturbed, tmp_path):
+def test_loss_of_first_node_is_recovered(flags, undisturbed, tmp_path):
     flags = flags | dict(ckpt_tier="disk")
     own = ["--silence-timeout", "10"]
     with Launched("EP2", flags, tmp_path / "job", *own, nodes=2, spares=1, candidates=3) as job:
@@ -221,7 +221,7 @@ def test_the_first_node_is_lost_like_any_other(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_path):
+def test_job_without_majority_ends_and_restarts(flags, tmp_path):
     own = ["--patience", "5", "--silence-timeout", "4"]
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", *own, nodes=2) as job:
         job.reach(2)
@@ -231,7 +231,7 @@ def test_without_a_majority_the_job_ends_and_can_be_started_again(flags, tmp_pat
         assert job.left() == []
 
 
-def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
+def test_lost_node_without_replacement_ends_job(flags, tmp_path):
     own = ["--max-wait", "1", "--silence-timeout", "5"]
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", *own, nodes=2) as job:
         job.reach(2)
@@ -242,7 +242,7 @@ def test_a_lost_node_that_nobody_replaces_ends_the_job(flags, tmp_path):
     assert list(Path(flags["ckpt_memory_dir"]).rglob("manifest.json"))  # what the nodes have in memory stays there
 
 
-def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
+def test_spare_on_same_machine_replaces_node(flags, undisturbed, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", "--spares", "1") as job:
         job.reach(3)
         job.tells("node 1 is there, and waits as a spare")
@@ -251,7 +251,7 @@ def test_a_spare_on_the_same_machine_takes_over(flags, undisturbed, tmp_path):
         assert "node 0 is lost, and node 1 takes its place" in job.console
 
 
-def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_path):
+def test_worker_stuck_in_computation_is_replaced(flags, undisturbed, tmp_path):
     own = ["--hang-timeout", "step=10", "--silence-timeout", "5"]
     with Launched("EP2", flags, tmp_path / "job", *own, program="tests/integration/hanging.py") as job:
         job.reach(5)
@@ -265,7 +265,7 @@ def test_a_worker_that_computes_for_ever_is_replaced(flags, undisturbed, tmp_pat
     assert event["reason"].startswith("worker 1 was killed by signal 9: it was in its step for")
 
 
-def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
+def test_torchrun_restarts_all_workers(flags, undisturbed, tmp_path):
     own = ["--standalone", "--max-restarts", "1"]
     served = dict(metrics_port=0) if importlib.util.find_spec("aiohttp") else {}
     with Launched("EP2", flags | served, tmp_path / "job", *own, launcher="torch.distributed.run") as job:
@@ -278,7 +278,7 @@ def test_torchrun_starts_all_of_them_again(flags, undisturbed, tmp_path):
         assert_nobody_can_tell(job, flags, undisturbed("EP2"))
 
 
-def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
+def test_signal_saves_and_ends_job(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
     stoppable = dict(train_iters=5000, exit_signal_handler=True)
     with Launched("EP2", flags | stoppable, tmp_path / "job", cold=True) as job:
@@ -295,7 +295,7 @@ def test_a_signal_stops_the_job_in_good_order(flags, tmp_path, monkeypatch):
     [("moc.runtime.controller", 0), ("moc.runtime.forkserver", 0), ("moc.runtime.forkserver", 2)],
     ids=["while the controller starts", "while workers start", "in training"],
 )
-def test_control_c_ends_all_of_it(there, iteration, flags, tmp_path):
+def test_control_c_ends_all_processes(there, iteration, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job") as job:
         job.starts(there)
         job.reach(iteration)
@@ -316,7 +316,7 @@ def assert_reported(console, name, code, iteration=""):
 
 @pytest.mark.parametrize("saves", [False, True], ids=["at once", "saved"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1], ids=lambda number: number.name)
-def test_every_signal_is_reported_in_one_line(number, saves, flags, tmp_path):
+def test_signal_is_reported_in_one_line(number, saves, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000, exit_signal_handler=saves), tmp_path / "job") as job:
         job.reach(3)
         job.process.send_signal(number)
@@ -325,7 +325,7 @@ def test_every_signal_is_reported_in_one_line(number, saves, flags, tmp_path):
         assert_reported(job.console, number.name, code, f"iteration {job.iteration} " if saves else "iteration ")
 
 
-def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
+def test_signal_during_evaluation_is_reported_in_one_line(flags, tmp_path):
     evaluates = dict(train_iters=10, eval_interval=2, eval_iters=5000, exit_signal_handler=True)
     with Launched("EP2", flags | evaluates, tmp_path / "job") as job:
         job.reach(2)
@@ -335,7 +335,7 @@ def test_a_signal_during_an_evaluation_is_reported_in_one_line(flags, tmp_path):
 
 
 @pytest.mark.parametrize("node, missing", [(0, 1), (1, 0)], ids=["for the other", "for the first"])
-def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
+def test_waiting_node_exits_on_sigterm(node, missing, flags, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
         job.launchers[missing].kill()
         job.starts("moc.runtime.forkserver", node)
@@ -344,7 +344,7 @@ def test_a_node_that_waits_can_be_asked_to_stop(node, missing, flags, tmp_path):
         assert "SIGTERM" in job.console and "exit code 143" in job.console
 
 
-def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
+def test_launcher_with_wrong_token_is_refused(flags, tmp_path):
     with Launched("EP2", flags, tmp_path / "job", nodes=2) as job:
         job.launchers[1].kill()
         job.launchers[1].wait()
@@ -362,7 +362,7 @@ def test_a_stranger_is_refused_in_one_sentence(flags, tmp_path):
     ],
     ids=["in the flags", "in a path", "found by workers"],
 )
-def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
+def test_user_error_ends_job_without_restart(mistake, code, sentence, flags, tmp_path):
     with Launched("EP2", flags | mistake, tmp_path / "job") as job:
         assert job.wait() == code and sentence in job.console
         assert job.left() == [] == job.events("generation")
@@ -373,7 +373,7 @@ def test_a_mistake_ends_the_job(mistake, code, sentence, flags, tmp_path):
     [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has not answered for 5 s")],
     ids=["killed", "stopped"],
 )
-def test_nothing_is_left_of_a_node_that_cannot_fork_workers(number, sentence, flags, tmp_path):
+def test_node_that_cannot_fork_workers_leaves_no_processes(number, sentence, flags, tmp_path):
     with Launched("EP2", flags | dict(train_iters=5000), tmp_path / "job", "--silence-timeout", "5") as job:
         job.reach(2)
         os.kill(job.children("moc.runtime.forkserver")[0], number)

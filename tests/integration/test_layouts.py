@@ -26,7 +26,7 @@ def assert_alike(trained, reference, end=None):
     ("layout", "end"),
     [("DP4", 8), ("PP2xEP2", 30), ("EP4", 8), ("TP2xEP2", 8), ("PP4", 8), ("interleaved", 8)],
 )
-def test_thirty_iterations(layout, end, data):
+def test_thirty_iterations_match_single_worker_in_every_layout(layout, end, data):
     """One layout goes through all of them, others through the beginning: that is where rates are highest."""
     thirty, end = data | dict(train_iters=30), 30 if ALL else end
     deep = {name: value for name, value in LAYOUTS[layout][1].items() if name == "num_layers"}
@@ -116,7 +116,7 @@ OPTIONS = {  # name: (layout, flags of both runs, flags of the run in that layou
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_options(option, data):
+def test_option_trains_identically_in_every_layout(option, data):
     layout, model, parallel = OPTIONS[option]
     model = {**data, "train_iters": 3, **model}
     assert_alike(train(layout, model | parallel), known("1", model))

@@ -24,7 +24,7 @@ def copied(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "saved")
 
 
-def test_other_formats_of_moments_are_refused(data, tmp_path):
+def test_other_moment_formats_are_refused(data, tmp_path):
     flags = data | BF16 | dict(train_iters=2)
     train("1", flags | EIGHT | dict(save=str(tmp_path)))
     for other in ({}, dict(exp_avg_dtype="fp16", exp_avg_sq_dtype="fp16")):
@@ -32,14 +32,14 @@ def test_other_formats_of_moments_are_refused(data, tmp_path):
         assert result.exit == 1 and codes_in(result.output) == ["optimizer-format-differs"]
 
 
-def test_another_optimizer_is_refused(saved, data):
+def test_other_optimizer_is_refused(saved, data):
     (result,) = start(
         "1", data | dict(load=str(saved[0]), optimizer="sgd", use_distributed_optimizer=False, train_iters=4)
     ).wait()
     assert result.exit == 1 and codes_in(result.output) == ["optimizer-differs"]
 
 
-def test_another_order_of_samples_is_reported(saved, data):
+def test_other_sample_order_is_reported(saved, data):
     flags = data | dict(load=str(saved[0]), train_iters=4)
     for other, reported in (({}, False), (dict(seed=5), True)):
         world = start("1", flags | other)
@@ -47,7 +47,7 @@ def test_another_order_of_samples_is_reported(saved, data):
         assert result.exit == 0 and ("WARNING: seed was 1234 and is 5" in result.output) == reported
 
 
-def test_a_checkpoint_whose_replacement_was_killed(saved, data, tmp_path):
+def test_checkpoint_whose_replacement_was_killed_is_loaded(saved, data, tmp_path):
     root = copied(saved, tmp_path)
     dense_files.checkpoint_path(root, 4).rename(root / ".iter_0000004.replaced")
     flags = data | dict(load=str(root), save=str(root), train_iters=5, override_opt_param_scheduler=True)
@@ -55,20 +55,20 @@ def test_a_checkpoint_whose_replacement_was_killed(saved, data, tmp_path):
     assert dense_files.latest_iteration(root) == 5 and not [*root.glob(".iter*")]
 
 
-def test_a_step_is_preferred_to_a_newer_checkpoint(saved, data, tmp_path):
+def test_ckpt_step_takes_precedence_over_newer_checkpoint(saved, data, tmp_path):
     root = copied(saved, tmp_path)
     resumed = train("1", data | dict(load=str(root), ckpt_step=2, train_iters=4))
     assert resumed.start == 2 and resumed.records == saved[1].records[2:]
 
 
-def test_a_run_that_skips_training_saves_the_optimizer_state(saved, data, tmp_path):
+def test_skip_train_run_saves_optimizer_state(saved, data, tmp_path):
     flags = data | dict(train_iters=4)
     train("1", flags | dict(load=str(saved[0]), ckpt_step=2, save=str(tmp_path), skip_train=True))
     assert train("1", flags | dict(load=str(tmp_path))).records == saved[1].records[2:]
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_the_options_of_a_checkpoint(damaged, saved, data, tmp_path):
+def test_checkpoint_args_are_used_unless_damaged(damaged, saved, data, tmp_path):
     root = copied(saved, tmp_path)
     if damaged:
         (dense_files.checkpoint_path(root, 4) / "common.pt").write_bytes(b"cos\nsystem\n(S'exit'\ntR.")
@@ -78,7 +78,7 @@ def test_the_options_of_a_checkpoint(damaged, saved, data, tmp_path):
     assert (result.exit, codes_in(result.output)) == expected, result.output[-2000:]
 
 
-def test_a_release_is_no_iteration(saved, data, tmp_path):
+def test_release_checkpoint_starts_at_iteration_0(saved, data, tmp_path):
     root = copied(saved, tmp_path)
     (root / dense_files.TRACKER_FILE).write_text("release")
     dense_files.checkpoint_path(root, 4).rename(root / "release")
@@ -89,7 +89,7 @@ def test_a_release_is_no_iteration(saved, data, tmp_path):
 @pytest.mark.parametrize(
     ("content", "code"), [(None, "checkpoint-missing"), ("", "tracker-invalid"), ("none", "tracker-invalid")]
 )
-def test_a_missing_checkpoint_ends_the_job_if_it_must_not_be_missing(content, code, data, tmp_path):
+def test_missing_required_checkpoint_ends_job(content, code, data, tmp_path):
     if content is not None:
         (tmp_path / dense_files.TRACKER_FILE).write_text(content)
     flags = data | dict(load=str(tmp_path), exit_on_missing_checkpoint=True, train_iters=1)
@@ -97,7 +97,7 @@ def test_a_missing_checkpoint_ends_the_job_if_it_must_not_be_missing(content, co
     assert result.exit == 1 and codes_in(result.output) == [code]
 
 
-def test_a_pretrained_checkpoint_counts_until_there_is_another(saved, data, tmp_path):
+def test_pretrained_checkpoint_is_used_until_run_has_its_own(saved, data, tmp_path):
     flags = data | dict(load=str(tmp_path), pretrained_checkpoint=str(saved[0]), train_iters=2)
     begun = told(start("1", flags | dict(save=str(tmp_path)), body="bodies:train_and_report_finetune"))
     assert begun.start == 0 and begun.workers[0]["finetune"] is False
@@ -107,7 +107,7 @@ def test_a_pretrained_checkpoint_counts_until_there_is_another(saved, data, tmp_
     assert result.exit == 1 and codes_in(result.output) == ["checkpoint-missing"]
 
 
-def test_small_moments_of_a_script_of_a_user(tmp_path):
+def test_user_script_with_small_moments_resumes_identically(tmp_path):
     flags = "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
     straight = run(tmp_path / "straight", USER_SCRIPT, 1, f"{flags} --save {tmp_path / 's'} --save-interval 4")
     assert straight.code == 0, straight.output[-3000:]

@@ -61,7 +61,7 @@ def agent_of(job: subprocess.Popen) -> str:
 
 @ROOT
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_jobs_finish_while_two_processes_of_another_user_attack_their_sockets(batch):
+def test_jobs_finish_while_other_user_attacks_sockets(batch):
     command = [sys.executable, socket_attacker.__file__]
     attackers = [subprocess.Popen(command, stdin=-1, stdout=-1, text=True) for _ in range(2)]
     for attacker in attackers:
@@ -73,7 +73,7 @@ def test_jobs_finish_while_two_processes_of_another_user_attack_their_sockets(ba
         assert tried > 0 and entered == 0
 
 
-def test_a_crowd_of_the_same_user_does_not_end_a_job():
+def test_full_socket_queue_of_same_user_does_not_end_job():
     job = start()
     path, over, full = agent_of(job), threading.Event(), []
 
@@ -103,7 +103,7 @@ def test_a_crowd_of_the_same_user_does_not_end_a_job():
     assert full
 
 
-def test_a_job_removes_its_sockets_and_those_of_a_killed_job(tmp_path):
+def test_job_removes_its_sockets_and_those_of_killed_job(tmp_path):
     memory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="x" * 100))  # its paths are longer than the kernel's names
     try:
         flags = "--ckpt-memory-dir", str(memory)
@@ -122,7 +122,7 @@ def test_a_job_removes_its_sockets_and_those_of_a_killed_job(tmp_path):
 
 
 @ROOT
-def test_a_job_uses_another_directory_where_another_user_has_made_its_own(tmp_path):
+def test_directory_of_other_user_is_replaced(tmp_path):
     taken = tmp_path / f"moc-{os.geteuid()}"
     taken.mkdir()
     os.chown(taken, socket_attacker.NOBODY, socket_attacker.NOBODY)
@@ -133,7 +133,7 @@ def test_a_job_uses_another_directory_where_another_user_has_made_its_own(tmp_pa
 
 
 @pytest.mark.parametrize("prints", ["print('a line')", "print('no end of the line', end='')", "print('x' * 10**5)"])
-def test_what_a_sitecustomize_prints_disturbs_no_job(tmp_path, prints):
+def test_sitecustomize_output_does_not_disturb_job(tmp_path, prints):
     for name in ("sitecustomize", "usercustomize"):
         (tmp_path / f"{name}.py").write_text(prints)
     ends(start(path=tmp_path))

@@ -57,7 +57,7 @@ def until_written(job: Launched, root: str | Path, *iterations: int, of: dict[st
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_only_what_is_lost_is_computed_again(data, tmp_path):
+def test_only_lost_stages_replay_iterations(data, tmp_path):
     hard = data | SMALL | DROPOUT | BF16 | dict(train_iters=28)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     with Launched("PP4", hard | SPARSE | places | dict(inject=FAULTS), tmp_path / "job") as job:
@@ -93,7 +93,7 @@ def test_only_what_is_lost_is_computed_again(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(data, tmp_path):
+def test_stage_lost_during_and_after_window_measurement(data, tmp_path):
     flags = data | SMALL | BF16 | dict(train_iters=40)
     sparse = dict(ckpt_policy="sparse", sparse_window="auto", upstream_logging=True)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
@@ -114,7 +114,7 @@ def test_stages_are_lost_while_the_window_is_measured_and_when_it_was_chosen(dat
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path):
+def test_stage_with_replicas_on_other_nodes_replays(data, tmp_path):
     flags = data | SMALL | BF16 | EXPERT_BIAS | dict(train_iters=18)
     # when 1 dies, 2 has updated its half of the weights of stage 1, and waits for that of 3, which comes too late: who
     # is cut off while weights are gathered keeps its state
@@ -139,7 +139,7 @@ def test_a_stage_whose_replicas_are_on_other_nodes_computes_again(data, tmp_path
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("layout", "window"), [("interleaved", 5), *ALL * [("PP2", 1)]])
-def test_any_window(layout, window, data, tmp_path):
+def test_localized_recovery_works_with_any_window_length(layout, window, data, tmp_path):
     flags = data | SMALL | DROPOUT | BF16 | dict(train_iters=18)
     places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     sparse = SPARSE | dict(sparse_window=window, ckpt_blocking=True)
@@ -163,7 +163,7 @@ def test_any_window(layout, window, data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, tmp_path, monkeypatch):
+def test_window_counts_despite_lost_committing_worker(data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when 0 dies, all have the last snapshot of the window 5 to 7, and it was about to say so for its node
     faults = dict(inject=["kill rank=0 iteration=8 point=after_commit"])
@@ -183,7 +183,7 @@ def test_a_window_counts_of_which_a_lost_worker_was_to_publish_a_snapshot(data, 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tier", "victim"), [("disk", 1), *ALL * [("memory", 0)]])
-def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, data, tmp_path, monkeypatch):
+def test_lost_part_of_window_is_saved_again_by_its_stage(tier, victim, data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     # when it dies for the first time, its part of snapshot 6 is not saved; without it the window 5 to 7 would never be
     faults = dict(
@@ -210,7 +210,7 @@ def test_what_a_window_lost_is_saved_again_as_its_stage_comes_by(tier, victim, d
 
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
-def test_what_is_gone_from_memory_is_saved_again_generations_later(data, tmp_path, monkeypatch):
+def test_lost_memory_is_saved_again_generations_later(data, tmp_path, monkeypatch):
     flags = data | SMALL | BF16 | dict(train_iters=14)
     faults = dict(
         inject=[

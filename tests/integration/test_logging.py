@@ -28,7 +28,7 @@ def logged(data, tmp_path_factory):
     return results, directory
 
 
-def test_every_event_is_there(logged):
+def test_every_event_is_logged(logged):
     _, directory = logged
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert [(event, wrong) for event in events if (wrong := problems(event))] == []
@@ -48,7 +48,7 @@ def test_every_event_is_there(logged):
     assert events[0]["world_size"] == 4 and events[0]["parameters"] > 0
 
 
-def test_the_line_is_megatrons(logged):
+def test_console_line_has_fields_of_megatron(logged):
     results, _ = logged
     lines = re.findall(r"^ \[.*\] iteration +(\d+)/ +4 \|(.*)$", results[-1].output, re.MULTILINE)
     assert [int(number) for number, _ in lines] == [1, 2, 4]
@@ -60,7 +60,7 @@ def test_the_line_is_megatrons(logged):
     assert all("lm loss:" not in result.output for result in results[:-1])  # one worker prints
 
 
-def test_tensorboard(logged):
+def test_tensorboard_has_expected_scalars(logged):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, directory = logged
@@ -74,14 +74,14 @@ def test_tensorboard(logged):
     assert "forward-backward-time" in tags and "moc/max_violation/layer_1" in tags
 
 
-def test_service_that_hangs_costs_only_its_values(logged):
+def test_hanging_service_loses_only_its_values(logged):
     _, directory = logged
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     (lost,) = (event for event in events if event["type"] == "log_failed")
     assert lost["what"] == "wandb" and lost["lost"] > 4 * 5
 
 
-def test_mlflow(logged):
+def test_mlflow_receives_losses_of_all_iterations(logged):
     _, directory = logged
     calls = [json.loads(line) for line in (directory / "mlflow").read_text().splitlines()]
     losses = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -22,53 +22,53 @@ BODIES = "tests.integration.lying_bodies"
 BODIES_OF_MOVES = "tests.integration.lying_elastic_bodies"
 
 
-def test_collectives_do_on_a_lying_device_what_they_do_on_gloo(store):  # noqa: F811
+def test_collectives_on_lying_device_match_gloo(store):  # noqa: F811
     honest = run_world(4, "tests.integration.group_operations:operations", port=None)
     for (gloo,), told in zip(honest, run_world(4, f"{BODIES}:operations", port=store.port), strict=True):
         assert told == [{name: gloo[name] for name in told[0]}] * 2 and len(told[0]) == 6
 
 
 @pytest.mark.parametrize("when", ["vote", "reduce"])
-def test_no_vote_is_believed_that_a_worker_did_not_take_part_in(when, store):  # noqa: F811
+def test_commit_fails_without_contribution_of_each_worker(when, store):  # noqa: F811
     told = run_world(2, f"{BODIES}:vote_while_a_peer_is_gone", port=store.port, when=when)[0]
     assert told in ("Aborted", "PeerFailure")
 
 
-def test_votes_that_complete_are_right_whenever_generations_end(store):  # noqa: F811
+def test_completed_commits_are_correct_if_generations_end(store):  # noqa: F811
     told = run_world(3, f"{BODIES}:believe", port=store.port, rounds=20)
     for seen in zip(*told, strict=True):  # by generation, how many votes each worker has believed
         assert max(count for count, _ in seen) - min(count for count, _ in seen) <= 1
         assert {problem for _, problem in seen} <= {"Aborted", "PeerFailure"}
 
 
-def test_the_group_in_host_memory_moves_to_other_members_too(store):  # noqa: F811
+def test_host_memory_group_works_in_worlds_of_other_members(store):  # noqa: F811
     assert run_world(3, f"{BODIES}:votes_of_other_worlds", port=store.port) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
 
 
-def test_a_batch_that_is_cut_off_does_not_keep_the_next_generation_from_starting(store):  # noqa: F811
+def test_interrupted_batch_does_not_block_next_generation(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:cut_off_batch", port=store.port) == [[2.0], [2.0]]
 
 
-def test_groups_of_one_connect_when_they_are_used_and_where_they_can_be_left_behind(store):  # noqa: F811
+def test_single_rank_groups_connect_on_first_use(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:alone", port=store.port) == [[1, 2, True, [1.0]]] * 2
 
 
-def test_who_enqueues_after_an_error_is_free_at_once(store):  # noqa: F811
+def test_worker_enqueuing_after_error_is_released_at_once(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:seconds_until_free", port=store.port)[0] < 20  # torch's own: 60
 
 
-def test_a_worker_whose_device_waits_for_another_one_reports_it(store):  # noqa: F811
+def test_worker_with_device_waiting_for_peer_reports_it(store):  # noqa: F811
     assert run_world(2, f"{BODIES}:one_is_slow", port=store.port) == [[True, False], [False, False]]
 
 
-def test_groups_that_are_not_used_are_not_connected(data, store):  # noqa: F811
+def test_unused_groups_are_not_connected(data, store):  # noqa: F811
     size, parallel = LAYOUTS["PP2xEP2"]
     told = run_world(size, f"{BODIES}:connections", port=store.port, flags=TINY | parallel | data)
     assert told == [[[2, 3], ["RuntimeError"] * 2]] * size  # that of all workers, and the pipeline
 
 
 @pytest.mark.parametrize("stages", [3, 4, 5] if ALL else [3])
-def test_stages_of_an_interleaved_pipeline_do_not_wait_for_each_other_for_ever(data, store, stages):  # noqa: F811
+def test_interleaved_pipeline_does_not_deadlock(data, store, stages):  # noqa: F811
     """Their transfers are not batched, follow one another on one communicator, and end when they are received."""
     both = dict(pipeline_model_parallel_size=stages, num_virtual_stages_per_pipeline_rank=2, num_layers=2 * stages)
     flags = TINY | data | both | REPLICATED | dict(global_batch_size=2 * stages, train_iters=2)
@@ -78,7 +78,7 @@ def test_stages_of_an_interleaved_pipeline_do_not_wait_for_each_other_for_ever(d
 
 
 @pytest.mark.parametrize("batched", [True, False])
-def test_two_that_send_before_they_receive_wait_for_ever_unless_that_is_a_batch(store, batched):  # noqa: F811
+def test_unbatched_sends_before_receives_deadlock(store, batched):  # noqa: F811
     told = run_world(2, f"{BODIES}:both_send_first", port=store.port, batched=batched)
     assert told == [[2.0], [1.0]] if batched else told == ["Aborted", "Aborted"]
 
@@ -89,24 +89,24 @@ def test_unbatched_transfers_do_not_wait_for_other_neighbours(unbatched, store):
     assert told == [[3.0], [0.0], [1.0], [2.0]] if unbatched else told == ["Aborted"] * 4
 
 
-def test_a_device_that_two_ranks_have_is_named(store):  # noqa: F811
+def test_device_shared_by_two_ranks_is_named(store):  # noqa: F811
     for told in run_world(2, f"{BODIES}:two_on_one_device", port=store.port):
         assert told == "Duplicate GPU detected: ranks [0, 1] are both on 0/0"
 
 
-def test_some_tell_each_other_in_host_memory_what_the_others_do_not_hear(store):  # noqa: F811
+def test_subset_exchanges_values_in_host_memory(store):  # noqa: F811
     told = run_world(4, f"{BODIES}:gather_of_some", port=store.port)
     first, second = [[0, "text"], [1, "text"]], [[2, "text"], [3, "text"]]
     assert told == [[first] * 2, [first] * 2, [second], [second]]
 
 
-def test_one_that_connects_is_lost_and_the_other_is_not_stuck(store):  # noqa: F811
+def test_peer_lost_while_connecting_does_not_block_other(store):  # noqa: F811
     world = start_world(2, f"{BODIES}:lost_while_connecting", port=store.port)
     assert world.wait()[0].value == "Aborted"
 
 
 @pytest.mark.recovery
-def test_a_job_on_a_lying_device_ends_as_if_nobody_had_been_killed(data, tmp_path, monkeypatch):
+def test_killed_job_on_lying_device_is_bit_identical(data, tmp_path, monkeypatch):
     monkeypatch.setenv("LYING_DEVICE", '{"seed": 3, "spares": [0, 1, 2, 3]}')
     snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, persist_interval=4)
     records = []
@@ -146,7 +146,7 @@ def test_broken_device_ends_its_node_after_replacements(tmp_path, monkeypatch):
 
 
 @pytest.mark.recovery
-def test_a_device_that_breaks_when_all_is_done_does_not_undo_it(tmp_path, monkeypatch):
+def test_device_failure_after_last_iteration_is_harmless(tmp_path, monkeypatch):
     monkeypatch.setenv("LYING_DEVICE", '{"breaks": 1.0, "how": ["fails"]}')
     program = REPOSITORY / "tests" / "integration" / "lying_pure_torch.py"
     with running(tmp_path / "run", iterations=20, program=program) as run:
@@ -155,7 +155,7 @@ def test_a_device_that_breaks_when_all_is_done_does_not_undo_it(tmp_path, monkey
 
 
 @pytest.mark.parametrize("rounds", [12] if not ALL else [200])
-def test_workers_that_are_lost_while_state_moves_leave_the_state_of_the_others_right(data, rounds, store):  # noqa: F811
+def test_workers_lost_during_transfer_keep_other_state(data, rounds, store):  # noqa: F811
     size, parallel = LAYOUTS["DP3"]
     flags = TINY | parallel | data | ELASTIC | ZERO | dict(elastic_slots=4)
     told = run_world(size, f"{BODIES_OF_MOVES}:moves", port=store.port, flags=flags, rounds=rounds, seed=rounds)
@@ -166,7 +166,7 @@ def test_workers_that_are_lost_while_state_moves_leave_the_state_of_the_others_r
 @pytest.mark.recovery
 @pytest.mark.parametrize("point", ["landed", "rebalancing", "passing_on"] if ALL else ["landed"])
 @pytest.mark.parametrize("zero", [True, False] if ALL else [True])
-def test_nodes_of_an_elastic_job_are_lost_while_its_devices_move_state(data, tmp_path, point, zero):
+def test_nodes_lost_during_state_transfer_on_lying_device(data, tmp_path, point, zero):
     faults = ["kill node=2 iteration=4", f"kill node=3 iteration=4 point={point}"]
     more = dict(use_distributed_optimizer=zero, program="tests/integration/lying_losing_pretrain_gpt_moe.py")
     with job_of(data, tmp_path, faults, **more) as job:
@@ -177,7 +177,7 @@ def test_nodes_of_an_elastic_job_are_lost_while_its_devices_move_state(data, tmp
 
 
 @pytest.mark.recovery
-def test_a_worker_that_is_slow_elsewhere_begins_no_generation(data, tmp_path, monkeypatch):
+def test_worker_slow_outside_steps_starts_no_generation(data, tmp_path, monkeypatch):
     """The others wait in their steps, on the device, for longer than a step may take."""
     monkeypatch.setenv("LYING_DEVICE", "{}")
     snapshots = dict(ckpt_policy="full", ckpt_tier="memory", snapshot_interval=1, ckpt_dir=str(tmp_path / "snapshots"))

@@ -24,7 +24,7 @@ SMALL = dict(clip_grad=0.3, lr=1e-2)
 
 
 @pytest.mark.parametrize(("layout", "moments"), [("PP2xEP2", EIGHT), *ALL * [("TP2xEP2", EIGHT)]])
-def test_it_learns_as_fp32_does(layout, moments, data):
+def test_small_moments_train_as_fp32(layout, moments, data):
     trained, exact = train(layout, data | BF16 | moments), known("1", data)
     assert trained.losses == pytest.approx(exact.losses, abs=5e-3)
     assert trained.norms == pytest.approx(exact.norms, rel=5e-2)
@@ -38,7 +38,7 @@ def test_it_learns_as_fp32_does(layout, moments, data):
         ("TP2", DENSE | dict(sequence_parallel=False, ffn_hidden_size=64)),
     ],
 )
-def test_products_in_8_bits_learn_as_others_do(layout, other, data):
+def test_products_in_8_bits_train_as_others(layout, other, data):
     flags = data | dict(bf16=True) | other
     trained, exact = train(layout, flags | PRODUCTS), train(layout, flags)
     assert trained.losses != exact.losses
@@ -46,7 +46,7 @@ def test_products_in_8_bits_learn_as_others_do(layout, other, data):
     assert trained.norms == pytest.approx(exact.norms, rel=0.1)
 
 
-def test_products_in_8_bits_take_sizes_that_are_multiples_of_16(data):
+def test_products_in_8_bits_require_multiples_of_16(data):
     flags = FLAGS | data | SMALL | PRODUCTS | dict(bf16=True, ffn_hidden_size=72)
     (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
     assert result.exit == 2
@@ -70,7 +70,7 @@ def straight_to_the_end(data, precision, tmp_path):
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("precision", "formats"), [ROWS[1]])
-def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tmp_path):
+def test_one_stage_replays_window_bit_identically(precision, formats, data, tmp_path):
     flags, straight, end = straight_to_the_end(data, precision, tmp_path)
     places = dict(upstream_logging=True, ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=str(tmp_path))
     faults = dict(inject=["kill rank=1 iteration=7 point=after_commit", "kill rank=0 iteration=12 point=before_commit"])
@@ -85,7 +85,7 @@ def test_a_stage_computes_a_window_again_to_the_bit(precision, formats, data, tm
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(("precision", "formats"), [ROWS[0]])
-def test_all_stages_compute_a_window_again_to_the_bit(precision, formats, data, tmp_path):
+def test_all_stages_replay_window_bit_identically(precision, formats, data, tmp_path):
     flags, straight, end = straight_to_the_end(data, precision, tmp_path)
     places = dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
     killed = start("PP2", flags | WINDOWS | places, "pec_bodies:die_after", iteration=8).wait()
@@ -106,7 +106,7 @@ def formats_of(store, iteration):
     return formats
 
 
-def test_a_window_of_another_precision_is_refused(data, tmp_path):
+def test_window_of_another_precision_is_refused(data, tmp_path):
     flags = data | SMALL | dict(bf16=True, train_iters=20)
     window = dict(ckpt_policy="sparse", sparse_window=3, ckpt_dir=str(tmp_path / "c"), ckpt_blocking=True)
     with Launched("1", flags | window, tmp_path / "job") as job:
@@ -120,7 +120,7 @@ def test_a_window_of_another_precision_is_refused(data, tmp_path):
         assert f"computes in bf16, and this run computes in {format}" in said
 
 
-def test_conversion_keeps_them(data, tmp_path):
+def test_conversion_keeps_small_moments(data, tmp_path):
     flags = data | SMALL | BF16 | EIGHT | dict(train_iters=5)
     straight = train("1", flags)
     saved = dict(ckpt_policy="full", snapshot_interval=3, ckpt_dir=str(tmp_path / "snapshots"), exit_interval=3)

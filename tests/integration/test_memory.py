@@ -61,7 +61,7 @@ def files(memory: str) -> list[Path]:
 
 @pytest.mark.parametrize("tier", ["memory", "peers"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_as_much_memory_is_used_as_is_predicted(policy, tier, data, tmp_path):
+def test_memory_use_matches_prediction(policy, tier, data, tmp_path):
     with node_memory() as memory, job("DP2", data | POLICIES[policy] | LONG, tmp_path, tier, memory) as running:
         measured = []
         for iteration in range(2, 13, 2):
@@ -74,7 +74,7 @@ def test_as_much_memory_is_used_as_is_predicted(policy, tier, data, tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["memory", "peers"])
-def test_a_start_with_too_little_memory_is_refused_and_leaves_nothing(tier, data, tmp_path):
+def test_start_with_too_little_memory_leaves_nothing(tier, data, tmp_path):
     with node_memory() as memory, job("DP2", data | POLICIES["full"], tmp_path / "fits", tier, memory) as running:
         running.reach(1)
         predicted = running.events("memory")[0]
@@ -88,7 +88,7 @@ def test_a_start_with_too_little_memory_is_refused_and_leaves_nothing(tier, data
 
 
 @pytest.mark.parametrize("policy", ["full", "sparse", "gradient", "pec"])
-def test_memory_that_others_take_later_ends_nothing(policy, data, tmp_path):
+def test_memory_taken_by_others_later_does_not_end_job(policy, data, tmp_path):
     flags = data | POLICIES[policy] | dict(train_iters=14)
     with memory_of_bytes(64 << 20, tmp_path / "memory") as memory:
         with job("DP2", flags, tmp_path / "job", "peers", memory) as running:
@@ -110,7 +110,7 @@ def fill(path: Path) -> None:
             file.write(bytes(1 << 12))
 
 
-def test_a_small_file_is_written_though_others_take_what_is_given_up_for_it(tmp_path, monkeypatch):
+def test_small_file_is_written_despite_competing_writers(tmp_path, monkeypatch):
     with memory_of_bytes(1 << 20, tmp_path / "memory") as memory:
         place, spend, takers = (
             memory_storage(memory, "snapshots", "run"),
@@ -142,7 +142,7 @@ AUTO = {
     ("policy", "tier"),
     [("sparse", "peers"), ("gradient", "memory"), *ALL * [("sparse", "memory"), ("gradient", "peers")]],
 )
-def test_windows_of_auto_length_are_as_long_as_memory_allows(policy, tier, data, tmp_path):
+def test_auto_window_length_follows_available_memory(policy, tier, data, tmp_path):
     flags = data | AUTO[policy] | dict(train_iters=40)
     with node_memory() as memory, job("DP2", flags, tmp_path / "a", tier, memory, program=SLOW_COPIES) as running:
         running.reach(36)
@@ -162,7 +162,7 @@ def test_windows_of_auto_length_are_as_long_as_memory_allows(policy, tier, data,
     assert running.console.count("[memory-full]") == len(limited)
 
 
-def test_members_that_need_more_memory_than_there_is_end_nothing(data, tmp_path):
+def test_memory_shortage_after_node_loss_does_not_end_job(data, tmp_path):
     """With one node less, each has a larger part of the state; there is room to recover, and not for all buffers."""
     flags = data | POLICIES["full"] | dict(train_iters=14, global_batch_size=6, replicas=1)
     with memory_of_bytes(64 << 20, tmp_path / "memory") as memory:

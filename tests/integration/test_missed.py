@@ -52,7 +52,7 @@ def straight(layout, flags, tmp_path_factory):
 
 
 @pytest.mark.parametrize("when", FAULTS)
-def test_nothing_that_is_due_is_missed(when, layout, flags, straight, tmp_path):
+def test_due_actions_happen_despite_lost_worker(when, layout, flags, straight, tmp_path):
     name, own = layout
     if not ALL and ([*FAULTS].index(when) + [*LAYOUTS].index(name)) % 2:
         pytest.skip("MOC_TESTS_ALL=1 brings about every fault in every layout")
@@ -69,7 +69,7 @@ def test_nothing_that_is_due_is_missed(when, layout, flags, straight, tmp_path):
     assert [event["iteration"] for event in job.events("exit")] == [12]
 
 
-def test_a_job_that_ended_at_a_limit_goes_on(flags, tmp_path):
+def test_job_that_ended_at_limit_resumes(flags, tmp_path):
     """What ended the first job does not end the second, also if that loses a worker before its first iteration."""
     with node_memory() as memory:
         places = dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
@@ -81,7 +81,7 @@ def test_a_job_that_ended_at_a_limit_goes_on(flags, tmp_path):
     assert [event["iteration"] for event in job.events("evaluation")] == [3, 6, 9, 12, 15, 18, 20, 20]
 
 
-def test_a_save_that_was_abandoned_is_made_up_for(flags, tmp_path):
+def test_abandoned_save_is_repeated(flags, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_tier="memory", ckpt_memory_dir=memory, ckpt_dir=str(tmp_path / "c"))
         places |= dict(save=str(tmp_path / "s"), async_save=True, save_interval=6, save_retain_interval=6)

@@ -39,7 +39,7 @@ def launched(*words, program=PROGRAM, flags=BASE, **environment):
     return ended.returncode, codes_in(output), output
 
 
-def test_a_worker_without_our_launcher_checks_by_itself():
+def test_worker_without_our_launcher_checks_flags():
     command = [sys.executable, "-W", "ignore", PROGRAM, *shlex.split(BASE), "--nonsense", "64"]
     variables = os.environ | {"RANK": "0", "WORLD_SIZE": "3", "PYTHONPATH": str(REPOSITORY)}
     flags = ["--pipeline-model-parallel-size", "2"]
@@ -48,19 +48,19 @@ def test_a_worker_without_our_launcher_checks_by_itself():
 
 
 @pytest.mark.parametrize("flag", ["--save", "--log-dir", "--tensorboard-dir"])
-def test_a_directory_that_cannot_be_made(flag, tmp_path):
+def test_uncreatable_directory_is_refused(flag, tmp_path):
     (tmp_path / "file").touch()
     code, codes, output = launched(flags=f"{BASE} {flag} {tmp_path}/file/directory")
     assert code == 2 and codes[-1] == "output-not-writable" and flag in output
 
 
-def test_a_full_directory():
+def test_full_log_device_is_refused():
     device = "/dev/full"  # stands for a full disk: what is written fails with the same error
     code, codes, output = launched(flags=f"{BASE} --log-dir {device}")
     assert code == 2 and codes == ["output-not-writable"] and device in output
 
 
-def test_a_full_disk(tmp_path):
+def test_full_disk_is_refused(tmp_path):
     with mounted(tmp_path / "disk", "64k") as disk:
         with open(disk / "filling", "wb", buffering=0) as file:
             written = 1
@@ -73,7 +73,7 @@ def test_a_full_disk(tmp_path):
     assert code == 2 and codes == ["output-not-writable"] and str(disk) in output
 
 
-def test_a_disk_that_cannot_be_written(tmp_path):
+def test_read_only_disk_is_refused(tmp_path):
     with mounted(tmp_path / "disk", "64k") as disk:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         code, codes, output = launched(flags=f"{BASE} --save {disk}/saved")
@@ -91,7 +91,7 @@ def forked():
 
 
 @pytest.mark.usefixtures("forked")
-def test_too_little_memory_for_snapshots(tmp_path):
+def test_too_little_snapshot_memory_is_refused(tmp_path):
     with mounted(tmp_path / "memory", "64k") as memory:
         flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c --ckpt-tier memory --ckpt-memory-dir {memory}"
         code, codes, output = launched(flags=flags)
@@ -112,7 +112,7 @@ def started(flags, output):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_second_job_in_the_directory_of_a_job(tmp_path):
+def test_second_job_in_used_directory_is_refused(tmp_path):
     flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c"
     first = started(f"{flags} --exit-signal-handler", tmp_path / "first")
     try:
@@ -124,7 +124,7 @@ def test_a_second_job_in_the_directory_of_a_job(tmp_path):
 
 
 @pytest.mark.usefixtures("forked")
-def test_the_locks_of_a_killed_job_do_not_prevent_a_start(tmp_path):
+def test_locks_of_killed_job_do_not_prevent_start(tmp_path):
     flags = f"{SNAPSHOTS} --ckpt-dir {tmp_path}/c"
     job = started(flags, tmp_path / "first")
     os.killpg(job.pid, signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_the_locks_of_a_killed_job_do_not_prevent_a_start(tmp_path):
 
 
 @pytest.mark.parametrize("words", ["--rdzv-endpoint 127.0.0.1:{}", "--master-addr 127.0.0.1 --master-port {}"])
-def test_a_port_in_use(words):
+def test_used_port_is_refused(words):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -153,7 +153,7 @@ def test_arguments_of_other_programs_are_not_parsed(tmp_path):
 
 
 @pytest.mark.parametrize("after_s", [0.4, 2.0, *ALL * [0.0]])
-def test_control_c_at_any_moment(after_s, tmp_path):
+def test_control_c_at_any_time_prints_no_traceback(after_s, tmp_path):
     """From the first line of the launcher on: Python itself prints a traceback while it starts."""
     words = [
         sys.executable,

@@ -101,7 +101,7 @@ def test_lossy_policies_restore_values_with_their_experts(policy, data, tmp_path
             assert len(job.records()) == LAST and job.events("lost")
 
 
-def test_values_of_user_modules_survive_a_change_of_the_layout(data, tmp_path):
+def test_values_of_user_modules_survive_layout_change(data, tmp_path):
     flags = data | dict(ckpt_policy="full", snapshot_interval=4, ckpt_dir=str(tmp_path / "snapshots"), train_iters=8)
     losses = {}
     for layout, exit_interval in (("PP2xEP2", 4), ("EP2", 8)):

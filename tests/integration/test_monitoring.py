@@ -156,7 +156,7 @@ def browser():
 @pytest.mark.skipif(
     shutil.which("chromedriver") is None, reason="the Debian packages chromium, chromium-driver are missing"
 )
-def test_browser_shows_a_kill_without_a_reload(job):
+def test_browser_shows_lost_worker_without_reload(job):
     job.reach(BETWEEN - 2)
     with browser() as call:
         call("/url", url=url(job, "dashboard"))

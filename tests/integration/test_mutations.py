@@ -38,7 +38,7 @@ CASES = {
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("name", CASES if ALL else [*CASES][2:-1])
-def test_a_changed_manifest_costs_no_more_than_its_snapshot(name, batch, data, tmp_path):
+def test_changed_manifest_loses_at_most_its_snapshot(name, batch, data, tmp_path):
     with node_memory() as memory:
         places = dict(ckpt_dir=f"{memory}/snapshots", log_dir=str(tmp_path / "log"), ckpt_memory_dir=memory)
         flags = FLAGS | data | places | dict(ckpt_keep=99, train_iters=1000) | CASES[name]
@@ -66,7 +66,7 @@ PLAIN_BATCHES, PLAIN_EACH = (10, 1000) if ALL else (1, 30)
 
 @pytest.mark.parametrize("batch", range(PLAIN_BATCHES))
 @pytest.mark.parametrize("what", [*OF_SNAPSHOT, "fence", "run"])  # a directory on disk has no lease
-def test_a_changed_file_costs_no_more_than_its_snapshot(what, batch, tmp_path):
+def test_changed_file_loses_at_most_its_snapshot(what, batch, tmp_path):
     with node_memory() as memory:
         flags = dict(ckpt_dir=f"{memory}/snapshots", ckpt_policy="full", train_iters=4, ckpt_keep=99)
         train("plain", flags)

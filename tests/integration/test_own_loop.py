@@ -46,7 +46,7 @@ KINDS = ["plain", "ddp", "gan", "fsdp", "tp", "sparse-list-plain", *ALL * ["stat
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_loop_ends_with_the_undisturbed_weights(kind, tmp_path):
+def test_killed_loop_ends_with_undisturbed_weights(kind, tmp_path):
     """Rank 0 is killed: the initial weights of its replacement must not reach the survivor."""
     if kind == "stateful":
         pytest.importorskip("torchdata")
@@ -66,7 +66,7 @@ EVERY = map("-".join, itertools.product(("pec", "selective"), ("list", "stacked"
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("kind", list(EVERY) if ALL else ["pec-stacked-fsdp", "pec-bank-ddp", "selective-list-plain"])
-def test_experts_are_as_old_as_the_token_ledger_says(kind, tmp_path):
+def test_expert_age_matches_token_ledger(kind, tmp_path):
     """All workers are killed; each expert has lost the tokens of the last iterations before the recovery."""
     ended, console = train(tmp_path, kind, [([0, 1], 12)])
     assert len(set(ended)) == 1 or kind.endswith("fsdp"), console  # replicas are alike

@@ -26,7 +26,7 @@ def train(env, directory, iterations, *more, code=0):
     return done.stdout + done.stderr
 
 
-def test_it_trains_is_killed_and_goes_on(tmp_path):
+def test_run_with_installed_policy_is_killed_and_resumes(tmp_path):
     (tmp_path / "site").mkdir()
     env, directory = install(tmp_path / "site"), tmp_path / "snapshots"
     kill = "--max-snapshot-lag", "1", "--log-dir", str(tmp_path / "log"), "--inject", "kill rank=0 iteration=7"

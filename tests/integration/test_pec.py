@@ -71,7 +71,7 @@ def experts_in(store: Store, iteration: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_bytes_are_those_of_equation_6(target, data, tmp_path):
+def test_partial_snapshot_size_matches_equation_6(target, data, tmp_path):
     flags = dict(pec_k=2, pec_target=target, ckpt_dir=str(tmp_path / "c"), ckpt_keep=9, exit_interval=3)
     assert set(train("EP2", data | PEC | flags).codes) == {0}
     store = Store(LocalStorage(tmp_path / "c"))
@@ -90,7 +90,7 @@ def test_bytes_are_those_of_equation_6(target, data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
+def test_every_tensor_chunk_is_restored_in_newest_version(data, tmp_path):
     log = tmp_path / "log"
     flags = data | PEC | dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), log_dir=str(log))
     kill_at("EP2", flags, iteration=6)
@@ -106,7 +106,7 @@ def test_every_fragment_comes_back_in_its_newest_state(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_two_levels(data, tmp_path):
+def test_storage_has_one_expert_and_recovery_uses_memory(data, tmp_path):
     log, storage = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
     with node_memory() as memory:
         flags = data | PEC | dict(pec_k_snapshot=4, pec_k_persist=1, ckpt_tier="memory", persist_interval=2)
@@ -124,7 +124,7 @@ def test_two_levels(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("target", ["both", "weights"])
-def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
+def test_stored_snapshot_of_identical_replicas_is_current(target, data, tmp_path):
     """Which rank saves a copy depends on the plan; what goes on to storage has to be what that rank has in memory."""
     log, storage = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
     with node_memory() as memory:
@@ -142,7 +142,7 @@ def test_storage_alone_has_what_ranks_hold_alike(target, data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_a_node_that_is_left_has_newer_experts(data, tmp_path):
+def test_surviving_node_memory_has_newer_experts_than_storage(data, tmp_path):
     """MoC-System, section 5.1 and Figure 8: each worker is a node, and the memory of one is lost."""
     log, storage = tmp_path / "log", tmp_path / "c"
     with node_memory() as memory:
@@ -175,7 +175,7 @@ def _memory_is_ahead(told: Events) -> bool:
 
 
 @pytest.mark.recovery
-def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
+def test_k_doubles_as_faults_consume_loss_limit(data, tmp_path):
     """MoC-System, section 5.3: five faults, and the limit is kept."""
     limit, faults, trained = 0.0375, range(48, 81, 8), 400  # iterations of the whole training
     log, store = tmp_path / "log", Store(LocalStorage(tmp_path / "c"))
@@ -204,7 +204,7 @@ def test_k_doubles_as_faults_use_up_its_share_of_the_limit(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_storage_keeps_what_is_needed_and_no_more(data, tmp_path):
+def test_storage_keeps_only_required_snapshots(data, tmp_path):
     flags = dict(pec_k=1, ckpt_dir=str(tmp_path / "c"), ckpt_keep=1, log_dir=str(tmp_path / "log"))
     kill_at("1", data | PEC | flags, iteration=2 * EXPERTS)
     store = Store(LocalStorage(tmp_path / "c"))

@@ -26,7 +26,7 @@ def killed(flags: dict, *faults: str) -> None:
     assert result.exit == -9, result.output[-2000:]
 
 
-def test_memory_alone_loses_no_more_than_was_said(flags):
+def test_memory_tier_loses_at_most_twice_predicted_tokens(flags):
     """Nothing but the first snapshot goes to storage; experts come back from memory in their newest versions."""
     flags |= dict(ckpt_tier="memory", train_iters=100)
     killed(flags, f"kill rank=0 iteration={4 * EXPERTS} point=start")
@@ -42,7 +42,7 @@ def test_memory_alone_loses_no_more_than_was_said(flags):
     assert 0 < lost["of_training"] < 2 * expected["plt"]
 
 
-def test_killed_while_the_first_snapshot_is_written(flags):
+def test_kill_during_first_snapshot_write_restarts_from_zero(flags):
     """Nothing was safe, and what was written of it is in nobody's way."""
     killed(flags | dict(train_iters=12), SLOW, "kill rank=0 iteration=3 point=start")
     assert stores(flags)["storage"].iterations() == []
@@ -51,7 +51,7 @@ def test_killed_while_the_first_snapshot_is_written(flags):
     assert stores(flags)["storage"].iterations()[-1] == 12
 
 
-def test_the_same_with_memory_and_killed_again_before_the_next_goes_to_storage(flags):
+def test_killed_again_before_next_stored_snapshot(flags):
     """Storage has nothing yet that partial snapshots could be added to, until it is given everything once more."""
     flags |= dict(ckpt_tier="memory", persist_interval=10, train_iters=20)
     killed(flags, SLOW, "kill rank=0 iteration=4 point=start")
@@ -67,7 +67,7 @@ def test_the_same_with_memory_and_killed_again_before_the_next_goes_to_storage(f
     assert len(names) == EXPERTS * LAYERS
 
 
-def test_an_early_fault_of_a_long_run_leaves_k_alone(flags):
+def test_early_fault_of_long_run_does_not_change_k(flags):
     """MoC-System, section 5.3: what counts is the proportion of the whole training's tokens, by ``--train-iters``."""
     trained, fault = 100_000, 20
     flags |= dict(pec_dynamic_k=True, ckpt_blocking=True, train_iters=trained)

@@ -83,7 +83,7 @@ def most_behind(job: Launched) -> int:
     return most
 
 
-def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data, tmp_path):
+def test_spare_replaces_node_lost_with_its_memory(flags, data, tmp_path):
     plain = data | dict(
         ckpt_policy="full", snapshot_interval=ITERATIONS, ckpt_dir=str(tmp_path / "plain"), train_iters=ITERATIONS
     )
@@ -106,7 +106,7 @@ def test_a_node_is_lost_with_its_memory_and_a_spare_takes_its_place(flags, data,
     assert not left_in(flags)
 
 
-def test_a_node_that_comes_back_as_a_spare_gives_back_what_it_had(flags, data, tmp_path):
+def test_node_returning_as_spare_releases_memory(flags, data, tmp_path):
     """Its processes are lost, and not its memory; the others' copies in that are of no use to a spare."""
     with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
         while not job.events("replicate"):
@@ -123,7 +123,7 @@ def test_a_node_that_comes_back_as_a_spare_gives_back_what_it_had(flags, data, t
     assert not left_in(flags) and list(others.parent.iterdir()) == [others]
 
 
-def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, tmp_path):
+def test_each_expert_restores_newest_version_from_memory(flags, data, tmp_path):
     """Of partial snapshots, the node that keeps copies has what older ones alone have, too."""
     flags |= dict(ckpt_policy="pec", pec_k=1, persist_interval=100, train_iters=30, max_snapshot_lag=1)
     with Launched("PP2xEP2", flags, tmp_path / "job", nodes=2, spares=1) as job:
@@ -139,7 +139,7 @@ def test_each_expert_comes_back_from_memory_in_its_newest_version(flags, data, t
     assert not left_in(flags)
 
 
-def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp_path):
+def test_window_is_restored_with_newer_snapshots(sparse, data, tmp_path):
     straight = known("PP2xEP2", data | SMALL)
     sparse |= dict(ckpt_blocking=False, max_snapshot_lag=1)
     slow = dict(nodes=2, spares=1, program="tests/integration/slow_peers_pretrain_gpt_moe.py")
@@ -159,9 +159,7 @@ def test_a_window_comes_back_with_the_snapshots_that_are_newer(sparse, data, tmp
 
 
 @pytest.mark.parametrize(("nodes", "replicas", "stage"), [((2, 3), 2, 1), *ALL * [((1,), 1, 0)]])
-def test_nodes_are_lost_whose_replicas_are_on_others_and_their_stage_alone_computes(
-    nodes, replicas, stage, sparse, data, tmp_path
-):
+def test_only_stage_of_lost_nodes_replays(nodes, replicas, stage, sparse, data, tmp_path):
     straight = known("PP2xDP2", data | SMALL)
     logging = dict(upstream_logging=True, replicas=replicas)
     with Launched("PP2xDP2", sparse | logging, tmp_path / "job", nodes=4) as job:
@@ -177,7 +175,7 @@ def test_nodes_are_lost_whose_replicas_are_on_others_and_their_stage_alone_compu
     assert (resumed["stages"], resumed["kept"], resumed["tier"]) == ([stage], 2, "memory")
 
 
-def test_copies_come_back_and_damaged_ones_do_not(tmp_path):
+def test_intact_peer_copies_are_restored_and_damaged_are_not(tmp_path):
     with node_memory() as memory:
         first, second, third = run_world(
             3, "tests.integration.peer_bodies:lose_and_restore", memory=memory, directory=str(tmp_path)
@@ -195,6 +193,6 @@ def test_copies_come_back_and_damaged_ones_do_not(tmp_path):
     ]
 
 
-def test_who_could_not_keep_copies_says_so(flags):
+def test_peer_tier_without_launcher_is_refused(flags):
     (result, _) = start("EP2", flags).wait()
     assert result.exit != 0 and "python -m moc.launch" in result.output

@@ -38,7 +38,7 @@ def flags_of(policy, tier, tmp_path, memory):
     [*CHANGES, *ALL * [(old, new, OTHER[tier]) for old, new, tier in CHANGES]],
     ids=str,
 )
-def test_a_killed_job_goes_on_with_another_policy_or_says_what_to_do(old, new, tier, data, tmp_path):
+def test_killed_job_resumes_with_other_policy_or_names_remedy(old, new, tier, data, tmp_path):
     with node_memory() as memory:
         before, after = (data | flags_of(policy, tier, tmp_path, memory) for policy in (old, new))
         kill_at("1", before, iteration=12)
@@ -65,7 +65,7 @@ def test_a_killed_job_goes_on_with_another_policy_or_says_what_to_do(old, new, t
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(("old", "new"), [("full", "pec"), ("pec", "full")], ids=lambda policy: policy)
-def test_the_same_where_nodes_keep_copies_for_each_other(old, new, data, tmp_path):
+def test_policy_changes_after_kill_with_peer_copies(old, new, data, tmp_path):
     """All processes of both nodes are killed, and their memory stays."""
     with node_memory() as memory:
         before, after = (data | flags_of(policy, "peers", tmp_path, memory) for policy in (old, new))
@@ -90,7 +90,7 @@ def ended(flags, directory, iteration):
 
 
 @pytest.mark.recovery
-def test_an_exact_policy_does_not_go_back_behind_partial_snapshots(data, tmp_path):
+def test_exact_policy_does_not_use_partial_snapshots(data, tmp_path):
     """The first one of everything still is there, when few were taken after it."""
     flags = data | SMALL | dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), snapshot_interval=1)
     kill_at("1", flags | dict(ckpt_policy="pec", ckpt_keep=50, ckpt_blocking=True), iteration=4)
@@ -101,7 +101,7 @@ def test_an_exact_policy_does_not_go_back_behind_partial_snapshots(data, tmp_pat
     assert Path(flags["ckpt_dir"]).is_dir()
 
 
-def test_what_a_fault_will_cost_is_said_before_training(data, tmp_path):
+def test_expected_fault_cost_is_printed_before_training(data, tmp_path):
     with node_memory() as memory:
         flags = (
             data

@@ -52,7 +52,7 @@ def launched(overlay, *command, launcher="moc.launch"):
         ],
     ],
 )
-def test_a_renamed_function_ends_the_job_with_one_sentence(module, edit, command, named, tmp_path):
+def test_renamed_library_function_ends_job_with_one_error(module, edit, command, named, tmp_path):
     ended = launched(edited(tmp_path, module, edit), *command)
     (sentence,) = [line for line in ended.stderr.splitlines() if named in line]
     assert ended.returncode == 1, ended.stderr
@@ -61,12 +61,12 @@ def test_a_renamed_function_ends_the_job_with_one_sentence(module, edit, command
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-def test_a_renamed_function_that_the_run_does_not_need_is_not_missed(tmp_path):
+def test_renamed_unused_function_is_not_required(tmp_path):
     ended = launched(edited(tmp_path, *COMMUNICATE), *TRAIN)
     assert ended.returncode == 0, ended.stderr
 
 
-def test_under_torchrun_one_worker_tells_it(tmp_path):
+def test_renamed_function_is_reported_once_under_torchrun(tmp_path):
     module, edit = "megatron.core.distributed.param_and_grad_buffer", ("grad_reduce_handle", "reduce_handle")
     ended = launched(edited(tmp_path, module, edit), *TRAIN, launcher="torch.distributed.run")
     assert ended.returncode == 1

@@ -25,7 +25,7 @@ def run(*words, cwd=REPOSITORY):
 
 
 @pytest.mark.recovery
-def test_a_lost_worker_of_a_module_is_replaced():
+def test_lost_worker_of_module_is_replaced():
     code, output = run("--nproc-per-node", "2", "-m", "tests.integration.loses_one")
     assert code == 0 and output.count("sum 2") == 2 and output.count("was killed by signal 9") == 1, output
 
@@ -37,7 +37,7 @@ def test_a_program_that_dies_at_each_start_ends_the_job():
     assert code == 137 and codes_in(output) == ["progress-missing"] and "device 0 of node 0" in output, output
 
 
-def test_a_package_runs_with_its_relative_imports(tmp_path):
+def test_package_runs_with_relative_imports(tmp_path):
     (tmp_path / "program").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / "program" / name).write_text(text)
@@ -45,12 +45,12 @@ def test_a_package_runs_with_its_relative_imports(tmp_path):
     assert code == 0 and "__main__ of the package --lr 1\n" in output, output
 
 
-def test_an_installed_command_checks_its_flags_in_the_launcher(tmp_path):
+def test_installed_command_checks_flags_in_launcher(tmp_path):
     code, output = run("--nproc-per-node", "2", "moc-pretrain", "--hiden-size", "8", cwd=tmp_path)
     assert code == 2 and "flag-unknown" in codes_in(output) and "(worker" not in output, output
 
 
 @pytest.mark.parametrize("words", [["-m", "no_such_module"], ["-m", "json.no"], ["no-such-command"], ["-m", "."]])
-def test_a_program_that_does_not_exist_is_refused(words, tmp_path):
+def test_missing_program_is_refused(words, tmp_path):
     code, output = run(*words, cwd=tmp_path)
     assert code == 2 and codes_in(output) == ["program-missing"] and words[-1] in output, output

@@ -94,7 +94,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.recovery
-def test_workers_are_killed_one_after_the_other_and_nobody_can_tell(undisturbed, tmp_path):
+def test_workers_killed_in_sequence_keep_bits(undisturbed, tmp_path):
     with running(tmp_path / "run") as run:
         for generation, (rank, iteration) in enumerate([(1, 10), (0, 30), (1, 50)], 1):
             run.reach(iteration)
@@ -104,7 +104,7 @@ def test_workers_are_killed_one_after_the_other_and_nobody_can_tell(undisturbed,
         assert "1 worker keeps" in run.console
 
 
-def test_a_run_that_has_ended_goes_on_from_storage(undisturbed, tmp_path):
+def test_finished_run_resumes_from_storage(undisturbed, tmp_path):
     with running(tmp_path / "run", iterations=ITERATIONS // 2) as run:
         assert f"iteration {ITERATIONS // 2}:" in run.end()
     shutil.rmtree(tmp_path / "run" / "log")
@@ -113,7 +113,7 @@ def test_a_run_that_has_ended_goes_on_from_storage(undisturbed, tmp_path):
         assert f"iter_{ITERATIONS // 2:07}" in run.console
 
 
-def test_a_killed_job_keeps_its_memory_within_its_lease(tmp_path, capsys):
+def test_killed_job_keeps_memory_until_lease_expires(tmp_path, capsys):
     """The lease is the launcher's --silence-timeout; each iteration renews it."""
     with running(tmp_path / "run", flags=("--silence-timeout", "77")) as run:
         run.reach(10)
@@ -137,7 +137,7 @@ def clean(capsys, *words):
     return capsys.readouterr().err
 
 
-def test_it_is_short_and_knows_no_engine_of_ours():
+def test_example_is_short_and_imports_only_torch_and_moc():
     source = EXAMPLE.read_text()
     assert len(source.splitlines()) < 200
     imported = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name

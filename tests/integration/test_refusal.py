@@ -17,7 +17,7 @@ def saved(data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
-def test_every_damaged_file_is_named(kind, saved, data):
+def test_each_damaged_file_is_named(kind, saved, data):
     files = [p for p in (saved / "iter_0000001").rglob("*") if p.is_file() and p.name != "manifest.json"]
     assert len(files) >= 4
     damages = [dict(path=str(path), kind=kind) for path in files]
@@ -31,7 +31,7 @@ def test_every_damaged_file_is_named(kind, saved, data):
 
 
 @pytest.mark.parametrize("other", [dict(num_layers=4), dict(hidden_size=64), dict(num_experts=8)], ids=str)
-def test_another_model_is_refused(other, saved, data):
+def test_checkpoint_of_another_model_is_refused(other, saved, data):
     output = refused_by_program(data | dict(load=str(saved)) | other)
     assert "checkpoint-unloadable" in codes_in(output) and str(saved) in output
 
@@ -43,7 +43,7 @@ def refused_by_program(flags):
     return result.output
 
 
-def test_a_checkpoint_that_does_not_exist_or_is_of_another_kind(saved, data, tmp_path):
+def test_missing_or_foreign_checkpoint_is_refused(saved, data, tmp_path):
     output = refused_by_program(data | dict(load=str(saved), ckpt_step=7))
     assert "checkpoint-missing" in codes_in(output) and "iter_0000007" in output
     (tmp_path / "iter_0000003").mkdir()
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_does_not_exist_or_is_of_another_kind(saved, data, tmp
 
 
 @pytest.mark.parametrize("name", ["save", "log_dir", "tensorboard_dir", "data_cache_path"])
-def test_a_directory_that_cannot_be_written(name, data, tmp_path):
+def test_unwritable_directory_is_refused(name, data, tmp_path):
     (tmp_path / "file").write_text("in the way")
     flags = FLAGS | data | {name: str(tmp_path / "file/below"), "train_iters": 1}
     (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
@@ -62,11 +62,11 @@ def test_a_directory_that_cannot_be_written(name, data, tmp_path):
     assert "Traceback" not in result.output and "iteration  " not in result.output
 
 
-def test_a_first_start_needs_no_checkpoint(data, tmp_path):
+def test_first_start_requires_no_checkpoint(data, tmp_path):
     assert train("1", data | dict(load=str(tmp_path), train_iters=1)).start == 0
 
 
 @pytest.mark.parametrize("changed", [dict(lr_decay_iters=50), dict(lr=1e-3)], ids=str)
-def test_a_changed_learning_rate_schedule_is_refused(changed, saved, data):
+def test_changed_learning_rate_schedule_is_refused(changed, saved, data):
     output = refused_by_program(data | dict(load=str(saved), train_iters=1) | changed)
     assert "schedule-differs" in codes_in(output)

@@ -28,7 +28,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_refused_at_the_start(case, data, tmp_path):
+def test_flags_unsupported_on_fewer_nodes_are_refused_at_start(case, data, tmp_path):
     layout, flags, nodes, least = CASES[case]
     with node_memory() as memory:
         saved = dict(ckpt_policy="full", ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory)

@@ -62,7 +62,7 @@ def test_a_replay_under_other_flags_is_refused_by_their_names(policy, data, tmp_
 
 
 @pytest.mark.recovery
-def test_bits_may_differ_where_the_user_permits_it(data, tmp_path):
+def test_inexact_replay_is_permitted_by_flag(data, tmp_path):
     places = dict(ckpt_policy="sparse", ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"))
     flags = data | SMALL | places | POLICIES["sparse"]
     kill_at("1", flags, iteration=8)

@@ -36,7 +36,7 @@ def test_resume_is_bit_identical(run, data, tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
-def test_stopping_and_saving_change_nothing(asynchronous, data, tmp_path):
+def test_stopping_and_saving_do_not_change_training(asynchronous, data, tmp_path):
     flags = data | DROPOUT | BF16
     straight = known("EP2", flags)
     saving = flags | dict(save=str(tmp_path), save_interval=1, async_save=asynchronous)
@@ -46,7 +46,7 @@ def test_stopping_and_saving_change_nothing(asynchronous, data, tmp_path):
     assert second.weights == straight.weights
 
 
-def test_skipped_iterations_resume_too(data, tmp_path):
+def test_skipped_iterations_resume(data, tmp_path):
     flags = data | dict(fp16=True, initial_loss_scale=2.0**40, hysteresis=2, train_iters=8)
     straight = train("1", flags)
     train("1", flags | dict(save=str(tmp_path), exit_interval=3))
@@ -73,7 +73,7 @@ def scheduled(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("other", OTHER)
-def test_the_schedule_of_the_checkpoint(other, scheduled, data):
+def test_resume_uses_schedule_of_checkpoint_if_requested(other, scheduled, data):
     saved, straight = scheduled
     flags = data | SCHEDULE | OTHER[other] | dict(load=str(saved), ckpt_step=2)
     resumed = train("1", flags | dict(use_checkpoint_opt_param_scheduler=True))
@@ -82,7 +82,7 @@ def test_the_schedule_of_the_checkpoint(other, scheduled, data):
 
 
 @pytest.mark.parametrize("engine", ["megatron-core", "DeepSpeed"])
-def test_the_schedule_of_a_snapshot(engine, data, tmp_path):
+def test_resume_uses_schedule_of_snapshot_if_requested(engine, data, tmp_path):
     flags = data | SCHEDULE | dict(ckpt_dir=str(tmp_path), ckpt_policy="full", snapshot_interval="2", ckpt_keep=9)
     if engine == "DeepSpeed":
         flags |= dict(deepspeed=True, zero_stage=1, use_distributed_optimizer=False)
@@ -93,7 +93,7 @@ def test_the_schedule_of_a_snapshot(engine, data, tmp_path):
     assert resumed.weights == straight.weights
 
 
-def test_the_schedule_of_the_flags(scheduled, data):
+def test_resume_uses_schedule_of_flags_if_requested(scheduled, data):
     saved, straight = scheduled
     later = data | SCHEDULE | OTHER["peak and final rate"] | OTHER["weight decay"] | dict(train_iters=6)
     whole = train("1", later)

@@ -54,7 +54,7 @@ def saved(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("move", MOVES, ids=name)
-def test_resume_in_another_layout(move, saved, data):
+def test_checkpoint_loads_in_another_layout(move, saved, data):
     layout, flags, other, other_flags, close = move
     directory, whole = saved(layout, flags)
     rest = train(other, data | other_flags | dict(load=directory, ckpt_step=3))
@@ -64,7 +64,7 @@ def test_resume_in_another_layout(move, saved, data):
     assert rest.samples == {i: whole.samples[i] for i in (3, 4, 5)}
 
 
-def test_a_vocabulary_padded_otherwise(data, tmp_path):
+def test_differently_padded_vocabulary_is_loaded(data, tmp_path):
     padded = data | dict(make_vocab_size_divisible_by=150)  # 300 rows, 2 x 150 by tensor parallelism 300 too
     train("1", padded | dict(save=str(tmp_path), exit_interval=3, make_vocab_size_divisible_by=128))
     rest = train("TP2", padded | dict(load=str(tmp_path)))
@@ -73,7 +73,7 @@ def test_a_vocabulary_padded_otherwise(data, tmp_path):
     assert rest.losses == pytest.approx(back.losses, abs=0.2)
 
 
-def test_finetune_takes_weights_alone(saved, data):
+def test_finetune_loads_only_weights(saved, data):
     directory, whole = saved("EP4", {})
     tuned = train("EP2", data | dict(load=directory, ckpt_step=3, finetune=True, lr=1e-3, train_iters=2))
     assert tuned.start == 0
@@ -81,7 +81,7 @@ def test_finetune_takes_weights_alone(saved, data):
     assert tuned.samples[0] == whole.samples[0]
 
 
-def test_no_load_optim_goes_on_with_fresh_moments(saved, data):
+def test_no_load_optim_resumes_with_fresh_moments(saved, data):
     directory, whole = saved("EP4", {})
     rest = train("EP2", data | dict(load=directory, ckpt_step=3, no_load_optim=True))
     assert rest.start == 3
@@ -89,7 +89,7 @@ def test_no_load_optim_goes_on_with_fresh_moments(saved, data):
     assert rest.losses[2] != pytest.approx(whole.losses[5], abs=CLOSE)
 
 
-def test_the_newest_is_loaded_by_default(saved, data):
+def test_newest_checkpoint_is_loaded_by_default(saved, data):
     directory, whole = saved("EP4", {})
     after = train("EP2", data | dict(load=directory))
     assert after.start == 6 and after.records == []

@@ -23,7 +23,7 @@ def one_worker(data):
     return count("1", data)
 
 
-def test_every_token_is_counted(one_worker):
+def test_every_expert_token_is_counted(one_worker):
     for iteration in one_worker:
         assert iteration["sent"] == {str(layer): SENT for layer in range(DEEP["num_layers"])}
         assert {layer: sum(tokens) for layer, tokens in iteration["experts"].items()} == iteration["sent"]
@@ -35,13 +35,13 @@ def test_every_token_is_counted(one_worker):
 
 @pytest.mark.parametrize("flags", [{}, RECOMPUTED], ids=["", "recomputed"])
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2", "interleaved"])
-def test_in_every_layout(layout, flags, one_worker, data):
+def test_token_counts_are_equal_in_every_layout(layout, flags, one_worker, data):
     for here, there in zip(count(layout, data, **flags), one_worker, strict=True):
         assert here["probabilities"] == {layer: pytest.approx(p) for layer, p in there["probabilities"].items()}
         assert here | {"probabilities": None} == there | {"probabilities": None}
 
 
-def test_dropped_tokens_are_sent_and_not_counted(data):
+def test_dropped_tokens_count_as_sent_only(data):
     dropping = dict(moe_expert_capacity_factor=0.5, moe_token_drop_policy="probs")
     plain = count("EP2", data, **dropping)
     padded = count("EP2", data, **dropping, moe_pad_expert_input_to_capacity=True)
@@ -52,6 +52,6 @@ def test_dropped_tokens_are_sent_and_not_counted(data):
     assert [{name: told[name] for name in ("experts", "sent")} for told in padded] == plain
 
 
-def test_layers_without_experts_count_nothing(data):
+def test_layers_without_experts_have_no_token_counts(data):
     told = count("PP2", data, moe_layer_freq=2)
     assert [sorted(iteration["experts"]) for iteration in told] == [["0", "2"]] * 2

@@ -33,7 +33,7 @@ def experts_in(store: Store, iteration: int) -> set[str]:
 
 
 @pytest.mark.parametrize("layout", ["TP2xEP2", "PP2xDP2", *ALL * ["PP2xEP2", "interleaved"]])
-def test_no_rank_saves_more_than_its_budget(layout, data, tmp_path):
+def test_no_rank_saves_more_than_budget(layout, data, tmp_path):
     """Ranks plan alike, or else files would not have what the manifest names."""
     flags = data | SMALL | dict(ckpt_policy="selective", snapshot_interval=1, ckpt_dir=str(tmp_path / "c"))
     dense = dict(num_experts=8, ckpt_keep=99, log_dir=str(tmp_path / "log"))
@@ -56,7 +56,7 @@ def test_no_rank_saves_more_than_its_budget(layout, data, tmp_path):
     assert len(set.union(*(experts_in(store, iteration) for iteration in partial))) > len(experts_in(store, partial[0]))
 
 
-def test_as_many_experts_as_hide(data, tmp_path):
+def test_expert_count_adapts_to_hidden_copy_time(data, tmp_path):
     with node_memory() as memory:
         flags = data | SMALL | dict(ckpt_policy="selective", ckpt_tier="memory", ckpt_memory_dir=memory, num_experts=8)
         flags |= dict(ckpt_dir=str(tmp_path / "c"), log_dir=str(tmp_path / "log"), train_iters=24)
@@ -80,7 +80,7 @@ def test_as_many_experts_as_hide(data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_a_lost_nodes_experts_come_back_from_its_peers(data, tmp_path):
+def test_experts_of_lost_node_are_restored_from_peers(data, tmp_path):
     """The oldest of them is no older than --selective-max-age allows; others are as new as the rest."""
     with node_memory() as memory:
         flags = data | SMALL | dict(ckpt_policy="selective", selective_experts=2, snapshot_interval=1, num_experts=8)
@@ -124,7 +124,7 @@ def test_survivors_keep_their_experts(zero, data, tmp_path):
 
 
 @pytest.mark.recovery
-def test_nobody_goes_back_and_nothing_is_lost_where_a_snapshot_has_the_lost_experts(data, tmp_path):
+def test_lost_experts_from_snapshot_need_no_rollback(data, tmp_path):
     """Every snapshot has all experts, and is safe before the next iteration: the run is the one without a loss."""
     same = dict(selective_experts=8, use_distributed_optimizer=False)
     job, store = kept(data, tmp_path, ckpt_blocking=True, **same)

@@ -100,7 +100,7 @@ def test_every_subset_of_nodes_can_be_lost(scene, gradients, turn, data, tmp_pat
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(("scene", "turn"), [(APART, 2), *ALL * [(SHARED, 1)]])
-def test_nodes_can_be_lost_again_once_the_run_has_gone_on(scene, turn, data, tmp_path):
+def test_nodes_can_be_lost_again_after_resume(scene, turn, data, tmp_path):
     """Chains and copies begun after the first loss, beside those of before it."""
     flags = FLAGS | SCENES[scene].parallel | data | dict(train_iters=99, num_experts=8)
     with node_memory() as memory:

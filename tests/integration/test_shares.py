@@ -66,7 +66,7 @@ def shared(data, tmp_path_factory):
 
 @pytest.mark.parametrize("name", WORLDS)
 @each_row("plan", ["full", "compute", "mixed"])
-def test_shares_hold_each_element_once_with_its_value(name, plan, shared):
+def test_shards_contain_each_element_once_with_its_value(name, plan, shared):
     directory, workers = shared(name)
     for scheme in SHARED_OUT:
         counts = covered(worker[plan][scheme]["boxes"] for worker in workers)
@@ -92,7 +92,7 @@ def saved(workers: list[dict], plan: str, scheme: str) -> list[int]:
 
 
 @each_row("name", WORLDS)
-def test_the_heaviest_is_known_before_anything_is_saved(name, shared):
+def test_largest_shard_is_predicted_before_saving(name, shared):
     workers = shared(name)[1]
     for plan in ("full", "compute", "mixed"):
         for scheme in SHARED_OUT:
@@ -100,7 +100,7 @@ def test_the_heaviest_is_known_before_anything_is_saved(name, shared):
             assert abs(told - max(saved(workers, plan, scheme))) < 12  # a cut moves to where an element begins
 
 
-def test_replicas_share_everything_or_the_first_saves_it(shared):
+def test_replicas_split_state_or_first_replica_saves_it(shared):
     for plan in ("full", "compute", "mixed"):
         evenly, at_first = (saved(shared("DP4")[1], plan, scheme) for scheme in ("EE+AN", "baseline"))
         assert sum(evenly) == sum(at_first)
@@ -111,7 +111,7 @@ def test_replicas_share_everything_or_the_first_saves_it(shared):
 @each_row("name", WORLDS)
 @each_row("plan", ["full", "compute"])
 @each_row("scheme", ["EE+AN", "baseline"])
-def test_sizes_are_as_predicted(name, plan, scheme, shared):
+def test_shard_sizes_match_prediction(name, plan, scheme, shared):
     """To the byte, but where the prediction leaves something out.
 
     It leaves out the biases of routers, and it has another order in ZeRO's buffers, no gaps in them, and with tensor
@@ -150,7 +150,7 @@ def predicted(name: str, plan: str, scheme: str) -> list[int]:
     return bytes_by_rank(items, assign_items(items, SCHEMES[scheme]), size)
 
 
-def test_a_rule_of_your_own_shares_out_what_is_trained(tmp_path):
+def test_documented_custom_rule_splits_trained_state(tmp_path):
     """The example of docs/how-to/own-sharding-rule.md, word by word, in a copy of the project."""
     text = (REPOSITORY / "docs" / "how-to" / "own-sharding-rule.md").read_text(encoding="utf-8")
     for name in ("moc", "megatron", "tests"):

@@ -43,7 +43,7 @@ PAIRS = list(itertools.product(POLICIES, STORAGE))
 
 @pytest.mark.recovery
 @pytest.mark.parametrize(("policy", "storage"), PAIRS if ALL else PAIRS[::4])
-def test_what_is_left_without_memory(policy, storage, data, tmp_path):
+def test_slow_storage_is_as_new_as_promised_after_memory_loss(policy, storage, data, tmp_path):
     flags, settings = POLICIES[policy]
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "snapshots"), ckpt_memory_dir=memory, log_dir=str(tmp_path / "log"))

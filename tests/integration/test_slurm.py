@@ -78,7 +78,7 @@ def hosts():
 
 
 @pytest.mark.parametrize("code, then", [("75", {"Restarts": "1"}), ("0", {"JobState": "CANCELLED", "Restarts": "0"})])
-def test_a_job_whose_batch_node_is_lost_goes_on_and_ends(hosts, tmp_path, code, then):
+def test_job_survives_loss_of_batch_node(hosts, tmp_path, code, then):
     cluster, slurm = hosts
     job = Submitted(slurm, tmp_path)
     job.wait(lambda: job.started(0), "the job does not start")
@@ -107,7 +107,7 @@ def test_job_survives_loss_of_batch_script_and_controller(hosts, tmp_path):
     job.wait(lambda: "training ended with 0" in job.said(), "it has ended otherwise")
 
 
-def test_a_job_whose_batch_node_is_lost_is_still_warned_of_the_time_limit(hosts, tmp_path):
+def test_time_limit_signal_survives_lost_batch_node(hosts, tmp_path):
     cluster, slurm = hosts
     job = Submitted(slurm, tmp_path, "--time=2", "--signal=USR1@60")
     job.wait(lambda: job.started(0), "the job does not start")
@@ -116,7 +116,7 @@ def test_a_job_whose_batch_node_is_lost_is_still_warned_of_the_time_limit(hosts,
     assert {path.name for path in tmp_path.glob("told.*")} == {"told.1", "told.2"}
 
 
-def test_a_node_on_which_nothing_starts_is_excluded(hosts, tmp_path):
+def test_node_where_nothing_starts_is_excluded(hosts, tmp_path):
     cluster, slurm = hosts
     for process in cluster.hosts[2].processes():
         process.kill()  # Slurm's daemon; the controller does not know it yet

@@ -48,7 +48,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_flipped_bit_is_found_and_named(rank, published):
+def test_flipped_bit_is_found_and_named(rank, published):
     file = published / shard_file_name(rank)
     begin, size = int.from_bytes(file.read_bytes()[:8], "little") + 8, file.stat().st_size
     for position in (0, 7, 8, begin // 2, begin - 1):
@@ -64,7 +64,7 @@ def test_a_flipped_bit_is_found_and_named(rank, published):
     assert damage(Store(LocalStorage(published.parent)), 1) is None
 
 
-def test_no_flipped_bit_of_a_manifest_is_believed(published):
+def test_flipped_bit_of_manifest_is_always_detected(published):
     store, path = Store(LocalStorage(published.parent)), published / MANIFEST
     whole = store.read_manifest(1)
     for position in (0, *random.Random(1).sample(range(path.stat().st_size), 300), path.stat().st_size - 1):
@@ -74,7 +74,7 @@ def test_no_flipped_bit_of_a_manifest_is_believed(published):
 
 
 @pytest.mark.parametrize("name", [MANIFEST, shard_file_name(0), shard_file_name(1)])
-def test_what_is_cut_off_longer_or_missing_is_named(name, published):
+def test_truncated_longer_or_missing_file_is_named(name, published):
     file = published / name
     content = file.read_bytes()
     for length in {len(content) - 1, len(content) // 2, min(4096, len(content) - 2), 8, 1, 0}:
@@ -109,7 +109,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("layout", "kind"), [*(("plain DP2", kind) for kind in DAMAGES), ("EP2", "data")])
-def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
+def test_damaged_snapshot_is_skipped(layout, kind, data, flags):
     name, spoil = DAMAGES[kind]
     train(layout, flags | dict(exit_interval=4))
     spoilt = Path(flags["ckpt_dir"], checkpoint_name(4), name)
@@ -128,7 +128,7 @@ def test_a_damaged_snapshot_is_passed_over(layout, kind, data, flags):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("name", [shard_file_name(0), MANIFEST])
-def test_damaged_memory_is_passed_over_for_storage(name, data, flags):
+def test_damaged_memory_falls_back_to_storage(name, data, flags):
     flags = flags | dict(ckpt_tier="memory", persist_interval=2, train_iters=1000)
     world = start("plain DP2", flags)
     wait_for(lambda: world.ended() or (stores(flags)["storage"].iterations() and iteration_in_memory(flags) > 2))
@@ -153,7 +153,7 @@ def iteration_in_memory(flags: dict) -> int:
     return max(stores(flags)["memory"].iterations(), default=0)
 
 
-def test_nothing_begins_where_no_snapshot_is_whole(flags):
+def test_run_does_not_start_without_valid_snapshot(flags):
     train("plain DP2", flags | dict(exit_interval=2))
     for iteration in (1, 2):
         middle(Path(flags["ckpt_dir"], checkpoint_name(iteration), shard_file_name(iteration - 1)))
@@ -169,7 +169,7 @@ def test_nothing_begins_where_no_snapshot_is_whole(flags):
 
 
 @pytest.mark.parametrize("older", ["none", "older"])
-def test_a_dense_checkpoint_may_help(older, data, flags, tmp_path):
+def test_dense_checkpoint_replaces_damaged_snapshots(older, data, flags, tmp_path):
     dense = dict(save=str(tmp_path / "dense"), load=str(tmp_path / "dense"))
     train("EP2", data | dense | dict(exit_interval=1))
     train("EP2", flags | dict(dense, save=None, exit_interval=3))

@@ -51,7 +51,7 @@ def newest_published(flags: dict) -> int:
     ("tier", "layout", "times"),
     [("disk", "plain DP2", 30 if ALL else 6), ("memory", "plain DP2", 30 if ALL else 6), ("memory", "EP2", 3)],
 )
-def test_a_job_that_is_killed_at_random_moments(tier, layout, times, flags, data):
+def test_job_killed_at_random_times_resumes(tier, layout, times, flags, data):
     chance, reached = random.Random(tier), [0]
     for kills in range(times):
         world = start(layout, flags)
@@ -120,7 +120,7 @@ class Scene:
     + [("disk", "plain DP2", 1, 11), ("memory", "plain DP2", 1, 10)]
     + [("disk", "EP2", 1, 25), ("memory", "EP2", 0, 35)],
 )
-def test_killed_before_calls_that_change_something(tier, layout, rank, every, flags, data, tmp_path):
+def test_job_killed_before_each_modifying_call_resumes(tier, layout, rank, every, flags, data, tmp_path):
     undisturbed, every = straight(layout, data, 4), 1 if ALL else every
 
     def kill_at(scene: Scene, calls: list[str]) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("moto.server", reason="moto and flask are not installed; see
 
 
 @pytest.mark.recovery
-def test_killed_and_started_again(data, tmp_path):
+def test_killed_run_resumes_from_bucket_bit_identically(data, tmp_path):
     bucket = f"bucket-{uuid.uuid4().hex}"
     flags = data | dict(ckpt_policy="full", ckpt_dir=f"s3://{bucket}/run", snapshot_interval=2, train_iters=1000)
     size, parallel = LAYOUTS["EP2"]

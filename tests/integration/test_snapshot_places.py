@@ -54,7 +54,7 @@ def fill(disk: Path, kib: int) -> Path:
     [("plain DP2", kib, blocking) for kib in (0, 30, 200, 400) for blocking in (False, True)]
     + [("EP2", 300, False), ("EP2", 600, True)],
 )
-def test_a_full_disk(layout, free_kib, blocking, flags, tmp_path):
+def test_full_disk_ends_run_and_run_resumes_after_cleanup(layout, free_kib, blocking, flags, tmp_path):
     with mounted(tmp_path / "disk", "10m") as disk:
         flags = flags | dict(ckpt_dir=str(disk / "snapshots"), ckpt_blocking=blocking)
         train(layout, flags | dict(exit_interval=1))
@@ -65,7 +65,7 @@ def test_a_full_disk(layout, free_kib, blocking, flags, tmp_path):
         assert train(layout, flags).start == 1
 
 
-def test_a_disk_that_cannot_be_written_to(flags, tmp_path):
+def test_read_only_disk_ends_run_and_run_resumes_when_writable(flags, tmp_path):
     with mounted(tmp_path / "disk", "10m") as disk:
         flags = flags | dict(ckpt_dir=str(disk / "snapshots"))
         train("plain DP2", flags | dict(exit_interval=1))
@@ -79,7 +79,7 @@ def test_a_disk_that_cannot_be_written_to(flags, tmp_path):
     ("layout", "size"),  # a worker's buffer has some 240 KiB; with Megatron's engine, 400
     [("plain DP2", "64k"), ("plain DP2", "360k"), ("plain DP2", "1060k"), ("EP2", "1800k")],
 )
-def test_memory_that_is_too_small(layout, size, flags, tmp_path):
+def test_too_small_memory_tier_is_refused(layout, size, flags, tmp_path):
     train(layout, flags | dict(exit_interval=1))
     with mounted(tmp_path / "memory", size) as memory:
         assert_refused(start(layout, flags | MEMORY | dict(ckpt_memory_dir=str(memory))), str(memory), "[memory-full]")
@@ -88,7 +88,7 @@ def test_memory_that_is_too_small(layout, size, flags, tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
+def test_second_job_in_same_directory_is_refused(tier, data, flags):
     flags = flags | dict(ckpt_tier=tier, exit_signal_handler=True, train_iters=5000)
     first = start("EP2", flags)
     wait_for(lambda: newest_iterations(flags))
@@ -102,7 +102,7 @@ def test_a_second_job_in_the_same_place_is_refused(tier, data, flags):
     assert newest_whole(flags) == len(run.records)
 
 
-def test_memory_that_another_job_holds(flags, tmp_path):
+def test_memory_locked_by_other_job_is_refused(flags, tmp_path):
     """It is locked by itself, since storage may be locked on another node."""
     flags = flags | MEMORY | dict(train_iters=5000)
     first = start("plain DP2", flags)
@@ -124,7 +124,7 @@ def newest_iterations(flags: dict) -> list[int]:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("layout", ["EP2", "DP2"])
-def test_nodes_that_each_hold_a_part(layout, data, flags):
+def test_partial_memory_of_each_node_restores_killed_job(layout, data, flags):
     flags = flags | MEMORY | dict(node_of_rank="0,1", train_iters=1000)
     world = start(layout, flags)
     wait_for(lambda: world.ended() or events(flags, "snapshot")[2:])
@@ -141,7 +141,7 @@ def test_nodes_that_each_hold_a_part(layout, data, flags):
 
 
 @pytest.mark.recovery
-def test_memory_that_one_node_has_lost(data, flags):
+def test_lost_memory_of_one_node_falls_back_to_storage(data, flags):
     flags = flags | MEMORY | dict(node_of_rank="0,1", persist_interval=2, train_iters=1000)
     world = start("EP2", flags)
     wait_for(lambda: world.ended() or events(flags, "persist"))

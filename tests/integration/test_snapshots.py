@@ -63,7 +63,7 @@ def kill_after(world, iteration: int, flags: dict) -> None:
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("run", RUNS)
-def test_resume_is_bit_identical(run, data, flags):
+def test_snapshot_resume_is_bit_identical(run, data, flags):
     layout, changes = RUNS[run]
     changes = DROPOUT | changes | dict(train_iters=1000)
     kill_after(start(layout, flags | changes), 2, flags | changes)
@@ -87,7 +87,7 @@ MOVES = [  # from a layout with flags, to another with flags
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]} to {move[2]}")
-def test_another_layout_goes_on(move, data, flags):
+def test_run_resumes_in_another_layout(move, data, flags):
     layout, changes, other, other_changes = move
     whole_run = known(layout, data | changes)
     train(layout, flags | changes | dict(exit_interval=3))
@@ -119,7 +119,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_however_slow_snapshots_are_they_hold_one_moment(slow, blocking, flags):
+def test_slow_snapshots_contain_state_of_one_iteration(slow, blocking, flags):
     body, delays, tier = SLOW[slow]
     flags = flags | tier | dict(ckpt_keep=10, exit_interval=4)
     train("plain DP2", flags, f"snapshot_bodies:{body}", **delays)
@@ -139,7 +139,7 @@ LAGGING = {  # flags, and how many snapshots are at most unpublished: the buffer
 
 
 @pytest.mark.parametrize("case", LAGGING)
-def test_storage_that_publishes_slowly_lags_by_a_few_snapshots(case, flags):
+def test_slow_commit_delays_storage_by_few_snapshots(case, flags):
     """Syncs of directories are slow, which publication and removal wait for; the writes of files are not.
 
     Storage has the two snapshots that are kept, and those that are unpublished, one of which may have just been
@@ -155,7 +155,7 @@ def test_storage_that_publishes_slowly_lags_by_a_few_snapshots(case, flags):
     assert whole(flags)["storage"][-1] == 30
 
 
-def test_blocking_means_that_training_waits(flags):
+def test_blocking_save_makes_training_wait(flags):
     train("plain DP2", flags | BLOCKING, "snapshot_bodies:train_slowly", write_s=0.1)
     assert sum(event["seconds"] for event in events(flags, "stall")) > 6 * 0.1
     saved, iterations = (
@@ -164,7 +164,7 @@ def test_blocking_means_that_training_waits(flags):
     assert all(done <= told for done, told in zip(saved, iterations, strict=True))
 
 
-def test_the_newest_is_the_newest_whatever_clocks_say(data, flags):
+def test_newest_snapshot_is_found_despite_wrong_clocks(data, flags):
     flags = flags | dict(ckpt_keep=3)
     train("plain", flags | dict(exit_interval=4), "snapshot_bodies:train_while_clocks_run_backwards")
     for iteration, day in ((2, 40), (3, 20), (4, 0)):  # the older the later, in days since 1970
@@ -176,7 +176,7 @@ def test_the_newest_is_the_newest_whatever_clocks_say(data, flags):
     assert rest.records == straight.records[4:]
 
 
-def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_path):
+def test_ckpt_step_goes_back_and_hides_newer_snapshots(data, flags, tmp_path):
     flags = flags | dict(ckpt_keep=9, snapshot_interval="2", train_iters=8)
     straight = train("1", flags)
     back = dict(load=str(tmp_path / "none"), ckpt_step=2, lr=1e-3, override_opt_param_scheduler=True)
@@ -191,7 +191,7 @@ def test_ckpt_step_goes_back_and_sets_aside_what_came_after(data, flags, tmp_pat
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_step_that_is_not_there(tier, flags):
+def test_missing_ckpt_step_is_refused(tier, flags):
     flags = flags | dict(ckpt_tier=tier)
     train("plain", flags | dict(exit_interval=2))
     for result in start("plain", flags | dict(ckpt_step=7)).wait():
@@ -200,7 +200,7 @@ def test_a_step_that_is_not_there(tier, flags):
     assert whole(flags)["storage"][-1] == 2
 
 
-def test_the_newer_of_snapshots_and_dense_checkpoints(data, flags, tmp_path):
+def test_newer_of_snapshot_and_dense_checkpoint_is_loaded(data, flags, tmp_path):
     dense = dict(save=str(tmp_path / "dense"), load=str(tmp_path / "dense"))
     straight = known("EP2", data)
     train("EP2", data | dense | dict(exit_interval=2))
@@ -215,7 +215,7 @@ def test_the_newer_of_snapshots_and_dense_checkpoints(data, flags, tmp_path):
     assert third.weights == straight.weights
 
 
-def test_finetuning_goes_on_from_its_snapshots(data, flags, tmp_path):
+def test_finetuning_resumes_from_its_snapshots(data, flags, tmp_path):
     train("1", data | dict(save=str(tmp_path / "dense"), train_iters=5))
     tuning = flags | dict(load=str(tmp_path / "dense"), finetune=True)
     first = train("1", tuning | dict(exit_interval=2))
@@ -225,7 +225,7 @@ def test_finetuning_goes_on_from_its_snapshots(data, flags, tmp_path):
     assert first.records + second.records == train("1", plain).records
 
 
-def test_an_interval_that_finds_itself(data, flags):
+def test_auto_interval_is_chosen_after_measuring(data, flags):
     long = dict(train_iters=120)
     automatic = train("plain DP2", flags | long | dict(snapshot_interval="auto", ckpt_overhead_budget=0.5))
     taken = [event["iteration"] for event in events(flags, "snapshot")]
@@ -234,7 +234,7 @@ def test_an_interval_that_finds_itself(data, flags):
 
 
 @pytest.mark.parametrize("tier", ["disk", "memory"])
-def test_a_signal_brings_everything_to_storage(tier, flags):
+def test_signal_saves_latest_state_to_storage(tier, flags):
     flags = flags | dict(ckpt_tier=tier, snapshot_interval="1000", train_iters=5000, exit_signal_handler=True)
     world = start("EP2", flags)
     wait_for(lambda: events(flags, "iteration"))
@@ -245,14 +245,14 @@ def test_a_signal_brings_everything_to_storage(tier, flags):
     assert not list(Path(flags["ckpt_memory_dir"]).glob("*/*/[!.]*"))
 
 
-def test_memory_reaches_storage_now_and_then(flags):
+def test_memory_snapshots_reach_storage_at_persist_interval(flags):
     flags = flags | MEMORY | dict(persist_interval=2, ckpt_keep=9, train_iters=7)
     train("plain DP2", flags, "snapshot_bodies:train_beside_fast_storage")
     assert whole(flags)["storage"] == [2, 4, 6, 7]
 
 
 @pytest.mark.recovery
-def test_a_run_that_was_done_but_for_storage(data, flags):
+def test_finished_run_moves_last_snapshot_to_storage(data, flags):
     """Its last snapshot is in memory alone, since it was killed on the way to storage."""
     flags = flags | MEMORY
     world = start("plain DP2", flags, "snapshot_bodies:train_slowly", write_s=600)

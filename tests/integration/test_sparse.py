@@ -40,7 +40,7 @@ def flags(data, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.parametrize("run", RUNS)
-def test_recovery_is_bit_identical(run, data, flags):
+def test_sparse_recovery_is_bit_identical(run, data, flags):
     layout, changes, window, killed_after = RUNS[run]
     plain = {name: value for name, value in changes.items() if not name.startswith("sparse_")}
     straight = train(layout, data | HARD | plain, "sparse_bodies:train")
@@ -65,7 +65,7 @@ def test_recovery_is_bit_identical(run, data, flags):
 
 
 @pytest.mark.recovery
-def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, flags):
+def test_damaged_stored_window_is_skipped(data, flags):
     flags = flags | SMALL
     straight = known("1", data | SMALL)
     start("1", flags | dict(sparse_window=3, ckpt_keep=2), "sparse_bodies:die_after", iteration=11).wait()
@@ -79,7 +79,7 @@ def test_storage_has_the_newest_windows_and_a_damaged_one_is_passed_over(data, f
     assert store.iterations() == [14]
 
 
-def test_what_cannot_be_frozen_is_refused_at_the_start(flags):
+def test_run_that_cannot_freeze_operators_is_refused_at_start(flags):
     for result in start("DP2", flags | dict(overlap_grad_reduce=True)).wait():
         assert result.exit == 1 and "turn off --overlap-grad-reduce" in result.output, result.output
 
@@ -92,7 +92,7 @@ def in_memory(flags):
 
 
 @pytest.mark.recovery
-def test_a_window_in_memory_outlives_its_workers(data, in_memory):
+def test_memory_window_survives_its_workers(data, in_memory):
     flags = in_memory | dict(sparse_window=3, persist_interval=4)
     straight = known("PP2xEP2", data | SMALL)
     start("PP2xEP2", flags, "sparse_bodies:die_after", iteration=9).wait()
@@ -108,7 +108,7 @@ def test_a_window_in_memory_outlives_its_workers(data, in_memory):
 
 
 @pytest.mark.recovery
-def test_a_run_that_was_done_ends_with_everything_in_storage(in_memory):
+def test_finished_run_moves_window_from_memory_to_storage(in_memory):
     flags = in_memory | dict(sparse_window=3, train_iters=7)
     start("1", flags, "sparse_bodies:die_after", iteration=7).wait()
     assert whole(flags) == {"storage": [], "memory": [5, 6, 7]}
@@ -117,7 +117,7 @@ def test_a_run_that_was_done_ends_with_everything_in_storage(in_memory):
     assert train("1", flags).start == 7
 
 
-def test_memory_that_a_window_lacks_is_named_by_all_at_the_start(in_memory):
+def test_memory_too_small_for_window_is_reported_by_all_workers(in_memory):
     flags = in_memory | dict(sparse_window=3)
     for result in start("EP2", flags, "sparse_bodies:train_with_little_memory", buffers=5).wait():
         assert result.exit == 1 and "memory-full" in codes_in(result.output), result.output[-2000:]
@@ -127,7 +127,7 @@ def test_memory_that_a_window_lacks_is_named_by_all_at_the_start(in_memory):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
-def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
+def test_survivors_resume_from_memory_window(data, in_memory, tmp_path):
     flags = in_memory | dict(sparse_window=3, train_iters=20, ckpt_blocking=False)
     straight = known("EP2", data | SMALL | dict(train_iters=20))
     with Launched("EP2", flags, tmp_path / "job") as job:
@@ -143,7 +143,7 @@ def test_survivors_go_on_from_a_window(data, in_memory, tmp_path):
 
 @pytest.mark.recovery
 @pytest.mark.timeout(300)
-def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_memory, tmp_path):
+def test_window_continues_if_lost_state_has_copies(data, in_memory, tmp_path):
     midway = dict(inject="kill rank=1 iteration=7 point=snapshot_copying")  # of a window that goes from 6 to 9
     flags = in_memory | REPLICATED | midway | dict(sparse_window=4)
     straight = known("DP2", data | SMALL | REPLICATED)
@@ -157,7 +157,7 @@ def test_a_window_goes_on_where_the_state_of_a_lost_worker_is_copied(data, in_me
     assert second["iteration"] % 4 == 1 and second["iteration"] > first["iteration"]  # so none was lost
 
 
-def test_a_window_that_finds_itself(data, flags):
+def test_window_length_auto_adapts_to_copy_speed(data, flags):
     flags = flags | SMALL | dict(train_iters=20, ckpt_blocking=False)
     slow = train("EP2", flags, "pec_bodies:train_with_slow_copies", bytes_per_s=7e5)
     assert slow.records == known("EP2", data | SMALL | dict(train_iters=20)).records

@@ -42,7 +42,7 @@ print(json.dumps({
 """
 
 
-def test_a_stock_reader_loads_our_weights(data, tmp_path):
+def test_megatron_core_reader_loads_our_weights(data, tmp_path):
     train("PP2xEP2", data | dict(save=str(tmp_path), train_iters=2))
     ours = train("1", data | dict(load=str(tmp_path), train_iters=2))
     assert ours.start == 2

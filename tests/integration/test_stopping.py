@@ -17,7 +17,7 @@ def start(layout, flags):
     return start_world(size, "tests.integration.bodies:train", flags=FLAGS | parallel | flags)
 
 
-def test_exit_interval(data, tmp_path):
+def test_exit_interval_saves_and_exits(data, tmp_path):
     flags = data | dict(save=str(tmp_path), log_dir=str(tmp_path), exit_interval=2)
     trained = train("EP2", flags)
     assert trained.codes == [0, 0] and len(trained.records) == 2
@@ -26,7 +26,7 @@ def test_exit_interval(data, tmp_path):
     assert (left["iteration"], left["reason"], left["code"]) == (2, "limit", 0)
 
 
-def test_exit_duration(data, tmp_path):
+def test_exit_duration_saves_and_exits(data, tmp_path):
     size, parallel = LAYOUTS["EP2"]
     flags = FLAGS | parallel | data | dict(save=str(tmp_path), exit_duration_in_mins=1, train_iters=100)
     told = Trained(run_world(size, "tests.integration.bodies:train_when_time_flies", flags=flags, calls=3))
@@ -35,7 +35,7 @@ def test_exit_duration(data, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_worker_while_training(number, data, tmp_path):
+def test_signal_to_one_worker_makes_all_save_and_exit(number, data, tmp_path):
     flags = dict(save=str(tmp_path), log_dir=str(tmp_path), train_iters=5000, exit_signal_handler=True)
     world = start("PP2xEP2", data | flags)
     wait_for(lambda: Events(tmp_path / "events.jsonl").of("iteration"))
@@ -46,7 +46,7 @@ def test_a_signal_to_one_worker_while_training(number, data, tmp_path):
     assert Events(tmp_path / "events.jsonl").of("exit")[0]["reason"] == "signal"
 
 
-def test_a_signal_while_evaluating(data, tmp_path):
+def test_signal_during_evaluation_exits_with_last_checkpoint(data, tmp_path):
     flags = dict(save=str(tmp_path), log_dir=str(tmp_path), exit_signal_handler=True, eval_interval=2, eval_iters=5000)
     world = start("EP2", data | flags)
     wait_for(lambda: len(Events(tmp_path / "events.jsonl").of("iteration")) == 2)
@@ -57,7 +57,7 @@ def test_a_signal_while_evaluating(data, tmp_path):
     assert not Events(tmp_path / "events.jsonl").of("evaluation")
 
 
-def test_a_signal_in_set_up(data, tmp_path):
+def test_signal_during_setup_exits_without_checkpoint(data, tmp_path):
     size, parallel = LAYOUTS["PP2xEP2"]
     flags = FLAGS | parallel | data | dict(save=str(tmp_path), exit_signal_handler=True)
     told = run_world(size, "tests.integration.bodies:train_signalled_in_set_up", flags=flags)
@@ -65,14 +65,14 @@ def test_a_signal_in_set_up(data, tmp_path):
     assert dense_files.list_iterations(tmp_path) == []
 
 
-def test_without_the_handler_a_signal_kills(data, tmp_path):
+def test_signal_without_handler_kills_worker(data, tmp_path):
     world = start("1", data | dict(log_dir=str(tmp_path), train_iters=5000))
     wait_for(lambda: Events(tmp_path / "events.jsonl").of("iteration"))
     os.kill(world.pids[0], signal.SIGTERM)
     assert [result.exit for result in world.wait()] == [-signal.SIGTERM]
 
 
-def test_not_a_number_ends_the_program(data, tmp_path):
+def test_non_finite_values_end_run_without_update(data, tmp_path):
     world = start(
         "EP2", data | dict(lr=1e30, min_lr=0.0, lr_warmup_iters=0, clip_grad=0.0, train_iters=50, save=str(tmp_path))
     )

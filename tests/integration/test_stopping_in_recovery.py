@@ -58,7 +58,7 @@ def asked(point, *nodes):
 
 @pytest.mark.parametrize("point", ["ready", *ALL * ["rebalancing", "landed", "loaded"]])
 @pytest.mark.parametrize("zero", [False, *ALL * [True]])
-def test_the_nodes_that_are_left_of_an_elastic_job_save_and_end(data, tmp_path, point, zero):
+def test_remaining_nodes_of_elastic_job_save_and_exit(data, tmp_path, point, zero):
     faults = [f"kill node=1 iteration={LOST}", *asked(point, 0, 2)]
     flags = FLAGS | (ZERO if zero else {})
     job, saved = lost_and_stopped(data, tmp_path, "DP3", faults, nodes=3, least=2, **flags)
@@ -68,7 +68,7 @@ def test_the_nodes_that_are_left_of_an_elastic_job_save_and_end(data, tmp_path, 
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 stops a job that is about to meet nodes that have come")
-def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp_path, monkeypatch):
+def test_scale_up_commit_saves_without_joining_nodes(data, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_WAITS_IN", "5")
     faults = ["kill node=1 iteration=3", *asked("draining", 0, 2)]
     flags = FLAGS | dict(elastic_rebalance_interval=0, elastic_slots=4)
@@ -82,7 +82,7 @@ def test_who_has_voted_to_meet_nodes_that_have_come_saves_without_them(data, tmp
 
 
 @pytest.mark.parametrize("point", ["rebuilding", *ALL * ["ready", "loaded"]])
-def test_a_spare_takes_the_place_of_a_lost_node_before_all_save_and_end(data, tmp_path, point):
+def test_spare_replaces_lost_node_before_final_save(data, tmp_path, point):
     faults = [f"kill node=1 iteration={LOST}", *asked("ready", 0), *asked(point, 1)]
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, spares=1, **PLAIN)
     assert "node 2 takes its place" in job.console
@@ -90,7 +90,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_before_all_save_and_end(data, tm
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 asks a spare to stop before it has workers")
-def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves(data, tmp_path, monkeypatch):
+def test_spare_requested_before_worker_start_builds_and_saves(data, tmp_path, monkeypatch):
     monkeypatch.setenv("TEST_WAITS_IN", "4")
     with job_of(data, tmp_path, "DP2", [f"kill node=1 iteration={LOST}"], nodes=2, spares=1, **PLAIN) as job:
         job.is_in(4, workers=2)
@@ -101,7 +101,7 @@ def test_a_spare_that_was_asked_before_its_workers_have_started_builds_and_saves
     assert [event["generation"] for event in job.events("generation")] == [1]  # no worker died of the signal
 
 
-def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):
+def test_lost_worker_is_replaced_before_all_save_and_exit(data, tmp_path):
     faults = [f"kill rank=1 iteration={LOST}", f"term rank=0 iteration={LOST} point=ready"]
     with job_of(data, tmp_path, "DP2", faults, **PLAIN) as job:
         assert_that_all_is_saved(*stopped(job, tmp_path))
@@ -109,7 +109,7 @@ def test_a_lost_worker_is_replaced_before_all_save_and_end(data, tmp_path):
 
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 loses what others had while all are about to save")
-def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(data, tmp_path):
+def test_absent_node_reports_resume_point(data, tmp_path):
     faults = [f"kill node=1 iteration={LOST}", *asked("ready", 0)]
     flags = PLAIN | dict(snapshot_interval=2, ckpt_blocking=True)
     job, saved = lost_and_stopped(data, tmp_path, "DP2", faults, nodes=2, **flags)
@@ -119,7 +119,7 @@ def test_where_a_lost_node_does_not_come_it_is_said_from_what_the_job_goes_on(da
 
 @pytest.mark.skipif(not ALL, reason="MOC_TESTS_ALL=1 starts workers anew who are about to save")
 @pytest.mark.parametrize("tier", ["disk", "peers"])
-def test_workers_that_are_started_anew_save_what_is_in_memory_alone(data, tmp_path, tier):
+def test_replacements_save_state_only_in_memory(data, tmp_path, tier):
     flags = PLAIN | dict(ckpt_tier=tier, snapshot_interval=1, ckpt_blocking=True)
     faults = [f"kill node=1 iteration={LOST}", *asked("rebuilding", 0, 2)]
     with node_memory() as memory:

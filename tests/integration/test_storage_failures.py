@@ -55,7 +55,7 @@ def stopped(world):
 
 
 @pytest.mark.recovery
-def test_a_write_that_hangs_holds_up_neither_training_nor_recovery(flags, data, tmp_path):
+def test_hanging_write_delays_neither_training_nor_recovery(flags, data, tmp_path):
     hangs = "slow rank=1 iteration=3 point=persisting seconds=3600"
     more = dict(ckpt_tier="memory", persist_interval=2, inject=[hangs], train_iters=5000)
     with Launched("EP2", {k: v for k, v in flags.items() if k != "log_dir"} | more, tmp_path / "job") as job:
@@ -75,7 +75,7 @@ def test_a_write_that_hangs_holds_up_neither_training_nor_recovery(flags, data, 
 
 
 @pytest.mark.parametrize("tier", [dict(ckpt_tier="disk"), dict(ckpt_tier="memory", persist_interval=2)], ids=str)
-def test_storage_that_is_gone_for_a_while(tier, flags):
+def test_unavailable_storage_is_reported_and_used_again(tier, flags):
     flags = flags | tier | LONG
     world = start("EP2", flags)
     wait_for(lambda: len(events(flags, "persist")) > 1 or world.ended())
@@ -90,7 +90,7 @@ def test_storage_that_is_gone_for_a_while(tier, flags):
     assert flags["ckpt_dir"] in failed["reason"] and failed["what"] == "snapshot" and failed["newest"] > 0
 
 
-def test_no_checkpoint_can_be_saved_for_a_while(data, tmp_path):
+def test_failed_checkpoint_saves_are_reported_and_retried(data, tmp_path):
     root, log = tmp_path / "saved", str(tmp_path / "log")
     flags = data | LONG | dict(save=str(root), save_interval=3, log_dir=log)
     root.write_text("in its place")
@@ -107,7 +107,7 @@ def test_no_checkpoint_can_be_saved_for_a_while(data, tmp_path):
 
 
 @pytest.mark.parametrize("failure", ["continue", "stop"])
-def test_the_last_state_is_nowhere_safe(failure, data, tmp_path):
+def test_failed_saves_stop_run_or_are_reported_at_end(failure, data, tmp_path):
     """Whoever wants it stops at the first save that fails; whoever does not trains to the end, and hears of it then."""
     root, log = tmp_path / "saved", str(tmp_path / "log")
     root.write_text("in its place")
@@ -119,7 +119,7 @@ def test_the_last_state_is_nowhere_safe(failure, data, tmp_path):
     assert bool(events(flags, "save_failed")) == (failure == "continue")
 
 
-def test_logs_that_cannot_be_written_cost_nothing(data, tmp_path):
+def test_unwritable_logs_do_not_disturb_training(data, tmp_path):
     """Nor does TensorBoard; what there was to tell is there when they can be."""
     log, board = tmp_path / "log", tmp_path / "board"
     for path in (log, board):

@@ -15,7 +15,7 @@ def workers(data):
 
 
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_each_iteration_has_streams_of_its_own(layout, workers):
+def test_random_streams_depend_on_iteration(layout, workers):
     for worker in workers[layout]:
         third, fourth, again = worker["drawn"]
         assert again == third
@@ -24,7 +24,7 @@ def test_each_iteration_has_streams_of_its_own(layout, workers):
 
 
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_only_tensor_parallel_peers_share_the_default_stream(layout, workers):
+def test_default_stream_is_shared_by_tp_peers_only(layout, workers):
     by_place = {}
     for worker in workers[layout]:
         by_place.setdefault((worker["stage"], worker["data"]), set()).add(worker["drawn"][0]["default"])
@@ -32,6 +32,6 @@ def test_only_tensor_parallel_peers_share_the_default_stream(layout, workers):
     assert len(set.union(*by_place.values())) == len(by_place)
 
 
-def test_tensor_parallel_peers_have_one_each_inside(workers):
+def test_tensor_parallel_stream_differs_per_rank(workers):
     inside = [(w["data"], w["drawn"][0]["tensor parallel"]) for w in workers["TP2xEP2"]]
     assert len(set(inside)) == 4

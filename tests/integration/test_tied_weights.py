@@ -19,7 +19,7 @@ FAULTS = [
 @pytest.mark.recovery
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", [FULL, SPARSE], ids=["full", "sparse"])
-def test_stages_on_different_nodes_go_on(policy, data, tmp_path):
+def test_tied_embedding_stages_resume_on_different_nodes(policy, data, tmp_path):
     flags = data | TIED | BF16 | dict(lr=1e-2, train_iters=14)  # with ZeRO-1: stages cut the embedding elsewhere
     with node_memory() as memory:
         places = dict(ckpt_dir=str(tmp_path / "c"), ckpt_memory_dir=memory, ckpt_tier="memory", node_of_rank="0,0,1,1")

@@ -66,7 +66,7 @@ def saved(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_any_split_gives_back_every_byte(name, saved):
+def test_saved_state_restores_every_byte_in_any_split(name, saved):
     for worker in saved(name)[1]:
         assert worker["after"] == worker["before"]
         assert worker["fresh"]["digests"].keys() == worker["before"]["digests"].keys()
@@ -113,7 +113,7 @@ def parameters() -> set[str]:
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_layout_holds_the_same_tensors(name, saved, data, tmp_path):
+def test_another_layout_loads_same_tensors(name, saved, data, tmp_path):
     source, workers = saved(name)
     layout, flags = ELSEWHERE[name]
     run(layout, "load_and_save", data, flags | dict(seed=4321), source=str(source), target=str(tmp_path))
@@ -154,7 +154,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
-def test_frozen_operators_stand_still_and_others_do_not_notice(name, data):
+def test_frozen_operators_do_not_change_and_others_train_equally(name, data):
     layout, pattern, flags = FROZEN[name]
     workers = run(layout, "freeze_and_activate", data, flags, pattern=pattern)
     assert any(worker["frozen"] for worker in workers)
@@ -177,7 +177,7 @@ def test_frozen_operators_stand_still_and_others_do_not_notice(name, data):
         assert frosty["record"]["grad_norm"] < never["record"]["grad_norm"]
 
 
-def test_no_weight_gradients_are_multiplied_out(data):
+def test_frozen_operators_compute_no_weight_gradients(data):
     patterns = ["nothing", EXPERTS, ATTENTION, "output|embedding", ".*"]
     nothing, experts, attention, output, everything = run("1", "count_flops", data, {}, patterns=patterns)[0]
     tokens = FLAGS["global_batch_size"] * FLAGS["seq_length"]
@@ -188,7 +188,7 @@ def test_no_weight_gradients_are_multiplied_out(data):
     assert nothing["flops"] - everything["flops"] == sum(saved)  # the router's few are always multiplied
 
 
-def test_a_replay_with_most_operators_frozen_costs_a_third_less(data):
+def test_replay_with_frozen_operators_costs_one_third_less(data):
     larger = dict(hidden_size=128, ffn_hidden_size=256, num_experts=8, seq_length=128, num_layers=2)
     learning = ["layers.0.expert.0", "layers.1.expert.5"]
     told = run("1", "count_flops_of_replay", data, larger, learning=learning)[0]
@@ -196,6 +196,6 @@ def test_a_replay_with_most_operators_frozen_costs_a_third_less(data):
 
 
 @pytest.mark.parametrize("overlap", ["overlap_grad_reduce", "overlap_param_gather"])
-def test_freezing_is_refused_while_communication_overlaps(overlap, data):
+def test_freezing_with_overlapped_communication_is_refused(overlap, data):
     flags = {"overlap_grad_reduce": True} | {overlap: True}
     assert all("turn off --overlap-grad-reduce" in said for said in run("DP2", "freeze_refused", data, flags))

@@ -22,7 +22,7 @@ def assert_continues(losses: dict[int, tuple[float, float]], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
+def test_run_of_previous_release_continues_bit_identically(name, tmp_path):
     """With its own command line, data and tokenizer; losses and gradient norms are those of that release."""
     if name == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -34,7 +34,7 @@ def test_a_run_of_the_previous_release_continues_bit_for_bit(name, tmp_path):
     assert "--topk 2: read as --moe-router-topk 2" in ended.output and "order of samples" not in ended.output
 
 
-def test_a_printed_configuration_continues_the_run(tmp_path):
+def test_printed_configuration_continues_run(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     previous_release.unpack("save", tmp_path)
     ended = run(tmp_path, OWN_PROGRAM, 1, "", base=f"--config {previous_release.PRINTED}")
@@ -42,7 +42,7 @@ def test_a_printed_configuration_continues_the_run(tmp_path):
     assert_continues(ended.losses, "save")
 
 
-def test_another_model_is_refused_by_its_flag(tmp_path):
+def test_other_model_is_refused_naming_its_flag(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     for name in ("save", "full"):
         previous_release.unpack(name, tmp_path)
@@ -51,7 +51,7 @@ def test_another_model_is_refused_by_its_flag(tmp_path):
         assert "--num-experts is 4 there, 2 here" in ended.output
 
 
-def test_weights_alone_begin_anew_and_a_damaged_file_is_named(tmp_path):
+def test_finetune_starts_over_and_damaged_file_is_named(tmp_path):
     previous_release.unpack("corpus", tmp_path)
     previous_release.unpack("save", tmp_path)
     flags = f"--load {STATE} --exit-interval 1"

@@ -25,7 +25,7 @@ def flags(data, tmp_path):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_stage_computes_again_by_itself(run, flags):
+def test_stage_replays_iteration_without_other_stages(run, flags):
     layout, changes = RUNS[run]
     size, parallel = LAYOUTS[layout]
     body = "tests.integration.upstream_bodies:replay_alone"
@@ -41,7 +41,7 @@ def test_a_stage_computes_again_by_itself(run, flags):
     assert workers[-1]["alone"]["loss_tokens"] == 4 * 16
 
 
-def test_logs_are_given_back_and_training_is_the_same(data, flags, tmp_path):
+def test_upstream_logs_are_released_and_training_is_identical(data, flags, tmp_path):
     long = dict(train_iters=14)
     assert train("PP2", flags | long).records == train("PP2", data | FOUR | long).records
     told = events(flags, "iteration")

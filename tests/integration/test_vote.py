@@ -26,7 +26,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", ["PP2xEP2", "TP2xEP2"])
-def test_one_all_reduce_and_gradients_kept(layout, optimizer, data):
+def test_commit_uses_one_all_reduce_and_keeps_gradients(layout, optimizer, data):
     for worker in steps(layout, data, **OPTIMIZERS[optimizer]):
         for number, step in enumerate(worker):
             assert step["record"]["grad_norm"] > SHARP["clip_grad"]
@@ -40,7 +40,7 @@ def test_one_all_reduce_and_gradients_kept(layout, optimizer, data):
 
 
 @pytest.mark.parametrize("poison", ["weight", "loss"])
-def test_not_a_number_stops_all_and_moves_nothing(poison, data):
+def test_non_finite_values_stop_all_without_update(poison, data):
     said = set()
     for (step,) in steps("PP2xEP2", data, poison, train_iters=1, **EXPERT_BIAS):
         said.add(step["refused"])
@@ -50,7 +50,7 @@ def test_not_a_number_stops_all_and_moves_nothing(poison, data):
     assert "not finite; no weight has moved" in sentence
 
 
-def test_or_is_skipped_on_request(data):
+def test_non_finite_iteration_is_skipped_on_request(data):
     flags = dict(check_for_nan_in_loss_and_grad=False, train_iters=3, **EXPERT_BIAS)
     for before, poisoned, after in steps("PP2xEP2", data, "loss", poisoned_step=1, **flags):
         assert [s["record"]["skipped"] for s in (before, poisoned, after)] == [False, True, False]

@@ -13,28 +13,28 @@ from tests.worlds import WorldFailed, run_world, start_world
 BODY = "tests.integration.bodies:"
 
 
-def test_workers_find_each_other():
+def test_workers_connect_to_each_other():
     assert run_world(3, BODY + "add_ranks") == [3.0, 3.0, 3.0]
 
 
-def test_a_failing_worker_is_shown():
+def test_failing_worker_is_reported():
     with pytest.raises(WorldFailed, match="(?s)exit codes .*worker 0.*ZeroDivisionError"):
         run_world(2, BODY + "divide_by_rank")
 
 
-def test_a_world_that_hangs_is_killed():
+def test_hanging_world_is_killed():
     with pytest.raises(WorldFailed, match="killed after 1 s"):
         run_world(2, BODY + "hang", timeout=1)
 
 
-def test_killed_workers_say_so():
+def test_killed_workers_exit_with_minus_9():
     world = start_world(2, BODY + "hang")
     world.kill()
     assert [result.exit for result in world.wait()] == [-9, -9]
     assert not any(os.path.exists(f"/proc/{pid}") for pid in world.pids)
 
 
-def test_what_a_worker_leaves_behind_is_noticed():
+def test_leftover_process_of_worker_is_detected():
     with pytest.raises(WorldFailed, match="left processes behind.*sleep"):
         run_world(1, BODY + "leave_a_process", patience=0.5)
 
@@ -49,7 +49,7 @@ sys.exit("over")
 
 
 @pytest.mark.parametrize("how", [["says.py"], ["-W", "ignore", "-m", "says"]], ids=["script", "module"])
-def test_a_warm_program_is_what_a_cold_one_would_be(how, tmp_path):
+def test_warm_program_behaves_as_cold_program(how, tmp_path):
     (tmp_path / "says.py").write_text(SAYS)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     how_started = dict(cwd=tmp_path, start_new_session=True, text=True, **pipes)
@@ -70,7 +70,7 @@ def test_a_warm_program_is_what_a_cold_one_would_be(how, tmp_path):
     assert ended(warm.starts) == cold
 
 
-def test_a_warm_program_dies_as_a_cold_one_does(tmp_path):
+def test_killed_warm_program_exits_as_cold_program(tmp_path):
     (tmp_path / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
     with warm.starts():
         program = subprocess.Popen([sys.executable, tmp_path / "dies.py"], start_new_session=True)

@@ -81,7 +81,7 @@ def trained(layout: str, flags: dict, copies: int = 1) -> Trained:
 
 
 @pytest.mark.parametrize(("loss", "mean", "precision", "layout", "policy"), CASES)
-def test_results_are_those_of_one_worker(loss, mean, precision, layout, policy, tmp_path):
+def test_results_match_one_worker(loss, mean, precision, layout, policy, tmp_path):
     bits, close = PRECISIONS[precision]
     flags = BASE | LOSSES[loss] | MEANS[mean] | bits
     workers, parallel = GRID[layout]
@@ -145,12 +145,12 @@ def assert_close(losses, wanted):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_padding_changes_no_first_iteration(size):
+def test_padding_does_not_change_first_iteration(size):
     assert_close(losses_of(size, dict(exit_interval=2)), losses_of(1, dict(exit_interval=2)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_padding_changes_no_resumed_run(size, padded, tmp_path):
+def test_padding_does_not_change_resumed_run(size, padded, tmp_path):
     root, wanted = padded
     assert len(wanted) == 2
     assert_close(losses_of(size, dict(load=str(root / "saved"), exit_interval=22)), wanted)
@@ -158,7 +158,7 @@ def test_padding_changes_no_resumed_run(size, padded, tmp_path):
     assert_close(losses_of(size, FULL | dict(ckpt_dir=str(tmp_path / "snapshots"), exit_interval=22)), wanted)
 
 
-def test_other_padding_is_refused_without_the_correction(padded):
+def test_other_padding_is_refused_without_correction(padded):
     root, _ = padded
     uncorrected = dict(load=str(root / "saved"), exit_interval=22, correct="expert-counters,global-aux-loss")
     assert len(losses_of(1, uncorrected)) == 2
@@ -179,7 +179,7 @@ print(sum(losses) / len(losses))
 
 
 @needs_transformers
-def test_the_loss_is_that_of_transformers(tmp_path):
+def test_loss_matches_transformers(tmp_path):
     model = dict(num_layers=2, normalization="RMSNorm", max_position_embeddings=16)
     flags = FLAGS | PADDED | model | dict(save=str(tmp_path / "saved"), save_interval=2)
     run_world(1, "tests.integration.bodies:train", flags=flags | dict(exit_interval=2))
@@ -192,7 +192,7 @@ def test_the_loss_is_that_of_transformers(tmp_path):
     assert last["records"][0]["loss"] == pytest.approx(loss, abs=CLOSE)
 
 
-def test_a_script_is_warned_and_not_changed(tmp_path):
+def test_script_gets_warnings_and_is_not_changed(tmp_path):
     padding = "--make-vocab-size-divisible-by 48"
     flags = f"{EP2} --moe-router-load-balancing-type global_aux_loss --bf16 --train-iters 2 {padding} --eval-interval 2"
     ended = {name: run(tmp_path / name, USER_SCRIPT, 2, f"{flags} --correct {name}") for name in ("none", "all")}
@@ -208,7 +208,7 @@ def test_a_script_is_warned_and_not_changed(tmp_path):
     assert not any("[loss-reported-twice]" in one.output for one in ended.values())
 
 
-def test_capacity_limits_that_depend_on_the_layout_warn(tmp_path):
+def test_layout_dependent_capacity_limits_warn(tmp_path):
     """No correction exists: each tensor-parallel worker limits the tokens that it routes."""
     tp2 = f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel"
     for name, flags, warnings in (("tp", tp2, 1), ("ep", EP2, 0)):
@@ -221,7 +221,7 @@ def test_unknown_corrections_are_refused(tmp_path):
     assert ended.code == 2 and "[value-unreadable]" in ended.output
 
 
-def test_a_sign_is_exact_where_fp32_rounds():
+def test_sign_is_exact_despite_fp32_rounding():
     counts = [2**19 - 1] * 64
     counts[0] += 1
     assert sum(counts) > 2**24
@@ -229,7 +229,7 @@ def test_a_sign_is_exact_where_fp32_rounds():
     assert exact == [-1] + [1] * 63 != rounded
 
 
-def test_the_load_of_experts_is_reported(tmp_path):
+def test_load_of_experts_is_reported(tmp_path):
     flags = f"{MOE} --pipeline-model-parallel-size {{}} --log-interval 2 --train-iters 4 --eval-iters 0"
     flags += " --moe-expert-capacity-factor 0.5 --tensorboard-dir board"
     one, two = (run(tmp_path / str(size), OWN_PROGRAM, size, flags.format(size)) for size in (1, 2))
@@ -248,7 +248,7 @@ def test_the_load_of_experts_is_reported(tmp_path):
     assert b"max_violation/layer_1" in boards and b"dropped_share/layer_0" in boards
 
 
-def test_the_load_is_that_of_exact_counts():
+def test_load_uses_exact_counts():
     flags = dict(mock_data=True, train_iters=2, log_interval=2, global_batch_size=4)
     counts, reported = run_world(1, "tests.reports.bodies:counting_loads", flags=FLAGS | flags)[0]
     assert [sum(row) for row in counts] == [2 * 4 * 16 * 2] * 2

@@ -131,13 +131,13 @@ def refused(results: list[Result], code: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [DENSE, SNAPSHOT])
-def test_a_resume_reads_the_next_samples(job, kind):
+def test_resume_reads_next_samples(job, kind):
     results = resumed(job, kind)
     assert samples_of(results) == {number: job.samples[number] for number in "23"}
     assert "WARNING: " not in results[0].output
 
 
-def test_a_resume_with_moved_data_reads_the_next_samples(job):
+def test_resume_with_moved_data_reads_next_samples(job):
     for node in nodes(job):
         (node / "data").rename(node / "elsewhere")
     results = resumed(job, DENSE, data_path=[PREFIX.replace("data", "elsewhere")])
@@ -146,14 +146,14 @@ def test_a_resume_with_moved_data_reads_the_next_samples(job):
 
 
 @pytest.mark.parametrize("kind", [DENSE, SNAPSHOT])
-def test_a_resume_with_replaced_data_is_refused(job, kind):
+def test_resume_with_replaced_data_is_refused(job, kind):
     replace(job, ".bin", ".idx", identity.SUFFIX)
     for node in nodes(job):  # so that only the data differ
         (node / f"{PREFIX}{identity.SUFFIX}").unlink()
     refused(resumed(job, kind), "data-changed")
 
 
-def test_a_resume_with_replaced_data_continues_if_allowed(job):
+def test_resume_with_replaced_data_continues_if_allowed(job):
     replace(job)
     results = resumed(job, DENSE, allow_changed_data=True, tokenizer_model=f"{job.root}/new/tokenizer.model")
     read = samples_of(results)
@@ -161,7 +161,7 @@ def test_a_resume_with_replaced_data_continues_if_allowed(job):
     assert "WARNING: the train data changed" in results[0].output
 
 
-def test_a_resume_with_another_tokenizer_of_the_same_size_is_refused(job):
+def test_resume_with_other_tokenizer_of_same_size_is_refused(job):
     retokenize(job)
     refused(resumed(job, SNAPSHOT), "data-changed")
 
@@ -170,7 +170,7 @@ def test_data_of_another_tokenizer_are_refused(job):
     refused(run(job.root, 1, tokenizer_model=f"{job.root}/new/tokenizer.model"), "data-of-other-tokenizer")
 
 
-def test_a_new_run_with_replaced_data_ignores_the_old_cache(job):
+def test_new_run_with_replaced_data_ignores_old_cache(job):
     retokenize(job)  # paths stay the same
     replace(job)
     cached = samples_of(run(job.root))
@@ -179,13 +179,13 @@ def test_a_new_run_with_replaced_data_ignores_the_old_cache(job):
     assert cached == samples_of(run(job.root)) != job.samples
 
 
-def test_an_incomplete_bin_file_on_a_node_is_refused(job):
+def test_incomplete_bin_file_on_node_is_refused(job):
     with open(nodes(job)[1] / f"{PREFIX}.bin", "r+b") as file:
         file.truncate(1000)
     refused(run(job.root), "data-damaged")
 
 
-def test_a_bin_file_with_a_missing_half_of_the_right_size_is_refused(job):
+def test_sparse_bin_file_of_right_size_is_refused(job):
     data = nodes(job)[1] / f"{PREFIX}.bin"
     size = data.stat().st_size
     with open(data, "r+b") as file:
@@ -194,37 +194,37 @@ def test_a_bin_file_with_a_missing_half_of_the_right_size_is_refused(job):
     refused(run(job.root), "data-changed")
 
 
-def test_an_index_of_other_data_is_refused(job):
+def test_index_of_other_data_is_refused(job):
     replace(job, ".idx", count=1)
     refused(run(job.root, 1), "data-damaged")
 
 
 @pytest.mark.parametrize("left", [0, 20, 500])
-def test_a_truncated_index_is_refused(job, left):
+def test_truncated_index_is_refused(job, left):
     with open(nodes(job)[0] / f"{PREFIX}.idx", "r+b") as file:
         file.truncate(left)
     refused(run(job.root, 1), "data-damaged")
 
 
-def test_a_damaged_fingerprint_file_is_refused(job):
+def test_damaged_fingerprint_file_is_refused(job):
     (nodes(job)[0] / f"{PREFIX}{identity.SUFFIX}").write_text('{"bin_bytes": 1')
     refused(run(job.root, 1), "data-damaged")
 
 
-def test_other_data_on_a_node_are_refused(job):
+def test_other_data_on_node_are_refused(job):
     for node, seed in zip(nodes(job), (0, 1), strict=True):
         (node / f"{PREFIX}{identity.SUFFIX}").unlink()
         write_ids(node, numpy.random.default_rng(seed).integers(0, 300, 4000))
     refused(run(job.root), "data-differs-between-nodes")
 
 
-def test_token_ids_outside_of_the_vocabulary_are_refused(job):
+def test_token_ids_outside_vocabulary_are_refused(job):
     (nodes(job)[0] / f"{PREFIX}{identity.SUFFIX}").unlink()
     write_ids(nodes(job)[0], numpy.arange(4000) % 301)
     refused(run(job.root, 1), "token-id-out-of-range")
 
 
-def test_token_ids_that_no_sampled_block_has_are_refused_when_read(job):
+def test_unsampled_bad_token_ids_are_refused_when_read(job):
     """A start reads a mebibyte of each file, and an iteration checks its own samples."""
     (nodes(job)[0] / f"{PREFIX}{identity.SUFFIX}").unlink()
     ids = numpy.full(8_000_000, 301)
@@ -244,7 +244,7 @@ def write_ids(node: Path, ids: numpy.ndarray) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "empty directory"])
-def test_a_damaged_cache_on_a_node_is_built_again(job, damage):
+def test_damaged_cache_on_node_is_rebuilt(job, damage):
     for path in sorted((nodes(job)[1] / "cache").glob("*index.npy")):
         if damage == "truncated":
             path.write_bytes(path.read_bytes()[:-8])
@@ -253,13 +253,13 @@ def test_a_damaged_cache_on_a_node_is_built_again(job, damage):
     assert samples_of(run(job.root)) == job.samples
 
 
-def test_a_cache_with_other_indices_on_a_node_is_refused(job):
+def test_cache_with_other_indices_on_node_is_refused(job):
     (path,) = (nodes(job)[1] / "cache").glob("*train-shuffle_index.npy")
     numpy.save(path, numpy.load(path)[::-1].copy())
     refused(run(job.root), "data-differs-between-nodes")
 
 
-def test_a_cache_with_another_order_of_a_blend_on_a_node_is_refused(job):
+def test_cache_with_other_blend_order_on_one_node_is_refused(job):
     for node in nodes(job):
         shutil.copytree(job.root / "new/data", node / "more")
     blend = dict(data_path=["0.3", PREFIX, "0.7", "more/tokens_text_document"], allow_changed_data=True)
@@ -270,12 +270,12 @@ def test_a_cache_with_another_order_of_a_blend_on_a_node_is_refused(job):
     refused(run(job.root, **blend), "data-differs-between-nodes")
 
 
-def test_a_cache_that_cannot_be_written_is_refused(job):
+def test_unwritable_cache_is_refused(job):
     (nodes(job)[0] / PREFIX).write_text("where megatron-core would make a directory")
     refused(run(job.root, 1, data_cache_path=None), "index-cache-unusable")
 
 
-def test_a_users_script_with_replaced_data_is_refused(job):
+def test_user_script_with_replaced_data_is_refused(job):
     """Its checkpoints have only Megatron-LM's files, and ``data.json``."""
     base = BASE.replace("--mock-data", f"--data-path {PREFIX} --split 90,10,0")
     base = base.replace("NullTokenizer", "SentencePieceTokenizer --tokenizer-model tokenizer.model")

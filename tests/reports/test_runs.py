@@ -247,7 +247,7 @@ COMMANDS = [
 @pytest.mark.slow
 @each_row("flags", COMMANDS)
 @each_row("step", range(0, 40, 3))
-def test_same_command_after_a_kill_loses_nothing(flags, step, monkeypatch, tmp_path):
+def test_same_command_after_kill_loses_nothing(flags, step, monkeypatch, tmp_path):
     """The launch is killed at a change of the file system; its command is started again until it ends."""
     _make(tmp_path / "A", ["2", "4", "@4"])
     needs_one = "--exit-on-missing" in flags

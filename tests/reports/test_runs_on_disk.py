@@ -30,7 +30,7 @@ def manifests(root: Path) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.recovery
-def test_run_from_another_directory_is_killed_and_started_again(tmp_path):
+def test_killed_run_resumes_from_its_save_directory(tmp_path):
     first = run(tmp_path, USER_SCRIPT, 1, f"{KEEP_SCHEDULE} --save A --exit-interval 4", log="first")
     assert first.code == 0, first.output[-3000:]
     command = f"{KEEP_SCHEDULE} --load A --save B"
@@ -48,7 +48,7 @@ def test_run_from_another_directory_is_killed_and_started_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.parametrize("finetune", ["--finetune", ""])
-def test_finetuning_and_lost_tracker_file(finetune, tmp_path):
+def test_run_resumes_despite_lost_tracker_file(finetune, tmp_path):
     begun = run(tmp_path, USER_SCRIPT, 1, f"{KEEP_SCHEDULE} --save A --exit-interval 4", log="first")
     assert begun.code == 0, begun.output[-3000:]
     command = f"{KEEP_SCHEDULE} --load A --save {'B' if finetune else 'A'} {finetune}"
@@ -63,7 +63,7 @@ def test_finetuning_and_lost_tracker_file(finetune, tmp_path):
 
 
 @pytest.mark.slow
-def test_snapshots_of_another_run_in_the_directory(tmp_path):
+def test_snapshots_of_another_run_in_directory_are_refused(tmp_path):
     snapshots = f"{KEEP_SCHEDULE} --ckpt-policy full --snapshot-interval 2 --ckpt-dir C"
     assert run(tmp_path, USER_SCRIPT, 1, f"{KEEP_SCHEDULE} --save A --exit-interval 4 --seed 7", log="A").code == 0
     assert run(tmp_path, USER_SCRIPT, 1, f"{snapshots} --exit-interval 6", log="C").code == 0
@@ -76,7 +76,7 @@ def test_snapshots_of_another_run_in_the_directory(tmp_path):
 @pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_leftovers_of_a_killed_save_fill_the_disk(snapshots, tmp_path):
+def test_run_resumes_if_leftovers_of_killed_save_fill_disk(snapshots, tmp_path):
     with mounted(tmp_path / "disk", "24m") as disk:
         flags = f"--use-distributed-optimizer --log-dir {tmp_path}/log"
         if snapshots:
@@ -100,7 +100,7 @@ def test_leftovers_of_a_killed_save_fill_the_disk(snapshots, tmp_path):
 @pytest.mark.slow
 @pytest.mark.recovery
 @pytest.mark.parametrize("snapshots", [False, True])
-def test_disk_is_full_at_the_start_of_a_launch(snapshots, tmp_path):
+def test_full_disk_at_start_fails_saves_but_not_training(snapshots, tmp_path):
     """Saves fail, and training does not; the exit code reports that the last state is not saved."""
     with mounted(tmp_path / "disk", "24m") as disk:
         flags = (
@@ -118,7 +118,7 @@ def test_disk_is_full_at_the_start_of_a_launch(snapshots, tmp_path):
         assert rest.code == 0 and dense_files.latest_iteration(disk / "B") == 8, rest.output[-3000:]
 
 
-def test_unfinished_save_is_removed_before_the_fence_is_written(tmp_path):
+def test_unfinished_save_is_removed_before_fence_is_written(tmp_path):
     with mounted(tmp_path / "disk", "256k") as disk:
         leftover = disk / ".iter_0000004.dead-0-0.incomplete"
         leftover.mkdir()
@@ -127,7 +127,7 @@ def test_unfinished_save_is_removed_before_the_fence_is_written(tmp_path):
         assert staging.is_dir() and not leftover.exists()
 
 
-def test_save_in_progress_of_a_live_launch_stays(tmp_path):
+def test_save_in_progress_of_live_launch_is_kept(tmp_path):
     with mounted(tmp_path / "disk", "256k") as disk:
         other = Fence(disk, Claim("other"))
         other.take()
@@ -142,7 +142,7 @@ def test_save_in_progress_of_a_live_launch_stays(tmp_path):
 
 
 @pytest.mark.parametrize("leftover", [True, False])
-def test_snapshots_start_on_a_full_disk(leftover, tmp_path):
+def test_snapshots_start_on_full_disk(leftover, tmp_path):
     with mounted(tmp_path / "disk", "512k") as disk:
         store = Store(LocalStorage(disk / "C", claim=Claim("job", (0, 1), "0123456789abcdef")))
         saved(store, 2)
@@ -156,7 +156,7 @@ def test_snapshots_start_on_a_full_disk(leftover, tmp_path):
         ownership._newest.clear()  # lock files on the disk
 
 
-def test_another_run_saves_an_iteration_meanwhile(tmp_path):
+def test_concurrent_save_of_another_run_is_refused(tmp_path):
     for run_name, job in (("first", "one"), ("second", "two")):
         held = Fence(tmp_path, Claim(job))
         dense_files.begin_save(tmp_path, 2, held)

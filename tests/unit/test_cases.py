@@ -27,14 +27,14 @@ def test_every_failing_row_is_named_and_later_rows_run():
 
 @each_row("number", [0, 1])
 @each_row("name", ["A", "B"])
-def test_rows_have_their_own_directory_and_environment(number, name, tmp_path, monkeypatch, capsys):
+def test_rows_have_separate_directory_and_environment(number, name, tmp_path, monkeypatch, capsys):
     assert not [*tmp_path.iterdir()] and "MOC_TESTS_ROW" not in os.environ and not capsys.readouterr().out
     (tmp_path / name).touch()
     monkeypatch.setenv("MOC_TESTS_ROW", name)
     print(number)
 
 
-def test_a_row_that_is_skipped_hides_no_other():
+def test_skipped_row_hides_no_other_row():
     @each_row("number", [1, 2])
     def check(number, least):
         if number < least:
@@ -47,12 +47,12 @@ def test_a_row_that_is_skipped_hides_no_other():
         check(least=2)
 
 
-def test_a_table_without_rows_is_refused():
+def test_table_without_rows_is_refused():
     with pytest.raises(ValueError):
         each_row("number", [])
 
 
-def test_no_row_runs_after_a_time_limit():
+def test_no_row_runs_after_time_limit():
     seen = []
 
     @each_row("number", [1, 2])

@@ -53,7 +53,7 @@ def _base(value: ast.expr) -> ast.expr:
     return value
 
 
-def test_files_read_devices_as_the_table_says():
+def test_device_reads_of_each_file_match_table():
     files = [path for part in ("moc", "megatron/pretraining") for path in (REPOSITORY / part).rglob("*.py")]
     found = {str(path.relative_to(REPOSITORY)): reads_of(path) for path in files if not {*APART} & {*path.parts}}
     assert {name: ", ".join(sorted(reads)) for name, reads in found.items() if reads} == ALLOWED

@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_existing_targets(page):
     for target, anchor in links(page):
         assert target.exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
         missing = anchor and anchor not in anchors(target)
@@ -44,13 +44,13 @@ def test_links_lead_somewhere(page):
         )
 
 
-def test_every_page_is_in_the_index_or_in_that_of_its_folder():
+def test_every_page_is_in_index_or_index_of_its_folder():
     listed = {target for index in (INDEX, *INDEX.parent.glob("*/README.md")) for target, _ in links(index)}
     assert {page for page in PAGES if page.is_relative_to(INDEX.parent)} - {INDEX} <= listed
 
 
 @each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_that_pages_name_are_there(page):
+def test_files_named_on_pages_exist(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`|\bpython ((?:tools|benchmarks|examples)/\w+\.py)", text)
     given = {"moc/sharding/rules/rotating.py"}  # the reader writes it
@@ -68,7 +68,7 @@ def sources() -> str:
 
 
 @each_row("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_that_pages_name_exist(page, sources):
+def test_flags_named_on_pages_exist(page, sources):
     """As an option, or as a field that makes one."""
     named = (
         set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![\w*-])", page.read_text(encoding="utf-8"))) - FOREIGN - COMPOSED
@@ -109,17 +109,17 @@ def installed_by_name(text: str) -> list[str]:
         ("pip install ./a.whl", []),
     ],
 )  # fmt: skip
-def test_commands_of_pip_are_read(text, names):
+def test_package_names_in_pip_commands_are_found(text, names):
     assert installed_by_name(text) == names
 
 
-def test_pip_installs_no_name_that_is_not_published(sources):
+def test_pip_installs_only_known_packages(sources):
     """Anybody could register such a name."""
     texts = [page.read_text(encoding="utf-8") for page in PAGES] + [sources]
     assert {name for text in texts for name in installed_by_name(text)} - published() == set()
 
 
-def test_pages_that_code_names_are_there():
+def test_pages_named_in_code_exist():
     """In docstrings, messages and ``--help``."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

@@ -30,11 +30,11 @@ class Derived(OfAClass):
         (ValueError("x"), "internal-error"),
     ],
 )
-def test_the_code_of_an_error(error, code):
+def test_error_has_expected_code(error, code):
     assert code_of(error) == code and codes_in(f"tool: {with_code(error)}\n") == [code]
 
 
-def test_an_error_that_another_process_sends_keeps_its_code():
+def test_error_from_other_process_keeps_its_code():
     error = Derived("it failed. Fix: repair it", code="of-a-call")
     with raises("of-a-call", "repair") as caught:
         raise OfAClass(with_code(error))
@@ -52,11 +52,11 @@ def test_an_error_that_another_process_sends_keeps_its_code():
     ],
     ids=str,
 )
-def test_the_cause_of_an_error_is_quoted_without_remedy_and_code(error, cause):
+def test_cause_is_quoted_without_remedy_and_code(error, cause):
     assert cause_of(error) == cause
 
 
-def test_an_error_without_a_remedy_has_that_of_its_class(tmp_path):
+def test_error_without_remedy_uses_remedy_of_its_class(tmp_path):
     class Repairable(UserError):
         code, remedy = "repairable", "repair it"
 
@@ -69,13 +69,13 @@ def test_an_error_without_a_remedy_has_that_of_its_class(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_message_has_a_cause_and_a_remedy():
+def test_each_message_has_cause_and_remedy():
     found = documented()
     assert all(found.values()), [code for code, texts in found.items() if not texts]
     assert not [text for texts in found.values() for text in texts if not all(cause_and_remedy(text))]
 
 
-def test_messages_are_read_from_the_source(tmp_path):
+def test_messages_are_read_from_source(tmp_path):
     (tmp_path / "module.py").write_text(
         "class Broken(UserError):\n    code = 'broken'\n\nclass Worse(Broken):\n    pass\n\n"
         "raise Broken(f'{self.path} is bad. Fix: repair {dashed(name)}')\n"

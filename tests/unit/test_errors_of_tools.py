@@ -121,7 +121,7 @@ def trace(text):
     ],
     ids=lambda value: value.__module__ if callable(value) else str(value),
 )
-def test_a_tool_refuses_with_a_code(main, make, argv, status, code, tmp_path, monkeypatch, capsys):
+def test_tool_refuses_with_code(main, make, argv, status, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if make is not None:
         make(tmp_path / "in")

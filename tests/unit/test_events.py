@@ -23,7 +23,7 @@ def lines(directory):
     return (directory / "events.jsonl").read_text().splitlines()
 
 
-def test_events_are_typed_and_timed(tmp_path):
+def test_events_have_type_and_time(tmp_path):
     log = EventLog(tmp_path / "new" / "directory")
     log.write("save", iteration=3, elapsed_s=0.5)
     event = json.loads(lines(tmp_path / "new" / "directory")[0])
@@ -31,13 +31,13 @@ def test_events_are_typed_and_timed(tmp_path):
     assert event["type"] == "save" and event["iteration"] == 3 and event["time"] > 1e9
 
 
-def test_numbers_that_json_lacks_are_null(tmp_path):
+def test_numbers_missing_in_json_are_null(tmp_path):
     EventLog(tmp_path).write("iteration", loss=math.nan, grad_norm=math.inf, tokens=5)
     event = json.loads(lines(tmp_path)[0])
     assert (event["loss"], event["grad_norm"], event["tokens"]) == (None, None, 5)
 
 
-def test_an_event_that_deviates_from_the_schema_is_reported_once(tmp_path):
+def test_event_that_violates_schema_is_reported_once(tmp_path):
     said = []
     log = EventLog(tmp_path, said.append)
     log.write("save", iteration=3, elapsed_s=0.5)
@@ -48,12 +48,12 @@ def test_an_event_that_deviates_from_the_schema_is_reported_once(tmp_path):
     assert len(lines(tmp_path)) == 5
 
 
-def test_a_start_has_the_version_of_the_schema(tmp_path):
+def test_start_event_has_schema_version(tmp_path):
     EventLog(tmp_path).write("start", iteration=0)
     assert json.loads(lines(tmp_path)[0])["schema"] == SCHEMA
 
 
-def test_a_torn_line_stays_alone(tmp_path):
+def test_torn_line_is_not_continued(tmp_path):
     first = EventLog(tmp_path)
     first.write("start")
     with open(tmp_path / "events.jsonl", "a") as file:
@@ -63,7 +63,7 @@ def test_a_torn_line_stays_alone(tmp_path):
     assert json.loads(lines(tmp_path)[-1])["type"] == "start"
 
 
-def test_the_newest_of_a_kind_whoever_wrote_it(tmp_path):
+def test_newest_event_of_type_is_found_for_any_writer(tmp_path):
     log = EventLog(tmp_path)
     assert log.newest("iteration") == {}
     for iteration in (1, 2):
@@ -76,7 +76,7 @@ def test_the_newest_of_a_kind_whoever_wrote_it(tmp_path):
     assert EventLog(None).newest("iteration") == {}
 
 
-def test_without_a_directory_nothing_happens(tmp_path, monkeypatch):
+def test_log_without_directory_does_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = EventLog(None)
     log.write("start")
@@ -84,7 +84,7 @@ def test_without_a_directory_nothing_happens(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_after_close_events_are_dropped(tmp_path):
+def test_events_after_close_are_dropped(tmp_path):
     log = EventLog(tmp_path)
     log.close()
     log.write("start")
@@ -97,7 +97,7 @@ def told_by(log: EventLog, directory) -> list[str]:
     return [json.loads(line)["type"] for line in lines(directory)]
 
 
-def test_a_directory_that_is_gone_costs_nothing(tmp_path):
+def test_missing_directory_is_harmless_and_events_are_kept(tmp_path):
     """Neither its removal nor a file in its place ends a run; what was to be written is, when that works again."""
     directory, said = tmp_path / "log", []
     log = EventLog(directory, said.append)
@@ -116,7 +116,7 @@ def test_a_directory_that_is_gone_costs_nothing(tmp_path):
 
 
 @each_row("plant", [Path.symlink_to, Path.hardlink_to], ids=["symbolic", "hard"])
-def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
+def test_nothing_is_appended_through_planted_link(tmp_path, plant):
     """It is as if it could not be written, until the link is gone."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "log").mkdir()
@@ -129,7 +129,7 @@ def test_nothing_is_appended_through_a_planted_link(tmp_path, plant):
     assert told_by(log, tmp_path / "log") == ["fallback", "log_failed"]
 
 
-def test_no_room_for_a_line_costs_nothing(tmp_path):
+def test_line_without_room_is_harmless_and_completed_later(tmp_path):
     """A line of which a part was written goes on where it ended, when there is room again."""
     said = []
     log = EventLog(tmp_path, said.append)
@@ -149,7 +149,7 @@ def test_no_room_for_a_line_costs_nothing(tmp_path):
     assert (told[2]["type"], told[2]["what"], told[2]["lost"]) == ("log_failed", "events", 0)
 
 
-def test_a_write_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
+def test_hanging_write_is_waited_for_once(tmp_path, monkeypatch):
     log, hangs, opened = EventLog(tmp_path), threading.Event(), EventLog._open
     monkeypatch.setattr(EventLog, "_open", lambda log: (hangs.wait(), opened(log)))
     begun = time.monotonic()
@@ -164,7 +164,7 @@ def test_a_write_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
     assert [json.loads(line).get("iteration") for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, None]
 
 
-def test_monitor_finds_the_file_and_is_its_default_place(tmp_path, monkeypatch):
+def test_monitor_directory_is_default_and_links_event_file(tmp_path, monkeypatch):
     assert event_directory(None) is None
     monkeypatch.setenv(environment.MONITOR, str(tmp_path))
     assert event_directory("log") == "log" and event_directory(None) == str(tmp_path)
@@ -181,13 +181,13 @@ def test_monitor_finds_the_file_and_is_its_default_place(tmp_path, monkeypatch):
     assert '"other"' in (tmp_path / "events.jsonl").read_text()
 
 
-def test_listener_gets_events_without_a_file():
+def test_listener_receives_events_without_file():
     heard = []
     EventLog(None, listen=lambda event, fields: heard.append((event, fields))).write("note", value=1)
     assert heard == [("note", {"value": 1})]
 
 
-def test_event_of_another_process_follows_a_torn_line(tmp_path):
+def test_event_of_other_process_follows_torn_line(tmp_path):
     path = tmp_path / "events.jsonl"
     with pytest.raises(FileNotFoundError):
         append_event(path, "end", reason="r", code=1)

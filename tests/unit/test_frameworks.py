@@ -87,7 +87,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("adapter", "case", "code"), REFUSED, ids=lambda value: getattr(value, "__name__", value))
-def test_what_cannot_be_repeated_is_refused_before_training(adapter, case, code, tmp_path):
+def test_unrepeatable_settings_are_refused_before_training(adapter, case, code, tmp_path):
     pytest.importorskip("lightning" if adapter is lit else "accelerate")
     with pytest.raises(UserError) as refused:
         adapter(tmp_path, case)

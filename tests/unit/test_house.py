@@ -63,7 +63,7 @@ def boxes_of(module: str) -> set[str]:
     return {box for name, box in named.items() if f"{module}.".startswith(f"{name}.")}
 
 
-def test_the_plan_is_read():
+def test_import_plan_is_read():
     assert arrows()["snapshot"] == {
         "store",
         "sharding",
@@ -78,7 +78,7 @@ def test_the_plan_is_read():
     assert not any(room in reached for room, reached in arrows().items())  # no circles
 
 
-def test_every_arrow_is_used():
+def test_every_allowed_import_is_used():
     used = {
         (source, target)
         for name, path in OURS.items()
@@ -89,13 +89,13 @@ def test_every_arrow_is_used():
     assert {(source, target) for source, targets in drawn().items() for target in targets} <= used
 
 
-def test_no_module_imports_itself_over_others():
+def test_module_imports_have_no_cycles():
     graph = {name: {one for one in imported(path) if one in OURS and one != name} for name, path in OURS.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
 
 
 @each_row("path", [path for path in MOC if path != ENTRY], ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_imports_what_its_arrows_point_to(path):
+def test_package_imports_only_allowed_packages(path):
     room, allowed = path.relative_to(ROOT / "moc").parts[0].removesuffix(".py"), arrows()
     for module in imported(path):
         assert not module.startswith(("megatron", "deepspeed", "pretrain_gpt_moe")), module
@@ -104,7 +104,7 @@ def test_a_room_imports_what_its_arrows_point_to(path):
             assert other == room or other in allowed.get(room, set()), f"{room} may not import {module}"
 
 
-def test_deepspeed_is_imported_by_functions_of_its_engine_alone():
+def test_deepspeed_is_imported_only_in_functions_of_its_engine():
     of_engine = {name for name, path in OURS.items() if any(m.split(".")[0] == "deepspeed" for m in imported(path))}
     assert of_engine == {f"megatron.pretraining.engine.zero.{name}" for name in ("build",)}
     for name in of_engine:
@@ -128,7 +128,7 @@ print(sum(importlib.import_module(name) is not None for name in names))
 """
 
 
-def test_every_room_can_be_imported_without_an_engine():
+def test_every_package_is_importable_without_engine():
     ended = subprocess.run([sys.executable, "-c", WITHOUT_AN_ENGINE], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 100

@@ -23,26 +23,26 @@ def parsed(*flags):
     return parse([*flags, __file__, "--nnodes", "9"])
 
 
-def test_one_machine_needs_no_flags():
+def test_single_machine_needs_no_flags():
     flags = parsed()
     assert (flags.nnodes, flags.nproc_per_node, flags.spares, flags.node_rank) == (1, 1, 0, 0)
     assert flags.is_single_machine and flags.endpoints == ("127.0.0.1:0",) and flags.runs_controllers
     assert flags.command == [__file__, "--nnodes", "9"] and flags.hang_caps == HANG_CAPS
 
 
-def test_it_names_its_version(capsys):
+def test_version_flag_prints_version(capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"mocrun {moc.__version__}\n"
 
 
-def test_spares_are_numbered_behind_the_nodes():
+def test_spares_are_numbered_after_nodes():
     assert parsed("--nnodes", "2", "--spares", "1", "--node-rank", "2", *ENDPOINT).node_rank == 2
     with pytest.raises(SystemExit):
         parsed("--nnodes", "2", "--spares", "1", "--node-rank", "3", *ENDPOINT)
 
 
-def test_what_spares_of_this_machine_are_started_with():
+def test_spares_of_same_machine_get_launcher_arguments():
     flags = parsed("--standalone", "--nproc-per-node", "4", "--spares", "1", "--")
     assert flags.is_single_machine and flags.launcher_arguments == ["--nproc-per-node", "4", "--spares", "1"]
     spare = parse([*flags.launcher_arguments, "--node-rank", "1", "--rdzv-endpoint", "127.0.0.1:5", *flags.command])
@@ -54,7 +54,7 @@ def test_what_spares_of_this_machine_are_started_with():
 
 
 @each_row("words", [["moc-pretrain"], ["-m", "json.tool"]])
-def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeypatch):
+def test_command_and_module_run_as_modules_on_all_nodes(words, monkeypatch):
     monkeypatch.setenv(MODULE_VARIABLE, "of another job")
     command = EntryPoint("moc-pretrain", "json.tool:main", "console_scripts")
     monkeypatch.setattr("moc.runtime.program.entry_points", lambda group: [command])
@@ -77,12 +77,12 @@ def test_a_command_and_a_module_run_as_modules_here_and_on_spares(words, monkeyp
         ("fe80::1", "[fe80::1]:29400"),
     ],
 )
-def test_where_the_controller_is(given, endpoint):
+def test_controller_endpoint_is_parsed(given, endpoint):
     assert parsed("--rdzv-endpoint", given).endpoints == (endpoint,)
     assert parsed("--rdzv-endpoint", given, "--standalone").endpoints == ("127.0.0.1:0",)
 
 
-def test_several_nodes_may_have_the_controller():
+def test_several_nodes_may_run_controller():
     flags = parsed("--nnodes", "3", "--rdzv-endpoint", "h0:5,h1,[::1]:6")
     assert flags.endpoints == ("h0:5", "h1:29400", "[::1]:6")
     assert not parsed("--nnodes", "3", "--rdzv-endpoint", "ctl:5", "--no-controller").runs_controllers
@@ -107,7 +107,7 @@ THREE = ("--nnodes", "3", "--rdzv-endpoint", "h0,h1,h2")
         ((), None),
     ],
 )
-def test_a_sole_candidate_for_the_controller_is_announced(flags, names):
+def test_single_controller_candidate_is_announced(flags, names):
     warning = warning_of_one_endpoint(parsed(*flags))
     assert (warning is None) == (names is None)
     assert all(name in (warning or "") for name in names or ())
@@ -131,14 +131,14 @@ def test_a_sole_candidate_for_the_controller_is_announced(flags, names):
         (("--nproc-per-node", "two"), "flag-invalid", "--nproc-per-node"),
     ],
 )
-def test_a_mistake_is_named(flags, code, named, capsys):
+def test_flag_error_is_named(flags, code, named, capsys):
     with pytest.raises(SystemExit) as leaving:
         parsed(*flags)
     output = capsys.readouterr().err
     assert leaving.value.code == 2 and only_code(output) == code and named in output
 
 
-def test_all_mistakes_are_named_together(capsys):
+def test_all_flag_errors_are_reported_together(capsys):
     with pytest.raises(SystemExit):
         parse(["--nproc-per-node", "0", "--max-wait", "-1", "--no-controller", "/no/program.py"])
     out_of_range = "value-out-of-range"
@@ -155,7 +155,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_checks_its_arguments_before_workers_start(tmp_path):
+def test_program_checks_its_arguments_before_workers_start(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(CHECKING)
     words, places = sys.argv, sys.path[:]
@@ -191,13 +191,13 @@ if __name__ == "__main__":
         ("print()", [], None),
     ],
 )
-def test_directory_of_the_logs_is_the_programs(tmp_path, source, words, logs):
+def test_log_directory_is_that_of_program(tmp_path, source, words, logs):
     script = tmp_path / "program.py"
     script.write_text(source)
     assert check_arguments(parse([str(script), *words])) == (logs and Path(logs))
 
 
-def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_path, monkeypatch):
+def test_directory_of_other_job_is_refused(tmp_path, monkeypatch):
     script, refused = tmp_path / "program.py", []
     script.write_text(RETURNING)
     monkeypatch.setattr("moc.runtime.program.refuse_owned", lambda root, patience_s: refused.append(str(root)))
@@ -210,13 +210,13 @@ def test_directory_of_another_job_is_refused_unless_the_job_has_other_nodes(tmp_
 
 
 @each_row("text", ["raise AssertionError", "def check_arguments(*_): raise AssertionError"])
-def test_arguments_of_other_programs_pass_unparsed(text, tmp_path):
+def test_arguments_of_other_programs_are_not_parsed(text, tmp_path):
     script = tmp_path / "program.py"
     script.write_text(text)
     check_arguments(parse([str(script), "--word"]))
 
 
-def test_a_program_that_is_no_python_is_refused_before_workers_start(tmp_path):
+def test_program_that_is_not_python_is_refused_at_start(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("no python")
     with pytest.raises(ProgramError):

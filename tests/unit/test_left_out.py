@@ -8,7 +8,7 @@ from tests import shared
 TESTS = Path(shared.__file__).parent
 
 
-def test_each_test_that_is_left_out_exists():
+def test_each_excluded_test_exists():
     named = {}
     for name in shared.left_out():
         path, _, test = name.partition("::")

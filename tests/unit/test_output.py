@@ -41,13 +41,13 @@ def prints(node: ast.AST) -> bool:
 
 
 @each_row("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_other_modules_do_not_print_by_themselves(path):
+def test_only_cli_output_prints(path):
     found = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if prints(node)]
     assert found == [] or path == ROOT / "moc/cli_output.py"
 
 
 @each_row("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.stem)
-def test_every_tool_escapes_what_libraries_print(path):
+def test_every_tool_escapes_library_output(path):
     module = next(
         n.module
         for n in ast.walk(ast.parse(path.read_text()))
@@ -61,7 +61,7 @@ def test_every_tool_escapes_what_libraries_print(path):
     assert "escapes_output" in map(ast.unparse, main.decorator_list)
 
 
-def test_a_line_stays_one_line(capsys):
+def test_printed_line_stays_one_line(capsys):
     cli_output.print_lines(HOSTILE, "second")
     cli_output.print_lines(HOSTILE, error=True)
     printed = capsys.readouterr()
@@ -69,13 +69,13 @@ def test_a_line_stays_one_line(capsys):
     assert is_clean(printed.out + printed.err)
 
 
-def test_json_can_be_read_back(capsys):
+def test_printed_json_can_be_parsed(capsys):
     cli_output.print_json({HOSTILE: [HOSTILE]})
     printed = capsys.readouterr().out
     assert is_clean(printed) and json.loads(printed) == {HOSTILE: [HOSTILE]}
 
 
-def test_a_table_has_no_row_more_for_a_name_with_a_newline(capsys):
+def test_newline_in_name_adds_no_table_row(capsys):
     from rich.table import Table
 
     def height(cell: str) -> int:
@@ -89,7 +89,7 @@ def test_a_table_has_no_row_more_for_a_name_with_a_newline(capsys):
     assert height(HOSTILE) == height("a")
 
 
-def test_a_table_keeps_its_own_colours_on_a_terminal(monkeypatch):
+def test_table_keeps_its_colours_on_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
@@ -102,7 +102,7 @@ def test_a_table_keeps_its_own_colours_on_a_terminal(monkeypatch):
     assert sys.stdout.getvalue().startswith("\x1b[31m") and "\x1b[2J" not in sys.stdout.getvalue()
 
 
-def test_what_libraries_print_is_escaped_until_the_program_returns(capsys):
+def test_library_output_is_escaped_until_program_returns(capsys):
     @cli_output.escapes_output
     def main(ends: bool) -> None:
         print(HOSTILE)
@@ -122,7 +122,7 @@ def test_what_libraries_print_is_escaped_until_the_program_returns(capsys):
     assert is_clean(printed.out + printed.err) and printed.err.count("\n") == 6
 
 
-def test_an_error_of_the_command_line_is_one_line(capsys):
+def test_command_line_error_is_one_line(capsys):
     with pytest.raises(SystemExit):
         cli_output.Parser("tool").error(HOSTILE)
     assert only_code(capsys.readouterr().err.splitlines()[-1]) == "flag-invalid"
@@ -158,7 +158,7 @@ def test_no_parser_of_the_project_accepts_abbreviations():
                     assert given.get("allow_abbrev") == "False", file
 
 
-def test_a_log_record_is_one_line(capsys):
+def test_log_record_is_one_line(capsys):
     log = logging.getLogger("moc.test_output")
     root = logging.getLogger()
     kept, root.handlers = root.handlers, []
@@ -175,13 +175,13 @@ def test_a_log_record_is_one_line(capsys):
     assert is_clean(printed) and printed.splitlines()[0] == f"mocrun: {escape_line(HOSTILE)}"
 
 
-def test_a_traceback_is_escaped(capsys):
+def test_traceback_is_escaped(capsys):
     cli_output.print_traceback(ValueError(HOSTILE))
     assert is_clean(capsys.readouterr().err)
 
 
 @each_row("linked", [False, True])
-def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
+def test_non_regular_file_is_not_replaced(tmp_path, linked):
     """As root, a program could otherwise replace /dev/null."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
@@ -194,7 +194,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path, linked):
     assert sorted(os.listdir(tmp_path)) == before and stat.S_ISFIFO(path.stat().st_mode)
 
 
-def test_numbers_beyond_their_limits_are_refused():
+def test_numbers_out_of_range_are_refused():
     parser = cli_output.Parser()
     parser.add_argument("--hours", type=cli_output.number(float, 1, 9))
     assert parser.parse_args(["--hours", "2.5"]).hours == 2.5

@@ -64,7 +64,7 @@ class Stacked(nn.Module):
         self.mix = nn.Conv1d(4, 4, 1)
 
 
-def test_blocks_in_a_namespace_and_experts_with_their_router():
+def test_blocks_in_module_dict_and_router_experts_are_found():
     """nanoGPT keeps its blocks in a ModuleDict of different modules."""
     parts = {"wte": nn.Embedding(3, 2), "h": nn.ModuleList(Stacked() for _ in range(2)), "ln": nn.LayerNorm(2)}
     structure = structure_of(nn.ModuleDict({"transformer": nn.ModuleDict(parts)}))
@@ -78,7 +78,7 @@ def test_blocks_in_a_namespace_and_experts_with_their_router():
     assert not structure_of(two_in_a_layer).routers  # their tokens cannot be told apart
 
 
-def test_top_level_modules_are_blocks_and_patterns_win():
+def test_top_level_modules_are_blocks_and_patterns_take_priority():
     net = nn.Sequential(nn.Linear(2, 3), nn.GELU(), nn.Linear(3, 1))
     assert operators(net) == {"layers.0.mlp": ["0.weight", "0.bias"], "layers.1.mlp": ["2.weight", "2.bias"]}
     found = operators(net, {"N.weight": "layers.N.attention", "0.bias": "layers.0.expert.*"})
@@ -86,7 +86,7 @@ def test_top_level_modules_are_blocks_and_patterns_win():
 
 
 @each_row("patterns", [{"x.*": "output"}, {"0.weight": "layers.N.mlp"}, {"0.weight": "strange"}], ids=str)
-def test_a_pattern_without_meaning_is_refused(patterns):
+def test_invalid_operator_pattern_is_refused(patterns):
     with pytest.raises(UnsupportedStateError) as refused:
         structure_of(nn.Sequential(nn.Linear(2, 3)), patterns)
     assert refused.value.code == "operator-pattern-invalid"
@@ -115,7 +115,7 @@ def plain(batch):
 
 
 @each_row("kind", KINDS)
-def test_batches_follow_from_the_position_alone(kind):
+def test_batches_depend_only_on_position(kind):
     """Also over the end of an epoch, and whatever random numbers the loop draws."""
     whole = Batches(KINDS[kind](), seed=3, rank=0)
     whole.begin(0)
@@ -127,7 +127,7 @@ def test_batches_follow_from_the_position_alone(kind):
         assert [plain(again.take()) for _ in range(10 - position)] == all_of_them[position:]
 
 
-def test_workers_share_the_batches_of_an_epoch():
+def test_workers_share_batches_of_epoch():
     dealt = [[*DealtBatches(BatchSampler(RandomSampler(range(20)), 2, False), 5, rank, 2)] for rank in (0, 1)]
     assert sorted(index for of_rank in dealt for batch in of_rank for index in batch) == [*range(20)]
 
@@ -206,7 +206,7 @@ def refusals():
 
 
 @each_row("number", range(24))
-def test_what_cannot_be_exact_is_refused_before_training(number):
+def test_inexact_setup_is_refused_before_training(number):
     code, attempt = refusals()[number]
     with pytest.raises(UserError) as refused:
         attempt()
@@ -214,7 +214,7 @@ def test_what_cannot_be_exact_is_refused_before_training(number):
 
 
 @pytest.mark.parametrize("body", ["without a step", "with another digest"])
-def test_a_body_that_breaks_the_rules_is_refused(body, tmp_path, monkeypatch):
+def test_loop_body_that_breaks_rules_is_refused(body, tmp_path, monkeypatch):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = ft.protect(model, optimizer, data=[torch.zeros(1, 2)], iterations=3, policy=None, directory=str(tmp_path))
@@ -229,7 +229,7 @@ def test_a_body_that_breaks_the_rules_is_refused(body, tmp_path, monkeypatch):
     assert code_of(refused.value) == ("loop-step-missing" if body == "without a step" else "loop-state-differs")
 
 
-def test_gradients_are_averaged_and_the_training_ends_early(tmp_path):
+def test_gradients_are_averaged_and_training_can_end_early(tmp_path):
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     run = ft.protect(
@@ -250,14 +250,14 @@ def test_gradients_are_averaged_and_the_training_ends_early(tmp_path):
     assert run.iteration == 2 and torch.equal(model.weight, before - 1)
 
 
-def test_a_model_that_is_wrapped_already_is_refused():
+def test_wrapped_model_is_refused():
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     with pytest.raises(UserError) as refused:
         ft.protect(wrapped, None, data=[1])
     assert code_of(refused.value) == "loop-wrapped-too-early"
 
 
-def test_a_parameter_on_a_part_of_the_workers_is_refused():
+def test_parameter_on_some_workers_only_is_refused():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         weights = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
@@ -272,7 +272,7 @@ def test_a_parameter_on_a_part_of_the_workers_is_refused():
     assert refused.value.code == "mesh-unsupported"
 
 
-def test_gradients_of_both_kinds_are_clipped_to_a_common_norm():
+def test_plain_and_sharded_gradients_are_clipped_to_common_norm():
     ft.init()
     plain, mesh = nn.Parameter(torch.zeros(1)), init_device_mesh("cpu", (1,))
     sharded = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
@@ -281,7 +281,7 @@ def test_gradients_of_both_kinds_are_clipped_to_a_common_norm():
     assert plain.grad.item() == pytest.approx(0.6) and sharded.grad.to_local().tolist()[1] == pytest.approx(0.8)
 
 
-def test_a_scaler_unscales_again_after_an_interrupted_iteration(tmp_path):
+def test_scaler_unscales_again_after_interrupted_iteration(tmp_path):
     """The update of the interrupted iteration, which would let it unscale again, is missing."""
     model, scaler = nn.Linear(2, 1, bias=False), torch.amp.GradScaler("cpu", init_scale=8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -319,7 +319,7 @@ def test_tokens_are_counted_for_each_expert():
     assert sum(counter.by_layer(counter.take())[1].values()) == 0
 
 
-def test_a_failure_is_deferred_once():
+def test_failure_is_deferred_once():
     DEFERRAL.set_active(True)
     values = torch.ones(2)
     DEFERRAL.defer(PeerFailure("first"), [[values]])
@@ -331,7 +331,7 @@ def test_a_failure_is_deferred_once():
     DEFERRAL.raise_deferred()
 
 
-def test_a_forward_pass_does_not_change_saved_buffers():
+def test_forward_pass_does_not_change_saved_buffers():
     """A snapshot of an iteration is copied during the next forward pass."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     loop = Loop(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))

@@ -16,7 +16,7 @@ def test_each_picture_is_drawn_light_and_dark(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["plot.png", "plot_dark.png"] and len(papers) == 2
 
 
-def test_body_that_fails_leaves_no_picture(tmp_path):
+def test_failing_drawing_leaves_no_picture(tmp_path):
     with pytest.raises(ZeroDivisionError):
         for _ in drawings(tmp_path / "plot.png"):
             1 / 0  # noqa: B018
@@ -36,7 +36,7 @@ def test_names_distinguish_runs(paths, names):
     assert distinct_names(paths) == names
 
 
-def test_close_losses_share_a_label_with_their_seconds():
+def test_close_losses_share_label_with_seconds():
     with styled() as pyplot:
         figure, panel = pyplot.subplots()
         panel.plot([0, 100], [0, 1])

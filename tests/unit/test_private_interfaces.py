@@ -50,7 +50,7 @@ STANDARD = set("_exit _getframe _args_from_interpreter_flags _exit_function _rep
 """Names with an underscore of Python's standard library."""
 
 
-def test_the_installed_libraries_fulfil_the_whole_table():
+def test_installed_libraries_match_table():
     pytest.importorskip("deepspeed")
     importlib.import_module("megatron.pretraining.engine.zero.build").load()
     features = {entry.feature for entry in TABLE}
@@ -64,7 +64,7 @@ def test_the_installed_libraries_fulfil_the_whole_table():
 
 
 @each_row("entry", TABLE, ids=lambda entry: f"{entry.target}-{entry.feature}")
-def test_an_entry_names_a_file_that_uses_it(entry):
+def test_table_entry_names_file_that_uses_it(entry):
     text = (ROOT / entry.file).read_text()
     if isinstance(entry.expects, StateHolder):
         assert "state_holders()" in text  # which finds the entry in the table
@@ -75,7 +75,7 @@ def test_an_entry_names_a_file_that_uses_it(entry):
         assert not unused
 
 
-def test_flags_select_the_features_of_the_table():
+def test_flags_select_features_of_table():
     least = core.features(config_of_words(BASE.split(), None))
     assert least == {"training", "core optimizer", "experts", "expert biases", "mock data"}
     deepspeed = core.features(config_of_words([*BASE.split(), "--deepspeed"], None))
@@ -109,11 +109,11 @@ class Kind:
         (Refers(("write",)), function, "does not use write"),
     ],
 )
-def test_an_expectation_tells_the_difference(expects, found, problem):
+def test_expectation_detects_difference(expects, found, problem):
     assert expects.problem(found) == problem
 
 
-def test_the_message_names_entry_release_and_remedy(monkeypatch):
+def test_error_names_entry_release_and_remedy(monkeypatch):
     import torch.distributed.distributed_c10d as c10d
 
     monkeypatch.delattr(c10d, "_object_to_tensor")
@@ -124,7 +124,7 @@ def test_the_message_names_entry_release_and_remedy(monkeypatch):
     assert not check({"training", "snapshots"})
 
 
-def test_a_name_that_a_library_lacks_is_told_in_one_sentence():
+def test_missing_library_name_is_one_error():
     with raises("release-unknown", "'nothing'", "'torch'", "pip install"):
         with refuse_import():
             from torch import nothing  # noqa: F401
@@ -132,7 +132,7 @@ def test_a_name_that_a_library_lacks_is_told_in_one_sentence():
         importlib.import_module("megatron.pretraining.nothing")
 
 
-def test_the_supported_releases_are_those_of_the_package():
+def test_supported_releases_match_package_metadata():
     declared = re.findall(r'"([a-z-]+)([><=.\d,]+)"', (ROOT / "pyproject.toml").read_text())
     wanted = {name: f"{name}{release}" for name, release in declared if name in private_interfaces.SUPPORTED}
     wanted.pop("torch")  # has no upper bound there
@@ -234,7 +234,7 @@ def ours() -> set[str]:
     return defined
 
 
-def test_each_private_name_is_in_the_table():
+def test_each_private_name_is_in_table():
     missing = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, used in uses().items()
@@ -244,7 +244,7 @@ def test_each_private_name_is_in_the_table():
     assert not missing
 
 
-def test_the_project_assigns_nothing_of_a_library_that_is_not_in_the_table():
+def test_library_assignments_are_in_the_table():
     missing = [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path, used in uses().items()
@@ -254,7 +254,7 @@ def test_the_project_assigns_nothing_of_a_library_that_is_not_in_the_table():
     assert not missing
 
 
-def test_each_overridden_method_is_in_the_table():
+def test_each_overridden_method_is_in_table():
     from torch import nn
 
     missing = []
@@ -283,7 +283,7 @@ INTERFACES = _interfaces()
 """Classes whose documentation asks for overridden methods."""
 
 
-def test_a_use_without_an_entry_is_found():
+def test_use_without_entry_is_found():
     source = """
 import torch.distributed as dist
 from typing import Any

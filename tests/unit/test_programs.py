@@ -103,7 +103,7 @@ READ_PIPES = ("preprocess", "tokenizer")  # a FIFO may be what the user means
 
 
 @each_row("name", PROGRAMS)
-def test_odd_paths_are_refused_in_one_sentence(here, capsys, name):
+def test_unusual_paths_are_refused_in_one_sentence(here, capsys, name):
     main, *commands = PROGRAMS[name]
     pipes = ("fifo", "checkpoints/iter_0000002") if name in READ_PIPES else ()
     paths = [path for path in PATHS if path not in pipes]
@@ -114,6 +114,6 @@ def test_odd_paths_are_refused_in_one_sentence(here, capsys, name):
                     assert ended(main, [word.replace("{}", path) for word in command.split()], capsys) in (0, 1, 2)
 
 
-def test_a_file_with_the_name_of_a_checkpoint_is_none(here, capsys):
+def test_file_named_like_checkpoint_is_not_one(here, capsys):
     assert ended(verify.main, ["checkpoints", "--all"], capsys) == 1
     assert ended(verify.main, ["checkpoints", "--iteration", "1"], capsys) == 1

@@ -45,7 +45,7 @@ class Stateful(DataLoader):
 
 
 @pytest.mark.parametrize("loader", [DataLoader, Stateful])
-def test_a_reader_that_is_busy_ends_with_its_worker(loader):
+def test_busy_reader_ends_with_its_worker(loader):
     ours, theirs = multiprocessing.Pipe()
     worker = multiprocessing.get_context("fork").Process(target=read, args=(loader, theirs))
     worker.start()

@@ -18,7 +18,7 @@ SOURCES = [path for package in ("megatron", "moc") for path in (ROOT / package).
 
 
 @each_row("page", reference.pages())
-def test_a_generated_page_is_what_the_code_says(page):
+def test_generated_page_matches_code(page):
     committed = (ROOT / page).read_text(encoding="utf-8")
     assert committed == reference.pages()[page], f"{page} is out of date: run {reference.COMMAND} and commit the page"
 
@@ -45,23 +45,23 @@ def written() -> list[tuple[str, str, set[str], bool]]:
     return found
 
 
-def test_every_event_is_in_the_schema_with_its_fields():
+def test_every_written_event_is_in_schema_with_its_fields():
     for place, name, fields, more in written():
         told = dict.fromkeys([*events.EVERY, *fields], 0) | {"type": name}
         missing = events.problems(told)
         assert [one for one in missing if not (more and one.startswith("no "))] == [], place
 
 
-def test_every_type_of_the_schema_is_written_somewhere():
+def test_every_schema_type_is_written():
     assert {name for _, name, _, _ in written()} == events.EVENTS.keys()
 
 
 @each_row("event", [{"type": "strange"}, {"type": "save", "iteration": 1, "elapsed_s": 0.1, "more": 2}])
-def test_what_is_not_in_the_schema_is_named(event):
+def test_fields_outside_schema_are_named(event):
     assert events.problems({"time": 0.0, **event}) in ([f"no type {event['type']}"], ["more"])
 
 
-def test_the_glossary_is_sorted_and_knows_details_and_tiers():
+def test_glossary_is_sorted_and_contains_subsets_and_tiers():
     rows = re.findall(r"^\* \*\*(.+?)\*\*(.*)$", GLOSSARY.read_text(encoding="utf-8"), re.MULTILINE)
     terms = [term for term, _ in rows]
     assert terms == sorted(terms, key=str.lower) and len(set(terms)) == len(terms)
@@ -70,7 +70,7 @@ def test_the_glossary_is_sorted_and_knows_details_and_tiers():
     assert all(f"`{tier}`" in meanings["tier"] for tier in all_flags()["ckpt_tier"].choices)
 
 
-def test_exit_codes_have_a_row():
+def test_exit_codes_have_row():
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text(encoding="utf-8")
     training, launcher, _ = page.split("\n## ")[1:]
     for code in (stopping.EXIT_DONE, 1, 2, stopping.EXIT_REQUEUE):
@@ -79,5 +79,5 @@ def test_exit_codes_have_a_row():
         assert f"\n| {code} |" in launcher
 
 
-def test_each_error_of_a_user_has_a_code():
+def test_each_user_error_has_code():
     assert "`internal-error`" not in reference.pages()["docs/reference/errors.md"]

@@ -7,7 +7,7 @@ from moc.stream import StreamSpans
 from tests.unit.streams import Mark, Stream
 
 
-def test_a_stream_waits_from_when_it_gets_to_an_operation_until_that_is_done():
+def test_stream_wait_is_measured_from_its_operation():
     stream = Stream()
     waits = StreamSpans(stream.mark)
     for _ in range(2):
@@ -22,7 +22,7 @@ def test_a_stream_waits_from_when_it_gets_to_an_operation_until_that_is_done():
     assert not waits.under_way and waits.take() == 0.5 and waits.take() == 0.0
 
 
-def test_a_host_that_waits_itself_does_so_on_an_idle_stream():
+def test_span_of_waiting_host_starts_when_stream_is_idle():
     stream = Stream()
     waits = StreamSpans(stream.mark)
     with waits.span():
@@ -34,7 +34,7 @@ def test_a_host_that_waits_itself_does_so_on_an_idle_stream():
     assert waits.take() == 3.0
 
 
-def test_waits_on_a_device_that_breaks_are_over():
+def test_waits_on_broken_device_end():
     def broken():
         raise RuntimeError("CUDA error")
 
@@ -44,7 +44,7 @@ def test_waits_on_a_device_that_breaks_are_over():
     assert not waits.under_way and waits.take() == 0.0
 
 
-def test_a_worker_whose_stream_waits_reports_it_and_its_time_does_not_count(monkeypatch):
+def test_stream_wait_is_reported_and_not_counted(monkeypatch):
     now, stream, progress = [100.0], Stream(), Progress()
     monkeypatch.setattr("moc.runtime.progress.time.monotonic", lambda: now[0])
     monkeypatch.setattr("moc.stream.marker_of", lambda device: stream.mark)
@@ -63,7 +63,7 @@ def test_a_worker_whose_stream_waits_reports_it_and_its_time_does_not_count(monk
     assert progress.report()["since"] == 0.0 and progress.report()["longest"] == {"step": 75.0}
 
 
-def test_time_in_which_the_host_waits_does_not_count_once_it_is_over(monkeypatch):
+def test_finished_host_wait_does_not_count(monkeypatch):
     now, progress = [0.0], Progress()
     monkeypatch.setattr("moc.runtime.progress.time.monotonic", lambda: now[0])
     progress.enter("step")
@@ -76,7 +76,7 @@ def test_time_in_which_the_host_waits_does_not_count_once_it_is_over(monkeypatch
     assert progress.report()["since"] == 2.0
 
 
-def test_it_is_asked_while_others_wait():
+def test_waits_can_be_read_concurrently():
     waits = StreamSpans(lambda: Mark(0.0))
 
     def use(number: int) -> float:

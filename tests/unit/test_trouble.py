@@ -12,7 +12,7 @@ class Clock:
         return self.now
 
 
-def test_pauses_double_and_end_with_the_trouble():
+def test_retry_pauses_double_and_end_after_success():
     clock = Clock()
     trouble = Trouble(clock)
     assert not trouble and not trouble.rests
@@ -28,7 +28,7 @@ def test_pauses_double_and_end_with_the_trouble():
     assert trouble.failed()  # another one is told at once
 
 
-def test_what_fails_and_works_in_turns_is_told_once_a_minute():
+def test_intermittent_failures_are_reported_once_a_minute():
     clock = Clock()
     trouble, told = Trouble(clock), []
     for clock.now in range(0, 200, 4):
@@ -40,7 +40,7 @@ def test_what_fails_and_works_in_turns_is_told_once_a_minute():
     assert trouble.count == 50
 
 
-def test_a_later_trouble_is_told_at_once():
+def test_later_failure_is_reported_at_once():
     clock = Clock()
     trouble = Trouble(clock)
     assert trouble.failed()
@@ -49,7 +49,7 @@ def test_a_later_trouble_is_told_at_once():
     assert trouble.failed()
 
 
-def test_mistakes_are_printed_once_and_end_nothing():
+def test_programming_errors_are_printed_once_and_harmless():
     said = []
     harmless = Harmless(said.append, "REPORT", "EFFECT")
     for error in (KeyError(12), ZeroDivisionError("x / 0"), TypeError("None")):

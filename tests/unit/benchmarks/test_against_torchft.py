@@ -3,12 +3,12 @@
 from benchmarks.against_torchft import PROGRAMS, _updates_after, changed_lines, rows
 
 
-def test_lines_are_counted_against_plain_pytorch():
+def test_changed_lines_are_counted_against_plain_pytorch():
     counts = {name: changed_lines(name) for name in PROGRAMS}
     assert counts["plain PyTorch"] == 0 and 10 < counts["moc.torch"] < counts["torchft, 2 replicas needed"]
 
 
-def test_a_row_has_ratio_times_and_equal_weights():
+def test_row_has_ratio_times_and_equal_weights():
     killed = {"first_update_s": 0.5, "all_update_s": None, "repeated": 1, "weights": ["a", "a"]}
     measured = {name: [{"undisturbed": {"iteration_s": 0.01, "weights": ["a", "a"]}}] for name in PROGRAMS}
     measured["moc.torch"] = [{"undisturbed": {"iteration_s": 0.02, "weights": ["a", "a"]}, "killed": killed}]
@@ -18,6 +18,6 @@ def test_a_row_has_ratio_times_and_equal_weights():
     assert next(row for row in rows(measured) if row[0] == "moc.torch")[-1] == "0 of 1"
 
 
-def test_an_iteration_that_began_before_the_kill_is_no_useful_work():
+def test_iteration_started_before_kill_is_not_useful_work():
     records = [("body", 1.0), ("update", 2.0), ("body", 3.0), ("body", 4.0), ("update", 5.0)]
     assert _updates_after([{"event": event, "time": time} for event, time in records], 1.5) == [3.5]

@@ -16,12 +16,12 @@ def told(*iterations):
     return [{"type": "iteration", "iteration": i, "time": float(i)} for i in iterations]
 
 
-def test_an_iteration_may_be_told_again_after_a_generation_alone():
+def test_iteration_may_repeat_only_after_new_generation():
     assert told_twice([*told(1, 2, 3), {"type": "resume"}, *told(3, 4)]) == []
     assert told_twice(told(1, 2, 3, 3, 4, 4)) == [3, 4]
 
 
-def test_a_rank_that_lived_twice_is_wrong_if_something_was_told_or_published_then():
+def test_duplicate_rank_with_visible_effects_is_wrong():
     lives = [Life(0, 0, 0.0, 9.0), Life(1, 1, 0.0, 5.0), Life(1, 2, 4.0, 9.0)]
     assert overlaps(lives) == [(1, 4.0, 5.0)]
     assert two_worlds([], lives, []) == []
@@ -30,14 +30,14 @@ def test_a_rank_that_lived_twice_is_wrong_if_something_was_told_or_published_the
     assert two_worlds([], lives, [Publication(5.5, 6, None)]) == []
 
 
-def test_an_older_generation_must_not_publish_after_a_newer_one():
+def test_older_generation_must_not_commit_after_newer():
     assert two_worlds([], [], [Publication(1.0, 4, 1), Publication(2.0, 6, 2), Publication(3.0, 8, 2)]) == []
     (wrong,) = two_worlds([], [], [Publication(1.0, 4, 2), Publication(2.0, 6, 1)])
     assert re.findall(r"generation (\d)", wrong) == ["1", "2"]
 
 
 @each_row("nnodes, size", [(2, 3), (2, 5), (4, 7)])
-def test_a_majority_is_left_where_the_job_has_to_go_on(nnodes, size):
+def test_majority_remains_where_job_must_continue(nnodes, size):
     for name, one in scenarios(nnodes, size, 8.0).items():
         hosts = {host for step in one.steps for host in step.hosts} - {CONTROLLER}
         assert hosts <= set(range(size)), name
@@ -61,7 +61,7 @@ def reaches(cluster, one, other):
     return "refused" in said
 
 
-def test_hosts_that_are_cut_off_hear_each_other_alone(cluster):
+def test_partitioned_hosts_reach_only_each_other(cluster):
     assert reaches(cluster, 0, 1) and reaches(cluster, 1, 2)
     cluster.cut([0, 1])
     assert reaches(cluster, 0, 1) and not reaches(cluster, 1, 2)
@@ -69,7 +69,7 @@ def test_hosts_that_are_cut_off_hear_each_other_alone(cluster):
     assert reaches(cluster, 1, 2) and reaches(cluster, 2, 0)
 
 
-def test_a_host_without_power_loses_its_processes_and_its_memory(cluster):
+def test_powered_off_host_loses_processes_and_memory(cluster):
     host = cluster.hosts[1]
     (host.memory / "there").write_text("x")
     command = ["bash", "-c", "setsid sleep 1000 & echo $!; wait"]

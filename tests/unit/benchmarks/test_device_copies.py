@@ -6,7 +6,7 @@ from benchmarks import device_copies
 from benchmarks.device_copies import MB, Size, measure
 
 
-def test_pieces_and_tensors_are_those_of_the_case(monkeypatch):
+def test_cases_have_their_pieces_and_tensors(monkeypatch):
     monkeypatch.setattr(device_copies, "PIECES", {"whole": 1 << 60, "2 MB": 2 * MB})
     monkeypatch.setattr(device_copies, "TENSORS", 30)
     told = measure(torch.device("cpu"), Size(amounts=(6 * MB,), iterations_ms=(1,), side=8))

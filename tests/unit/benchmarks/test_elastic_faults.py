@@ -8,7 +8,7 @@ from tests.cases import each_row
 
 
 @each_row("cluster", [CLUSTER, Cluster(nodes=4, least=2, slots=6, experts=8, replicas=2)])
-def test_fewer_than_f_are_lost_at_once_and_enough_nodes_are_there(cluster):
+def test_losses_below_f_with_enough_nodes(cluster):
     kinds = set()
     for seed in range(100):
         there, held, lost, departs = set(range(cluster.nodes)), set(range(cluster.nodes)), set(), False
@@ -39,7 +39,7 @@ def told(*kinds, at=1.0):
 START, ITERATION, SLOW = (("start", {"world_size": n}) for n in (3,)), ("iteration", {}), ("inject", {})
 
 
-def test_what_a_job_did_when_something_happened():
+def test_job_phase_at_event_is_classified():
     (start,) = START
     trained = told(start, ITERATION, ITERATION)
     assert moment(trained, None, 3) == "training"
@@ -66,6 +66,6 @@ def test_runs_are_counted_together():
     assert found["largest difference of a loss"] == 2e-7
 
 
-def test_a_stall_is_the_longest_of_all_threads_that_continue():
+def test_stall_is_longest_among_continuing_threads():
     times = [[1.0, 2.0, 3.0, 6.5, 7.5], [1.0, 2.0, 3.0, 7.0, 8.0], [1.0, 2.0, 3.0]]  # the last one is lost
     assert stall(times, 3.2) == 3.0 and stall(times, 2.5) == 0.0 and stall(times, 9.0) is None

@@ -36,7 +36,7 @@ def known_of(events):
     return other, (profile, fitted(profile.recoveries), PLAIN_S)
 
 
-def test_halves_are_parts_by_turns():
+def test_halves_contain_alternating_parts():
     known, other = halves(run(405, every=50))
     assert [part.iterations for part in known.parts + other.parts] == [50] * 8
     assert known.parts[1].events[0]["time"] > other.parts[0].events[-1]["time"] > known.parts[0].events[-1]["time"]
@@ -50,7 +50,7 @@ def test_halves_are_parts_by_turns():
         halves(run(6, every=50))
 
 
-def test_parts_begin_with_a_snapshot_and_never_in_a_recovery():
+def test_parts_start_at_snapshot_and_not_in_recovery():
     first, second = halves(run(205, every=50), every=8, parts=2)
     assert (first.iterations, second.iterations) == (104 - 8, 205 - 104)
     # A worker is lost in the middle of the run, and the others complete the iteration of the middle before they notice.
@@ -61,7 +61,7 @@ def test_parts_begin_with_a_snapshot_and_never_in_a_recovery():
         assert sum(event["type"] == "resume" for event in half.events) == len(half.hits)
 
 
-def test_what_is_lost_before_anything_is_done_again_is_known_by_its_distance():
+def test_loss_before_progress_is_found_by_distance():
     events = run(205, every=150)
     (killed,) = (event for event in events if event["type"] == "inject")
     again = killed | {"time": killed["time"] + 0.5}
@@ -70,7 +70,7 @@ def test_what_is_lost_before_anything_is_done_again_is_known_by_its_distance():
 
 
 @each_row("back", [0, 1])
-def test_the_other_half_is_predicted(back):
+def test_half_predicts_ettr_of_other_half(back):
     second, known = known_of(run(505, every=25, back=back))
     lag = dataclasses.replace(known[0], usable_s=back * SAVING_S)
     found = predicted(Way(), second, lag, *known[1:])
@@ -79,20 +79,20 @@ def test_the_other_half_is_predicted(back):
     assert 0 < abs(by_chance - found) < 0.05
 
 
-def test_an_iteration_that_is_no_longer_with_saving_cancels_out():
+def test_plain_time_above_saving_time_cancels_out():
     second, known = known_of(run(505, every=25))
     slower = 2 * SAVING_S
     assert predicted(Way(), second, *known[:2], slower) == pytest.approx(second.ettr(slower), abs=0.01)
 
 
-def test_recoveries_that_take_longer_than_those_before_are_not_foreseen():
+def test_longer_recoveries_are_not_predicted():
     longer, (profile, parts, _) = known_of(run(505, every=25, restart_s=2 * RESTART_S))
     assert parts.restart_s == pytest.approx(2 * RESTART_S)
     usual = dataclasses.replace(parts, regroup_s=parts.regroup_s - RESTART_S)
     assert predicted(Way(), longer, profile, usual, PLAIN_S) > longer.ettr(PLAIN_S) + 0.05
 
 
-def test_a_policy_on_the_model_clock():
+def test_policy_costs_are_converted_to_model_clock():
     profile = dataclasses.replace(profile_of(run(105, every=50)), usable_s=SAVING_S / 4)
     parts = fitted(profile.recoveries)
     dense, plain_s = saving_of(Way(interval=8), profile, parts, PLAIN_S)
@@ -105,7 +105,7 @@ def test_a_policy_on_the_model_clock():
     assert faster.stall_s == 0 and as_fast == pytest.approx(SAVING_S)
 
 
-def test_a_policy_is_judged_by_all_of_its_halves_together():
+def test_policy_is_judged_by_all_halves_together():
     plain = [run(50, every=1000)] * 2
     ways = {"full": Way(), "other": Way(window=3)}
     runs = {m: dict.fromkeys(ways, simulator_vs_real.Told(run(405, every=int(m)), plain)) for m in (25.0, 50.0)}
@@ -123,7 +123,7 @@ def test_a_policy_is_judged_by_all_of_its_halves_together():
 
 
 @each_row(("mean", "iterations", "count"), [(25, 240, 9), (50, 200, 4), (100, 200, 2)])
-def test_faults_are_as_far_apart_as_is_said(mean, iterations, count):
+def test_planned_faults_have_requested_distance(mean, iterations, count):
     faults = simulator_vs_real.planned(mean, iterations, seed=1)
     assert (
         faults == simulator_vs_real.planned(mean, iterations, seed=1) != simulator_vs_real.planned(mean, iterations, 2)

@@ -42,7 +42,7 @@ def of(events, said=SAID, killed=KILLED) -> dict | None:
     return recovery(events, said, NOTICED["ours"], killed, USUAL)
 
 
-def test_the_chain_from_a_kill_to_something_new():
+def test_recovery_chain_spans_kill_to_first_new_iteration():
     told = of(EVENTS)
     assert told == pytest.approx(
         {
@@ -58,32 +58,32 @@ def test_the_chain_from_a_kill_to_something_new():
     )
 
 
-def test_a_chain_that_is_not_complete_is_none():
+def test_incomplete_recovery_chain_is_ignored():
     for end in range(len(EVENTS)):
         assert of(EVENTS[:end]) is None
     assert of(EVENTS, SAID[:1]) is None
 
 
-def test_an_iteration_that_ends_after_the_kill_is_useful_work():
+def test_iteration_ending_after_kill_is_useful_work():
     late = [*EVENTS[:3], iteration(8, 100.4), *EVENTS[3:], iteration(9, 103.0)]
     assert of(EVENTS[:3] + [iteration(8, 100.4)] + EVENTS[3:]) is None  # 8 has been there before
     assert of(late)[OUTSIDE] == pytest.approx(103.0 - 100.4 - USUAL)
     assert of(late)["iterations again"] == 2
 
 
-def test_the_first_worker_was_killed():
+def test_chain_without_generation_event_omits_unblocked_time():
     told = of([event for event in EVENTS if event["type"] != "generation"])
     assert "survivors unblocked" not in told and told["detected"] == pytest.approx(0.05)
     assert medians([told, of(EVENTS)])["survivors unblocked"] == pytest.approx(0.05)
 
 
-def test_lines_by_which_launchers_tell_of_a_loss():
+def test_launcher_loss_messages_are_recognized():
     assert not NOTICED["ours"].search(" [2026-01-01 00:00:00] generation 2: worker 1 was killed by signal 9; all met")
     line = "E0101 00:00:00.000000 7 torch/api.py:900] failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python"
     assert NOTICED["torchrun"].search(line)
 
 
-def test_claims_are_made_of_the_cases_that_were_run():
+def test_only_measured_cases_make_claims():
     ours = {"detected": 0.05, "first collective": 0.4, OUTSIDE: 0.7}
     assert set(claims({"ours, memory": ours}).values()) == {True} and len(claims({"ours, memory": ours})) == 2
     assert all(claims({"ours, memory": ours, "torchrun, disk": {OUTSIDE: 7.0}}).values())
@@ -91,7 +91,7 @@ def test_claims_are_made_of_the_cases_that_were_run():
     assert not any(claims({"ours, memory": slow, "torchrun, disk": {OUTSIDE: 7.0}}).values())
 
 
-def test_events_are_read_as_they_come_and_torn_lines_left_out(tmp_path):
+def test_events_are_read_incrementally_without_torn_lines(tmp_path):
     path = tmp_path / "events.jsonl"
     events = Events(path)
     assert events.all() == []
@@ -104,7 +104,7 @@ def test_events_are_read_as_they_come_and_torn_lines_left_out(tmp_path):
     assert [e["iteration"] for e in events.of("iteration")] == [1, 2] and events.of("resume") == []
 
 
-def test_a_checkpoint_of_torch_counts_when_it_is_described(tmp_path):
+def test_torch_checkpoint_counts_once_metadata_exists(tmp_path):
     for number in (2, 1, 3):
         (tmp_path / f"iter_{number:07d}").mkdir()
     for number in (1, 2):
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_torch_counts_when_it_is_described(tmp_path):
     assert [path.name for path in complete(tmp_path)] == ["iter_0000001", "iter_0000002"]
 
 
-def test_what_creeps_is_named_and_what_was_warming_up_is_not():
+def test_growing_resource_is_named_but_warm_up_is_not():
     flat = [{"uss_mb": 100.0 + min(i, 10) * 5, "rss_mb": 300.0, "threads": 40, "descriptors": 20} for i in range(41)]
     leaking = [one | {"descriptors": 20 + i} for i, one in enumerate(flat)]
     found = {who: generations.slopes(samples) for who, samples in {"agent": flat, "worker": leaking}.items()}
@@ -120,7 +120,7 @@ def test_what_creeps_is_named_and_what_was_warming_up_is_not():
     assert generations.creeping(found) == ["worker: descriptors"]
 
 
-def test_a_ratio_is_of_rounds_with_themselves():
+def test_ratio_compares_within_rounds():
     rounds = [
         {"torchrun": [1.0, 1.0, 1.0], "ours, interval 1": [2.0, 2.0, 2.0], "ours, interval 50": [1.0, 1.0, 4.0]},
         {"torchrun": [3.0, 3.0, 3.0], "ours, interval 1": [3.0, 3.0, 3.0], "ours, interval 50": [3.0, 3.0, 3.0]},
@@ -146,7 +146,7 @@ with open(log / "events.jsonl", "a", buffering=1) as file:
 """
 
 
-def test_jobs_take_turns_and_none_runs_in_that_of_another(tmp_path):
+def test_jobs_run_only_in_their_own_turns(tmp_path):
     with ExitStack() as stack:
         jobs = {}
         for name in "abc":
@@ -182,14 +182,14 @@ BITS = "it ended with the bits of an undisturbed job"
         ((2, KILLED), {}, {"tensors": 0}, {BITS}),
     ],
 )
-def test_what_an_attack_must_not_bring_about(generation, last, told, broken):
+def test_forbidden_attack_effects_break_verdict(generation, last, told, broken):
     well = {"kills": 2, "entered": [], "tensors": 90, "differences": []}
     well["samples"] = {"agent": [*SERVER[:-1], SERVER[-1] | last]}
     held = wire_fuzz.verdict(well | told, [(1, KILLED), generation])
     assert {what for what, holds in held.items() if not holds} == broken
 
 
-def test_what_a_thread_does_by_its_own_clocks(tmp_path):
+def test_thread_times_are_measured_by_its_own_clocks(tmp_path):
     class Session:
         def contribution(self):
             end = time.thread_time() + 0.02

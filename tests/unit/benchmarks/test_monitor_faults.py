@@ -7,7 +7,7 @@ from moc.report.run_state import fold_events
 from tests.unit.report.test_program import saved
 
 
-def test_metrics_equal_the_sums_of_the_lines():
+def test_metrics_equal_sums_of_event_lines():
     events = saved().generation(1.0).start(1.0).usual(2).events
     found = monitor_faults.parse(render_metrics(fold_events(events), JobView(), 0.0, {}).decode())
     values = monitor_faults.expected(events)

@@ -37,7 +37,7 @@ EXPECTED = End({1: (2.0, 0.5), 2: (1.5, 0.4)}, {"box": "a", "other": "b"})
         (End(EXPECTED.losses, EXPECTED.hashes | {"third": "c"}), ["1 of 3 tensors differ"]),
     ],
 )
-def test_a_run_that_ends_otherwise_has_failed(ended, wrong):
+def test_differences_from_expected_end_are_listed(ended, wrong):
     assert differences(ended, EXPECTED) == wrong
 
 
@@ -68,13 +68,13 @@ def test_all_faults_are_counted():
     }
 
 
-def test_the_kills_inside_micro_batches_are_counted_by_value():
+def test_kills_inside_micro_batches_are_counted_by_value():
     fired = [["kill 1 at 3, forward_backward", "kill 0 at 5, forward_backward"], ["kill 1 at 3, completed"]]
     rows = [Row("DP2", "disk", 0, faults, values={"loss": "aux"}) for faults in (*fired, ["stop 1 at 2, start"])]
     assert summary(rows)["killed_inside_micro_batches_by_value"] == {"loss: aux": 1}
 
 
-def test_what_is_computed_again_belongs_to_the_recovery_that_it_ends_with():
+def test_replayed_iterations_belong_to_their_recovery():
     replay, kept, lost = {"type": "replay"}, {"type": "resume", "stages": []}, {"type": "generation"}
     events = [kept, lost, replay, lost, replay, replay, {"type": "resume", "stages": [1]}, {"type": "iteration"}]
     events += [lost, replay, kept]
@@ -82,14 +82,14 @@ def test_what_is_computed_again_belongs_to_the_recovery_that_it_ends_with():
 
 
 @each_row("action", ["stop", "slow"])
-def test_the_same_seed_meets_the_same_worker(action):
+def test_same_seed_selects_same_worker(action):
     assert _somewhere(action, random.Random(3), 4, 20) == _somewhere(action, random.Random(3), 4, 20)
     assert parse([]).layouts == list(LAYOUTS)
 
 
 @each_row("tier", TIERS)
 @each_row("layout", LAYOUTS)
-def test_what_is_done_from_outside_comes_to_pass(layout, tier):
+def test_every_external_fault_is_drawn(layout, tier):
     for seed in range(20):
         done = from_outside(random.Random(seed), layout, tier, 24)
         lost = () if tier == "selective, all" else ("node",)  # everything is exact, so it must not be lost with a node
@@ -120,7 +120,7 @@ class Standing:
         return what.action != "zygote"
 
 
-def test_a_run_is_met_while_it_recovers(monkeypatch):
+def test_faults_are_injected_during_recovery(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("benchmarks.faults.recovery.time.monotonic", lambda: clock[0])
     during = During("controller", 0.5, 0, 0), During("zygote", 0.9, 0, 1)
@@ -143,7 +143,7 @@ def test_a_run_is_met_while_it_recovers(monkeypatch):
 
 
 @each_row("nodes, candidates, possible", [(1, 1, ALONE), (2, 1, SEVERAL), (2, 3, ELECTED)])
-def test_all_that_can_happen_in_recoveries_does(nodes, candidates, possible):
+def test_every_possible_recovery_fault_is_drawn(nodes, candidates, possible):
     def drawn(seed):
         return troubles(random.Random(seed), 4, nodes, 24, candidates=candidates)
 
@@ -154,7 +154,7 @@ def test_all_that_can_happen_in_recoveries_does(nodes, candidates, possible):
     assert drawn(3) == drawn(3)
 
 
-def test_a_run_with_partial_snapshots_has_to_end_whole():
+def test_partial_snapshot_run_must_end_completely():
     assert missing(End({1: (9.0, 9.0), 2: (8.0, 8.0)}, {"box": "z"}), EXPECTED) == []
     assert missing(End({1: (9.0, 9.0)}, {"box": "z"}), EXPECTED) == ["iterations [2] are not reported"]
     assert len(missing(End(EXPECTED.losses, {}), EXPECTED)) == 1
@@ -169,7 +169,7 @@ def told(tmp_path, *stale, lost=0):
     return Events(path)
 
 
-def test_bits_count_as_long_as_no_expert_was_stale(tmp_path):
+def test_bits_are_compared_unless_experts_were_stale(tmp_path):
     other = End(EXPECTED.losses, {"box": "z", "other": "b"})
     assert mistakes(EXPECTED, EXPECTED, told(tmp_path, 0, 0)) == []
     assert mistakes(other, EXPECTED, told(tmp_path, 0, 0)) == ["1 of 2 tensors differ"]
@@ -177,7 +177,7 @@ def test_bits_count_as_long_as_no_expert_was_stale(tmp_path):
     assert len(mistakes(other, EXPECTED, told(tmp_path, 0, 3, lost=1))) == 1
 
 
-def test_workers_are_killed_where_selective_snapshots_are_peculiar():
+def test_workers_killed_with_unusual_selective_snapshots():
     def points(tier, nodes):
         return [fault.point for fault in of_selective(random.Random(1), tier, 4, nodes, 16)]
 
@@ -187,7 +187,7 @@ def test_workers_are_killed_where_selective_snapshots_are_peculiar():
     assert points("selective, disk", 2) == points("pec", 2) == []
 
 
-def test_pieces_of_a_campaign_come_together(tmp_path):
+def test_campaign_parts_are_merged(tmp_path):
     own = parse(["--append", str(tmp_path / "all.json"), "--moments", "recoveries"])
     _write(own, [Row("PP4", "disk", 1, ["kill 1 at 3, outside"])])
     _write(
@@ -199,7 +199,7 @@ def test_pieces_of_a_campaign_come_together(tmp_path):
 
 
 @each_row("seed", range(5))
-def test_drawn_runs_are_valid_and_have_each_value_often_enough(seed):
+def test_drawn_runs_are_valid_and_cover_each_value(seed):
     runs = draw_runs(seed, 24)
     assert runs == draw_runs(seed, 24) != draw_runs(seed + 1, 24)
     assert all(is_valid(run.values) for run in runs)

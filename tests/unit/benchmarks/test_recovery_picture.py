@@ -24,7 +24,7 @@ SAID = [(90.0, "mocrun: worker 2 is process 1"), (110.1, "mocrun: worker 2 is pr
 
 
 @each_row("same", [True, False])
-def test_it_is_drawn(tmp_path, same):
+def test_recovery_picture_is_drawn(tmp_path, same):
     recovery_picture.draw(tmp_path / "r.png", EVENTS, SAID, KILLED, same)
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,12 +11,12 @@ from benchmarks.save_peers.rounds import Plan
 from moc.files.event_log import read_events
 
 
-def test_an_early_worker_waits_for_the_others_and_not_for_the_save():
+def test_early_worker_waits_for_peers_not_for_save():
     early, late = [(0.0, 5.0), (6.0, 6.5)], [(3.0, 4.0), (6.0, 7.0)]
     assert rounds.stall([early, late]) == (5.0 - 3.0) + (7.0 - 6.0)
 
 
-def test_workers_that_stood_still_a_different_number_of_times_are_refused():
+def test_different_standstill_counts_are_refused():
     with pytest.raises(ValueError):
         rounds.stall([[(0.0, 1.0)], [(0.0, 1.0), (2.0, 3.0)]])
 
@@ -25,13 +25,13 @@ def a_save(**values) -> dict:
     return dict(stall_s=1.0, round_s=10.0, complete_s=2.0, unsynced_s=0.5, bytes=100) | values
 
 
-def test_copies_are_told_for_each_byte_where_they_are_counted():
+def test_copies_per_byte_are_reported_if_counted():
     saves = {"rounds": [a_save(bytes=100)], "first": a_save()}
     assert report.summary(saves | {"copied_bytes": 150}, every=3, plain_s=[3.0])["copies"] == 1.5
     assert report.summary(saves, every=3, plain_s=[3.0])["copies"] is None
 
 
-def test_a_summary_takes_medians_and_keeps_the_first_save_apart():
+def test_summary_takes_medians_and_separates_first_save():
     saves = [a_save(stall_s=s) for s in (1.0, 9.0, 2.0)]
     told = report.summary({"rounds": saves, "first": a_save(stall_s=50.0)}, every=3, plain_s=[2.0, 3.0, 99.0])
     assert told["stall_s"] == 2.0 and told["first_stall_s"] == 50.0
@@ -44,7 +44,7 @@ RATES = dict.fromkeys(MACHINE, 1000.0) | OURS
 LIMITS = {f"{name}_bytes_per_s": rate for name, rate in RATES.items()} | {"bytes": 100}
 
 
-def test_ours_is_compared_with_the_best_blocking_peer_and_with_the_machine():
+def test_comparison_with_best_blocking_peer_and_machine():
     summaries = {
         "ours-disk": a_save(stall_s=0.1),
         "ours-blocking": a_save(stall_s=0.3),
@@ -56,7 +56,7 @@ def test_ours_is_compared_with_the_best_blocking_peer_and_with_the_machine():
     assert told == pytest.approx(dict(stall_ratio=0.05, capture_ratio=0.5, persist_ratio=0.25, load_ratio=0.2))
 
 
-def test_ours_and_deepspeeds_engines_are_multiples_of_its_blocking_save():
+def test_engine_costs_are_relative_to_blocking_save():
     summaries = {
         "zero2-memory": a_save(stall_s=0.1, durable_s=1.0),
         "zero2-disk": a_save(stall_s=0.2, bytes=50, durable_s=1.0),
@@ -68,7 +68,7 @@ def test_ours_and_deepspeeds_engines_are_multiples_of_its_blocking_save():
     assert report.beside({"zero2-disk": a_save()}) == {}
 
 
-def test_what_was_not_measured_is_not_compared():
+def test_unmeasured_cases_are_not_compared():
     assert report.ratios({"torch-sync": a_save()}, None) == {}
     assert report.ratios({"ours-disk": a_save(stall_s=0.1)}, None) == {}
 
@@ -82,7 +82,7 @@ def events(*, saves=(3, 6)) -> list[dict]:
     return [*start, *iterations, *stalls, *taken, *written]
 
 
-def test_a_round_of_ours_is_from_one_save_to_the_next(tmp_path):
+def test_round_spans_consecutive_saves(tmp_path):
     told = ours.rounds(events(), Plan(tmp_path, saves=1, every=3, plain=2))
     assert [r["round_s"] for r in told["rounds"]] == [30.0]
     assert told["first"] == pytest.approx(
@@ -90,32 +90,32 @@ def test_a_round_of_ours_is_from_one_save_to_the_next(tmp_path):
     )
 
 
-def test_a_snapshot_that_stays_in_memory_is_complete_when_all_have_copied(tmp_path):
+def test_memory_snapshot_completes_after_all_copies(tmp_path):
     in_memory = [e for e in events() if e["type"] != "persist"]
     told = ours.rounds(in_memory, Plan(tmp_path, saves=1, every=3, plain=2))
     assert told["first"]["complete_s"] == 2.0 and told["first"]["persist_s"] == 0.0
 
 
-def test_a_snapshot_or_a_load_that_no_event_tells_of_is_an_error(tmp_path):
+def test_missing_snapshot_or_load_event_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="snapshot .* 6"):
         ours.rounds(events(saves=[3]), Plan(tmp_path, saves=1, every=3, plain=2))
     with pytest.raises(ValueError, match="no resume"):
         ours.load_seconds([])
 
 
-def test_our_flags_make_as_many_iterations_as_are_read(tmp_path):
+def test_flags_give_as_many_iterations_as_are_read(tmp_path):
     flags = ours.saving_flags("--ckpt-tier disk", Plan(tmp_path, saves=1, every=3, plain=2), tmp_path, "/memory")
     iterations = int(flags[flags.index("--train-iters") + 1])
     assert [e["iteration"] for e in events() if e["type"] == "iteration"] == [*range(1, iterations + 1)]
 
 
-def test_iterations_without_saves_leave_out_the_first_ones(tmp_path):
+def test_iterations_without_saves_exclude_warm_up(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events()))
     assert len(ours.plain_seconds(read_events(tmp_path))) == 8 - rounds.WARM_UP
     assert ours.load_seconds(read_events(tmp_path)) == 1.5
 
 
-def test_deepspeed_is_left_out_where_it_cannot_run_and_no_other():
+def test_deepspeed_is_excluded_only_where_it_cannot_run():
     blocking = cases.CASES["deepspeed-blocking"]
     assert "--deepspeed-python" in cases.left_out(blocking, "DP4xEP2", None)
     assert cases.left_out(blocking, "DP4xEP2", "0.19.8") is None
@@ -124,16 +124,16 @@ def test_deepspeed_is_left_out_where_it_cannot_run_and_no_other():
     assert cases.left_out(cases.CASES["torch-sync"], "PP2xEP2", None) is None
 
 
-def test_state_is_12_bytes_a_parameter():
+def test_state_takes_12_bytes_per_parameter():
     assert save_stall.state_bytes(cases.model_flags(quick=False)) == 12 * 151_045_120
 
 
-def test_the_error_of_a_failed_set_of_workers_holds_what_it_said(tmp_path):
+def test_worker_failure_error_contains_output(tmp_path):
     with pytest.raises(save_stall.RunFailed, match=r"3(.|\n)*the reason"):
         save_stall.launch([sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"], tmp_path)
 
 
-def test_the_plot_and_the_table_hold_every_case(tmp_path):
+def test_plot_and_table_contain_every_case(tmp_path):
     from rich.console import Console
 
     summaries = {

@@ -24,7 +24,7 @@ EVENTS = [
 ]
 
 
-def test_what_counts_are_the_iterations_of_a_turn():
+def test_only_counted_iterations_enter_figures():
     told = figures(EVENTS, counted={3, 4})
     assert told == {
         "seconds": [0.5, 0.5],
@@ -49,7 +49,7 @@ ROUNDS = [
 ]
 
 
-def test_overhead_is_of_rounds_with_themselves():
+def test_overhead_compares_within_rounds():
     told = summary(ROUNDS)
     assert told[AUTO]["overhead"]["mean"]["median"] == pytest.approx(0.015)
     assert told[THREE]["overhead"]["mean"]["rounds"] == pytest.approx([0.5, 0.25, 0.0])
@@ -57,12 +57,12 @@ def test_overhead_is_of_rounds_with_themselves():
 
 
 @each_row("core_left", [True, False])
-def test_overhead_is_judged_where_a_core_is_left(core_left):
+def test_overhead_is_judged_only_with_spare_core(core_left):
     held = list(verdicts(summary(ROUNDS), core_left).values())
     assert held == [True, True, False] if core_left else [True]
 
 
-def test_a_snapshot_that_is_too_large_is_said():
+def test_oversized_snapshot_fails_verdict():
     rounds = [{way: told for way, told in one.items() if way != AUTO} | {THREE: of(1.0, 451)} for one in ROUNDS]
     assert list(verdicts(summary(rounds), core_left=False).values()) == [False]
 
@@ -74,20 +74,20 @@ def test_every_second_block_saves():
     assert [i for i in range(26) if BLOCKS.saves(i)] == [*range(14), *range(18, 22)]
 
 
-def test_a_block_is_compared_with_its_neighbours():
+def test_block_is_compared_with_its_neighbours():
     slow = {10: 9.0, 14: 9.0, 15: 9.0, 18: 9.0, 22: 9.0, 23: 9.0}  # what begins or ends in them is of two blocks
     blocks = {i: slow.get(i, 1.0 if i < 18 else 1.32 if i < 22 else 1.2) for i in range(40)}
     assert BLOCKS.overheads(blocks) == pytest.approx([0.2, 0.0])
     assert BLOCKS.overheads({}) == []
 
 
-def test_blocks_judge_where_there_are_some():
+def test_blocks_decide_verdict_if_present():
     told = summary(ROUNDS)
     told[THREE]["blocks"], told[AUTO]["blocks"] = [0.01, 0.5, -0.3], [0.03]
     assert list(verdicts(told, core_left=True).values()) == [True, False, True]
 
 
-def test_a_median_is_told_with_what_it_may_be():
+def test_median_is_reported_with_confidence_bounds():
     low, high = between([0.01] * 9 + [0.5])
     assert (low, high) == (0.01, 0.01)
     low, high = between([-0.1, 0.0, 0.1])
@@ -95,6 +95,6 @@ def test_a_median_is_told_with_what_it_may_be():
 
 
 @each_row("way", WAYS)
-def test_the_flags_of_a_way_are_flags(way):
+def test_flags_of_each_case_are_valid(way):
     saving = [*WAYS[way].flags.split(), "--ckpt-dir", "d"] if WAYS[way].flags else []
     config_of_words([*MODEL, *LAYOUTS["PP2xEP2"][1], *saving], None)

@@ -16,7 +16,7 @@ def routes(experts=("3", "5"), close=None, iterations=(1, 2, 3)):
     return {(i, micro_batch, layer): routed for i in iterations for micro_batch in (0, 1) for layer in (1, 2)}
 
 
-def test_runs_part_where_a_token_first_goes_elsewhere_and_later_layers_follow():
+def test_runs_diverge_at_first_routing_difference():
     one, other = routes(close={1: 3e-8}), routes(close={1: 5e-8})
     assert parting(one, other, 3) == ()
     for key in ((2, 1, 1), (2, 1, 2), (3, 0, 1)):
@@ -27,7 +27,7 @@ def test_runs_part_where_a_token_first_goes_elsewhere_and_later_layers_follow():
     assert decided([choice], 1e-7) == [] and decided([choice], 2.5e-8) == [choice]
 
 
-def test_each_micro_batch_of_the_iteration_must_have_its_own_reason():
+def test_each_micro_batch_needs_its_own_reason():
     one, other = routes(), routes()
     other[2, 0, 2] = Routed(("3", "6"), {1: 1e-8})
     other[2, 1, 1] = Routed(("6", "5"), {0: 1e-8})
@@ -37,12 +37,12 @@ def test_each_micro_batch_of_the_iteration_must_have_its_own_reason():
     assert choices[1].margins == (math.inf, 1e-8)
 
 
-def test_a_run_that_does_not_tell_all_is_not_compared():
+def test_incomplete_run_is_not_compared():
     with pytest.raises(KeyError, match=r"\(2, 1, 2\)"):
         parting(routes(), {key: one for key, one in routes().items() if key != (2, 1, 2)}, 3)
 
 
-def test_what_workers_tell_is_read_and_what_is_computed_again_counts(tmp_path):
+def test_worker_reports_and_replayed_iterations_count(tmp_path):
     logits = torch.tensor([[0.5, 0.1, 0.5 - CLOSE / 4, 0.2], [0.1, 0.9, 0.2, 0.8]])
     chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, logits.topk(1).indices, True)
     told = dict(iteration=4, micro_batch=2, layer=1, time=9.0) | described(logits, chosen, 1)
@@ -54,7 +54,7 @@ def test_what_workers_tell_is_read_and_what_is_computed_again_counts(tmp_path):
     assert routed.close == {0: pytest.approx(CLOSE / 4, rel=1e-3)}
 
 
-def test_where_all_experts_are_chosen_nothing_is_decided():
+def test_choosing_all_experts_has_no_close_decisions():
     logits = torch.tensor([[0.5, 0.1]])
     told = described(logits, torch.ones(1, 2, dtype=torch.bool), 2)
     assert told == {"experts": ["3"], "close": {}}

@@ -8,7 +8,7 @@ from tests.cases import each_row
 
 
 @each_row("names", ["ab", "abc", "abcd"])
-def test_no_place_in_a_round_is_anybodys_own(names):
+def test_jobs_take_every_position_equally_often(names):
     orders = [rotated(names, number) for number in range(2 * len(names))]
     assert all(sorted(order) == list(names) for order in orders)
     assert set(Counter(place for order in orders for place in enumerate(order)).values()) == {2}

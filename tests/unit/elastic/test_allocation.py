@@ -13,7 +13,7 @@ def random_loads(rng):
     return [rng.randint(0, steep) * rng.randint(0, 1) for _ in range(experts)]
 
 
-def test_the_sum_the_order_and_f_hold_for_any_loads():
+def test_replicas_keep_sum_order_and_minimum_for_any_loads():
     rng = random.Random(0)
     for _ in range(10_000):
         loads = random_loads(rng)
@@ -33,7 +33,7 @@ def test_the_sum_the_order_and_f_hold_for_any_loads():
         assert least <= in_order[0] and in_order[-1] <= nodes
 
 
-def test_in_proportion():
+def test_replicas_are_proportional_to_loads():
     assert allocate_replicas([1, 1, 2, 4], 16, 2) == [2, 2, 4, 8]
     assert allocate_replicas([100, 1, 1], 12, 2) == [8, 2, 2]
     assert allocate_replicas([0, 0, 0], 7, 1) == [2, 2, 3]
@@ -41,7 +41,7 @@ def test_in_proportion():
     assert allocate_distinct([100, 3, 1, 1], 4, 3, 2, everywhere=1) == [4, 4, 2, 2]
 
 
-def test_f_is_dropped_where_it_does_not_fit_and_one_replica_must():
+def test_minimum_replicas_are_reduced_to_available_slots():
     assert feasible_replicas(2, experts=16, nodes=10, slots=6) == 2
     assert feasible_replicas(2, experts=16, nodes=5, slots=6) == 1  # section 6.2
     assert feasible_replicas(3, experts=2, nodes=2, slots=6) == 2

@@ -18,7 +18,7 @@ def some(rng, experts, ranks):
 
 
 @each_row("capacities", [level_capacities, even_capacities])
-def test_every_token_is_computed_once_where_its_expert_is(capacities):
+def test_every_token_is_computed_once_by_replica_holder(capacities):
     rng = numpy.random.default_rng(0)
     for _ in range(200):
         experts, ranks = 50, int(rng.integers(1, 9))
@@ -38,7 +38,7 @@ def test_every_token_is_computed_once_where_its_expert_is(capacities):
         assert ((sends > 0).sum(axis=(0, 2)) <= 2 * ranks - 1).all()
 
 
-def test_the_least_loaded_are_filled_up():
+def test_least_loaded_ranks_are_filled_first():
     assert water_fill([5, 0, 2], 4) == [0, 3, 1]
     assert water_fill([5, 0, 2], 10) == [0, 6, 4]
     assert water_fill([1, 0, 0, 1], 5) == [1, 2, 2, 0]  # equal loads: the lower rank first
@@ -60,11 +60,11 @@ def test_hot_expert_is_shared_and_level_compensates_cold_ones():
     assert even_capacities(tokens, replicas).tolist() == [[0, 0, 0], [30, 0, 0], [30, 30, 30]]
 
 
-def test_level_takes_what_ranks_have_to_do_already():
+def test_level_includes_existing_load_of_ranks():
     assert level_capacities(numpy.array([6]), numpy.array([[1, 1]]), numpy.array([4, 0])).tolist() == [[1, 5]]
 
 
-def test_the_hottest_expert_everywhere_levels_the_load():
+def test_hottest_expert_on_all_ranks_levels_load():
     loads = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987]
     replicas = allocate_distinct(loads, 10, 6, 2, everywhere=1)
     table = without_repetition(place_replicas(replicas, 10, 6, [15]), range(15, -1, -1))

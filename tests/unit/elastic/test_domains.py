@@ -40,13 +40,13 @@ def any_case(seed):
         ((4, 1, 0, 0, 2), (2, 2)),  # every node has all experts
     ],
 )
-def test_as_few_domains_as_have_room_and_no_more_ranks_than_asked(given, found):
+def test_fewest_domains_with_room_and_requested_ranks(given, found):
     assert domain_sizes(*given) == found
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6))
-def test_each_domain_has_each_expert_and_all_together_have_f_holders(seed):
+def test_domain_has_all_experts_and_f_holders_overall(seed):
     """Through any history of members."""
     rng, experts, members, loads, wanted = any_case(seed)
     previous = None
@@ -73,7 +73,7 @@ def test_each_domain_has_each_expert_and_all_together_have_f_holders(seed):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.sampled_from([level_capacities, even_capacities]))
-def test_tokens_are_dispatched_within_each_domain_and_none_is_lost(seed, capacities):
+def test_tokens_stay_in_their_domain_and_none_is_lost(seed, capacities):
     rng, experts, members, loads, wanted = any_case(seed)
     made = make_plan(members, loads, wanted)
     counts, held = rng.integers(0, 50, (experts, made.num_ranks)), made.replica_matrix(1)
@@ -92,7 +92,7 @@ def test_tokens_are_dispatched_within_each_domain_and_none_is_lost(seed, capacit
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6))
-def test_json_tells_domains_and_without_them_there_is_one(seed):
+def test_domains_survive_json_and_default_to_one(seed):
     _, _, members, loads, wanted = any_case(seed)
     made = make_plan(members, loads, wanted)
     told = json.loads(json.dumps(made.to_json()))
@@ -109,7 +109,7 @@ def test_json_tells_domains_and_without_them_there_is_one(seed):
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6))
-def test_work_of_domains_is_that_of_all_tokens(seed):
+def test_work_of_domains_is_work_of_all_tokens(seed):
     rng, experts, members, loads, wanted = any_case(seed)
     made, tokens = make_plan(members, loads, wanted), rng.integers(0, 10_000, experts)
     work = made.tokens_per_rank(1, tokens.tolist())
@@ -120,7 +120,7 @@ def test_work_of_domains_is_that_of_all_tokens(seed):
     ).all()
 
 
-def test_a_domain_counts_its_own_busiest_rank():
+def test_domain_imbalance_uses_its_own_busiest_rank():
     """One has its hot expert on one rank alone: others cannot help."""
     table = numpy.array([[0], [1], [0], [0], [0], [1]])
     tokens = [600, 600]
@@ -130,7 +130,7 @@ def test_a_domain_counts_its_own_busiest_rank():
     assert Plan(tuple(range(6)), tuple(range(6)), 2, 1, {0: table}, (6,)).imbalance(0, tokens) == 1.5
 
 
-def test_what_each_domain_is_asked_for():
+def test_min_replicas_are_divided_among_domains():
     assert min_replicas_per_domain(2, [1, 1]) == 1 and min_replicas_per_domain(3, [2, 2]) == 2
     assert min_replicas_per_domain(3, [2, 1]) == 2 and min_replicas_per_domain(9, [2, 1]) == 2
     assert min_replicas_per_domain(2, [2]) == 2

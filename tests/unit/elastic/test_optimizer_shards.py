@@ -22,7 +22,7 @@ NODES, RANKS, COPIES = st.integers(1, 7), st.integers(1, 3), st.integers(1, 4)
 
 
 @given(SIZES)
-def test_blocks_cover_each_element_once_and_do_not_depend_on_ranks(sizes):
+def test_blocks_cover_elements_once_in_any_layout(sizes):
     blocks = cut_into_blocks(sizes)
     assert all(block.numel > 0 for block in blocks)
     for tensor, size in enumerate(sizes):
@@ -31,7 +31,7 @@ def test_blocks_cover_each_element_once_and_do_not_depend_on_ranks(sizes):
     assert max((block.numel for block in blocks), default=0) <= 1024
 
 
-def test_blocks_of_a_large_model_are_level_and_not_many():
+def test_blocks_of_large_model_are_level_and_few():
     sizes = [32_000 * 4096, *[4096 * 4096] * 128]
     blocks = cut_into_blocks(sizes)
     assert len(blocks) < 3000 and max(block.numel for block in blocks) == 1 << 20
@@ -52,7 +52,7 @@ def test_each_block_has_most_holders_on_most_nodes(sizes, nodes, ranks, copies):
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(2, 7), RANKS, COPIES, st.data())
-def test_fewer_losses_than_holders_lose_no_block_and_a_shadow_owns(sizes, nodes, ranks, copies, data):
+def test_losses_below_holders_lose_no_block(sizes, nodes, ranks, copies, data):
     before = assign_blocks(sizes, range(nodes), ranks, copies)
     lost = data.draw(st.sets(st.integers(0, nodes - 1), max_size=min(copies, nodes) - 1))
     members = [node for node in range(nodes) if node not in lost]
@@ -65,7 +65,7 @@ def test_fewer_losses_than_holders_lose_no_block_and_a_shadow_owns(sizes, nodes,
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), RANKS, COPIES, st.data())
-def test_whatever_the_history_state_comes_from_those_who_have_it(sizes, ranks, copies, data):
+def test_transfers_come_from_holders_after_any_node_changes(sizes, ranks, copies, data):
     """Nodes are lost and come; some losses cut a move off, before or after it has landed."""
     now, members = assign_blocks(sizes, range(4), ranks, copies), list(range(4))
     has = {
@@ -103,7 +103,7 @@ def test_whatever_the_history_state_comes_from_those_who_have_it(sizes, ranks, c
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), NODES, RANKS, COPIES)
-def test_a_cut_is_told_in_json(sizes, nodes, ranks, copies):
+def test_shard_assignment_survives_json(sizes, nodes, ranks, copies):
     found = assign_blocks(sizes, range(nodes), ranks, copies)
     again = ShardAssignment.from_json(found.to_json())
     assert again == found and again.digest == found.digest
@@ -111,7 +111,7 @@ def test_a_cut_is_told_in_json(sizes, nodes, ranks, copies):
         ShardAssignment.from_json({"members": [0]})
 
 
-def test_workers_agree_whether_they_met_members_in_between_or_not():
+def test_workers_agree_on_membership_history():
     before = assign_blocks([5] * 40, range(5), 1, 3)
     met = before.restricted_to([0, 2, 3, 4], [True] * 4).restricted_to([0, 3], [True] * 2)
     assert met == before.restricted_to([0, 3], [True] * 2)

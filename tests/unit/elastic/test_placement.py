@@ -69,13 +69,13 @@ SIZES = [
 
 
 @each_row(("nodes", "slots", "experts"), SIZES)
-def test_no_placement_survives_more(nodes, slots, experts):
+def test_placement_survival_is_optimal(nodes, slots, experts):
     for replicas in ascending_replicas(nodes, slots, experts):
         table = place_replicas(replicas, nodes, slots)
         assert count_survived(replicas_by_node(table, experts), nodes) == best(replicas, nodes, slots), replicas
 
 
-def test_theorem_1_holds_as_far_as_the_nodes_suffice_for_all_representatives():
+def test_theorem_1_holds_with_enough_nodes():
     beyond = 0
     for nodes, slots, experts in SIZES:
         for replicas in ascending_replicas(nodes, slots, experts):
@@ -92,26 +92,26 @@ def chances(table, experts, lost):
     return count_survived(replicas_by_node(table, experts), nodes)[lost], comb(nodes, lost)
 
 
-def test_counterexample_one_of_theorem_1():
+def test_placement_beats_counterexample_one_of_theorem_1():
     replicas = (2, 3, 3)
     assert chances(place_overlapping(numpy.array(replicas), 4, 2), 3, lost=2) == (4, 6)
     assert chances(place_replicas(replicas, 4, 2), 3, lost=2) == (5, 6)
 
 
-def test_counterexample_two_of_theorem_1_where_f_does_not_hold_either():
+def test_theorem_1_counterexample_without_f():
     replicas = (2, 2, 2)
     assert (replicas_by_node(place_overlapping(numpy.array(replicas), 3, 2), 3) > 0).sum(axis=1).min() == 1
     assert chances(place_replicas(replicas, 3, 2), 3, lost=1) == (3, 3)
 
 
-def test_figure_4():
+def test_placement_beats_figure_4():
     a = [[0, 2, 3, 3], [0, 1, 3, 3], [1, 3, 3, 3], [1, 2, 3, 3], [2, 3, 3, 3]]
     assert chances(numpy.array(a), 4, lost=3) == (5, 10)
     assert chances(place_replicas((2, 3, 3, 12), 5, 4), 4, lost=3) == (7, 10)
 
 
 @each_row("everywhere", [0, 1, 2])
-def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere):
+def test_experts_have_replicas_and_hottest_are_on_all_nodes(everywhere):
     rng = numpy.random.default_rng(0)
     for _ in range(60):
         nodes, slots = int(rng.integers(2, 30)), int(rng.integers(3, 9))
@@ -131,12 +131,12 @@ def test_each_expert_has_its_replicas_and_the_hottest_are_everywhere(everywhere)
         assert (more >= (held > 0)).all()
 
 
-def test_spread_and_compact():
+def test_spread_and_compact_placements_match_examples():
     assert place_spread([2, 9], 10, 6)[:, :2].tolist() == [[0, 1]] + [[0, EMPTY]] + [[1, EMPTY]] * 8
     assert [set(row) - {EMPTY} for row in place_compact([2, 9], 10, 6)[:2].tolist()] == [{0, 1}, {1}]
 
 
-def test_only_as_many_groups_are_spread_as_must_be_on_more_nodes_than_can_be_listed():
+def test_only_required_groups_are_spread_on_many_nodes():
     replicas = [9] * 8  # three groups of 3 on 24 nodes, where 27 are needed
     placed, all_spread = (
         survival_score(replicas_by_node(table, 8))
@@ -172,32 +172,32 @@ needs_recording = pytest.mark.skipif(not RECORDED.exists(), reason="the recorded
 
 
 @needs_recording
-def test_groups_of_equally_many_replicas_have_level_load():
+def test_groups_of_equal_replica_count_have_level_load():
     """By number, the busiest node of these experts has 2.1 times the mean work."""
     busiest, one, two = placed(8, 4, 16)
     assert busiest <= 1.6 and one == 1.0 and two == pytest.approx(6 / 7)
 
 
 @needs_recording
-def test_no_slot_more_makes_a_job_slower():
+def test_additional_slots_never_increase_busiest_load():
     busiest = [placed(8, slots, 32, layers=4, steps=STEPS[:3])[0] for slots in range(4, 12)]
     assert all(more <= less + 0.01 for less, more in itertools.pairwise(busiest))
 
 
 @needs_recording
-def test_a_slot_too_few_leaves_one_expert_with_one_replica():
+def test_missing_slot_leaves_one_expert_with_one_replica():
     busiest, one, _ = placed(9, 7, 32)
     assert one >= 0.85 and busiest <= 2.29
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=24), st.integers(1, 6), st.randoms())
-def test_level_groups_only_exchange_experts_with_equally_many_replicas(loads, slots, rng):
+def test_levelling_swaps_experts_of_equal_replica_count(loads, slots, rng):
     replicas = [rng.randint(1, 3) for _ in loads]
     order = level_groups(loads, replicas, slots)
     assert sorted(order) == [*range(len(loads))] and [replicas[expert] for expert in order] == sorted(replicas)
 
 
-def test_fewer_fatal_losses_and_level_work_shorten_the_predicted_time():
+def test_survival_and_balance_shorten_predicted_time():
     losses = LossModel(mtbf_s=3600.0, restore_s=600.0, also_lost=0.1)
     assert fatal_share([2, 2, 2, 2], 8, losses) == pytest.approx(0.09 * 4 / 28 + 0.009 * 4 * 6 / 56, rel=0.1)
     assert predicted_time(1.2, [2, 2], 8, losses) < predicted_time(1.2, [1, 2], 8, losses)

@@ -49,7 +49,7 @@ def made(nodes=4, experts=8, slots=4, layers=2, seed=0, **more):
     return make_plan(range(nodes), loads, PlanSettings(slots, **more)), loads
 
 
-def test_json_and_digest():
+def test_plan_survives_json_and_digest_identifies_it():
     one, _ = made(seed=1, ranks=2)
     again = Plan.from_json(json.loads(json.dumps(one.to_json())))
     assert again == one and again.digest == one.digest and hash(again) == hash(one)
@@ -99,12 +99,12 @@ def _tables(change):
     ],
     ids=repr,
 )
-def test_an_invalid_plan_is_refused(wrong):
+def test_invalid_plan_is_refused(wrong):
     with raises("expert-plan-invalid"):
         Plan.from_json(made(seed=1, ranks=2)[0].to_json() | wrong)
 
 
-def test_a_plan_without_an_expert_is_not_complete():
+def test_plan_without_expert_is_not_complete():
     one = made(seed=1)[0]
     assert one.is_complete
     least = min(range(one.experts), key=lambda expert: len(one.holders(0, expert)))
@@ -114,7 +114,7 @@ def test_a_plan_without_an_expert_is_not_complete():
 
 @settings(deadline=None, max_examples=40)
 @given(st.sets(st.integers(0, 9), min_size=1), st.sets(st.integers(0, 9), min_size=1), st.integers(1, 2), st.data())
-def test_other_members_have_what_those_of_them_hold_who_are_left(met, there, ranks, data):
+def test_restricted_plan_contains_state_of_remaining_members(met, there, ranks, data):
     """Whether a worker has met members in between or not."""
     before = make_plan([1, 2, 4, 6, 7], {0: [9, 5, 3, 1]}, PlanSettings(2, ranks=ranks))
     met, there = sorted(met), sorted(there)
@@ -136,7 +136,7 @@ def test_other_members_have_what_those_of_them_hold_who_are_left(met, there, ran
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10**6))
-def test_any_history_of_members_leaves_each_expert_on_f_nodes_and_once_on_a_node(seed):
+def test_any_membership_history_keeps_f_replicas(seed):
     rng = numpy.random.default_rng(seed)
     experts, ranks, slots = int(rng.integers(1, 13)), int(rng.integers(1, 4)), int(rng.integers(1, 5))
     least = -(-experts // (slots * ranks))  # nodes
@@ -158,7 +158,7 @@ def test_any_history_of_members_leaves_each_expert_on_f_nodes_and_once_on_a_node
         members, previous = sorted(kept) + [100 * (step + 1)] * int(rng.integers(0, 2)), now
 
 
-def test_what_no_node_has_is_told():
+def test_lost_experts_are_those_without_replica():
     one, loads = made(nodes=4, experts=8, slots=4)
     for members in itertools.combinations(range(4), 1):
         assert {expert for layer, expert in one.lost_experts(members) if layer == 0} == set(range(8)) - set(
@@ -166,13 +166,13 @@ def test_what_no_node_has_is_told():
         )
 
 
-def test_ranks_of_a_node_share_its_work():
+def test_ranks_of_node_share_its_work():
     loads = {0: [1000, 999, 10, 9]}
     one = make_plan(range(3), loads, PlanSettings(2, ranks=2))
     assert all(set(one.experts_of(0, rank)) in ({0, 3}, {1, 2}) for rank in range(6))
 
 
-def test_cold_experts_mostly_stay_where_they_are_whichever_of_them_has_more_tokens():
+def test_cold_experts_mostly_keep_their_node():
     """All of them have f replicas, and are in the order of their numbers; in that of their loads, they would move."""
 
     def moved(loads, **how):
@@ -184,7 +184,7 @@ def test_cold_experts_mostly_stay_where_they_are_whichever_of_them_has_more_toke
     assert sum(map(moved, changes)) <= 0.5 * sum(moved(loads, same_groups=True) for loads in changes)
 
 
-def test_of_recorded_loads_few_replicas_move_in_200_steps(recorded):
+def test_few_replicas_move_in_200_steps_of_recorded_loads(recorded):
     counts = []
     for number in range(20, len(recorded) - 20, 60):
         before = make_plan(range(8), by_layer(recorded[number]), PlanSettings(SLOTS))
@@ -193,13 +193,13 @@ def test_of_recorded_loads_few_replicas_move_in_200_steps(recorded):
     assert numpy.mean(counts) < 70
 
 
-def test_of_figure_8_more_is_survived_in_one_order_than_in_others(recorded):
+def test_figure_8_order_survives_more(recorded):
     rows = recorded[20]  # step 201
     one = make_plan(range(NODES), by_layer(rows), PlanSettings(SLOTS))
     assert survival_probability(numpy.concatenate([one.replicas_by_node(layer) for layer in range(LAYERS)]), 4) >= 0.60
 
 
-def test_any_loss_of_fewer_nodes_than_replicas_is_survived_on_recorded_loads(recorded):
+def test_losses_below_f_survive_on_recorded_loads(recorded):
     for rows in recorded[::40]:
         for experts in (8, 12, 16):
             one = make_plan(range(NODES), by_layer(rows[:, :experts]), PlanSettings(SLOTS))
@@ -207,7 +207,7 @@ def test_any_loss_of_fewer_nodes_than_replicas_is_survived_on_recorded_loads(rec
 
 
 @each_row("experts", [8, 12, 16])
-def test_the_busiest_node_on_recorded_loads_also_with_old_plans(recorded, experts):
+def test_busiest_node_is_balanced_on_recorded_loads(recorded, experts):
     fresh, old = [], []
     for now, later in zip(recorded[::20, :, :experts], recorded[20::20, :, :experts], strict=False):
         one = make_plan(range(NODES), by_layer(now), PlanSettings(SLOTS))
@@ -216,7 +216,7 @@ def test_the_busiest_node_on_recorded_loads_also_with_old_plans(recorded, expert
     assert numpy.mean(fresh) <= 1.02 and numpy.mean(old) <= 1.10
 
 
-def test_few_experts_move_and_columns_are_matched_nearly_best():
+def test_greedy_assignment_is_nearly_optimal():
     rng = numpy.random.default_rng(0)
     for _ in range(100):
         shared = rng.integers(0, 10, (6, 6))
@@ -224,7 +224,7 @@ def test_few_experts_move_and_columns_are_matched_nearly_best():
         assert sum(shared[row, column] for row, column in enumerate(assign_greedily(shared))) >= 0.9 * best
 
 
-def test_nothing_moves_if_nothing_has_changed():
+def test_unchanged_inputs_move_nothing():
     one, loads = made(nodes=7, experts=10, ranks=2)
     assert make_plan(range(7), loads, PlanSettings(4, ranks=2), one).tables.keys() == one.tables.keys()
     again = make_plan(range(7), loads, PlanSettings(4, ranks=2), one)
@@ -232,7 +232,7 @@ def test_nothing_moves_if_nothing_has_changed():
     assert (previous_experts(one, [3, 99], 0)[1] == -1).all()
 
 
-def test_h_is_the_smallest_that_balances_the_work():
+def test_fewest_experts_are_placed_everywhere_for_balance():
     hot = [[1000, 1, 1, 1, 1, 1, 1, 1]]
     assert choose_everywhere(hot, 8, 2, 2) == 0 or choose_everywhere(hot, 8, 2, 2) == 1
     assert choose_everywhere([[1] * 8], 8, 2, 2) == 0
@@ -244,6 +244,6 @@ def test_frequent_losses_weigh_survival_more_than_balance():
     assert [int((plan.replica_counts() == 4).sum()) for plan in (rarely, often)] == [1, 0]
 
 
-def test_planning_needs_no_torch():
+def test_planning_does_not_import_torch():
     program = "import sys; from moc.elastic import transfers, plan, survival; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3]).returncode == 0

@@ -26,21 +26,21 @@ def tried(held, lost):
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 7), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_as_by_trying_all(nodes, experts, rng):
+def test_survival_probability_matches_enumeration(nodes, experts, rng):
     held = numpy.array([[rng.randint(0, 2) for _ in range(nodes)] for _ in range(experts)])
     for lost in range(nodes + 1):
         assert isclose(survival_probability(held, lost), tried(held, lost))
         assert survival_lower_bound(held, lost) <= survival_probability(held, lost) + 1e-12
 
 
-def test_by_hand():
+def test_survival_probability_matches_manual_calculation():
     held = numpy.zeros((2, 10), int)
     held[0, :2] = held[1, 2:5] = 1
     assert survival_probability(held, 2) == 1 - 1 / 45  # of 45 pairs, only 0 and 1 take an expert with them
     assert survival_probability(held[:1], 10) == 0 == survival_probability(held[:1], 11)
 
 
-def test_runs_of_neighbours_are_exact_for_any_number_of_nodes():
+def test_contiguous_holders_are_exact_for_any_number_of_nodes():
     rng = numpy.random.default_rng(0)
     for _ in range(8):
         nodes = 17
@@ -54,7 +54,7 @@ def test_runs_of_neighbours_are_exact_for_any_number_of_nodes():
     assert survival_probability(numpy.ones((4, 4096), int), 100) == 1
 
 
-def test_what_is_no_run_is_bounded_where_it_cannot_be_listed():
+def test_other_holders_have_lower_bound_if_not_enumerable():
     held = numpy.zeros((1, 20), int)
     held[0, [0, 5]] = 1
     assert survival_probability(held, 1) == 1
@@ -63,6 +63,6 @@ def test_what_is_no_run_is_bounded_where_it_cannot_be_listed():
     assert survival_lower_bound(held, 2) == 1 - 1 / 190
 
 
-def test_of_sets_that_contain_others_only_those_others_count():
+def test_only_minimal_holder_sets_count():
     held = numpy.array([[1, 1, 0, 0], [2, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]])
     assert minimal_holder_sets(held).astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]

@@ -44,7 +44,7 @@ def changed(nodes, members, ranks=1):
     ("nodes", "members", "ranks"),
     [(10, [0, 1, 2, 4, 5, 6, 7, 8, 9], 1), (6, range(10), 1), (6, [0, 2, 3, 4, 5, 20], 2), (10, range(10), 1)],
 )
-def test_each_gets_what_it_lacks_once_from_one_that_has_it_and_all_send_alike(nodes, members, ranks):
+def test_missing_state_is_sent_once_and_load_balanced(nodes, members, ranks):
     left, wanted, found = changed(nodes, members, ranks)
     got = {rank: {o for o in left if rank in left[o]} for rank in range(len(members) * ranks)}
     elements: dict = {}
@@ -67,13 +67,13 @@ def test_each_gets_what_it_lacks_once_from_one_that_has_it_and_all_send_alike(no
     assert (sent <= numpy.maximum(1.5 * sent.mean(), alone)).all()
 
 
-def test_what_nobody_holds_must_be_loaded():
+def test_state_without_holder_must_be_loaded():
     with raises("state-without-source", "layers.0.expert.3"):
         plan_transfers(TENSORS, {}, {"layers.0.expert.3": [1]})
     assert plan_transfers(TENSORS, {}, {}) == []
 
 
-def test_a_single_holder_sends_each_byte_once_and_the_new_ones_pass_it_on():
+def test_single_holder_sends_once_and_receivers_forward():
     dense = [StateTensor("layers.0.attention", "qkv", "master", Region((0,), (4096,)), 4)]
     found = plan_transfers(dense, {"layers.0.attention": [0]}, {"layers.0.attention": range(5)}, max_bytes=256)
     sent = [sum(one.chunk.nbytes for one in found if one.source == rank) for rank in range(5)]
@@ -84,7 +84,7 @@ SIZE = 10_001  # bytes of an expert: parts of it differ
 
 
 @each_row("seed", range(12))
-def test_experts_move_layer_by_layer_in_bytes_that_nobody_sends_more_of_than_others(seed):
+def test_experts_move_by_layer_with_balanced_senders(seed):
     """From any plan of some members to that of others; within a layer, in two rounds."""
     rng = numpy.random.default_rng(seed)
     nodes, ranks = int(rng.integers(6, 12)), int(rng.integers(1, 3))
@@ -118,7 +118,7 @@ def test_experts_move_layer_by_layer_in_bytes_that_nobody_sends_more_of_than_oth
     assert (sent <= numpy.maximum(1.5 * sent.mean(), alone + SIZE / 16 * LAYERS)).all()
 
 
-def test_copies_are_those_of_the_ranks_that_hold_them_anew():
+def test_new_replicas_are_counted():
     tables = [numpy.array([[0, 1], [0, 1], empty, empty]) for empty in ([-1, -1], [0, 1])]
     old, new = (Plan(tuple(range(4)), tuple(range(4)), 2, 1, {0: table}, (4,)) for table in tables)
     assert (count_new_replicas(old, new), count_new_replicas(new, old), count_new_replicas(new, new)) == (4, 0, 0)

@@ -22,12 +22,12 @@ class Example:
     table: dict[int, tuple[decode.Count, ...]] | None = None
 
 
-def test_values_of_the_declared_types():
+def test_json_is_decoded_to_declared_types():
     text = '{"count": 3, "rate": 2, "name": "x é", "table": {"7": [1, 2]}, "unknown": []}'
     assert decode.decode(text, Example) == Example(3, 2.0, "x é", table={7: (1, 2)})
 
 
-def test_a_name_has_only_characters_that_terminals_show():
+def test_name_contains_only_printable_characters():
     for code in [*range(1 << 16), 0x110BD, 0x1D173, 0x1F600, 0xE0020, 0xF0000, 0x10FFFD]:
         read = True
         try:
@@ -37,7 +37,7 @@ def test_a_name_has_only_characters_that_terminals_show():
         assert read == chr(code).isprintable() or unicodedata.category(chr(code)) == "Cn", hex(code)
 
 
-def test_the_message_of_a_long_value_is_short():
+def test_error_for_long_value_is_short():
     with pytest.raises(ValueError, match="Expected `int`") as refused:
         decode.convert({"x" * 5000: "a"}, dict[str, int])
     with pytest.raises(ValueError) as of_choice:
@@ -56,12 +56,12 @@ def test_the_message_of_a_long_value_is_short():
         "[" * 100_000, '{"a":' * 100_000, "[1" + "0" * 5000 + "]", "", "null", '"\\ud800', b"\xff",
     ],
 )  # fmt: skip
-def test_anything_else_is_refused(text):
+def test_undeclared_values_are_refused(text):
     with pytest.raises(ValueError):
         decode.decode(text, Example)
 
 
-def test_a_seal_detects_every_changed_byte():
+def test_hash_detects_every_changed_byte():
     text = decode.encode_with_hash({"count": 12, "name": "abc"}).encode()
     whole = decode.decode_verified(text, Example)
     for place in range(len(text)):
@@ -74,17 +74,17 @@ def test_a_seal_detects_every_changed_byte():
                 pass
 
 
-def test_a_text_without_a_seal_is_of_an_earlier_version():
+def test_text_without_hash_is_accepted_as_older_format():
     assert decode.decode_verified('{"count": 1}', Example) == Example(1)
 
 
-def test_no_control_character_is_printed():
+def test_control_characters_are_escaped():
     text = "".join(map(chr, range(0x3000))) + "\ud800\x9b"
     shown = escape_controls(text)
     assert all(one.isprintable() or one in "\n\t" for one in shown) and escape_controls("plain é\n") == "plain é\n"
 
 
-def test_numbers_that_json_has_and_types_have_not():
+def test_infinity_is_parsed():
     assert math.isinf(decode.parse("Infinity"))  # a record of a skipped iteration has it
     assert json.loads(decode.encode_with_hash({"a": 1}))["a"] == 1
 

@@ -35,7 +35,7 @@ def deleting(text: str) -> list[int]:
     return lines
 
 
-def test_the_rule_finds_what_deletes():
+def test_rule_detects_deleting_calls():
     for text in (
         "import os\nos.unlink('a')", "import os\nos.remove('a')", "import os\ncall = os.rmdir",
         "import shutil\nshutil.rmtree('a')", "path.unlink(missing_ok=True)", "path.parent.rmdir()",
@@ -45,6 +45,6 @@ def test_the_rule_finds_what_deletes():
     assert not deleting("names.remove('a')\nplace.remove('b')\ntree.remove_owned(path)")
 
 
-def test_only_the_one_deleter_deletes():
+def test_deletions_occur_only_in_allowed_modules():
     found = {str(path.relative_to(ROOT)) for path in SOURCES if deleting(path.read_text())}
     assert {name for name in found if not name.startswith("moc/files/")} == set(ALLOWED)

@@ -92,17 +92,17 @@ def _is_path(node: ast.expr) -> bool:
         "getattr(path, 'read_text')()", "path.open('rb')", "from pickle import load", "open(path, mode='r')",
     ],
 )  # fmt: skip
-def test_the_rule_finds_what_reads(text):
+def test_rule_detects_file_readers(text):
     assert reading(text)
 
 
 @each_row(
     "text", ["open(SafeDirectory(a).open(b), 'rb')", "decode.parse(text)", "open(path, 'w')", "wire.open(address)"]
 )
-def test_the_rule_allows_the_one_reader(text):
+def test_rule_allows_reads_through_files_package(text):
     assert not reading(text)
 
 
-def test_only_the_one_reader_reads():
+def test_reads_occur_only_in_allowed_modules():
     found = {str(path.relative_to(ROOT)) for path in SOURCES if reading(path.read_text())}
     assert found == set(ALLOWED)

@@ -52,7 +52,7 @@ def tree(tmp_path):
     return SafeDirectory(tmp_path / "tree")
 
 
-def test_a_link_is_deleted_and_its_target_is_not(tree, outside):
+def test_link_is_deleted_but_not_its_target(tree, outside):
     (tree.root / OURS).symlink_to("../outside")
     (tree.root / "iter_0000200").mkdir()
     (tree.root / "iter_0000200" / "inner").symlink_to("../../outside")
@@ -61,7 +61,7 @@ def test_a_link_is_deleted_and_its_target_is_not(tree, outside):
     assert tree.list_names() == [] and (outside / "precious").read_text() == "precious"
 
 
-def test_nothing_is_read_or_written_through_a_link(tree, outside):
+def test_links_are_not_followed_for_reads_or_writes(tree, outside):
     (tree.root / OURS).symlink_to("../outside")
     (tree.root / "link").symlink_to("../outside/precious")
     for path in (f"{OURS}/precious", "link"):
@@ -77,14 +77,14 @@ def test_nothing_is_read_or_written_through_a_link(tree, outside):
 
 
 @each_row("path", ["../outside/precious", "/etc/passwd", "a/../../outside/precious", "..", "a//b", "a\0b"])
-def test_no_path_leads_out(tree, outside, path):
+def test_path_outside_directory_is_refused(tree, outside, path):
     for action in (lambda: tree.read(path, 100), lambda: tree.write(path, [b""]), lambda: tree.remove(path)):
         with pytest.raises(ValueError):
             action()
     assert (outside / "precious").read_text() == "precious"
 
 
-def test_only_regular_files_within_their_limit_are_read(tree):
+def test_only_regular_files_within_limit_are_read(tree):
     os.mkfifo(tree.root / "fifo")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tree.root / "socket"))
@@ -100,7 +100,7 @@ def test_only_regular_files_within_their_limit_are_read(tree):
         tree.read("exact", 9)
 
 
-def test_only_names_that_this_package_makes_are_deleted(tree):
+def test_only_package_made_names_are_deleted(tree):
     kept = ["notes.txt", "data", "iter_5", ".git", "latest_checkpointed_iteration.txt"]
     gone = [OURS, ".iter_0000100.job-0-1.incomplete", ".fence", ".lock.job-0-1", ".manifest.json.0123456789abcdef.tmp"]
     for name in kept + gone:
@@ -115,7 +115,7 @@ def test_only_names_that_this_package_makes_are_deleted(tree):
     assert "data" not in tree.list_names()
 
 
-def test_a_directory_that_is_replaced_by_a_link_is_not_followed(tree, outside, monkeypatch):
+def test_directory_replaced_by_link_is_not_followed(tree, outside, monkeypatch):
     (tree.root / OURS / "inner").mkdir(parents=True)
     opened = os.open
 
@@ -151,7 +151,7 @@ print(len(refused))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_another_mount_is_not_entered(tree, outside):
+def test_other_mount_is_not_entered(tree, outside):
     """Bind mounts of the same file system: of a directory, of one below it, and of a file."""
     for name in (OURS, "iter_0000200/inner", "iter_0000300/a/b", "iter_0000400"):
         (tree.root / name).mkdir(parents=True)
@@ -170,7 +170,7 @@ def exchange(one, other):
 
 @pytest.mark.parametrize("swapped", [OURS, f"{OURS}/inner", f"{OURS}/inner/deeper"])
 @pytest.mark.parametrize("action", ["remove", "empty", "write", "link"])
-def test_nothing_outside_changes_while_a_directory_is_swapped_for_a_link(tree, outside, swapped, action):
+def test_swapped_directory_changes_nothing_outside(tree, outside, swapped, action):
     (outside / "inner" / "deeper").mkdir(parents=True)
     for directory in (outside / "inner", outside / "inner" / "deeper"):
         (directory / "precious").write_text("precious")
@@ -212,7 +212,7 @@ def test_nothing_outside_changes_while_a_directory_is_swapped_for_a_link(tree, o
     assert {path: path.lstat().st_ctime_ns for path in (outside, *outside.rglob("*"))} == before
 
 
-def test_a_second_name_replaces_what_has_it_and_follows_no_link(tree, outside):
+def test_hard_link_replaces_target_and_follows_no_link(tree, outside):
     tree.write("slots/0", [b"new"])
     for kind in ("nothing", "file", "link", "hard link", "directory"):
         path = tree.root / OURS / kind
@@ -235,7 +235,7 @@ def test_a_second_name_replaces_what_has_it_and_follows_no_link(tree, outside):
     assert (outside / "precious").read_text() == "precious" and (tree.root / OURS / "linked").is_symlink()
 
 
-def test_a_foreign_file_with_a_hard_link_here_is_never_changed(tree, outside):
+def test_foreign_hard_linked_file_is_never_changed(tree, outside):
     """Its content, mode and times stay, whatever is written under its name here, or deleted."""
     precious = outside / "precious"
     precious.chmod(0o4751)
@@ -251,7 +251,7 @@ def test_a_foreign_file_with_a_hard_link_here_is_never_changed(tree, outside):
     assert not (tree.root / "file").stat().st_mode & 0o7000  # a new file inherits no setuid bit
 
 
-def test_a_root_that_is_replaced_while_it_is_open_is_not_left(tree, outside):
+def test_root_replaced_while_open_is_still_used(tree, outside):
     with tree.directory(OURS, creates=True) as opened:
         tree.root.rename(tree.root.with_name("moved"))
         tree.root.symlink_to(outside)
@@ -269,7 +269,7 @@ def test_deep_directories_are_refused(tree):
         tree.remove(OURS)
 
 
-def test_the_deletion_of_a_directory_ends_while_a_stranger_fills_it(tree, monkeypatch):
+def test_deletion_ends_while_other_process_adds_files(tree, monkeypatch):
     """The stranger makes a file whenever the directory has been listed."""
     tree.write(f"{OURS}/file", [b""])
     listdir, made = os.listdir, iter(range(100_000))
@@ -285,7 +285,7 @@ def test_the_deletion_of_a_directory_ends_while_a_stranger_fills_it(tree, monkey
     assert caught.value.errno == errno.ENOTEMPTY
 
 
-def test_the_order_of_deletions(tree, monkeypatch):
+def test_named_files_are_deleted_first_and_last(tree, monkeypatch):
     for name in ("a", "first", "last", "z"):
         tree.write(f"{OURS}/{name}", [b""])
     order, unlink = [], os.unlink
@@ -295,7 +295,7 @@ def test_the_order_of_deletions(tree, monkeypatch):
     assert order[0] == "first" and order[-1] == "last" and len(order) == 4
 
 
-def test_a_new_root_is_durable_in_its_parent(tmp_path, monkeypatch):
+def test_new_root_directory_is_durable_in_parent(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda one: (synced.append(os.readlink(f"/proc/self/fd/{one}")), fsync(one)))
     SafeDirectory(tmp_path / "a" / "b").write("file", [b""])
@@ -306,7 +306,7 @@ def test_a_new_root_is_durable_in_its_parent(tmp_path, monkeypatch):
     "target",
     ["../../blobs/../secret", "../../../secret", "../../blobs/sub/file", "/etc/passwd", "../../blobs", "other"],
 )
-def test_a_link_of_a_hub_snapshot_leads_to_its_own_blobs_alone(tmp_path, target):
+def test_hub_snapshot_link_may_only_lead_to_own_blobs(tmp_path, target):
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "1234", repository / "blobs"
     (snapshot / "sub").mkdir(parents=True), (blobs / "sub").mkdir(parents=True)
@@ -330,7 +330,7 @@ def test_a_link_of_a_hub_snapshot_leads_to_its_own_blobs_alone(tmp_path, target)
         SafeDirectory(tmp_path / "own/snapshots/1234").read("good", 100)
 
 
-def test_blobs_of_a_hub_that_are_a_link_lead_nowhere(tmp_path, outside):
+def test_linked_hub_blob_directory_is_refused(tmp_path, outside):
     """Who has packed a repository may have packed a link in place of its directory of blobs."""
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "1234"
@@ -341,7 +341,7 @@ def test_blobs_of_a_hub_that_are_a_link_lead_nowhere(tmp_path, outside):
         SafeDirectory(snapshot).read("config.json", 100)
 
 
-def test_lines_have_a_limit(tmp_path):
+def test_line_length_is_limited(tmp_path):
     (tmp_path / "log").write_bytes(b"ab\n\ncd")
     assert list(SafeDirectory(tmp_path).read_lines("log", 3)) == [b"ab\n", b"\n", b"cd"]
     with open(tmp_path / "sparse", "wb") as file:
@@ -351,7 +351,7 @@ def test_lines_have_a_limit(tmp_path):
 
 
 @each_row("plant", [Path.symlink_to, Path.hardlink_to])
-def test_only_a_file_with_one_name_is_changed_in_place(tmp_path, plant):
+def test_only_file_with_single_name_is_changed_in_place(tmp_path, plant):
     (tmp_path / "precious").write_text("precious")
     plant(tmp_path / "log", tmp_path / "precious")
     os.mkfifo(tmp_path / "fifo")
@@ -362,7 +362,7 @@ def test_only_a_file_with_one_name_is_changed_in_place(tmp_path, plant):
     assert (tmp_path / "precious").read_text() == "precious" and (tmp_path / "new").is_file()
 
 
-def test_a_directory_of_many_names_is_listed_and_deleted_in_linear_time(tree):
+def test_large_directory_is_listed_and_deleted_linearly(tree):
     def seconds(many):
         directory = tree.root / "iter_0000001"
         directory.mkdir()
@@ -376,7 +376,7 @@ def test_a_directory_of_many_names_is_listed_and_deleted_in_linear_time(tree):
     assert seconds(20_000) < 60 * seconds(2000)
 
 
-def test_a_file_that_grows_while_it_is_read_is_read_up_to_its_limit(tree, monkeypatch):
+def test_growing_file_is_read_up_to_limit(tree, monkeypatch):
     path = tree.root / "file"
     path.write_bytes(bytes(10))
     opened = tree.open
@@ -407,12 +407,12 @@ def written(path, parts) -> bytes:
 
 @given(st.lists(st.one_of(st.integers(0, 3 * PAGE), st.sampled_from([8 * MIB - 1, 8 * MIB, 9 * MIB + 3])), max_size=5))
 @settings(max_examples=30, deadline=None)
-def test_a_file_has_the_bytes_of_its_parts(tmp_path_factory, sizes):
+def test_file_equals_concatenated_parts(tmp_path_factory, sizes):
     parts = [random_bytes(size) for size in sizes]
     assert written(tmp_path_factory.mktemp("direct") / "file", map(memoryview, parts)) == b"".join(parts)
 
 
-def test_arrays_of_any_type_may_be_empty(tmp_path):
+def test_empty_arrays_of_any_type_are_written(tmp_path):
     parts = [np.empty(0, np.float32), np.ones(3, np.float32), np.empty((0, 3), np.int64), b""]
     assert written(tmp_path / "file", parts) == np.ones(3, np.float32).tobytes()
 
@@ -439,7 +439,7 @@ def cached_pages(path) -> int:
     return int(found.stdout)
 
 
-def test_large_files_do_not_pass_through_the_page_cache(ext4):
+def test_large_files_bypass_page_cache(ext4):
     if shutil.which("fincore") is None:
         pytest.skip("fincore counts pages in the cache")
     large, small = ext4 / "large", ext4 / "small"
@@ -450,13 +450,13 @@ def test_large_files_do_not_pass_through_the_page_cache(ext4):
     assert cached_pages(small) == MIB // mmap.PAGESIZE
 
 
-def test_a_full_disk_raises(ext4):
+def test_full_disk_raises_os_error(ext4):
     with open(ext4 / "file", "wb", buffering=0) as file, pytest.raises(OSError) as raised:
         write_buffers(file.fileno(), (random_bytes(10 * MIB + 1) for _ in range(10)))
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_a_device_that_refuses_the_alignment_is_written_through_the_cache(tmp_path, monkeypatch):
+def test_device_that_refuses_alignment_uses_page_cache(tmp_path, monkeypatch):
     real, refused = os.write, []
 
     def write(file, data):
@@ -477,7 +477,7 @@ def test_a_device_that_refuses_the_alignment_is_written_through_the_cache(tmp_pa
     assert refused or not os.path.exists("/proc/self/mountinfo")
 
 
-def test_a_write_that_ends_within_a_block_is_continued_through_the_cache(tmp_path, monkeypatch):
+def test_unaligned_write_continues_through_page_cache(tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(
         safe_directory.os, "write", lambda file, data: real(file, data[:1000] if len(data) > 1000 else data)
@@ -501,7 +501,7 @@ def synced(tmp_path, monkeypatch):
     return seen
 
 
-def test_contents_are_durable_before_the_name(tmp_path, synced):
+def test_contents_are_durable_before_name(tmp_path, synced):
     write_durably(tmp_path / "file", "hello")
     SafeDirectory(tmp_path).write("parts", [b"he", memoryview(b"llo")], syncs_name=False, tag="job-1-2")
     (temporary, hello), (there, names), (tagged, again) = synced
@@ -510,13 +510,13 @@ def test_contents_are_durable_before_the_name(tmp_path, synced):
     assert (tmp_path / "file").read_bytes() == (tmp_path / "parts").read_bytes() == b"hello"
 
 
-def test_a_temporary_file_is_hidden_and_its_name_cannot_be_foreseen():
+def test_temporary_file_name_is_hidden_and_random():
     for tag, begin in (("", r"\.file\."), ("job-1-2", r"\.file\.job-1-2\.")):
         names = {temporary_name("file", tag) for _ in range(100)}
         assert len(names) == 100 and all(re.fullmatch(rf"{begin}[0-9a-f]{{16}}\.tmp", name) for name in names)
 
 
-def test_nothing_is_written_through_a_planted_link(tmp_path, monkeypatch):
+def test_planted_link_is_not_followed_on_write(tmp_path, monkeypatch):
     (tmp_path / "precious").write_text("precious")
     monkeypatch.setattr(safe_directory, "temporary_name", lambda name, tag: "foreseen")
     for link in (os.symlink, os.link):
@@ -530,7 +530,7 @@ def test_nothing_is_written_through_a_planted_link(tmp_path, monkeypatch):
     assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "file").is_symlink()
 
 
-def test_what_the_check_refuses_gets_no_name(tmp_path):
+def test_file_is_not_renamed_if_check_refuses(tmp_path):
     (tmp_path / "file").write_text("before")
 
     def superseded():
@@ -543,7 +543,7 @@ def test_what_the_check_refuses_gets_no_name(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "before"
 
 
-def test_a_place_makes_new_directories_durable_too(tmp_path, synced):
+def test_storage_makes_new_directories_durable(tmp_path, synced):
     place = LocalStorage(tmp_path / "place", in_memory=True)
     place.write("iter/part", [b"x"], is_durable=False)
     place.write("iter/manifest", [b"y"])

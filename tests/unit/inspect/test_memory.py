@@ -102,14 +102,14 @@ def test_leftovers_are_listed_and_removed(ended, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [[], ["--all", "path"], ["--all", "--ckpt-dir", "path"]])
-def test_removal_names_what_it_removes(ended, capsys, tmp_path, chosen):
+def test_removal_requires_explicit_selection(ended, capsys, tmp_path, chosen):
     with pytest.raises(SystemExit) as end:
         clean(capsys, tmp_path, "--remove", *(ended[0].root if one == "path" else one for one in chosen))
     assert end.value.code == 2 and "--all" in capsys.readouterr().err
     assert len(leftovers(tmp_path)) == 2
 
 
-def test_a_checkpoint_directory_names_the_memory_of_its_run_alone(capsys, tmp_path):
+def test_checkpoint_directory_names_only_memory_of_its_run(capsys, tmp_path):
     """Other runs stay: of other directories, and of the same directory before it was made again."""
     memory, here, there = tmp_path / "memory", tmp_path / "here", tmp_path / "there"
     memory.mkdir()
@@ -132,7 +132,7 @@ def test_a_checkpoint_directory_names_the_memory_of_its_run_alone(capsys, tmp_pa
 
 @pytest.mark.parametrize("chosen", ["path", "all"])
 @pytest.mark.parametrize("ago, lease_s, stays", [(1, 30, True), (31, 30, False), (31, 60, True), (1, 0.5, False)])
-def test_a_job_younger_than_its_lease_stays(left, capsys, tmp_path, chosen, ago, lease_s, stays):
+def test_memory_with_valid_lease_is_not_removed(left, capsys, tmp_path, chosen, ago, lease_s, stays):
     for place in left:
         alive(place, ago, lease_s)
     words = [left[0].root, left[1].root] if chosen == "path" else ["--all"]
@@ -143,13 +143,13 @@ def test_a_job_younger_than_its_lease_stays(left, capsys, tmp_path, chosen, ago,
     assert leftovers(tmp_path) == []
 
 
-def test_memory_without_a_lease_stays_as_long_as_by_default(left, capsys, tmp_path):
+def test_memory_without_lease_gets_default_lease(left, capsys, tmp_path):
     assert clean(capsys, tmp_path, "--remove", "--all")[0] == 1 and len(leftovers(tmp_path)) == 2
     (left[0].root / ".lease").write_text("{")
     assert clean(capsys, tmp_path, "--remove", "--all")[0] == 1 and len(leftovers(tmp_path)) == 2
 
 
-def test_a_renewed_lease_is_young(left):
+def test_renewed_lease_has_full_duration(left):
     alive(left[0], 3600)
     assert lease_remaining_s(left[0].root) <= 0
     renew_lease(left[0].root)
@@ -159,7 +159,7 @@ def test_a_renewed_lease_is_young(left):
     assert not left[0].root.exists()
 
 
-def test_memory_that_a_process_uses_stays_until_it_is_killed(ended, user, capsys, tmp_path):
+def test_memory_in_use_is_kept_until_process_ends(ended, user, capsys, tmp_path):
     store = Store(ended[0])
     before = files(store)
     code, out, err = clean(capsys, tmp_path, "--remove", "--all", "--ended")
@@ -173,14 +173,14 @@ def test_memory_that_a_process_uses_stays_until_it_is_killed(ended, user, capsys
     assert leftovers(tmp_path) == []
 
 
-def test_nothing_else_is_removed(ended, capsys, tmp_path):
+def test_directory_of_no_run_is_not_removed(ended, capsys, tmp_path):
     (tmp_path / "others").mkdir()
     code, _, err = clean(capsys, tmp_path, tmp_path / "others", "--remove")
     assert code == 1 and only_code(err) == "memory-of-no-run" and str(tmp_path / "others") in err
     assert len(leftovers(tmp_path)) == 2
 
 
-def test_a_directory_that_does_not_say_whose_it_is_is_shown_too(left, capsys, tmp_path):
+def test_unidentified_directory_is_listed(left, capsys, tmp_path):
     (left[1].root / ".run.json").write_text("{")
     shutil.rmtree(left[1].root / "slots", ignore_errors=True)
     assert str(left[1].root) in clean(capsys, tmp_path)[1]

@@ -55,7 +55,7 @@ def write_again(directory, change):
     edit(directory, files=dict(zip([FIRST, SECOND], written, strict=True)))
 
 
-def test_a_whole_snapshot(capsys, tmp_path):
+def test_complete_snapshot_is_verified(capsys, tmp_path):
     directory = snapshot(tmp_path)
     assert verify(capsys, tmp_path) == verify(capsys, directory) == verify(capsys, tmp_path, "--all") == (0, [])
     assert tool.main([str(tmp_path)]) == 0
@@ -64,7 +64,7 @@ def test_a_whole_snapshot(capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[0] == verdict
 
 
-def test_every_bit_counts(capsys, tmp_path):
+def test_every_bit_is_verified(capsys, tmp_path):
     directory = snapshot(tmp_path)
     sizes = {name: (directory / name).stat().st_size for name in (FIRST, SECOND, "manifest.json")}
     for name, size in sizes.items():
@@ -76,7 +76,7 @@ def test_every_bit_counts(capsys, tmp_path):
     assert verify(capsys, tmp_path) == (0, [])
 
 
-def test_the_damaged_tensor_is_named(capsys, tmp_path):
+def test_damaged_tensor_is_named(capsys, tmp_path):
     directory = snapshot(tmp_path)
     flip(directory / SECOND, 8 * (directory / SECOND).stat().st_size - 1)
     last = cut_tensors(Model().tensors, 2)[1][-1]
@@ -93,25 +93,25 @@ def test_the_damaged_tensor_is_named(capsys, tmp_path):
     ],
     ids=["missing", "truncated", "not listed"],
 )
-def test_files(capsys, tmp_path, damage, problem):
+def test_damaged_or_unlisted_file_is_named(capsys, tmp_path, damage, problem):
     damage(snapshot(tmp_path) / SECOND)
     code, (said,) = verify(capsys, tmp_path)
     assert code == 1 and said.startswith(problem)
 
 
-def test_a_manifest_of_another_iteration(capsys, tmp_path):
+def test_manifest_of_other_iteration_is_named(capsys, tmp_path):
     edit(snapshot(tmp_path), iteration=4)
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and problem.startswith("manifest.json: ") and re.findall(r"\d", problem) == ["4", "3"]
 
 
-def test_one_nodes_part_is_not_the_whole(capsys, tmp_path):
+def test_snapshot_missing_a_writer_is_incomplete(capsys, tmp_path):
     edit(snapshot(tmp_path), writers=3)
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and problem.startswith("manifest.json: ") and "2 of 3" in problem
 
 
-def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
+def test_missing_or_duplicate_chunks_are_named(capsys, tmp_path):
     directory = snapshot(tmp_path)
     write_again(directory, lambda parts: [parts[0], [e for e in parts[1] if e.name != "output_layer.weight"]])
     code, problems = verify(capsys, tmp_path)
@@ -126,7 +126,7 @@ def test_boxes_that_are_missing_or_there_twice(capsys, tmp_path):
     assert code == 1 and any(problem.startswith(f"{QKV}: {box.slot} overlaps at ") for problem in problems)
 
 
-def test_operators_of_a_full_snapshot_must_all_be_there(capsys, tmp_path):
+def test_full_snapshot_requires_all_operators(capsys, tmp_path):
     parameters = {name: shape for name, shape in shapes().items() if "layers.1." not in name}
     directory = snapshot(tmp_path, Model(parameters))
     gone = ["attention", "mlp", "router", *(f"expert.{expert}" for expert in range(EXPERTS))]
@@ -136,7 +136,7 @@ def test_operators_of_a_full_snapshot_must_all_be_there(capsys, tmp_path):
 
 
 @each_row("detail, kept", [("master", {"master", "param"}), ("moments", {"exp_avg", "exp_avg_sq"})])
-def test_details_that_are_parts_of_full(capsys, tmp_path, detail, kept):
+def test_state_subset_needs_only_its_slots(capsys, tmp_path, detail, kept):
     model = Model(biased=detail == "master")
     model.tensors = [tensor for tensor in model.tensors if tensor.slot in kept]
     directory = snapshot(tmp_path, model)
@@ -146,7 +146,7 @@ def test_details_that_are_parts_of_full(capsys, tmp_path, detail, kept):
     assert verify(capsys, tmp_path) == (0, [])
 
 
-def test_slots_follow_from_the_detail(capsys, tmp_path):
+def test_required_slots_follow_state_subset(capsys, tmp_path):
     directory = snapshot(tmp_path)
     operators = dict(manifest_of(directory).operators)
     edit(directory, operators=operators | {"output": replace(operators["output"], detail="compute")})
@@ -159,7 +159,7 @@ def test_slots_follow_from_the_detail(capsys, tmp_path):
     assert verify(capsys, tmp_path / "weights") == (0, [])
 
 
-def test_without_a_manifest_there_is_no_checkpoint(capsys, tmp_path):
+def test_snapshot_without_manifest_is_no_checkpoint(capsys, tmp_path):
     (snapshot(tmp_path) / "manifest.json").unlink()
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and "checkpoint" in problem
@@ -167,7 +167,7 @@ def test_without_a_manifest_there_is_no_checkpoint(capsys, tmp_path):
     assert "note: iter_0000003: " in capsys.readouterr().out
 
 
-def test_the_newest_is_taken_where_there_is_no_tracker(capsys, tmp_path):
+def test_newest_checkpoint_is_selected_without_tracker(capsys, tmp_path):
     snapshot(tmp_path)
     os.rename(tmp_path / "iter_0000003", tmp_path / "iter_0000007")
     edit(tmp_path / "iter_0000007", iteration=7)
@@ -178,7 +178,7 @@ def test_the_newest_is_taken_where_there_is_no_tracker(capsys, tmp_path):
 
 
 @each_row("by", ["kind", "operator", "file"])
-def test_rows_add_up(capsys, tmp_path, by):
+def test_rows_add_up_to_totals(capsys, tmp_path, by):
     snapshot(tmp_path)
     rows = inspect(capsys, tmp_path, "--by", by)["rows"]
     for slot in SLOTS:
@@ -192,7 +192,7 @@ def test_rows_add_up(capsys, tmp_path, by):
         assert len(rows) == 2 + LAYERS * (3 + EXPERTS)
 
 
-def test_facts(capsys, tmp_path):
+def test_summary_lists_snapshot_facts(capsys, tmp_path):
     directory = snapshot(tmp_path, Model(steps={"output": 5}))
     told = inspect(capsys, directory)
     assert (told["format"], told["policy"], told["layout"]) == ("snapshot", "full", {"world": 2})
@@ -208,7 +208,7 @@ def test_facts(capsys, tmp_path):
     assert inspect(capsys, directory)["problems"] == [f"{SECOND}: is missing"]
 
 
-def test_both_formats_have_the_same_rows(capsys, tmp_path):
+def test_both_formats_have_same_rows(capsys, tmp_path):
     snapshot(tmp_path / "snapshot")
     save(tmp_path / "dense")
     rows = [inspect(capsys, tmp_path / name, "--by", "kind")["rows"] for name in ("snapshot", "dense")]
@@ -217,7 +217,7 @@ def test_both_formats_have_the_same_rows(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("tool", ["verify_checkpoint", "inspect_checkpoint"])
-def test_it_needs_no_torch(tmp_path, tool):
+def test_tools_do_not_import_torch(tmp_path, tool):
     snapshot(tmp_path)
     program = f"import sys, {tool}; {tool}.main([{str(tmp_path)!r}, '--json']); print('torch' in sys.modules)"
     environment = {"PYTHONPATH": f"{REPOSITORY / 'tools'}:{REPOSITORY}"}
@@ -243,7 +243,7 @@ def chain(root):
         write_snapshot(model, root, 2, lambda count: None)
 
 
-def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_path):
+def test_gradients_need_their_base_state(capsys, tmp_path):
     """Without the full save, then without the first of the gradients."""
     chain(tmp_path)
     assert verify(capsys, tmp_path, "--all") == (0, [])
@@ -256,7 +256,7 @@ def test_gradients_are_of_no_use_without_the_state_that_they_follow(capsys, tmp_
         assert code == 1 and not others and wrong in problem
 
 
-def test_the_age_of_each_expert_and_its_chain(capsys, tmp_path):
+def test_expert_age_and_gradient_chain_are_shown(capsys, tmp_path):
     chain(tmp_path)
     told = inspect(capsys, tmp_path, "--by", "operator")
     saved = {name: dict(base=5, until=5, age=0) for name in ("layers.0.expert.0", f"layers.{LAYERS - 1}.expert.1")}
@@ -277,7 +277,7 @@ def test_the_age_of_each_expert_and_its_chain(capsys, tmp_path):
     assert inspect(capsys, tmp_path, "--iteration", "3")["stale"] == {}
 
 
-def test_experts_of_a_policy_that_saves_everything_have_no_ages(capsys, tmp_path):
+def test_experts_of_full_policy_have_no_age(capsys, tmp_path):
     snapshot(tmp_path)
     assert inspect(capsys, tmp_path)["experts"] == {}
     assert summary.main([str(tmp_path), "--by", "operator"]) == 0

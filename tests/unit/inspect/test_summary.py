@@ -30,7 +30,7 @@ def inspect(capsys, *argv) -> dict:
         ("file", [f"optimizer/rank_0000{worker}.safetensors" for worker in (0, 1)]),
     ],
 )
-def test_rows_add_up(capsys, tmp_path, by, names):
+def test_rows_add_up_to_totals(capsys, tmp_path, by, names):
     save(tmp_path)
     rows = inspect(capsys, tmp_path, "--by", by)["rows"]
     assert [row["name"] for row in rows] == names
@@ -40,7 +40,7 @@ def test_rows_add_up(capsys, tmp_path, by, names):
         assert row["bytes"] == 12 * row["parameters"]
 
 
-def test_operators_hold_their_tensors(capsys, tmp_path):
+def test_operator_rows_count_their_tensors(capsys, tmp_path):
     save(tmp_path)
     rows = {row["name"]: row for row in inspect(capsys, tmp_path, "--by", "operator")["rows"]}
     assert [row["parameters"] for row in rows.values()] == [math.prod(shape) for shape in TENSORS.values()]
@@ -48,7 +48,7 @@ def test_operators_hold_their_tensors(capsys, tmp_path):
     assert kinds == {"embedding": 1, "attention": 2, "mlp": 2, "router": 1, "expert": 2, "output": 1}
 
 
-def test_facts(capsys, tmp_path):
+def test_summary_lists_checkpoint_facts(capsys, tmp_path):
     directory = save(tmp_path)
     told = inspect(capsys, tmp_path)
     same = ("consumed_samples", "skipped_iterations", "optimizer", "optimizer_step", "shape")
@@ -61,19 +61,19 @@ def test_facts(capsys, tmp_path):
 
 
 @each_row("scaler", [None, {}])
-def test_no_loss_scale(capsys, tmp_path, scaler):
+def test_missing_loss_scale_is_null(capsys, tmp_path, scaler):
     save(tmp_path, grad_scaler=scaler)
     assert inspect(capsys, tmp_path)["loss_scale"] is None
 
 
-def test_layers_and_experts_are_in_order_of_their_numbers():
+def test_layers_and_experts_are_in_numeric_order():
     names = ["layers.10.expert.2", "output", "layers.2.expert.10", "layers.2.expert.9", "layers.2.router", "embedding"]
     assert sorted(names, key=summary._operator_position) == [
         "embedding", "layers.2.router", "layers.2.expert.9", "layers.2.expert.10", "layers.10.expert.2", "output"
     ]  # fmt: skip
 
 
-def test_table_for_people(capsys, tmp_path):
+def test_table_shows_state_and_totals(capsys, tmp_path):
     save(tmp_path, optimizer_step=77)
     for by in ("kind", "operator", "file"):
         assert summary.main([str(tmp_path), "--by", by]) == 0
@@ -85,7 +85,7 @@ def test_table_for_people(capsys, tmp_path):
         assert f"{PARAMETERS:,}" in total and total[-2:] == ["100.0", "%"]
 
 
-def test_what_is_missing_is_said_and_the_rest_shown(capsys, tmp_path):
+def test_missing_file_is_named_and_rest_shown(capsys, tmp_path):
     directory = save(tmp_path)
     (directory / "optimizer" / "rank_00001.safetensors").unlink()
     assert summary.main([str(tmp_path)]) == 0
@@ -94,21 +94,21 @@ def test_what_is_missing_is_said_and_the_rest_shown(capsys, tmp_path):
     assert 0 < sum(row["parameters"] for row in inspect(capsys, tmp_path)["rows"]) < PARAMETERS
 
 
-def test_a_hole_is_said(capsys, tmp_path):
+def test_hole_is_reported(capsys, tmp_path):
     workers = entries()
     save(tmp_path, workers=[workers[0][1:], workers[1]])
     told = inspect(capsys, tmp_path)
     assert not told["complete"] and "has a hole" in told["problems"][0]
 
 
-def test_no_optimizer_state(capsys, tmp_path):
+def test_unsaved_optimizer_state_is_shown(capsys, tmp_path):
     save(tmp_path, workers=[], optimizer=None)
     assert summary.main([str(tmp_path)]) == 0
     assert "not saved" in capsys.readouterr().out
     assert inspect(capsys, tmp_path)["rows"] == []
 
 
-def test_tensors_of_no_known_operator(capsys, tmp_path):
+def test_unknown_tensors_form_row_other(capsys, tmp_path):
     workers = entries()
     workers[0] += [
         replace(entry, name="decoder.adapter.weight", values=entry.values.clone()) for entry in workers[0][:1]
@@ -117,7 +117,7 @@ def test_tensors_of_no_known_operator(capsys, tmp_path):
     assert [row["name"] for row in inspect(capsys, tmp_path)["rows"]] == [*KINDS, "other"]
 
 
-def test_which_checkpoint(capsys, tmp_path):
+def test_requested_or_tracked_checkpoint_is_selected(capsys, tmp_path):
     for iteration in (3, 6):
         save(tmp_path, iteration)
     assert inspect(capsys, tmp_path)["iteration"] == 6
@@ -127,7 +127,7 @@ def test_which_checkpoint(capsys, tmp_path):
     assert inspect(capsys, tmp_path)["iteration"] == 3
 
 
-def test_refusals(capsys, tmp_path):
+def test_missing_or_invalid_checkpoint_is_refused(capsys, tmp_path):
     assert summary.main([str(tmp_path)]) == 1
     assert only_code(capsys.readouterr().err) == "checkpoint-missing"
     (save(tmp_path) / "manifest.json").unlink()

@@ -55,7 +55,7 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_a_whole_checkpoint(capsys, tmp_path):
+def test_complete_checkpoint_is_verified(capsys, tmp_path):
     directory = save(tmp_path)
     assert verify(capsys, tmp_path) == verify(capsys, directory) == (0, [])
     assert tool.main([str(tmp_path)]) == 0
@@ -72,13 +72,13 @@ def test_a_whole_checkpoint(capsys, tmp_path):
     [(flip, "hash"), (truncate, "bytes"), (lambda path: path.unlink(), "missing")],
     ids=["a flipped bit", "truncated", "missing"],
 )
-def test_a_damaged_file_is_named(capsys, tmp_path, name, damage, words):
+def test_damaged_file_is_named(capsys, tmp_path, name, damage, words):
     damage(save(tmp_path) / name)
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and problem.startswith(f"{name}: ") and (words in problem or "read" in problem)
 
 
-def test_whatever_bit_it_is_a_damaged_state_is_one_problem(capsys, tmp_path):
+def test_any_flipped_bit_in_state_is_one_problem(capsys, tmp_path):
     path = save(tmp_path) / "training_state.json"
     whole = path.read_bytes()
     for position in range(0, 8 * whole.index(b"consumed")):  # among them those of the iteration's name and number
@@ -88,7 +88,7 @@ def test_whatever_bit_it_is_a_damaged_state_is_one_problem(capsys, tmp_path):
         assert code == 1 and problem.startswith("training_state.json: ")
 
 
-def test_every_bit_of_a_header_counts(capsys, tmp_path):
+def test_every_header_bit_is_verified(capsys, tmp_path):
     directory = save(tmp_path)
     for position in random.sample(range(8 * 2000), 100):
         flip(directory / FIRST, position)
@@ -98,7 +98,7 @@ def test_every_bit_of_a_header_counts(capsys, tmp_path):
     assert verify(capsys, tmp_path) == (0, [])
 
 
-def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
+def test_missing_file_is_one_problem_with_note(capsys, tmp_path):
     directory = save(tmp_path)
     (directory / FIRST).unlink()
     assert tool.main([str(tmp_path)]) == 1
@@ -109,7 +109,7 @@ def test_lost_files_do_not_hide_behind_the_tensors_in_them(capsys, tmp_path):
 
 
 @each_row("name", ["stray.txt", ".hidden", "optimizer/rank_00002.safetensors"])
-def test_a_file_that_is_not_listed(capsys, tmp_path, name):
+def test_unlisted_file_is_named(capsys, tmp_path, name):
     (save(tmp_path) / name).write_text("?")
     assert named(verify(capsys, tmp_path)) == (1, [name])
 
@@ -139,7 +139,7 @@ def edited(**changes):
         (edited(files={}), "lists no weights"),
     ],
 )
-def test_the_manifest(capsys, tmp_path, damage, words):
+def test_damaged_or_missing_manifest_is_named(capsys, tmp_path, damage, words):
     damage(save(tmp_path) / "manifest.json")
     code, problems = verify(capsys, tmp_path)
     assert code == 1 and any("manifest.json" in problem and words in problem for problem in problems)
@@ -205,7 +205,7 @@ def is_slot(name, slot):
     ],
     ids=["hole", "overlap", "moved", "outside", "shape", "slot of a tensor", "slot", "expert", "layer"],
 )
-def test_optimizer_state_that_was_saved_wrongly(capsys, tmp_path, change, problems):
+def test_wrongly_saved_optimizer_state_is_described(capsys, tmp_path, change, problems):
     save(tmp_path, workers=change(entries()))
     assert verify(capsys, tmp_path) == (1, problems)
 
@@ -215,7 +215,7 @@ def test_optimizer_state_that_was_saved_wrongly(capsys, tmp_path, change, proble
     [b"", b"short", b"\xff" * 100, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{}"],
     ids=str,
 )
-def test_a_file_that_holds_no_regions(capsys, tmp_path, content):
+def test_file_with_invalid_header_is_named(capsys, tmp_path, content):
     directory = save(tmp_path)
     (directory / FIRST).write_bytes(content)
     publish_again(directory)
@@ -223,7 +223,7 @@ def test_a_file_that_holds_no_regions(capsys, tmp_path, content):
     assert code == 1 and problem.startswith(f"{FIRST}: ") and "header" in problem
 
 
-def test_a_file_whose_data_is_longer_than_its_header_says(capsys, tmp_path):
+def test_file_longer_than_its_header_is_named(capsys, tmp_path):
     directory = save(tmp_path)
     (directory / FIRST).write_bytes((directory / FIRST).read_bytes() + b"more")
     publish_again(directory)
@@ -231,7 +231,7 @@ def test_a_file_whose_data_is_longer_than_its_header_says(capsys, tmp_path):
     assert code == 1 and problem.startswith(f"{FIRST}: ") and "header" in problem and "describes" in problem
 
 
-def test_no_optimizer_state(capsys, tmp_path):
+def test_optimizer_state_is_required_only_if_recorded(capsys, tmp_path):
     save(tmp_path, 3, workers=[], optimizer=None)
     assert verify(capsys, tmp_path) == (0, [])
     save(tmp_path, 4, workers=[])
@@ -240,7 +240,7 @@ def test_no_optimizer_state(capsys, tmp_path):
 
 
 @each_row("state", [{"shape": {}}, {"shape": 3}, {"shape": {**dict.fromkeys(("num_layers",), "2")}}])
-def test_a_training_state_that_makes_no_sense(capsys, tmp_path, state):
+def test_invalid_training_state_is_named(capsys, tmp_path, state):
     save(tmp_path, **state)
     code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and problem.startswith("training_state.json: ")
@@ -255,7 +255,7 @@ def problems(boxes):
 
 
 @given(st.data())
-def test_any_cut_covers_and_no_box_of_it_is_superfluous(data):
+def test_holes_and_overlaps_in_any_partition_are_detected(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     cut = [region for region in data.draw(cuts(shape)) if region.numel]
     assert problems(boxes_of(cut, shape)) == []
@@ -268,7 +268,7 @@ def test_any_cut_covers_and_no_box_of_it_is_superfluous(data):
         assert f": {some.numel:,} of {math.prod(shape):,} " in hole
 
 
-def test_a_scalar():
+def test_scalar_tensor_is_covered_once():
     assert problems(boxes_of([Region((), ())], ())) == []
     assert "overlaps" in problems(boxes_of([Region((), ())] * 2, (), ["master"]))[0]
 
@@ -282,7 +282,7 @@ def test_a_scalar():
         (None, "missing"),
     ],
 )
-def test_the_tracker(capsys, tmp_path, tracker, problem):
+def test_invalid_tracker_is_named(capsys, tmp_path, tracker, problem):
     save(tmp_path, 3)
     save(tmp_path, 6)
     path = tmp_path / "latest_checkpointed_iteration.txt"
@@ -292,7 +292,7 @@ def test_the_tracker(capsys, tmp_path, tracker, problem):
     assert verify(capsys, tmp_path, "--iteration", "6") == (0, [])
 
 
-def test_an_older_tracker_is_no_damage(capsys, tmp_path):
+def test_older_tracker_is_only_noted(capsys, tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 6)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
@@ -300,7 +300,7 @@ def test_an_older_tracker_is_no_damage(capsys, tmp_path):
     assert re.search("note: .*3.*--ckpt-step 6", capsys.readouterr().out)
 
 
-def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
+def test_leftover_directories_are_only_noted(capsys, tmp_path):
     save(tmp_path)
     for name in (".iter_0000004.incomplete", ".iter_0000002.replaced"):
         (tmp_path / name).mkdir()
@@ -310,7 +310,7 @@ def test_leftovers_are_named_and_do_no_harm(capsys, tmp_path):
     assert "note: .iter_0000002.replaced: " in text
 
 
-def test_which_checkpoints(capsys, tmp_path):
+def test_selected_checkpoints_are_verified(capsys, tmp_path):
     flip(save(tmp_path, 3) / "common.pt")
     save(tmp_path, 6)
     damage = ["common.pt"]
@@ -322,7 +322,7 @@ def test_which_checkpoints(capsys, tmp_path):
     assert code == 1 and re.findall(r"\d", missing) == ["5", "3", "6"]
 
 
-def test_a_directory_without_checkpoints(capsys, tmp_path):
+def test_directory_without_checkpoints_is_a_problem(capsys, tmp_path):
     found = code, (problem,) = verify(capsys, tmp_path)
     assert code == 1 and "checkpoint" in problem and verify(capsys, tmp_path, "--all") == found
 
@@ -339,7 +339,7 @@ def test_a_directory_without_checkpoints(capsys, tmp_path):
     ],
     ids=str,
 )
-def test_usage(tmp_path, monkeypatch, argv):
+def test_usage_error_exits_with_code_2(tmp_path, monkeypatch, argv):
     save(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -348,7 +348,7 @@ def test_usage(tmp_path, monkeypatch, argv):
 
 
 @pytest.mark.parametrize("tool", ["verify_checkpoint", "inspect_checkpoint"])
-def test_it_needs_no_torch(tmp_path, tool):
+def test_tools_do_not_import_torch(tmp_path, tool):
     save(tmp_path)
     program = f"import sys, {tool}; {tool}.main([{str(tmp_path)!r}]); print('torch' in sys.modules)"
     done = subprocess.run(
@@ -357,7 +357,7 @@ def test_it_needs_no_torch(tmp_path, tool):
     assert done.stdout.endswith("False\n"), done.stderr
 
 
-def test_boxes_are_whole_if_each_element_is_in_one_of_them():
+def test_coverage_requires_each_element_exactly_once():
     """Compared with counting elements, for random boxes of small tensors."""
     rng, whole = random.Random(4), 0
     for _ in range(3000):
@@ -377,7 +377,7 @@ def test_boxes_are_whole_if_each_element_is_in_one_of_them():
 
 
 @each_row("reach", [lambda n, many: (2 * many - n, 1), lambda n, many: (2 * many, 1), lambda *_: (1, 1)])
-def test_any_boxes_are_compared_in_linear_time(reach):
+def test_coverage_check_runs_in_linear_time(reach):
     def seconds(many):
         regions = [Region((n, n), reach(n, many)) for n in range(many)]
         boxes = [StoredBox("file", "w", "master", (4 * many, 4 * many), region, 0) for region in regions]

@@ -13,14 +13,14 @@ PLAIN = Pipeline(3, ((0, 0), (1, 0)))
 INTERLEAVED = Pipeline(2, ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)))
 
 
-def test_the_stages_of_1f1b_pass_micro_batches_on_in_order():
+def test_1f1b_stages_send_micro_batches_in_order():
     assert PLAIN.chunks == 1
     assert PLAIN.sent_by(0, F) == PLAIN.sent_by(1, F) == [Crossing(F, 0, 0), Crossing(F, 0, 1)]
     assert PLAIN.sent_by(2, B) == PLAIN.sent_by(1, B) == [Crossing(B, 0, 0), Crossing(B, 0, 1)]
     assert PLAIN.sent_by(2, F) == PLAIN.sent_by(0, B) == PLAIN.received_by(0, F) == PLAIN.received_by(2, B) == []
 
 
-def test_interleaved_chunks_go_around():
+def test_interleaved_chunks_wrap_around_stages():
     def pairs(crossings):
         return [(c.micro_batch, c.chunk) for c in crossings]
 

@@ -67,7 +67,7 @@ def check(directory, iteration: int, keys: list[str] = KEYS) -> None:
         assert (read.dtype, read.shape) == (held.dtype, held.shape) and torch.equal(read, held)
 
 
-def test_what_was_written_is_read_by_its_key(make, directory):
+def test_logged_tensors_are_read_by_key(make, directory):
     writer = log(make(), 9, 10)
     assert writer.log_bytes == SLOT
     assert LogReader(directory).iterations() == writer.iterations == [9, 10]
@@ -76,7 +76,7 @@ def test_what_was_written_is_read_by_its_key(make, directory):
     assert writer.failure() is None
 
 
-def test_an_iteration_that_is_not_over_is_not_there(make, directory):
+def test_unfinished_iteration_is_absent(make, directory):
     writer = log(make(), 1)
     writer.begin(2)
     for key in KEYS:
@@ -89,7 +89,7 @@ def test_an_iteration_that_is_not_over_is_not_there(make, directory):
     check(directory, 2)
 
 
-def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, monkeypatch):
+def test_log_file_is_linked_last_and_link_failure_is_reported(make, directory, monkeypatch):
     def fail(slot, name):
         damages.extend(source.find_damage() for source in read_stored_boxes(LocalBlob(slot)))
         raise OSError("no-more-names")
@@ -101,7 +101,7 @@ def test_a_name_comes_last_and_where_there_is_none_it_is_said(make, directory, m
     assert only_code(writer.failure()) == "storage-unwritable" and "no-more-names" in writer.failure()
 
 
-def test_damage_and_another_layout_are_found(make, directory):
+def test_damage_truncation_and_unknown_keys_are_detected(make, directory):
     log(make(), 1)
     with raises("log-missing", "other gradient"):
         LogReader(directory).read(1, "other gradient")
@@ -117,7 +117,7 @@ def test_damage_and_another_layout_are_found(make, directory):
         LogReader(directory).read(1, KEYS[0])
 
 
-def test_collected_memory_is_used_again(make, directory):
+def test_collected_log_buffers_are_reused(make, directory):
     writer = log(make(), 1, 2, 3)
     inodes = {path.stat().st_ino for path in (directory / "slots").iterdir()}
     writer.collect(before=3)
@@ -129,14 +129,14 @@ def test_collected_memory_is_used_again(make, directory):
     assert writer.dropped_iterations == 0
 
 
-def test_the_oldest_go_where_there_is_no_room(make, directory):
+def test_oldest_iterations_are_dropped_at_limit(make, directory):
     writer = log(make(slots=3.5), *range(1, 6))
     assert LogReader(directory).iterations() == writer.iterations == [3, 4, 5]
     assert writer.bytes == 3 * SLOT and writer.dropped_iterations == 2
     check(directory, 3)
 
 
-def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
+def test_exhausted_memory_acts_as_limit(make, directory, monkeypatch):
     writer = make(slots=100)
 
     def no_more(*_, **__):
@@ -147,12 +147,12 @@ def test_memory_that_ends_is_a_limit(make, directory, monkeypatch):
     assert LogReader(directory).iterations() == [2, 3] and writer.dropped_iterations == 1
 
 
-def test_too_low_a_limit_is_refused(make):
+def test_too_low_limit_is_refused(make):
     with raises("log-memory-too-small", f"{SLOT:,}", "--limit", "--logging"):
         make(slots=1.9)
 
 
-def test_the_next_process_of_the_rank_takes_over(make, directory):
+def test_next_process_of_rank_takes_over_logs(make, directory):
     log(make(), 1, 2).begin(3)  # it is gone, without closing anything
     writer = make()
     assert writer.iterations == [1, 2]
@@ -164,18 +164,18 @@ def test_the_next_process_of_the_rank_takes_over(make, directory):
     assert LogReader(directory).iterations() == [3]
 
 
-def test_what_is_of_another_layout_is_not_taken_over(make, directory):
+def test_logs_of_other_layout_are_discarded(make, directory):
     log(make(), 1).close()
     assert make(entries=ENTRIES[:-1], slots=8).iterations == [] == LogReader(directory).iterations()
 
 
-def test_a_run_that_went_back_drops_what_is_to_come_again(make, directory):
+def test_rollback_drops_later_iterations(make, directory):
     writer = log(make(), 1, 2, 3)
     writer.begin(2)
     assert LogReader(directory).iterations() == [1]
 
 
-def test_what_was_not_announced_is_refused(make):
+def test_unexpected_log_entries_are_refused(make):
     writer = make()
     writer.begin(1)
     writer.write(KEYS[0], tensor(1, KEYS[0]))
@@ -186,7 +186,7 @@ def test_what_was_not_announced_is_refused(make):
         writer.end()
 
 
-def test_an_iteration_may_log_some_of_the_keys(make, directory):
+def test_iteration_may_log_subset_of_keys(make, directory):
     writer, some = log(make(), 1), [KEYS[3], KEYS[1]]
     log(writer, 2, keys=some)
     log(writer, 3)
@@ -200,7 +200,7 @@ def test_an_iteration_may_log_some_of_the_keys(make, directory):
         writer.write(KEYS[0], tensor(4, KEYS[0]))
 
 
-def test_kinds_of_logs_are_beside_each_other(tmp_path):
+def test_log_kinds_have_separate_directories(tmp_path):
     one, other = (log_directory(tmp_path, 3, kind) for kind in ("logs", "gradients"))
     writers = [LogWriter(place, ENTRIES, 4 * SLOT, torch.device("cpu"), **WORDS) for place in (one, other)]
     log(writers[0], 1)
@@ -212,7 +212,7 @@ def test_kinds_of_logs_are_beside_each_other(tmp_path):
     assert not other.exists()
 
 
-def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
+def test_close_keeps_complete_logs_and_delete_removes_all(make, directory):
     log(make(), 1).close()
     assert [path.name for path in directory.rglob("*") if path.is_file()] == [log_path(directory, 1).name]
     check(directory, 1)
@@ -220,7 +220,7 @@ def test_closing_leaves_what_is_whole_and_forgetting_nothing(make, directory):
     assert not directory.exists()
 
 
-def test_a_generation_that_ends_leaves_whole_logs_and_its_memory_to_the_next(make, directory, monkeypatch):
+def test_ended_generation_leaves_complete_logs_and_buffers(make, directory, monkeypatch):
     writer = log(make(), 1, 2)
     slots = {path.stat().st_ino for path in (directory / "slots").iterdir()}
     writer.begin(3)

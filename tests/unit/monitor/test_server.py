@@ -31,7 +31,7 @@ def monitored(tmp_path):
         yield started
 
 
-def test_metrics_equal_the_events_as_they_arrive(monitored):
+def test_metrics_match_events_as_they_arrive(monitored):
     events = saved().tell("exit", 1.0, reason="done", code=0).events
     monitored.send(**agent_state())
     for begin, end in ((0, 10), (10, len(events))):
@@ -61,7 +61,7 @@ def test_torn_and_replaced_files_and_unknown_lines_are_read(monitored):
     assert_metrics_equal_events(monitored.metrics(), Story().start().usual(2).events)
 
 
-def test_open_page_gets_a_loss(monitored):
+def test_open_page_receives_loss(monitored):
     monitored.write(Story().start().usual(4).events)
     connection = http.client.HTTPConnection("127.0.0.1", monitored.port("dashboard"), timeout=30)
     connection.request("GET", "/updates")
@@ -90,7 +90,7 @@ class Tags(HTMLParser):
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror='alert(2)'>\x1b[2J"
 
 
-def test_foreign_strings_are_text(monitored):
+def test_foreign_strings_are_escaped(monitored):
     story = Story().tell("choice", iteration=1, reason=HOSTILE, ckpt_policy=HOSTILE)
     story.tell("start", 1.0, iteration=0, run=HOSTILE, world_size=2, startup_s={})
     story.tell("generation", 1.0, reason=HOSTILE, cause=HOSTILE, noticed_s=0.1, met_s=0.1).usual(3)
@@ -123,7 +123,7 @@ def test_monitor_is_read_only(monitored):
     assert monitored.get("/../../etc/passwd")[0] == 404
 
 
-def test_token_is_needed_beyond_loopback(tmp_path):
+def test_token_is_required_beyond_loopback(tmp_path):
     with Monitored(tmp_path, token="a secret", address="0.0.0.0") as monitored:
         for path, name in (
             ("/", "dashboard"),
@@ -140,7 +140,7 @@ def test_token_is_needed_beyond_loopback(tmp_path):
         assert "a secret" not in monitored.console
 
 
-def test_port_in_use_is_one_sentence_and_the_rest_works(tmp_path):
+def test_used_port_is_reported_and_other_server_works(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with Monitored(tmp_path / "a", "--metrics-port", port, "--dashboard-port", "0") as monitored:
@@ -150,7 +150,7 @@ def test_port_in_use_is_one_sentence_and_the_rest_works(tmp_path):
             assert monitored.process.wait(60) == 3 and monitored.console.count("\n") == 2
 
 
-def test_hook_gets_each_event_once_and_its_failure_ends_nothing(tmp_path):
+def test_hook_gets_each_event_once_and_its_failure_is_harmless(tmp_path):
     story = Story().start().usual(3).generation(1.0).resume(1.0)
     passed = tmp_path / "passed"
     with Monitored(tmp_path / "a", "--on-event", f'test "$MOC_EVENT" != resume && cat >> {passed}') as monitored:
@@ -176,7 +176,7 @@ def test_update_is_small_with_ten_thousand_workers():
         assert len(content.encode()) <= 200_000
 
 
-def test_problems_are_found_and_a_healthy_run_has_none():
+def test_problems_are_found_and_healthy_run_has_none():
     healthy = Story().start().usual(20)
     job = JobView().updated(agent_state(), healthy.now)
     assert find_problems(fold_events(healthy.events), job, healthy.now) == ()
@@ -238,7 +238,7 @@ def test_node_without_the_events_names_the_one_that_has_them():
     assert "node 0" in problem.text and summarize(fold_events([]), job, 2.0).status == "iteration 9"
 
 
-def test_mfu_is_shown_where_it_is_known():
+def test_mfu_is_shown_if_known():
     from moc.monitor.metrics import render_metrics
 
     for fields, shown in (({}, None), ({"mfu": 0.412}, "41.2 %")):
@@ -249,7 +249,7 @@ def test_mfu_is_shown_where_it_is_known():
         )
 
 
-def test_cost_of_the_monitor():
+def test_monitor_cost_is_bounded():
     assert len(json.dumps(agent_state(workers=8)["workers"])) <= 8 * 150  # bytes, once per second
     story = Story().start()
     for _ in range(200):
@@ -261,7 +261,7 @@ def test_cost_of_the_monitor():
     assert per_event < 0.001  # seconds, in the monitor's process
 
 
-def test_event_file_without_a_launcher_is_served(tmp_path):
+def test_event_file_without_launcher_is_served(tmp_path):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in saved().events))
     command = [sys.executable, str(REPOSITORY / "tools/monitor.py"), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -284,7 +284,7 @@ def test_event_file_without_a_launcher_is_served(tmp_path):
         process.communicate()
 
 
-def test_launcher_that_is_killed_leaves_no_directory(tmp_path):
+def test_killed_launcher_leaves_no_directory(tmp_path):
     directory = tmp_path / "moc-monitor-y"
     directory.mkdir()
     words = [sys.executable, "-m", "moc.monitor.server", "--directory", str(directory), "--metrics-port", "0"]
@@ -302,7 +302,7 @@ def test_launcher_that_is_killed_leaves_no_directory(tmp_path):
     launcher.stderr.close()
 
 
-def test_monitor_reports_the_file_that_it_waits_for(tmp_path):
+def test_monitor_reports_file_it_waits_for(tmp_path):
     words = ["moc.monitor.server", str(tmp_path), "--metrics-port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-m", *words], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, start_new_session=True

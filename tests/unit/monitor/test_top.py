@@ -23,7 +23,7 @@ def shown(capsys, *arguments):
     return output.out, codes
 
 
-def test_file_is_shown_with_escaped_text(tmp_path, capsys):
+def test_event_file_is_shown_with_escaped_text(tmp_path, capsys):
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in story().events))
     output, codes = shown(capsys, str(tmp_path), "--once")
     assert not codes and "worker 2 was killed by signal 9" in output and "\x1b" not in output and "hidden" in output

@@ -12,7 +12,7 @@ from tests.unit.policy.test_pec import persist
 
 @each_row(("k_snapshot", "k_persist", "interval"), [(1, 1, 1), (3, 1, 2), (3, 2, 1), (4, 2, 3), (5, 4, 1), (8, 8, 5)])
 @each_row("from_storage", [0, 3])
-def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, from_storage):
+def test_expected_plt_matches_ledger(k_snapshot, k_persist, interval, from_storage):
     """A policy plans for 8 equally busy experts, and at some checkpoint some were on a node that is lost."""
     shape = ModelShape((1,), 64, 256, 64, 64, 16, 1000, num_experts=8, expert_ffn_hidden_size=256)
     policy = policy_named("pec")(model_operators(shape), Every(interval), k=k_snapshot, k_persist=k_persist)
@@ -40,7 +40,7 @@ def test_the_expected_plt_is_that_of_a_ledger(k_snapshot, k_persist, interval, f
     assert memory == interval * mean_age(8, k_snapshot)
 
 
-def test_numbers_of_experts_that_are_looked_at():
+def test_candidate_expert_counts_include_all_or_powers_of_two():
     assert (
         candidate_expert_counts(1) == [1]
         and candidate_expert_counts(3) == [1, 2, 3]

@@ -32,7 +32,7 @@ def made(name, operators, interval):
 
 
 @given(st.sampled_from(sorted(POLICIES)), questions())
-def test_plans_follow_from_the_question_alone(name, question):
+def test_plan_depends_only_on_its_arguments(name, question):
     operators, interval, iteration, load = question
     asked = copy.deepcopy(load)
     one, other = (made(name, operators, interval) for _ in range(2))
@@ -43,7 +43,7 @@ def test_plans_follow_from_the_question_alone(name, question):
 
 
 @given(st.sampled_from(sorted(POLICIES)), questions())
-def test_plans_name_operators_of_the_model_in_its_order(name, question):
+def test_plan_contains_operators_in_model_order(name, question):
     operators, interval, iteration, load = question
     policy = made(name, operators, interval)
     for plan in filter(None, (policy.plan(iteration, load), full_plan(policy, iteration))):

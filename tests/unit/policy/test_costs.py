@@ -24,13 +24,13 @@ def machine(ks=(1, 2, 4, 16), stages=(FOUR, SMALL), hidden_s=1.0, rate=31.0) -> 
     )
 
 
-def test_a_dense_checkpoint_is_everything():
+def test_dense_checkpoint_is_priced_with_all_state():
     full = registered_policy("full")
     assert list(full.costs.candidates(machine())) == [{}] and full.costs.describe({}) == ""
     assert full.costs.price(machine(), {}) == Price(SnapshotSizes(48.0, 144.0), (), None, 1)
 
 
-def test_partial_checkpoints_have_some_experts():
+def test_partial_checkpoint_is_priced_with_k_experts():
     pec = registered_policy("pec")
     assert list(pec.costs.candidates(machine())) == [{"k": 1}, {"k": 2}, {"k": 4}]
     assert pec.costs.price(machine(), {"k": 4}) == Price(SnapshotSizes(40.0, 120.0), k=4)
@@ -41,7 +41,7 @@ def test_partial_checkpoints_have_some_experts():
     assert (machine().num_experts, machine(ks=()).num_experts) == (16, 0)
 
 
-def test_windows_up_to_the_shortest_that_hides_and_one_more():
+def test_window_candidates_end_after_first_hidden_length():
     """At 31 bytes in an iteration, two of four operators fit beside the compute weights of the others (28 bytes).
 
     2 N - 1 buffers are kept for a window of N snapshots: those of the complete window, and all but one of the next.
@@ -79,7 +79,7 @@ def settings(name="pec", **flags) -> dict:
     return POLICIES[name].settings(asked(**flags), JobShape(ep=2, stages=(0, 0, 1)))
 
 
-def test_settings_follow_from_flags_and_job():
+def test_policy_settings_follow_from_flags_and_job():
     found = settings()
     assert found == dict(
         k=2, k_persist=2, selection="sequential", target="both", ep=2, plt_limit=0.0, persist_every=1,
@@ -94,7 +94,7 @@ def test_settings_follow_from_flags_and_job():
 
 
 @each_row(("persist", "snapshot", "every"), [(12, "4", 3), (4, "4", 1), (None, "4", 1), (12, "auto", 1), (13, "4", 3)])
-def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
+def test_persist_interval_sets_snapshots_per_stored_snapshot(persist, snapshot, every):
     assert settings(persist_interval=persist, snapshot_interval=snapshot)["persist_every"] == every
 
 
@@ -120,18 +120,18 @@ def test_one_snapshot_in_so_many_goes_to_storage(persist, snapshot, every):
     ],
     ids=str,
 )
-def test_flags_that_cannot_work_together_are_refused(flags, sentences):
+def test_conflicting_flags_are_refused(flags, sentences):
     found = list(map(str, POLICIES["pec"].flags.conflicts_in(asked(**flags))))
     assert len(found) == len(sentences) and all(map(str.__contains__, found, sentences))
 
 
-def test_sparse_windows_take_a_snapshot_in_every_iteration():
+def test_sparse_windows_require_snapshot_in_every_iteration():
     refusals = POLICIES["sparse"].flags.conflicts_in
     assert [list(refusals(asked(snapshot_interval=every))) for every in ("auto", "1")] == [[], []]
     assert "4th" in str(next(refusals(asked())))
 
 
-def test_numbers_and_auto():
+def test_number_or_auto_is_parsed():
     assert [number_or_auto(text) for text in ("auto", "1", 12)] == ["auto", "1", "12"]
     for wrong in ("0", "-1", "1.5", "", "all"):
         with raises("value-unreadable", repr(wrong)):
@@ -139,7 +139,7 @@ def test_numbers_and_auto():
     assert isinstance(parse_interval("auto"), IntervalTuner) and parse_interval("auto").budget == 0.03
 
 
-def test_gradients_are_priced_where_every_iteration_has_a_snapshot_in_memory():
+def test_gradients_are_priced_with_snapshot_each_iteration():
     selective = registered_policy("selective")
     full = dataclasses.replace(
         machine(), full_snapshot=SnapshotSizes(160.0, 480.0), with_experts=lambda k: SnapshotSizes(10 * k, 30 * k)

@@ -30,14 +30,14 @@ def recovered(ledger, iterations=5):
     return ledger.after_recovery({0: {0: 1}}).with_debt(ledger, iterations)
 
 
-def test_what_a_recovery_loses_is_owed():
+def test_lost_tokens_become_debt():
     ledger = recovered(base())
     assert ledger.remaining_debt == {0: (20, 0), 3: (0, 0)} == ledger.lost
     assert base().with_debt(base(), 5).debt is None and base().remaining_debt == {}
     assert base().after_recovery({}).with_debt(base(), 5).debt is None
 
 
-def test_only_tokens_beyond_capacity_make_up_for_it():
+def test_only_tokens_beyond_capacity_reduce_debt():
     ledger = trained(recovered(base()))
     assert ledger.remaining_debt[0] == (20, 0) and ledger.debt.left == 4
     ledger = trained(ledger, beyond=(12, 7, 0, 0))
@@ -49,14 +49,14 @@ def test_only_tokens_beyond_capacity_make_up_for_it():
     assert trained(ledger).debt == ledger.debt
 
 
-def test_what_is_owed_when_the_iterations_are_over_is_given_up():
+def test_remaining_debt_is_dropped_after_its_iterations():
     ledger = trained(trained(recovered(base(), iterations=2)), beyond=(5, 0, 0, 0))
     assert ledger.remaining_debt == {} and ledger.debt.totals == (20, 5)
     again = ledger.after_recovery({0: {1: 1}}).with_debt(ledger, 2)  # of iterations 2 to 5
     assert again.remaining_debt == {0: (0, 80), 3: (0, 0)}
 
 
-def test_another_recovery_adds_to_what_is_owed():
+def test_later_recovery_adds_to_debt():
     ledger = trained(recovered(base()), beyond=(12, 0, 0, 0))
     same = ledger.after_recovery({}).with_debt(ledger, 5)
     assert same.debt == ledger.debt  # nothing more is lost, so it goes on as it would have
@@ -65,7 +65,7 @@ def test_another_recovery_adds_to_what_is_owed():
     assert again.debt.left == 5
 
 
-def test_what_is_found_after_all_is_no_longer_owed():
+def test_tokens_recovered_later_reduce_debt():
     stale = recovered(base())
     found = trained(stale).after_recovery({0: {0: 3}}, [base()])  # the state of iteration 3, before it was lost
     assert found.lost[0] == (10, 0) and found.with_debt(trained(stale), 5).remaining_debt == {0: (10, 0), 3: (0, 0)}
@@ -73,7 +73,7 @@ def test_what_is_found_after_all_is_no_longer_owed():
     assert better.with_debt(stale, 5).remaining_debt == {} and better.with_debt(stale, 5).debt.left == 0
 
 
-def test_it_survives_json_and_older_ledgers_owe_nothing():
+def test_debt_survives_json_and_older_ledgers_have_none():
     ledger = trained(recovered(base()), beyond=(12, 0, 0, 0))
     state = json.loads(json.dumps(ledger.state_dict()))
     assert TokenLedger.from_state(state) == ledger
@@ -84,7 +84,7 @@ def test_it_survives_json_and_older_ledgers_owe_nothing():
             TokenLedger.from_state(state | {"debt": wrong})
 
 
-def test_iterations_that_make_up_nothing_still_pass():
+def test_iterations_without_compensation_count_towards_limit():
     debt = TokenDebt(((5, 0),), ((0, 0),), 2)
     assert debt.after_iteration([[0, 3]]).remaining_debt == ((5, 0),) and debt.after_iteration(
         [[0, 0]]

@@ -38,17 +38,17 @@ def chosen_of(experts):
     return [(layer, expert) for layer, row in experts.items() for expert in row]
 
 
-def test_layers_get_experts_in_proportion_to_their_tokens_at_risk():
+def test_layer_shares_are_proportional_to_tokens_at_risk():
     assert allocate_experts({0: [30, 0, 0], 1: [5, 5, 0], 2: [10, 10, 0]}, 6) == {0: 3, 1: 1, 2: 2}
     assert allocate_experts({0: [7, 0], 1: [3, 0]}, 1) == {0: 1, 1: 0}
 
 
-def test_shares_are_rounded_by_their_remainders_and_ties_go_to_the_lower_layer():
+def test_shares_are_rounded_by_remainder_then_layer():
     assert allocate_experts({0: [1, 1], 1: [2, 2], 2: [2, 2]}, 3) == {0: 1, 1: 1, 2: 1}  # 0.6, 1.2 and 1.2
     assert allocate_experts({0: [5, 5], 1: [5, 5], 2: [5, 5]}, 4) == {0: 2, 1: 1, 2: 1}
 
 
-def test_unused_share_of_a_layer_goes_to_other_layers():
+def test_unused_share_of_layer_goes_to_other_layers():
     assert allocate_experts({0: [98, 0], 1: [1, 0, 0], 2: [1, 0, 0]}, 5) == {0: 2, 1: 2, 2: 1}
     assert allocate_experts({0: [5], 1: [5, 5]}, 9) == {0: 1, 1: 2}
 
@@ -59,13 +59,13 @@ def test_without_tokens_at_risk_layers_share_equally():
 
 
 @given(tables(), st.integers(0, 40))
-def test_the_experts_of_all_layers_are_as_many_as_the_budget_has(table, total):
+def test_experts_of_all_layers_add_up_to_budget(table, total):
     given_ = allocate_experts(table, total)
     assert sum(given_.values()) == min(total, len(places(table)))
     assert all(0 <= given_[layer] <= len(table[layer]) for layer in table)
 
 
-def test_algorithm_1_takes_the_experts_with_the_most_tokens_of_each_layer():
+def test_algorithm_1_selects_most_tokens_per_layer():
     unsaved = {0: [3, 9, 3, 0], 1: [1, 2, 2, 0]}
     assert proportional(unsaved, [count_limit(places(unsaved), 4)]) == {0: [0, 1, 2], 1: [1]}
 
@@ -80,7 +80,7 @@ def budgets(draw, table):
 
 
 @given(st.data(), tables(), st.integers(1, 5))
-def test_no_budget_is_exceeded_and_what_would_fit_is_not_left_out(data, table, max_age):
+def test_budgets_are_kept_and_filled(data, table, max_age):
     limits = data.draw(budgets(table))
     ages = {layer: [data.draw(st.integers(0, 9)) for _ in row] for layer, row in table.items()}
     for experts in (proportional(table, limits), per_byte(table, ages, max_age, limits)):
@@ -142,7 +142,7 @@ def plain_proportional(table, limits):
 
 
 @given(st.data(), tables(most=5), st.integers(1, 5))
-def test_experts_are_the_same_as_one_by_one(data, table, max_age):
+def test_selection_matches_plain_algorithm(data, table, max_age):
     """Of which many have equal scores, and costs in common."""
     limits = data.draw(budgets(table))
     limits = data.draw(st.sampled_from([limits, limits[::-1], limits[:1], [*limits, limits[1]]]))  # one also twice
@@ -152,7 +152,7 @@ def test_experts_are_the_same_as_one_by_one(data, table, max_age):
         assert proportional(table, limits) == plain_proportional(table, limits)
 
 
-def test_the_oldest_come_first_on_at_most_half_of_the_budget():
+def test_oldest_experts_use_at_most_half_of_budget():
     score = {0: [9.0, 8.0, 7.0, 0.0, 0.0, 0.0]}
     ages, limits = {0: [1, 1, 1, 11, 13, 12]}, [count_limit(places(score), 4)]
     assert per_byte(score, ages, 10, limits) == {0: [0, 1, 4, 5]}
@@ -160,7 +160,7 @@ def test_the_oldest_come_first_on_at_most_half_of_the_budget():
     assert per_byte(score, ages, 10, [count_limit(places(score), 1)]) == {0: [0]}  # half an expert is none
 
 
-def test_a_busy_rank_is_passed_over_for_one_with_room():
+def test_expert_of_full_rank_is_skipped_for_rank_with_room():
     cost = {(0, 0): {0: 5}, (0, 1): {0: 5}, (0, 2): {1: 5}}
     limits = [Limit({0: 6, 1: 6}, cost)]
     assert per_byte({0: [9.0, 8.0, 1.0]}, {0: [0, 0, 0]}, MANY, limits) == {0: [0, 2]}
@@ -168,12 +168,12 @@ def test_a_busy_rank_is_passed_over_for_one_with_room():
     assert limits[0].expert_count() == 2 and Limit({}, {}).expert_count() == 0
 
 
-def test_a_score_grows_with_tokens_and_with_age():
+def test_score_increases_with_tokens_and_age():
     assert scores({0: [4, 0, 2]}, {0: [0, 9, 3]}, "tokens") == {0: [4.0, 0.0, 2.0]}
     assert scores({0: [4, 0, 2]}, {0: [0, 9, 3]}, "tokens-age") == {0: [4.0, 0.0, 8.0]}
 
 
-def test_the_least_risk_of_a_steady_state():
+def test_steady_risk_matches_manual_calculation():
     assert steady_risk([4.0, 4.0], 1) == pytest.approx(4.0)  # each every second time, when it has 4 or none
     assert steady_risk([5.0, 5.0, 0.0], 2) == 0.0 and steady_risk([5.0], 0) == math.inf and steady_risk([], 0) == 0.0
     # the busiest one always, the others in turn
@@ -184,7 +184,7 @@ def test_the_least_risk_of_a_steady_state():
 
 
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=8), st.integers(1, 6))
-def test_no_intervals_leave_less_at_risk(rates, number):
+def test_steady_risk_is_lower_bound_of_random_intervals(rates, number):
     """Random intervals that keep to the budget are tried."""
     least, draw = steady_risk(rates, number), random.Random(0)
     for _ in range(50):
@@ -212,7 +212,7 @@ def at_risk(trace, experts, choose, skip=10):
 
 
 @each_row(("experts", "paper", "ours"), [(2, 4.83, 2.61), (4, 1.94, 1.03), (8, 0.490, 0.276), (13, 0.106, 0.055)])
-def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(trace, experts, paper, ours):
+def test_recorded_loads_risk_fewer_tokens_than_algorithm_1(trace, experts, paper, ours):
     by_rule, by_age = by_both(trace, experts)
     assert by_rule == pytest.approx(paper, rel=0.03) and by_age == pytest.approx(ours, rel=0.03)
     assert by_age < 0.6 * by_rule
@@ -220,7 +220,7 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(trace, e
 
 
 @each_row("experts", [2, 4, 8, 13])
-def test_of_the_last_fifth_of_recorded_loads_as_many_fewer(trace, experts):
+def test_last_fifth_of_loads_has_fewer_tokens_at_risk(trace, experts):
     """Of a run under way: at the start of one all experts are new, and both rules choose the popular ones."""
     skip = len(trace) - len(trace) // 5
     by_rule, by_age = by_both(trace, experts, skip)
@@ -230,7 +230,7 @@ def test_of_the_last_fifth_of_recorded_loads_as_many_fewer(trace, experts):
 
 @each_row("experts", [2, 4, 8])
 @each_row(("start", "most"), [("cold", 0.75), ("warm", 0.6)])
-def test_with_the_default_age_limit_fewer_tokens_are_at_risk_too(trace, experts, start, most):
+def test_default_age_limit_leaves_fewer_tokens_at_risk(trace, experts, start, most):
     """Both rules save the same number of states; a warm start has replayed the first half of the recording."""
     rows, skip = (trace[:100], 10) if start == "cold" else (trace, len(trace) // 2)
     limits = [count_limit(places(dict(enumerate(trace[0]))), experts * len(trace[0]))]

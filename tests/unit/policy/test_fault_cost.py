@@ -31,7 +31,7 @@ def told(flags: str, **settings) -> tuple[str, dict] | None:
 
 
 @each_row("tier", TIERS)
-def test_what_is_expected_follows_from_the_flags(tier):
+def test_expected_fault_cost_follows_from_flags(tier):
     text, fields = told(TIERS[tier])
     if tier == "disk":  # ages of 0 to 15 snapshots
         assert fields == {"plt": pytest.approx(75 / 10_000), "oldest": 150}
@@ -46,7 +46,7 @@ def test_what_is_expected_follows_from_the_flags(tier):
         assert fields.keys() == {"plt", "oldest"} and "--persist-interval" in text
 
 
-def test_nothing_is_said_of_what_load_decides():
+def test_fault_cost_of_load_aware_selection_is_not_predicted():
     assert told(TIERS["disk"], selection="load_aware") is None
 
 
@@ -61,7 +61,7 @@ def made(experts, k, k_persist, every=1, interval=1, **settings):
 @each_row(
     ("experts", "k", "k_persist", "every"), [(16, 4, 1, 1), (16, 4, 1, 5), (16, 4, 1, 4), (8, 3, 2, 3), (8, 8, 8, 2)]
 )
-def test_ages_are_those_of_the_policy(experts, k, k_persist, every, interval):
+def test_expected_ages_match_policy(experts, k, k_persist, every, interval):
     policy, memory, storage, seen = made(experts, k, k_persist, every, interval), {}, {}, ([], [])
     for snapshot in range(1, 80 * every + 1):
         iteration = snapshot * interval
@@ -81,14 +81,14 @@ def test_ages_are_those_of_the_policy(experts, k, k_persist, every, interval):
         assert abs(told.oldest - max(flat)) <= interval * every  # where the turn stands still
 
 
-def test_two_levels():
+def test_expected_ages_match_figure_15_for_both_tiers():
     """MoC-System, Figure 15(a): N = 16, K_snapshot = 4, K_persist = 1."""
     memory, storage = made(16, 4, 1).expected(persists=True)
     assert (memory.mean, memory.oldest) == (1.5, 3) and (storage.mean, storage.oldest) == (7.5, 15)
     assert made(16, 4, 1).expected(persists=False) == (memory, None)
 
 
-def test_nothing_is_said_of_what_is_not_known():
+def test_unknown_fault_cost_is_not_predicted():
     assert made(8, 1, 1, selection="load_aware").expected(True) is None
     shape = ModelShape((0, 0), 64, 256, 64, 64, 16, 1000)
     assert policy_named("pec")(model_operators(shape), Every(1)).expected(True) is None

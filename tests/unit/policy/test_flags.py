@@ -32,9 +32,9 @@ def played(stages: int, micro_batches: int) -> float:
 
 
 @each_row(("stages", "micro_batches"), [(1, 4), (2, 2), (4, 4), (4, 16), (8, 3)])
-def test_1f1b_waits_as_estimated(stages, micro_batches):
+def test_bubble_share_matches_played_1f1b_schedule(stages, micro_batches):
     assert bubble_share(stages, micro_batches) == pytest.approx(played(stages, micro_batches))
 
 
-def test_virtual_stages_shorten_it():
+def test_virtual_stages_shorten_bubbles():
     assert bubble_share(4, 8, 2) == 1.5 / 9.5 and bubble_share(1, 8, 2) == 0.0

@@ -52,14 +52,14 @@ def happened(found, trace, experts):
 
 
 @each_row(("experts", "gradients", "within"), [(2, False, 0.15), (4, False, 0.15), (2, True, 0.15), (4, True, 0.3)])
-def test_lost_tokens_are_foreseen(run, trace, experts, gradients, within):
+def test_predicted_lost_tokens_match_policy(run, trace, experts, gradients, within):
     found = foreseen(run, experts, gradients)
     told = happened(found, trace, experts)
     assert found.saving.at_risk == pytest.approx(told, rel=within)
     assert found.plt == pytest.approx(found.saving.at_risk / 3600)
 
 
-def test_where_gradients_cover_nearly_all_experts_little_is_foreseen_and_lost(run, trace):
+def test_covering_gradients_predict_and_lose_little(run, trace):
     found = foreseen(run, 8, gradients=True)
     states = foreseen(run, 8, gradients=False)
     assert max(found.saving.at_risk, happened(found, trace, 8)) < 0.05 < 0.2 < states.saving.at_risk

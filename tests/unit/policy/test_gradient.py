@@ -47,7 +47,7 @@ def asked(**flags) -> SimpleNamespace:
 
 @settings(deadline=None)
 @given(WINDOWS, STAGES)
-def test_each_operator_is_in_full_once_in_a_round_and_as_gradients_otherwise(window, stages):
+def test_operator_is_full_once_per_round_else_gradients(window, stages):
     first, *plans = run(Gradient(OPERATORS, None, window=window, ep=2, stages=stages), range(1, 2 + 3 * window))
     assert first.complete and first.supersedes == 1
     for start in range(0, 3 * window, window):
@@ -61,7 +61,7 @@ def test_each_operator_is_in_full_once_in_a_round_and_as_gradients_otherwise(win
 
 @settings(deadline=None)
 @given(WINDOWS, STAGES, st.integers(0, 30))
-def test_what_a_snapshot_does_not_supersede_leads_to_its_iteration(window, stages, more):
+def test_unsuperseded_snapshots_lead_to_their_iteration(window, stages, more):
     plans = run(Gradient(OPERATORS, None, window=window, ep=2, stages=stages), range(5, 6 + more))
     last = plans[-1]
     held = [kept(plan) for plan in plans if plan.iteration >= last.supersedes]
@@ -77,14 +77,14 @@ def test_what_a_snapshot_does_not_supersede_leads_to_its_iteration(window, stage
     assert next(recoveries(without_one, OPERATORS, exact=True), None) is None
 
 
-def test_a_gap_ends_a_chain_and_recovery_goes_back_before_it():
+def test_gap_ends_chain_and_recovery_uses_earlier_iteration():
     plans = run(Gradient(OPERATORS, None, window=3), range(1, 9))
     held = [kept(plan) for plan in plans if plan.iteration != 7]
     assert next(recoveries(held, OPERATORS, exact=True)).iteration == 6
     assert {one[0] for one in needed(held, OPERATORS, True, 1)} == {4, 5, 6, 8}
 
 
-def test_a_round_in_storage_is_whole_at_its_end_alone():
+def test_stored_round_is_complete_only_at_its_end():
     policy, stored = Gradient(OPERATORS, None, window=3), []
     for iteration in range(1, 8):
         plan = policy.plan(iteration)
@@ -98,7 +98,7 @@ def test_a_round_in_storage_is_whole_at_its_end_alone():
     assert set(details[2]) == {one.name for one in OPERATORS}
 
 
-def test_a_skipped_iteration_or_a_lost_snapshot_is_followed_by_a_full_one():
+def test_full_snapshot_follows_skipped_or_lost_one():
     policy = Gradient(OPERATORS, None, window=4)
     run(policy, range(1, 5))
     assert policy.plan(6).complete and not policy.plan(5).complete
@@ -108,7 +108,7 @@ def test_a_skipped_iteration_or_a_lost_snapshot_is_followed_by_a_full_one():
 
 @settings(deadline=None)
 @given(WINDOWS, st.integers(1, 20))
-def test_the_state_goes_through_json(window, iterations):
+def test_state_survives_json(window, iterations):
     policy, other = (Gradient(OPERATORS, None, window=window) for _ in range(2))
     run(policy, range(1, 1 + iterations))
     other.loading(json.loads(json.dumps(policy.state_dict())))()
@@ -120,7 +120,7 @@ def test_the_state_goes_through_json(window, iterations):
         other.loading(policy.state_dict() | {"bases": [1]})()
 
 
-def test_turns_are_balanced_within_a_rank():
+def test_base_turns_are_balanced_within_rank():
     experts = [one.name for one in OPERATORS if one.expert is not None and one.layer == 0]
     plans = run(Gradient(OPERATORS, None, window=2, ep=2), range(1, 4))[1:]
     for rank in (experts[:2], experts[2:]):
@@ -128,11 +128,11 @@ def test_turns_are_balanced_within_a_rank():
 
 
 @each_row("hidden_s, window", [(1.0, 1), (0.9, 2), (0.67, 2), (0.6, 3), (0.5, 4), (0.42, 8), (0.1, MAX_WINDOW)])
-def test_the_shortest_window_whose_snapshots_hide(hidden_s, window):
+def test_shortest_hidden_window_is_found(hidden_s, window):
     assert shortest_window(12.0, 4.0, hidden_s, 12.0) == window
 
 
-def test_the_window_is_measured():
+def test_window_follows_measurements():
     policy = Gradient(OPERATORS, None)
     policy.on_sizes(lambda operators: {Detail.FULL: 12.0, Detail.GRAD: 4.0}[next(iter(operators.values()))])
     assert policy.plan(3) is None  # nothing is measured
@@ -144,12 +144,12 @@ def test_the_window_is_measured():
     assert "1.2e-08 GB/s" in policy.report.reason() and "0.5 s" in policy.report.reason()
 
 
-def test_a_window_of_one_is_everything_each_time():
+def test_window_of_one_saves_everything_each_time():
     plans = run(Gradient(OPERATORS, None, window=1), range(1, 5))
     assert all(plan.complete and plan.supersedes == plan.iteration for plan in plans)
 
 
-def test_what_is_refused():
+def test_unsupported_settings_are_refused():
     assert list(POLICIES[Gradient.name].flags.conflicts_in(asked())) == []
     assert "--ckpt-tier memory" in str(
         next(POLICIES[Gradient.name].flags.unmet_requirements(asked(ckpt_tier="disk"), JobShape()))

@@ -66,7 +66,7 @@ def settled(**costs):
 
 @settings(max_examples=60, deadline=None)
 @given(clocks())
-def test_steady_overhead_is_within_the_budget(clock):
+def test_steady_overhead_is_within_budget(clock):
     clock.snapshots(SNAPSHOTS)
     before, clock.lost_s = clock.starts[-1], 0.0
     clock.snapshots(8)
@@ -77,7 +77,7 @@ def test_steady_overhead_is_within_the_budget(clock):
 
 @settings(max_examples=60, deadline=None)
 @given(clocks())
-def test_no_shorter_interval_would_do(clock):
+def test_interval_is_shortest_within_budget(clock):
     clock.snapshots(SNAPSHOTS + 2)
     assert close(clock.interval.interval, clock)
     assert clock.interval.overhead <= clock.interval.budget * (1 + 1e-9)
@@ -88,7 +88,7 @@ def test_no_shorter_interval_would_do(clock):
 
 
 @given(observations, BUDGETS)
-def test_whatever_is_measured_the_interval_is_positive_and_nothing_starts_in_flight(measured, budget):
+def test_interval_is_positive_for_any_measurement(measured, budget):
     tuner = IntervalTuner(budget)
     for iteration, (iteration_s, stall_s, snapshot, busy) in enumerate(measured, 1):
         tuner.observe(ObservedIteration(iteration_s, stall_s, snapshot, busy))
@@ -97,7 +97,7 @@ def test_whatever_is_measured_the_interval_is_positive_and_nothing_starts_in_fli
 
 
 @given(observations, BUDGETS, st.data())
-def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
+def test_ranks_with_same_observations_have_same_interval(measured, budget, data):
     tuners = [IntervalTuner(budget) for _ in range(3)]
     for iteration, observation in enumerate(measured, 1):
         for tuner in tuners:
@@ -109,7 +109,7 @@ def test_ranks_that_are_told_the_same_answer_the_same(measured, budget, data):
 
 
 @given(observations, observations, BUDGETS)
-def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, budget):
+def test_state_survives_json_and_synchronizes_ranks(before, after, budget):
     survivor, replacement = IntervalTuner(budget), IntervalTuner(budget)
     for observation in before:
         survivor.observe(ObservedIteration(*observation))
@@ -126,7 +126,7 @@ def test_state_survives_json_and_brings_all_ranks_to_one_point(before, after, bu
         assert survivor.state_dict() == replacement.state_dict()
 
 
-def test_a_resumed_run_keeps_its_interval_and_does_not_save_at_once():
+def test_resumed_run_keeps_interval():
     clock = settled(stall_s=1.5)
     resumed = Clock(IntervalTuner(0.03), stall_s=1.5)
     resumed.interval.load_state_dict(clock.interval.state_dict())
@@ -135,7 +135,7 @@ def test_a_resumed_run_keeps_its_interval_and_does_not_save_at_once():
     assert resumed.starts == [50, 100]
 
 
-def test_nothing_is_saved_before_iterations_are_known():
+def test_nothing_is_saved_before_iterations_are_measured():
     clock = Clock(IntervalTuner(), stall_s=2).snapshots(SNAPSHOTS)
     assert clock.starts[0] == WARM_UP + PROFILE_BLOCKS * BLOCK
     assert [b - a for a, b in zip(clock.starts, clock.starts[1:], strict=False)] == [BLOCK + 1, BLOCK + 1]
@@ -143,7 +143,7 @@ def test_nothing_is_saved_before_iterations_are_known():
 
 @each_row("dear, cheap", [({"stall_s": 6}, {"stall_s": 0.6}), ({"persist_s": 90}, {"persist_s": 3})])
 @each_row("upwards", [True, False])
-def test_a_lasting_change_of_the_cost_counts_with_the_second_snapshot(dear, cheap, upwards):
+def test_lasting_cost_change_counts_from_second_snapshot(dear, cheap, upwards):
     first, then = (cheap, dear) if upwards else (dear, cheap)
     clock = settled(**first)
     clock.snapshots(3)
@@ -157,7 +157,7 @@ def test_a_lasting_change_of_the_cost_counts_with_the_second_snapshot(dear, chea
 
 @each_row("factor", [0.25, 4])
 @each_row("costs", [{"stall_s": 1.0}, {"persist_s": 30.0}, {"persist_s": 30.0, "slowdown": 0.1}])
-def test_a_lasting_change_of_the_iteration_time_is_followed(factor, costs):
+def test_lasting_change_of_iteration_time_is_followed(factor, costs):
     clock = settled(**costs)
     clock.iteration_s *= factor
     clock.run(BLOCKS * REFRESH + 5 * ideal(clock)).snapshots(1)
@@ -166,7 +166,7 @@ def test_a_lasting_change_of_the_iteration_time_is_followed(factor, costs):
 
 
 @each_row("hiccup", [range(0, 1), range(20, 21), range(3, 5)])
-def test_a_hiccup_does_not_count(hiccup):
+def test_temporary_slowdown_does_not_count(hiccup):
     clock = settled(stall_s=0.9, persist_s=8, slowdown=0.05)
     clock.snapshots(2)
     was = clock.interval.interval
@@ -198,7 +198,7 @@ def test_slowdown_in_bursts_counts():
     assert tuner.snapshot_s == pytest.approx(6.0) and tuner.interval == 200
 
 
-def test_a_stall_after_the_flight_counts():
+def test_stall_after_snapshot_counts():
     tuner, since = IntervalTuner(0.03), None
     for iteration in range(1000):
         stall = 1.5 if since == 1 else 0.0
@@ -209,14 +209,14 @@ def test_a_stall_after_the_flight_counts():
     assert tuner.interval == 50
 
 
-def test_iterations_that_happen_to_be_shorter_do_not_pay_for_a_stall():
+def test_shorter_iterations_do_not_hide_a_stall():
     clock = settled(stall_s=1.5, persist_s=45)
     clock.iteration_s = 0.9
     clock.snapshots(3)
     assert clock.interval.snapshot_s == pytest.approx(1.5)
 
 
-def test_snapshots_that_cost_nothing_are_taken_in_every_iteration():
+def test_free_snapshots_are_taken_in_every_iteration():
     clock = settled()
     before = len(clock.starts)
     clock.run(10 * REFRESH)
@@ -226,7 +226,7 @@ def test_snapshots_that_cost_nothing_are_taken_in_every_iteration():
     assert waits == list(range(clock.starts[SNAPSHOTS - 1] + REFRESH - 1, clock.starts[-1], REFRESH + BLOCK))
 
 
-def test_an_unplanned_snapshot_is_measured_too():
+def test_unplanned_snapshot_is_measured():
     tuner = IntervalTuner(0.03)
     for iteration in range(100):
         started = iteration % 20 == 0
@@ -234,7 +234,7 @@ def test_an_unplanned_snapshot_is_measured_too():
     assert tuner.is_settled and tuner.interval == 34
 
 
-def test_a_snapshot_that_another_overtakes_is_not_measured():
+def test_overtaken_snapshot_is_not_measured():
     clock = settled(stall_s=0.9)
     was = clock.interval.state_dict()
     for _ in range(SNAPSHOTS + 1):
@@ -243,7 +243,7 @@ def test_a_snapshot_that_another_overtakes_is_not_measured():
 
 
 @each_row("budget", [0, -0.03, math.nan, math.inf])
-def test_the_budget_must_be_positive(budget):
+def test_budget_must_be_positive(budget):
     with raises("value-out-of-range"):
         IntervalTuner(budget)
 
@@ -258,7 +258,7 @@ def test_impossible_times_are_refused(iteration_s, stall_s):
     "state",
     [[], {"iteration_s": 1.0}, {"iteration_s": [0.0], "snapshots": []}, {"iteration_s": [1.0], "snapshots": [3]}],
 )
-def test_a_foreign_state_is_refused_and_changes_nothing(state):
+def test_invalid_saved_state_is_refused_without_change(state):
     clock = settled(stall_s=1.5)
     was = clock.interval.state_dict()
     with raises("saved-state-invalid"):
@@ -266,14 +266,14 @@ def test_a_foreign_state_is_refused_and_changes_nothing(state):
     assert clock.interval.state_dict() == was
 
 
-def test_a_fixed_interval_is_a_multiple():
+def test_fixed_interval_is_due_at_multiples():
     every = Every(5)
     every.observe(ObservedIteration(1.0, 100.0, snapshot_started=True, snapshot_pending=True))
     assert [iteration for iteration in range(16) if every.is_due(iteration)] == [5, 10, 15]
     every.load_state_dict(every.state_dict())
 
 
-def test_intervals_by_name():
+def test_interval_is_parsed_from_flag():
     assert parse_interval("7") == Every(7)
     assert parse_interval("auto", 0.05).budget == 0.05
 
@@ -291,7 +291,7 @@ def measured(iterations, seen):
     return found
 
 
-def test_times_without_stalls_and_rates():
+def test_measured_times_exclude_stalls_and_give_rates():
     seen = ObservedIteration(
         3.0, stall_s=1.0, forward_backward_s=1.5, copied=Transfer(80.0, 2.0), written=Transfer(80.0, 8.0)
     )
@@ -307,7 +307,7 @@ def test_times_without_stalls_and_rates():
     assert found.medians == {"iteration_s": 2.0, "forward_backward_s": 1.5, "copy_rate": 40.0, "write_rate": 10.0}
 
 
-def test_the_first_iterations_do_not_count_and_one_hiccup_neither():
+def test_first_iterations_and_one_outlier_do_not_count():
     found = measured(WARM_UP, ObservedIteration(100.0, forward_backward_s=90.0))
     assert not found.medians
     for _ in range(BLOCK - 1):
@@ -319,14 +319,14 @@ def test_the_first_iterations_do_not_count_and_one_hiccup_neither():
     assert found.medians == {"iteration_s": 2.0, "forward_backward_s": 1.0}
 
 
-def test_what_was_long_ago_is_forgotten():
+def test_old_measurements_are_forgotten():
     found = measured(WARM_UP + BLOCK, ObservedIteration(1.0, forward_backward_s=1.0, replicated=Transfer(1.0, 1.0)))
     for _ in range(BLOCK * BLOCKS):
         found.observe(ObservedIteration(4.0, forward_backward_s=3.0, replicated=Transfer(6.0, 1.0)))
     assert found.medians == {"iteration_s": 4.0, "forward_backward_s": 3.0, "replicate_rate": 6.0}
 
 
-def test_bubbles_count_where_they_are_timed():
+def test_timed_bubbles_are_measured():
     found = measured(WARM_UP + BLOCK, ObservedIteration(4.0, forward_backward_s=3.0))
     assert "bubble_s" not in found.medians and "bubble_s" not in found.state_dict()
     for _ in range(BLOCK):
@@ -336,7 +336,7 @@ def test_bubbles_count_where_they_are_timed():
     assert again.medians == found.medians
 
 
-def test_faults_shorten_what_is_expected_from_one_to_the_next():
+def test_faults_shorten_expected_mtbf():
     found = Measurements()
     assert found.mtbf_s == UNDISTURBED_MTBF_S
     found.trained_s, found.faults = 36_000.0, 9
@@ -345,7 +345,7 @@ def test_faults_shorten_what_is_expected_from_one_to_the_next():
     assert found.mtbf_s == pytest.approx(1e6, rel=0.01)
 
 
-def test_it_goes_on_from_what_is_stored():
+def test_measurements_survive_json():
     found = measured(WARM_UP + BLOCK + 3, ObservedIteration(3.0, forward_backward_s=2.0, written=Transfer(5.0, 2.0)))
     found.faults = 2
     again = Measurements.from_state(json.loads(json.dumps(found.state_dict())))

@@ -27,12 +27,12 @@ def env(tmp_path_factory):
     return install(tmp_path_factory.mktemp("installed"))
 
 
-def test_it_is_found_and_works_as_the_docs_say(env):
+def test_installed_policy_works_as_documented(env):
     assert f"prints\n\n    {run('-c', USE, env=env)}" in PAGE
     assert "torch" not in run("-c", "import sys, moc.policy; print(*sys.modules)", env=env).split()
 
 
-def test_its_flags_are_in_help_and_belong_to_it(env):
+def test_policy_flags_are_in_help_and_require_their_policy(env):
     words = run("pretrain_gpt_moe.py", "--help", env=env).split()
     assert "--busier-experts" in words and "{auto,busier,full,gradient,pec,selective,sparse}" in "".join(words)
     flags = f"{BASE} --save x --busier-experts 2 --ckpt-policy".split()
@@ -47,13 +47,13 @@ def test_its_flags_are_in_help_and_belong_to_it(env):
     assert "ckpt_policy: auto" in run("pretrain_gpt_moe.py", *others, env=env)
 
 
-def test_it_is_simulated(env):
+def test_installed_policy_is_simulated(env):
     flags = "--model deepseek-moe-16b --pp 12 --ep 8 --mtbf 1h --hours 1 --policy busier,full --json".split()
     found = json.loads(run("tools/simulate.py", *flags, env=env))["policies"]
     assert found.keys() == {"busier", "full"} and found["busier"]["written"] != found["full"]["written"]
 
 
-def test_auto_chooses_among_its_settings(env):
+def test_auto_chooses_among_settings_of_installed_policy(env):
     chosen = """
 from moc.simulate.planner import best_of, every_candidate, priced
 from moc.simulate.live_costs import flags_of_candidate, options_of
@@ -71,7 +71,7 @@ print(best.name, flags)
     assert number.isdecimal() and f"'busier_experts': {number}" in flags
 
 
-def test_one_that_cannot_be_imported_is_named(tmp_path):
+def test_unimportable_policy_module_is_named(tmp_path):
     said = run("pretrain_gpt_moe.py", "--help", env=install(tmp_path, FILE + "\n1 / 0\n"), status=1)
     assert only_code(said) == "policy-module-broken" and "busier" in said and "division by zero" in said
     assert "Traceback" not in said
@@ -91,7 +91,7 @@ def test_one_that_cannot_be_imported_is_named(tmp_path):
         (re.search("@policy.*\n", FILE)[0], "", ["policy-module-broken", "ValueError"]),
     ],
 )
-def test_one_that_cannot_work_is_refused(there, instead, named, tmp_path):
+def test_invalid_installed_policy_is_refused(there, instead, named, tmp_path):
     said = run("-c", "import moc.policy", env=install(tmp_path, FILE.replace(there, instead)), status=1)
     assert all(name in said for name in named) and "Traceback" not in said
 
@@ -128,13 +128,13 @@ sys.exit(f"cannot be imported without {failed}" if failed else 0)
 """
 
 
-def test_auto_can_be_imported_without_a_policy():
+def test_auto_can_be_imported_without_policies():
     command = [sys.executable, "-c", WITHOUT_A_POLICY, "pec", "selective", "sparse", "gradient"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_no_policy_is_named_outside_of_their_room():
+def test_policy_names_occur_only_in_policy_package():
     """Nothing outside of ``moc/policy`` is decided by a policy's name."""
     named = [f"{path.relative_to(ROOT)}:{node.lineno} {node.value}" for path, node in words_that_decide()]
     assert not named

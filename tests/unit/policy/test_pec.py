@@ -58,21 +58,21 @@ def test_first_snapshot_is_full_then_experts_rotate():
         assert set(plan.operators.values()) == {Detail.FULL}
 
 
-def test_asking_changes_nothing():
+def test_planning_does_not_change_policy():
     policy = Pec(operators(), Every(1))
     assert policy.plan(1) == policy.plan(1) and policy.plan(2).complete
     policy.on_snapshot(policy.plan(1))
     assert policy.plan(2) == policy.plan(2) and not policy.plan(2).complete
 
 
-def test_figure_4():
+def test_figure_4_rotation_is_reproduced():
     policy = Pec(operators((0, 1) * 4, experts=3), Every(1), ep=3)
     _, first, second = (saved(take(policy, iteration)) for iteration in (1, 2, 3))
     assert first == {1: [0], 3: [1], 5: [2], 7: [0]}
     assert second == {1: [1], 3: [2], 5: [0], 7: [1]}
 
 
-def test_turns_are_counted_where_the_interval_is_tuned():
+def test_rotation_counts_snapshots_of_tuned_interval():
     tuner = IntervalTuner()
     clock, policy = Clock(tuner, stall_s=1.0), Pec(operators(experts=3), tuner)
     seen = []
@@ -87,7 +87,7 @@ def test_turns_are_counted_where_the_interval_is_tuned():
 
 
 @each_row("target", NOT_CHOSEN)
-def test_targets_say_what_of_the_other_experts_is_saved(target):
+def test_target_selects_saved_state_of_other_experts(target):
     policy = Pec(operators(), Every(1), target=target)
     take(policy, 1)
     plan, rest = take(policy, 2), {"weights": Detail.MOMENTS, "optimizer": Detail.MASTER}.get(target)
@@ -100,14 +100,14 @@ def test_targets_say_what_of_the_other_experts_is_saved(target):
     assert list(plan.operators) == sorted(plan.operators, key=names.index)
 
 
-def test_all_experts_make_a_snapshot_complete():
+def test_all_experts_make_snapshot_complete():
     policy = Pec(operators(), Every(1), k=4)
     assert take(policy, 1).complete and take(policy, 2).complete
     dense = Pec(operators((0, 0)), Every(1))
     assert take(dense, 1) == full_plan(dense, 1) and take(dense, 2) == full_plan(dense, 2)
 
 
-def test_experts_by_load():
+def test_load_aware_selection_takes_busiest_experts():
     policy = Pec(operators(), Every(1), k=2, selection="load_aware", ep=2)
     start = {1: [100, 0, 0, 90], 2: [7, 7, 7, 7]}
     assert take(policy, 1, start).complete
@@ -123,7 +123,7 @@ def test_experts_by_load():
 
 @settings(deadline=None)
 @given(st.data())
-def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
+def test_every_expert_is_eventually_saved_in_both_tiers(data):
     """Also where the snapshots that go to storage would always see the same part of the rotation."""
     ep, per_rank = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     experts, every = ep * per_rank, data.draw(st.integers(1, 6))
@@ -150,7 +150,7 @@ def test_no_expert_is_forgotten_in_memory_or_in_storage(data):
         assert number - min(in_storage.values()) <= waits
 
 
-def test_of_a_snapshot_those_that_waited_longest_go_to_storage():
+def test_longest_waiting_experts_of_snapshot_go_to_storage():
     candidates, persisted = {0: [0, 1, 2, 3], 5: [0, 1, 2, 3]}, {0: [3, 1, 2, 1], 5: [0, 0, 0, 0]}
     # layer 0 takes one from each rank; of equals in layer 5 too, though all of rank 0 come first
     assert persist_selection(candidates, persisted, 2, 2) == {0: [1, 3], 5: [0, 2]}
@@ -160,14 +160,14 @@ def test_of_a_snapshot_those_that_waited_longest_go_to_storage():
     assert persist_selection({0: [0, 2]}, persisted, 3, 2) == {0: [0, 2]}
 
 
-def test_equals_are_spread_over_ranks():
+def test_equal_candidates_are_spread_over_ranks():
     candidates = {layer: range(8) for layer in range(6)}
     chosen = persist_selection(candidates, dict.fromkeys(candidates, [0] * 8), 1, 4)
     ranks = [expert // 2 for experts in chosen.values() for expert in experts]
     assert max(map(ranks.count, range(4))) - min(map(ranks.count, range(4))) <= 1
 
 
-def test_storage_needs_everything_once():
+def test_storage_requires_complete_snapshot_first():
     policy = Pec(operators(), Every(1), k=2, k_persist=1)
     take(policy, 1)
     partial = take(policy, 2)
@@ -180,7 +180,7 @@ def test_storage_needs_everything_once():
     assert [len(numbers) for numbers in saved(policy.storage.part_of(partial)).values()] == [1, 1]
 
 
-def test_memory_may_hold_all_where_storage_does_not():
+def test_memory_may_contain_all_experts_and_storage_fewer():
     policy = Pec(operators(), Every(1), k=4, k_persist=1, target="optimizer")
     plan = take(policy, 1)
     policy.storage.on_write_begun(policy.storage.part_of(plan))
@@ -191,14 +191,14 @@ def test_memory_may_hold_all_where_storage_does_not():
     ]
 
 
-def test_everything_is_saved_again_when_memory_is_lost():
+def test_complete_snapshot_follows_lost_memory():
     policy = Pec(operators(), Every(1))
     take(policy, 1)
     policy.recovery.on_resume(in_memory=False, in_storage=True)
     assert take(policy, 2).complete and not take(policy, 3).complete
 
 
-def test_everything_goes_to_storage_again_when_the_first_could_not():
+def test_everything_is_stored_after_failed_first_write():
     policy = Pec(operators(), Every(1), 2, 1)
     first = take(policy, 1)
     policy.storage.on_write_begun(policy.storage.part_of(first))
@@ -212,7 +212,7 @@ def test_everything_goes_to_storage_again_when_the_first_could_not():
 
 @settings(deadline=None)
 @given(st.integers(0, 6), st.sampled_from(["sequential", "load_aware"]), st.data())
-def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, data):
+def test_resumed_policy_plans_as_uninterrupted_policy(snapshots, selection, data):
     def made():
         return Pec(operators(experts=5), Every(1), 3, 1, selection, plt_limit=0.04)
 
@@ -231,7 +231,7 @@ def test_a_resumed_policy_goes_on_as_if_nothing_had_been(snapshots, selection, d
     assert go_on(other, 20, loads[snapshots:]) == go_on(one, 20, loads[snapshots:])
 
 
-def test_a_fault_that_loses_nothing_pins_nothing():
+def test_fault_without_loss_does_not_fix_k():
     policy = Pec(operators(experts=16), Every(1), k=4, plt_limit=0.05)
     policy.recovery.on_recovery(0.0)
     other = Pec(operators(experts=16), Every(1), k=1, plt_limit=0.05)
@@ -273,18 +273,18 @@ def test_faults_raise_both_numbers():
     ],
     ids=str,
 )
-def test_settings_must_fit(wrong, code, named):
+def test_invalid_settings_are_refused(wrong, code, named):
     with raises(code, *named):
         Pec(operators(), Every(1), **wrong)
 
 
 @each_row("broken", [{}, {"based": True}, {"persisted": 3}], ids=str)
-def test_what_is_no_state_is_refused(broken):
+def test_invalid_saved_state_is_refused(broken):
     with raises("saved-state-invalid"):
         Pec(operators(), Every(1)).loading(broken)()
 
 
-def test_storage_gets_everything_once_and_again_when_that_was_lost():
+def test_storage_receives_everything_once_per_loss():
     policy = Pec(operators(), Every(1))
     everything = full_plan(policy, 1)
     assert policy.storage.needs(everything)
@@ -299,7 +299,7 @@ def test_storage_gets_everything_once_and_again_when_that_was_lost():
 
 @each_row("in_memory", [False, True])
 @each_row("in_storage", [False, True])
-def test_a_run_that_goes_on_saves_everything_where_either_tier_lacks_some_expert(in_memory, in_storage):
+def test_resumed_run_saves_experts_that_a_tier_lacks(in_memory, in_storage):
     policy = Pec(operators(), Every(1))
     policy.recovery.on_resume(in_memory, in_storage)
     assert policy.plan(5).complete == (not (in_memory and in_storage))

@@ -20,14 +20,14 @@ def rotations(draw):
     return draw(st.integers(1, ep * per_rank)), ep * per_rank, ep, draw(st.integers(1, 12))
 
 
-def test_the_papers_figure_4():
+def test_figure_4_selection_is_reproduced():
     first, second = ([sequential_experts(t, layer, 1, 3, 3) for layer in range(4)] for t in (0, 1))
     assert first == [[0], [1], [2], [0]]
     assert second == [[1], [2], [0], [1]]
 
 
 @given(rotations(), st.integers(0, 10**6), st.integers(0, 100))
-def test_ranks_differ_by_at_most_one_expert_in_any_layers_that_follow_each_other(rotation, checkpoint, first):
+def test_ranks_differ_by_one_expert_in_consecutive_layers(rotation, checkpoint, first):
     k, experts, ep, layers = rotation
     owners = Counter()
     for layer in range(first, first + layers):
@@ -46,7 +46,7 @@ def test_every_expert_is_saved_within_one_rotation(rotation, start, layer):
 
 
 @each_row("k", [0, 9])
-def test_k_must_fit(k):
+def test_invalid_k_is_refused(k):
     with raises("experts-per-snapshot-invalid", f"K = {k}", " 8"):
         sequential_experts(0, 0, k, 8, 2)
 
@@ -98,17 +98,17 @@ def assert_kept_below_the_limit(trace, num_experts):
     assert quarters == pytest.approx([0.25, 0.5, 0.75], abs=0.06)  # Figure 15(b): a fixed K loses in proportion
 
 
-def test_32_faults_of_a_run_that_is_made_up():
+def test_synthetic_run_with_32_faults_stays_below_limit():
     assert_kept_below_the_limit(made_up(iterations=1600, layers=3, experts=16), 16)
 
 
 @pytest.mark.skipif(not RECORDED.exists(), reason="the recorded loads of SmartMoE are not on this machine")
-def test_32_faults_of_a_run_that_was_recorded():
+def test_recorded_run_with_32_faults_stays_below_limit():
     assert_kept_below_the_limit(recorded(layers=24), 32)
 
 
 @given(st.integers(1, 40), st.data())
-def test_the_limit_is_kept_if_no_fault_costs_more_than_a_share(num_experts, data):
+def test_limit_is_kept_if_each_fault_costs_at_most_one_share(num_experts, data):
     now = DynamicK(data.draw(st.integers(1, num_experts)), num_experts, LIMIT)
     total = 0.0
     for cost in data.draw(st.lists(st.floats(0, 1), max_size=60)):
@@ -120,7 +120,7 @@ def test_the_limit_is_kept_if_no_fault_costs_more_than_a_share(num_experts, data
 
 
 @each_row(("k", "experts", "ks"), [(1, 16, [1, 2, 4, 8, 16]), (3, 16, [3, 6, 12, 16]), (5, 5, [5])])
-def test_k_doubles_until_all_are_saved(k, experts, ks):
+def test_k_doubles_until_all_experts_are_saved(k, experts, ks):
     now, seen = DynamicK(k, experts, LIMIT), [k]
     assert now.share == LIMIT / len(ks)
     for _ in range(2 * len(ks) + 1):
@@ -129,7 +129,7 @@ def test_k_doubles_until_all_are_saved(k, experts, ks):
     assert seen == ks
 
 
-def test_k_stays_until_its_share_is_passed():
+def test_k_is_unchanged_until_its_share_is_exceeded():
     now = DynamicK(1, 8, 0.04)  # four shares of one percent
     assert now.after_recovery(0.01).k == 1
     assert now.after_recovery(0.01).after_recovery(0.001).k == 2
@@ -148,12 +148,12 @@ def test_k_stays_until_its_share_is_passed():
     ],
     ids=str,
 )
-def test_what_is_not_possible_is_refused(arguments, code):
+def test_impossible_arguments_are_refused(arguments, code):
     with raises(code):
         DynamicK(*arguments)
 
 
-def test_a_recovery_gives_no_tokens_back():
+def test_negative_token_loss_is_refused():
     with raises("tokens-not-counted", "-0.1"):
         DynamicK(1, 4).after_recovery(-0.1)
 
@@ -172,7 +172,7 @@ def given_by_rank(chosen, experts, ep):
 
 
 @given(loads())
-def test_exactly_k_of_each_layer(case):
+def test_exactly_k_experts_of_each_layer_are_chosen(case):
     unsaved, k, ep = case
     chosen = load_aware_experts(unsaved, k, ep)
     assert list(chosen) == list(unsaved)
@@ -182,7 +182,7 @@ def test_exactly_k_of_each_layer(case):
 
 
 @given(loads())
-def test_the_busiest_are_chosen_where_no_rank_is_full(case):
+def test_busiest_experts_are_chosen_if_no_rank_is_full(case):
     unsaved, k, _ = case
     for layer, chosen in load_aware_experts(unsaved, k, 1).items():
         ranking = sorted(range(len(unsaved[layer])), key=lambda e: (-unsaved[layer][e], e))
@@ -190,7 +190,7 @@ def test_the_busiest_are_chosen_where_no_rank_is_full(case):
 
 
 @given(loads())
-def test_capacity_is_exceeded_only_where_a_layer_leaves_no_other_choice(case):
+def test_capacity_is_exceeded_only_if_layer_requires_it(case):
     unsaved, k, ep = case
     chosen = load_aware_experts(unsaved, k, ep)
     capacity, so_far = -(-len(unsaved) * k // ep), Counter()
@@ -203,7 +203,7 @@ def test_capacity_is_exceeded_only_where_a_layer_leaves_no_other_choice(case):
                 assert so_far[rank] >= min(capacity, before[rank] + per_rank)
 
 
-def test_algorithm_1_by_hand():
+def test_algorithm_1_matches_manual_calculation():
     """Two ranks of two experts, K = 1: each rank has room for one of the two layers.
 
     The last layer takes its busiest, on rank 1; so the first layer takes the busiest of rank 0, though rank 1 has one
@@ -212,13 +212,13 @@ def test_algorithm_1_by_hand():
     assert load_aware_experts({1: [1, 2, 9, 8], 3: [5, 6, 7, 7]}, k=1, ep=2) == {1: [1], 3: [2]}
 
 
-def test_from_the_last_layer_to_the_first_whatever_their_order():
+def test_layers_are_processed_from_last_to_first():
     unsaved = {1: [0, 9], 3: [0, 9]}
     assert load_aware_experts(unsaved, 1, 2) == {1: [0], 3: [1]}
     assert load_aware_experts(dict(reversed(unsaved.items())), 1, 2) == {3: [1], 1: [0]}
 
 
-def test_a_full_rank_gives_more_rather_than_that_a_layer_saves_less():
+def test_layer_keeps_its_share_if_a_rank_is_full():
     """Three ranks with one expert each, K = 2 and three layers: room for two of each rank.
 
     Layers 2 and 1 fill ranks 0 and 1; layer 0 finds room on rank 2 alone.  Rank 1 has more unsaved tokens than rank 0.
@@ -227,7 +227,7 @@ def test_a_full_rank_gives_more_rather_than_that_a_layer_saves_less():
     assert load_aware_experts(unsaved, 2, 3) == {0: [1, 2], 1: [0, 1], 2: [0, 1]}
 
 
-def test_of_full_ranks_the_one_that_gave_least_gives_more():
+def test_least_used_of_full_ranks_saves_more():
     """The same with six layers and room for four: layers 1 and 0 both need a rank that is full."""
     unsaved = {layer: [9, 8, 0] for layer in range(6)}
     chosen = load_aware_experts(unsaved, 2, 3)
@@ -243,6 +243,6 @@ def test_of_full_ranks_the_one_that_gave_least_gives_more():
         (1, 3, "experts-not-divisible", ["ep = 3"]),
     ],
 )
-def test_what_does_not_fit_is_refused(k, ep, code, named):
+def test_unselectable_number_of_experts_is_refused(k, ep, code, named):
     with raises(code, *named):
         load_aware_experts({7: [1, 2, 3, 4]}, k, ep)

@@ -27,7 +27,7 @@ def run(code, cwd=ROOT):
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
-def test_operators_by_detail_keep_their_order():
+def test_operators_at_subset_keep_their_order():
     assert MIXED.operators_at(Detail.COMPUTE) == ("output", "layers.0.mlp")
     assert MIXED.operators_at(Detail.FULL) == ("embedding",)
     assert MIXED.operators_at(Detail.GRAD) == ()
@@ -35,7 +35,7 @@ def test_operators_by_detail_keep_their_order():
     assert not MIXED.ends_window and SnapshotPlan(7, "sparse", {"output": Detail.FULL}, complete=False).ends_window
 
 
-def test_a_plan_does_not_change():
+def test_plan_is_immutable():
     wanted = {"embedding": Detail.FULL}
     plan = SnapshotPlan(7, "full", wanted, complete=True)
     wanted["output"] = Detail.FULL
@@ -47,7 +47,7 @@ def test_a_plan_does_not_change():
         plan.iteration = 8
 
 
-def test_an_empty_plan_is_refused():
+def test_empty_plan_is_refused():
     with raises("policy-plan-invalid", "sparse", "7"):
         SnapshotPlan(7, "sparse", {}, complete=False)
 
@@ -62,7 +62,7 @@ def test_full_saves_everything_at_every_nth_iteration(interval, iteration):
         assert plan == Full(OPERATORS, Every(interval)).plan(iteration, {1: [5, 0, 9, 1]})
 
 
-def test_full_follows_the_tuner():
+def test_full_follows_interval_tuner():
     tuner = IntervalTuner()
     clock, full = Clock(tuner, stall_s=1.0), Full(OPERATORS, tuner)
     for iteration in range(1, 200):
@@ -71,25 +71,25 @@ def test_full_follows_the_tuner():
     assert len(clock.starts) > 3
 
 
-def test_everything_is_saved_whether_due_or_not():
+def test_full_plan_is_available_if_not_due():
     full = Full(OPERATORS, Every(10))
     assert full.plan(3) is None
     assert full_plan(full, 3).operators == full.plan(10).operators
     assert (full.schedule.window_length, full.requires) == (1, frozenset())
 
 
-def test_policies_are_found_by_name():
+def test_policy_is_found_by_name():
     assert policy_named("full") is POLICIES["full"].policy_class is Full and Full.name == "full"
     with raises("value-not-a-choice", "fuller", " full,"):
         policy_named("fuller")
 
 
-def test_two_policies_cannot_have_one_name():
+def test_duplicate_policy_name_is_refused():
     with raises("policy-class-invalid", "full"):
         policy("full")(Full)
 
 
-def test_a_policy_must_plan():
+def test_policy_without_plan_is_refused():
     @dataclass(frozen=True)
     class Nothing(Policy):
         pass
@@ -98,6 +98,6 @@ def test_a_policy_must_plan():
         Nothing(OPERATORS, Every(1))
 
 
-def test_policies_need_no_torch():
+def test_policies_do_not_import_torch():
     program = "import sys, moc.policy, moc.state.shape; print('torch' in sys.modules)"
     assert run(program).split() == ["False"]

@@ -67,7 +67,7 @@ def failing():
     del POLICIES["failing"]
 
 
-def test_each_kind_of_method_is_named_with_the_line(failing):
+def test_failing_policy_method_is_named_with_line(failing):
     with raises("policy-failed", "failing", "plan()", "ZeroDivisionError", "test_registry.py:"):
         failing(error=ZeroDivisionError("by zero")).plan(1)
     with raises("policy-failed", "schedule.window_length()", "test_registry.py:"):
@@ -79,7 +79,7 @@ def test_each_kind_of_method_is_named_with_the_line(failing):
         list(flags.conflicts_in(object()))
 
 
-def test_errors_of_the_contract_pass(failing):
+def test_contract_errors_are_passed_on(failing):
     for error in (RuntimeError("a peer is gone"), ValueError("too small")):
         with pytest.raises(type(error)) as found:
             failing(error=error).on_sizes(None)
@@ -103,13 +103,13 @@ def test_results_of_other_types_are_refused(failing):
 @pytest.mark.parametrize(
     "operators", [{"strange": Detail.FULL}, {OPERATORS[0].name: "full"}], ids=["operator", "detail"]
 )
-def test_a_plan_of_something_else_is_refused(operators, failing):
+def test_plan_of_unknown_operators_is_refused(operators, failing):
     plan = SnapshotPlan(1, "failing", {one.name: Detail.FULL for one in OPERATORS} | operators, True)
     with raises("policy-plan-invalid", *operators):
         check_plan(failing(), plan)
 
 
-def test_requirements_are_given_to_the_decorator():
+def test_requirements_must_be_given_to_decorator():
     with raises("policy-class-invalid", "odd", "requires"):
 
         @policy("odd")
@@ -123,7 +123,7 @@ def test_requirements_are_given_to_the_decorator():
                 return None
 
 
-def test_methods_that_have_moved_to_a_component_are_refused():
+def test_moved_policy_methods_are_refused():
     with raises("policy-class-invalid", "odd", "for_storage", "storage.part_of"):
 
         @policy("odd")
@@ -136,7 +136,7 @@ def test_methods_that_have_moved_to_a_component_are_refused():
                 return plan
 
 
-def test_a_flag_of_another_type_is_refused():
+def test_flag_of_unsupported_type_is_refused():
     with raises("policy-class-invalid", "odd_list", "list"):
 
         class OddFlags(PolicyFlags):

@@ -77,12 +77,12 @@ def test_later_snapshots_have_dense_and_riskiest_experts():
     assert saved(take(policy, 3, {0: [6, 10, 0, 1], 1: [1, 2, 1, 5]})) == {1: [1, 3]}
 
 
-def test_algorithm_1_is_a_rule():
+def test_proportional_rule_is_algorithm_1():
     policy = based(Selective(OPERATORS, Every(1), experts=1, rule="proportional"))
     assert saved(policy.plan(2, {0: [50, 90, 0, 1], 1: [9, 0, 0, 61]})) == {0: [1], 1: [3]}
 
 
-def test_every_expert_is_saved_before_it_is_too_old():
+def test_every_expert_is_saved_before_maximum_age():
     policy = based(Selective(OPERATORS, Every(1), experts=2))  # of 4: at the age of 8 * 2
     load, seen = {0: [1, 0, 0, 0], 1: [1, 0, 0, 0]}, {}
     for iteration in range(2, 40):
@@ -94,7 +94,7 @@ def test_every_expert_is_saved_before_it_is_too_old():
     assert (0, 3) in seen
 
 
-def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
+def test_momentary_lost_tokens_are_missing_from_snapshot():
     """Equation 6, as the mean over layers: 6 of the 10 tokens of an iteration in one, none of the other's."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
     assert policy.report.gauges() == {"selective_experts": 4.0, "mlt": 0.0}
@@ -102,7 +102,7 @@ def test_momentary_lost_tokens_are_those_that_the_newest_snapshot_lacks():
     assert policy.report.gauges() == {"selective_experts": 1.0, "mlt": pytest.approx(0.6 / 2)}
 
 
-def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
+def test_too_many_tokens_at_risk_warn():
     """0.3 iterations, in the mean over two layers, of a training of 20: 1.5 %."""
     policy = based(Selective(OPERATORS, Every(1), experts=1), 10, {0: [9, 0, 0, 0], 1: [9, 0, 0, 0]})
     take(policy, 12, {0: [9, 14, 6, 0], 1: [29, 0, 0, 0]})
@@ -115,7 +115,7 @@ def test_a_fault_that_would_lose_too_many_tokens_of_the_training_is_warned_of():
         assert f"raise --selective-{flags}, or lower" in other.report.at_risk(0.0, 20)[0]
 
 
-def test_the_limit_on_lost_tokens_includes_lost_nodes():
+def test_limit_on_lost_tokens_includes_lost_nodes():
     """Memory has all tokens, and copies on other nodes lack some."""
     peers, memory = (Selective(OPERATORS, Every(1), experts=1, tier=tier) for tier in ("peers", "memory"))
     for policy in (peers, memory):
@@ -124,14 +124,14 @@ def test_the_limit_on_lost_tokens_includes_lost_nodes():
     assert memory.report.at_risk(0.0, 1000) is None
 
 
-def test_asking_changes_nothing_and_tokens_must_be_counted():
+def test_planning_changes_nothing_and_requires_token_counts():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     assert policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4}) == policy.plan(2, {0: [1, 0, 0, 0], 1: [0] * 4})
     with raises("tokens-not-counted"):
         policy.plan(2)
 
 
-def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_costs():
+def test_run_measures_then_saves_everything_and_measures_cost():
     policy = Selective(OPERATORS, IntervalTuner())
     policy.on_sizes(Told())
     assert isinstance(policy.interval, SelectiveTuner) and policy.plan(1, ZEROS) is None
@@ -161,20 +161,20 @@ def test_a_run_measures_first_then_saves_everything_and_waits_for_what_that_cost
         (dict(local_gb=1.0, remote_gb=1.0, tier="peers"), False),
     ],
 )
-def test_no_snapshot_waits_for_a_measurement_where_all_budgets_are_given(budgets, waits):
+def test_given_budgets_need_no_measurement(budgets, waits):
     policy = Selective(OPERATORS, Every(1), **budgets)
     policy.on_sizes(Told())
     assert (policy.plan(1, ZEROS) is None) == waits
 
 
-def test_the_budget_is_that_of_the_rank_that_saves_the_most():
+def test_budget_applies_to_rank_that_saves_most():
     policy = based(measured(Selective(OPERATORS, Every(1), max_age=99), copied=(120.0, 1.0)))
     policy.on_sizes(Told())
     load = {0: [9, 8, 1, 0], 1: [7, 6, 2, 0]}
     assert saved(policy.plan(20, load)) == {0: [0, 1, 2], 1: [2]}  # two experts of each rank, not the four busiest
 
 
-def test_what_nodes_receive_is_a_budget_of_its_own():
+def test_remote_budget_limits_peer_copies_separately():
     sized = dict(interval=Every(1), tier="peers", max_age=99)
     policy = based(measured(Selective(OPERATORS, **sized), copied=(1e9, 1.0), replicated=(55.0, 1.0)))
     policy.on_sizes(Told())
@@ -204,7 +204,7 @@ loads = st.lists(st.lists(st.integers(0, 99), min_size=8, max_size=8), min_size=
 
 
 @given(loads, st.integers(110, 150), st.integers(110, 150), st.sampled_from(["per-byte", "proportional"]))
-def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, remote, rule):
+def test_memory_and_copies_each_contain_experts_they_lack(rows, local, remote, rule):
     """Within both budgets; copies are chosen as if there was nothing else, and memory has them, too."""
     budgets = dict(local_gb=local / GB, remote_gb=remote / GB, rule=rule, tier="peers")
     policy, alone = (based(measured(Selective(OPERATORS, Every(1), **budgets), copied=(1e9, 1.0))) for _ in range(2))
@@ -236,7 +236,7 @@ def test_memory_and_copies_each_have_the_experts_that_they_lack(rows, local, rem
             assert newest == {name for name in names if ".expert." in name}
 
 
-def test_what_copies_lack_is_not_what_memory_lacks():
+def test_copies_and_memory_lack_different_experts():
     budgets = dict(local_gb=121 / GB, remote_gb=111 / GB, tier="peers", max_age=99)
     policy = based(measured(Selective(OPERATORS, Every(1), **budgets), copied=(1e9, 1.0)))
     policy.on_sizes(Told())
@@ -262,7 +262,7 @@ def test_what_copies_lack_is_not_what_memory_lacks():
         (dict(copied=(1e9, 1.0), replicated=(18.0, 1.0)), 4, None),  # 110 bytes, of which an iteration brings 36
     ],
 )
-def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apart, first):
+def test_interval_grows_if_no_expert_overlaps(moved, apart, first):
     policy = based(measured(Selective(OPERATORS, Every(2), tier="peers", max_age=99), **moved))
     policy.on_sizes(Told())
     assert policy.schedule.snapshot_interval == -(-apart // 2) * 2
@@ -272,7 +272,7 @@ def test_snapshots_are_further_apart_where_not_even_one_expert_hides(moved, apar
     assert first is None or first == saved(policy.plan(due[0], load))
 
 
-def test_a_given_budget_that_is_too_small_is_refused():
+def test_too_small_budget_is_refused():
     with raises("snapshot-budget-too-small", "--selective-local-gb", "0.00000011"):
         Selective(OPERATORS, Every(1), local_gb=105 / GB).on_sizes(Told())
     with raises("snapshot-budget-too-small", "--selective-remote-gb", "0.00000011"):
@@ -280,13 +280,13 @@ def test_a_given_budget_that_is_too_small_is_refused():
     Selective(OPERATORS, Every(1), local_gb=110 / GB).on_sizes(Told())
 
 
-def test_replicas_save_whole_experts_in_turn_so_room_is_left_for_one():
+def test_replicas_alternate_experts_and_leave_room_for_one():
     sizes = ExpertSizes({0: 100, 1: 100}, {(0, expert): {0: 5, 1: 5} for expert in range(8)})
     assert sizes.rank_limit(120).capacity == {0: 15.0, 1: 15.0} and sizes.rank_limit(90).capacity == {0: 0.0, 1: 0.0}
     assert sizes.least_rank_bytes == 110
 
 
-def test_limits_stay_the_same_while_measurements_do():
+def test_limits_are_cached_while_measurements_are_unchanged():
     """Their tables, of all experts by rank, are not derived anew for each snapshot."""
     policy = based(measured(Selective(OPERATORS, Every(1), tier="peers"), (150.0, 1.0), (75.0, 1.0)))
     policy.on_sizes(Told())
@@ -298,7 +298,7 @@ def test_limits_stay_the_same_while_measurements_do():
     assert now["local"].capacity[0] > before["local"].capacity[0]
 
 
-def test_storage_gets_the_experts_that_it_lacks():
+def test_storage_gets_experts_it_lacks():
     policy = Selective(OPERATORS, Every(1), experts=1)
     assert policy.storage.needs(full_plan(policy, 1))
     persist(policy, 1, ZEROS)
@@ -314,7 +314,7 @@ def test_storage_gets_the_experts_that_it_lacks():
     assert saved(policy.storage.plan(5, load)) == {0: [2, 3]}
 
 
-def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
+def test_failed_write_keeps_expert_age_in_storage():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
@@ -324,7 +324,7 @@ def test_a_failed_write_leaves_experts_as_old_as_they_were_in_storage():
     assert saved(policy.storage.plan(4, load)) == {0: [2, 3]}
 
 
-def test_what_is_on_its_way_to_storage_is_not_written_twice():
+def test_experts_being_written_to_storage_are_not_repeated():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
@@ -336,7 +336,7 @@ def test_what_is_on_its_way_to_storage_is_not_written_twice():
     assert saved(policy.storage.plan(3, load)) == {0: [0, 1]}
 
 
-def test_a_resumed_run_counts_what_storage_has():
+def test_resumed_run_knows_experts_in_storage():
     policy = Selective(OPERATORS, Every(1), experts=1)
     persist(policy, 1, ZEROS)
     load = {0: [9, 5, 3, 1], 1: [0] * 4}
@@ -354,7 +354,7 @@ def test_a_resumed_run_counts_what_storage_has():
         assert saved(again.storage.plan(3, load)) == expected
 
 
-def test_partial_checkpoints_are_of_no_use_in_empty_storage():
+def test_partial_snapshot_is_refused_for_empty_storage():
     policy = based(Selective(OPERATORS, Every(1), experts=1))
     with raises("storage-lacks-experts"):
         policy.storage.part_of(policy.plan(2, ZEROS))
@@ -368,7 +368,7 @@ def test_partial_checkpoints_are_of_no_use_in_empty_storage():
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=8, max_size=8), min_size=1, max_size=6))
-def test_what_it_was_told_survives_json(rows):
+def test_policy_state_survives_json(rows):
     policy, load = based(Selective(OPERATORS, Every(1), experts=2)), ZEROS
     for iteration, row in enumerate(rows, start=2):
         load = {0: [a + b for a, b in zip(load[0], row[:4], strict=True)], 1: [*map(sum, zip(load[1], row[4:]))]}  # noqa: B905
@@ -378,7 +378,7 @@ def test_what_it_was_told_survives_json(rows):
         take(policy, iteration, load)
 
 
-def test_a_damaged_state_is_refused_by_name():
+def test_damaged_saved_state_is_refused():
     for state in ({}, {"based": True}, policy_named("selective")(OPERATORS, Every(1)).state_dict() | {"saved": 3}):
         with raises("saved-state-invalid"):
             Selective(OPERATORS, Every(1)).loading(state)()
@@ -394,13 +394,13 @@ def test_a_damaged_state_is_refused_by_name():
         (dict(survivors="all"), "value-not-a-choice"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings, code):
+def test_invalid_settings_are_refused(settings, code):
     with raises(code, str(*settings.values())):
         Selective(OPERATORS, Every(1), **settings)
 
 
 @each_row("settings", [{}, dict(experts=1), dict(local_gb=1.0)])
-def test_a_model_without_experts_is_refused(settings):
+def test_model_without_experts_is_refused(settings):
     with raises("model-without-experts", "--ckpt-policy full"):
         Selective(operators((0, 0)), Every(1), **settings)
 
@@ -421,19 +421,19 @@ def asked(**flags) -> SimpleNamespace:
         (dict(selective_boost=0.0, selective_boost_iterations=9), "--selective-boost 0"),
     ],
 )
-def test_flags_that_contradict_each_other(flags, sentence):
+def test_contradictory_flags_are_refused(flags, sentence):
     (refused,) = POLICIES[Selective.name].flags.conflicts_in(asked(**flags))
     assert sentence in str(refused) and not list(POLICIES[Selective.name].flags.conflicts_in(asked()))
 
 
-def test_settings_from_flags():
+def test_settings_follow_from_flags():
     flags = asked(selective_experts=2, persist_interval=8)
     policy = Selective(OPERATORS, Every(2), **POLICIES[Selective.name].settings(flags, JobShape()))
     assert (policy.experts, policy.tier, policy.interval) == (2, "peers", Every(2))
     assert isinstance(Selective(OPERATORS, IntervalTuner(), experts=1).interval, Every)
 
 
-def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
+def test_capacity_boost_is_default_if_tokens_drop():
     def boost(drops, **flags):
         return Selective(
             OPERATORS, Every(2), **POLICIES[Selective.name].settings(asked(**flags), JobShape(drops_tokens=drops))
@@ -444,7 +444,7 @@ def test_capacity_is_boosted_by_default_where_experts_drop_tokens():
     assert boost(True, selective_boost=0.0) is None
 
 
-def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_default():
+def test_overlapped_expert_counts_are_candidates():
     def machine(rate, ks=(1, 2, 4, 16)):
         of_k = lambda k: SnapshotSizes(10.0 * k, 30.0 * k)  # noqa: E731
         return Machine(3, SnapshotSizes(48.0, 144.0), of_k, ((),), 1.0, rate, ks)
@@ -469,7 +469,7 @@ def test_numbers_of_experts_that_hide_are_the_candidates_and_the_most_the_defaul
     assert POLICIES[Selective.name].costs.describe({"experts": 4, "gradients": "off"}) != "4 experts"
 
 
-def test_copies_go_in_bubbles_where_there_are_any():
+def test_copies_run_in_bubbles_if_available():
     flags = asked(selective_hide="bubble", selective_gradients="off")
     jobs = JobShape(pp=2, bubble_share=0.5), JobShape(pp=2)
     timed, cuda = (

@@ -32,22 +32,22 @@ from tests.unit.policy.test_selective import OPERATORS, ZEROS, based, measured
 SIZES = ExpertSizes({0: 10}, {(1, 0): {0: 4}, (1, 1): {1: 8}, (2, 0): {1: 3, 2: 3}}, (0, 0, 1), 2)
 
 
-def test_the_busiest_rank_is_that_of_most_dense_bytes_and_its_largest_expert():
+def test_busiest_rank_has_most_dense_and_largest_expert():
     assert SIZES.busiest_rank == (0, 4)
     assert ExpertSizes({0: 10, 1: 7}, SIZES.experts).busiest_rank == (1, 8)
 
 
-def test_the_smallest_budgets_leave_room_for_an_expert_beside_dense_operators():
+def test_smallest_budgets_fit_dense_state_and_one_expert():
     assert SIZES.least_rank_bytes == 10 + 4
     assert SIZES.least_node_bytes == 2 * (10 + 8)
     assert SIZES.full_bytes_by_rank == {0: 14, 1: 11, 2: 3}
 
 
-def test_k_is_unchanged_until_faults_raise_it():
+def test_pec_state_starts_with_k_unset():
     assert PecState().k == 0
 
 
-def test_as_many_equally_popular_experts_fit_as_every_rank_has_room_for():
+def test_equal_experts_fill_room_of_every_rank():
     sizes = ExpertSizes({}, {(1, number): {number % 2: 4} for number in range(6)})
     assert count_fitting({1: 6}, [sizes.rank_limit(8.0)]) == 4
     assert count_fitting({1: 6}, [sizes.rank_limit(8.0), sizes.total_limit(12)]) == 3
@@ -59,7 +59,7 @@ def observe(tuner, number=1, seconds=1.0, **seen):
     return tuner
 
 
-def test_nothing_is_due_before_measurements():
+def test_no_snapshot_is_due_before_measurements():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK - 1)
     assert not tuner.is_due(14) and tuner.local_bytes is None and tuner.affordable_interval(9.0) == 1
     observe(tuner)
@@ -70,7 +70,7 @@ def test_nothing_is_due_before_measurements():
     assert tuner.is_due(17) and tuner.local_bytes == 40.0
 
 
-def test_a_first_snapshot_whose_cost_nobody_told_is_not_waited_for_once_it_is_safe():
+def test_first_snapshot_without_cost_ends_wait_when_durable():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
     observe(tuner, snapshot_started=True, snapshot_pending=True)
     assert not tuner.is_due(17)
@@ -83,7 +83,7 @@ def test_every_nth_iteration_is_due():
     assert [iteration for iteration in range(15, 25) if tuner.is_due(iteration)] == [15, 18, 21, 24]
 
 
-def test_budgets_are_what_moves_unnoticed():
+def test_budgets_match_hidden_transfers():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, seconds=2.0)
     observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0), replicated=Transfer(30.0, 1.0), written=Transfer(7.0, 1.0))
     assert tuner.local_bytes == 80.0  # forward and backward
@@ -114,7 +114,7 @@ def test_gradients_that_delay_training_are_replaced_by_states():
     assert not observe(again).are_gradients_hidden
 
 
-def test_in_bubbles_as_much_as_they_have_time_for():
+def test_bubble_budget_matches_bubble_time():
     """By the estimate until they are timed; only what does not hide beside the computation either stalls training."""
     tuner = observe(SelectiveTuner(bubble_share=0.25), WARM_UP + BLOCK, seconds=2.0)
     observe(tuner, seconds=2.0, copied=Transfer(80.0, 2.0))
@@ -130,7 +130,7 @@ def test_in_bubbles_as_much_as_they_have_time_for():
     assert resumed.local_bytes == 30.0
 
 
-def test_budgets_follow_measurements_that_change_by_a_tenth():
+def test_budgets_follow_changes_of_ten_percent():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
     observe(tuner, copied=Transfer(100.0, 1.0))
     observe(tuner, 5, copied=Transfer(105.0, 1.0))
@@ -139,7 +139,7 @@ def test_budgets_follow_measurements_that_change_by_a_tenth():
     assert tuner.local_bytes == 112.5  # the first median that is a tenth away; 120 is not, from there
 
 
-def test_a_resumed_run_has_the_same_budgets():
+def test_resumed_run_has_same_budgets():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK)
     observe(tuner, copied=Transfer(100.0, 1.0))
     observe(tuner, 5, copied=Transfer(105.0, 1.0))
@@ -148,7 +148,7 @@ def test_a_resumed_run_has_the_same_budgets():
     assert other.local_bytes == 100.0 and other.is_due(1) and other.state_dict() == tuner.state_dict()
 
 
-def test_another_tuners_state_is_ignored_and_a_damaged_one_refused():
+def test_other_tuner_state_is_ignored_damaged_is_refused():
     tuner = observe(SelectiveTuner(), WARM_UP + BLOCK, copied=Transfer(100.0, 1.0))
     state = tuner.state_dict()
     tuner.load_state_dict(IntervalTuner().state_dict() | {"copied": [[1.0, 2.0]]})
@@ -203,7 +203,7 @@ def loads(*experts, before=ZEROS):
     return {layer: [a + b for a, b in zip(before[layer], experts, strict=True)] for layer in before}
 
 
-def test_gradients_count_a_third_of_a_state():
+def test_gradients_count_one_third_of_state_bytes():
     """The budget of one expert of each layer, 24 bytes, has room for the gradients of six of the eight."""
     one = policy(bytes=1 * STATES)
     plan = take(one, 2, loads(9, 5, 3, 1))
@@ -212,7 +212,7 @@ def test_gradients_count_a_third_of_a_state():
     assert nbytes(plan) == 2 * FULL_BYTES and not plan.complete
 
 
-def test_a_number_of_experts_counts_gradients_as_states_do():
+def test_expert_budget_counts_gradients_as_states():
     """Two of each layer, whether by gradients or by states."""
     one, load = policy(experts=2), ZEROS
     for iteration in range(2, 9):
@@ -225,7 +225,7 @@ def test_a_number_of_experts_counts_gradients_as_states_do():
 
 
 @each_row("fold", ["recovery", "peers"])
-def test_a_number_of_experts_includes_all_of_them_while_bases_are_renewed(fold):
+def test_all_experts_are_saved_while_bases_are_renewed(fold):
     """Gradients saved beside a state for comparison do not count as another expert."""
     one, load = policy(experts=4, max_age=3, fold=fold), ZEROS
     for iteration in range(2, 16):
@@ -237,13 +237,13 @@ def test_a_number_of_experts_includes_all_of_them_while_bases_are_renewed(fold):
     assert one.report.gauges()["mlt"] == 0
 
 
-def test_bytes_without_room_for_an_expert_are_refused():
+def test_byte_budget_below_one_expert_is_refused():
     assert policy(bytes=FULL_BYTES).limits()
     with raises("snapshot-budget-too-small", "--selective-bytes"):
         policy(bytes=FULL_BYTES - 1)
 
 
-def test_what_missed_a_snapshot_needs_its_state_again():
+def test_expert_missing_in_previous_snapshot_needs_full_state():
     one = policy(bytes=1 * STATES)
     take(one, 2, first := loads(9, 5, 3, 1))
     plan = take(one, 3, loads(9, 5, 0, 200, before=first))  # two that were left out have the most to lose
@@ -252,7 +252,7 @@ def test_what_missed_a_snapshot_needs_its_state_again():
     assert details(plan)[GRAD] == {(0, 3), (1, 3)}
 
 
-def test_half_of_the_budget_renews_the_bases_that_are_too_old():
+def test_half_of_budget_renews_old_bases():
     one, load = policy(bytes=2 * STATES, max_age=3), ZEROS
     for iteration in (2, 3, 4):
         load = loads(1, 1, 1, 1, before=load)
@@ -269,13 +269,13 @@ def test_half_of_the_budget_renews_the_bases_that_are_too_old():
     assert experts_to_renew({0: [5, 4]}, [(0, 0), (0, 1)], 10, 3, limits, Preselection(share=0.25)) == {(0, 1)}
 
 
-def test_every_rule_saves_gradients_within_its_budget():
+def test_every_rule_saves_gradients_within_budget():
     one = policy(bytes=1 * STATES, rule="proportional")
     plan = take(one, 2, loads(9, 5, 3, 1))
     assert len(details(plan)[GRAD]) > 2 and nbytes(plan) <= 2 * FULL_BYTES
 
 
-def test_what_an_expert_has_to_lose_counts_by_the_byte():
+def test_experts_are_chosen_by_loss_per_byte():
     """Gradients with 4 tokens to lose, at a third of the bytes, come before a state with 10."""
     one = policy(bytes=1 * STATES)
     take(one, 2, first := {0: [9, 9, 9, 0], 1: [9, 9, 9, 0]})  # the last one of each layer is left out
@@ -286,7 +286,7 @@ def test_what_an_expert_has_to_lose_counts_by_the_byte():
 
 
 @each_row("budget", [dict(local_gb=4 * 12e-9), dict(remote_gb=4 * 12e-9, tier="peers")])
-def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
+def test_gradients_need_less_room_than_states(budget):
     one = Selective(OPERATORS, Every(1), gradients=True, score="tokens", **budget)
     told = Told()
     told.by_rank = lambda plans: {  # no dense operators
@@ -300,7 +300,7 @@ def test_ranks_and_nodes_have_room_for_more_gradients_than_states(budget):
     assert len(details(one.plan(2, loads(9, 5, 3, 1)).remote_plan)[FULL]) == 4
 
 
-def test_storage_gets_states_alone_and_chains_go_on():
+def test_storage_gets_only_states_and_chains_continue():
     one = policy(bytes=2 * STATES)
     one.storage.on_write_begun(full_plan(one, 1))
     one.storage.on_write_ended(full_plan(one, 1), committed=True)
@@ -314,7 +314,7 @@ def test_storage_gets_states_alone_and_chains_go_on():
     assert set(stored.operators.values()) == {FULL} and stored.operators.items() < plan.operators.items()
 
 
-def test_no_chain_goes_on_over_a_recovery_or_a_gap():
+def test_chain_ends_at_recovery_or_gap():
     one = policy(bytes=2 * STATES)
     take(one, 2, loads(1, 1, 1, 1))
     assert not details(one.plan(4, loads(3, 3, 3, 3)))[GRAD]
@@ -323,13 +323,13 @@ def test_no_chain_goes_on_over_a_recovery_or_a_gap():
     assert details(plan)[FULL] and not details(plan)[GRAD]
 
 
-def test_the_experts_that_continue_are_those_of_the_snapshot_before():
+def test_order_continues_after_previous_snapshot():
     chains = gradient_chains({0: [3, 0, 5]}, {0: [7, 8, 6]})
     assert chains == {(0, 0): (3, 7), (0, 2): (5, 6)}
     assert chained_experts(chains, 8) == {(0, 0)}
 
 
-def test_folded_gradients_are_saved_with_the_next_base():
+def test_selective_fold_compares_experts_with_next_base():
     one, load = policy(bytes=3 * STATES, max_age=3, fold="peers"), ZEROS
     for iteration in range(2, 8):
         load = loads(9, 5, 3, 1, before=load)
@@ -349,7 +349,7 @@ def test_folded_gradients_are_saved_with_the_next_base():
     st.integers(1, 3),
     st.sampled_from(["recovery", "peers"]),
 )
-def test_a_plan_of_gradients_always_has_an_unbroken_chain_below_it(rows, experts, fold):
+def test_gradient_plan_has_unbroken_chain(rows, experts, fold):
     """Recounted from the plans alone; and what the policy was told survives JSON."""
     one, load, plans = policy(bytes=experts * STATES, max_age=4, fold=fold), ZEROS, {1: full_plan(policy(), 1)}
     for iteration, row in enumerate(rows, start=2):
@@ -387,7 +387,7 @@ OBSTACLES = [
 
 
 @each_row(("flags", "job", "remedy"), OBSTACLES)
-def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, remedy):
+def test_unsupported_gradients_are_off_and_refused_if_requested(flags, job, remedy):
     settings = POLICIES[Selective.name].settings(asked(**flags), JobShape(**job))
     found = Selective(OPERATORS, Every(1), **settings)
     assert Capability.GRADIENTS not in found.requires and found.score == "tokens-age"
@@ -400,7 +400,7 @@ def test_where_they_cannot_be_they_are_off_and_asked_for_refused(flags, job, rem
     assert remedy in str(sentence) and "--selective-fold peers" in str(sentence)
 
 
-def test_folding_what_is_not_saved_is_refused():
+def test_selective_fold_without_gradients_is_refused():
     (sentence,) = POLICIES[Selective.name].flags.conflicts_in(asked(selective_fold="peers", selective_gradients="off"))
     assert "--selective-fold peers" in str(sentence) and "--selective-gradients off" in str(sentence)
     assert not [
@@ -419,7 +419,7 @@ def test_folding_what_is_not_saved_is_refused():
     )
 
 
-def test_by_default_they_are_on_where_they_can_be():
+def test_gradients_are_on_by_default_where_supported():
     found = Selective(OPERATORS, Every(1), **POLICIES[Selective.name].settings(asked(), JobShape()))
     assert Capability.GRADIENTS in found.requires and found.score == "tokens" and not list(found.report.remarks())
     assert not [
@@ -433,7 +433,7 @@ def test_by_default_they_are_on_where_they_can_be():
 
 
 @each_row(("experts", "risk"), [(4, 0.51), (8, 0.005)])
-def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, experts, risk):
+def test_gradients_risk_fewest_tokens_on_recorded_loads(trace, experts, risk):
     layers, width = len(trace[0]), len(trace[0][0])
     model = operators((1,) * layers, experts=width)
     one = Selective(model, Every(1), gradients=True, score="tokens", bytes=experts * layers * FULL_BYTES)
@@ -460,7 +460,7 @@ def test_of_recorded_loads_gradients_leave_the_fewest_tokens_at_risk(trace, expe
     assert foretold.gradients == pytest.approx(gradients / saved)
 
 
-def test_of_the_last_fifth_of_recorded_loads_too(trace):
+def test_last_fifth_of_loads_has_low_risk_with_gradients(trace):
     """Less than 0.3 of what Algorithm 1 leaves at the same bytes, in a run under way."""
     skip, experts = len(trace) - len(trace) // 5, 4
     sizes = equal_sizes(dict(enumerate(trace[0])), 1 / 3)

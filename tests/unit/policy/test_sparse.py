@@ -45,7 +45,7 @@ def check_window(plans) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.sampled_from(ORDERS), st.sampled_from([(), (0, 0, 1), (0, 1, 2)]), st.randoms())
-def test_every_window_has_every_operator(window, order, stages, random):
+def test_every_window_contains_every_operator(window, order, stages, random):
     policy = Sparse(OPERATORS, None, window=window, order=order, ep=2, stages=stages)
     tokens, loads = {0: [0] * 4, 2: [0] * 4}, {}
     for iteration in range(1, 41):
@@ -61,7 +61,7 @@ def test_every_window_has_every_operator(window, order, stages, random):
     assert all(plan.complete == (length == 1) for plan in plans)
 
 
-def test_asking_changes_nothing():
+def test_planning_does_not_change_policy():
     policy = Sparse(OPERATORS, None, window=3)
     run(policy, range(1, 4), grown(FLAT))
     before = json.dumps(policy.state_dict())
@@ -73,7 +73,7 @@ def first_experts(policy, iteration, load) -> list[str]:
     return [name for name in policy.plan(iteration, load).operators_at(Detail.FULL) if ".expert." in name]
 
 
-def test_the_order_follows_popularity_at_the_border_of_a_window_only():
+def test_order_follows_popularity_between_windows():
     policy = Sparse(OPERATORS, None, window=9)
     run(policy, range(1, 10), grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 4]}))
     assert policy.state.current.turns[0].full[:2] == ("layers.0.expert.3", "layers.2.expert.0")
@@ -85,7 +85,7 @@ def test_the_order_follows_popularity_at_the_border_of_a_window_only():
     assert policy.state.current.turns[0].full[0] == "layers.0.expert.0"
 
 
-def test_a_small_change_leaves_the_order_alone():
+def test_small_load_change_keeps_order():
     policy = Sparse(OPERATORS, None, window=1)
     run(policy, [1], grown({0: [100, 101, 102, 103], 2: [103, 102, 101, 100]}))
     order = policy.state.current.order
@@ -95,7 +95,7 @@ def test_a_small_change_leaves_the_order_alone():
     assert policy.state.current.order != order
 
 
-def test_orders_differ_in_what_they_look_at():
+def test_orders_use_different_measures():
     def least(order, **more):
         policy = Sparse(OPERATORS, None, window=len(OPERATORS), order=order, **more)
         policy.on_routing({0: [9, 9, 1, 9], 2: [9, 9, 9, 9]})
@@ -110,7 +110,7 @@ def test_orders_differ_in_what_they_look_at():
     assert least("capacity", capacities={0: (1, 1, 1, 10), 2: (1,) * 4}) == "layers.0.expert.3"
 
 
-def test_decayed_popularity_forgets_what_popularity_does_not():
+def test_only_decayed_popularity_forgets_old_tokens():
     early, late = {0: [1000, 0, 5, 5], 2: [5] * 4}, {0: [0, 30, 5, 5], 2: [5] * 4}
 
     def loads(iteration):
@@ -126,7 +126,7 @@ def test_decayed_popularity_forgets_what_popularity_does_not():
     assert most("popularity") == "layers.0.expert.0" and most("decayed") == "layers.0.expert.1"
 
 
-def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
+def test_run_resumed_after_window_keeps_its_plan():
     loads = grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 40]})
     for order in ORDERS:
         straight, first = (Sparse(OPERATORS, None, window=3, order=order) for _ in range(2))
@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_behind_a_window_plans_what_it_would_have():
 
 
 @each_row("at", [5, 6, 7, 8])
-def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
+def test_resume_within_window_takes_next_step(at):
     loads = grown({0: [4, 3, 2, 1], 2: [1, 2, 3, 40]})
     straight, first = (Sparse(OPERATORS, None, window=3, stages=(0, 0, 1)) for _ in range(2))
     plans = run(straight, range(1, 13), loads)
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_within_a_window_takes_its_next_turn(at):
     assert run(other, range(at + 1, 13), loads) == plans[at:]
 
 
-def test_a_window_may_restart():
+def test_window_can_restart():
     policy = Sparse(OPERATORS, None, window=3)
     run(policy, range(1, 7))
     order = policy.state.current.order
@@ -163,7 +163,7 @@ def test_a_window_may_restart():
     check_window(plans)
 
 
-def test_a_window_that_is_over_is_over_in_another_layout():
+def test_finished_window_stays_finished_in_other_layout():
     one, other = Sparse(OPERATORS, None, window=6, stages=(0, 0, 1)), Sparse(OPERATORS, None, window=6)
     run(one, range(1, 6))
     assert one.schedule.window_length == 5 and one.state.current.start == 2
@@ -173,12 +173,12 @@ def test_a_window_that_is_over_is_over_in_another_layout():
     check_window(plans)
 
 
-def test_the_last_snapshot_of_a_window_supersedes_what_was_before_it():
+def test_last_snapshot_of_window_supersedes_earlier():
     plans = run(Sparse(OPERATORS, None, window=3), range(1, 8))
     assert [plan.supersedes for plan in plans] == [1, None, None, 2, None, None, 5]
 
 
-def test_everything_ends_a_window():
+def test_complete_snapshot_ends_window():
     policy = Sparse(OPERATORS, None, window=4)
     run(policy, range(1, 4))
     policy.on_snapshot(full_plan(policy, 3))
@@ -190,13 +190,13 @@ def test_everything_ends_a_window():
 
 
 @each_row("state", [{}, {"order": 3}, [], {"order": ["x"], "shares": {}}])
-def test_no_state_of_this_policy(state):
+def test_invalid_saved_state_is_refused(state):
     with raises("saved-state-invalid"):
         Sparse(OPERATORS, None).loading(state)()
 
 
 @each_row(("bad", "code"), [(dict(window=-1), "value-out-of-range"), (dict(order="luck"), "value-not-a-choice")])
-def test_settings_that_are_not_possible(bad, code):
+def test_impossible_settings_are_refused(bad, code):
     with raises(code, str(*bad.values())):
         Sparse(OPERATORS, None, **bad)
 
@@ -221,7 +221,7 @@ def measured(policy: Sparse, seconds: float, bandwidth: float, iterations: int) 
     return taken
 
 
-def test_a_window_that_finds_itself():
+def test_window_length_auto_follows_measurements():
     policy, dense = Sparse(OPERATORS, None), busiest(dict.fromkeys(NAMES, Detail.FULL))
     policy.on_sizes(busiest)
     taken = measured(policy, seconds=1.0, bandwidth=dense / 2, iterations=40)
@@ -237,14 +237,14 @@ def test_a_window_that_finds_itself():
     assert other.plan(1) is not None and not other.plan(1).complete
 
 
-def test_a_fast_machine_takes_everything_each_time():
+def test_fast_machine_saves_everything_each_time():
     policy = Sparse(OPERATORS, None)
     policy.on_sizes(busiest)
     measured(policy, seconds=1.0, bandwidth=1e12, iterations=30)
     assert policy.report.gauges()["sparse_window"] == 1 and policy.plan(31).complete
 
 
-def test_gauges_show_how_unequal_experts_are_of_late():
+def test_gauges_show_recent_expert_imbalance():
     policy = Sparse(OPERATORS, None, window=2)
     assert policy.report.gauges() == {}
     loads = {1: {0: [4, 4, 4, 4], 2: [4, 4, 4, 4]}, 2: {0: [8, 4, 4, 4], 2: [5, 5, 5, 5]}}
@@ -253,7 +253,7 @@ def test_gauges_show_how_unequal_experts_are_of_late():
     assert policy.report.reason() is None
 
 
-def test_tokens_of_an_iteration_are_the_mean_since_the_last_snapshot():
+def test_iteration_tokens_are_mean_since_last_snapshot():
     policy = Sparse(OPERATORS, None, window=1, order="decayed", alpha=0.75)
     policy.on_snapshot(full_plan(policy, 2), {0: [6, 2, 0, 0], 2: [2, 2, 2, 2]})
     assert policy.report.gauges() == {"sparse_window": 1, "hhi": (10 / 16 + 1 / 4) / 2, "skewness": 0.25}

@@ -118,7 +118,7 @@ def lived(draw, only_newest):
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_lost_is_what_no_live_state_has_seen_whatever_happens(data):
+def test_lost_tokens_are_those_unseen_by_live_state(data):
     world = lived(data.draw, only_newest=False)
     assert world.ledger.lost == world.lost()
     assert world.ledger.iteration == len(world.seen) - 1
@@ -129,14 +129,14 @@ def test_lost_is_what_no_live_state_has_seen_whatever_happens(data):
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_a_ledger_alone_knows_the_newest_versions_of_both_tiers(data):
+def test_ledger_tracks_newest_versions_of_both_tiers(data):
     world = lived(data.draw, only_newest=True)
     assert world.ledger.lost == world.lost()
     for unsaved in (world.ledger.since_snapshot, world.ledger.since_persist):
         assert all(tokens >= 0 for row in unsaved.values() for tokens in row)
 
 
-def test_the_snapshot_that_a_run_goes_on_from_is_complete():
+def test_recovered_snapshot_counts_as_complete():
     stored = TokenLedger.empty({0: 2}).after_iteration({0: [1, 2]}).with_snapshot({0: [0]}, {0: [0]})
     assert stored.since_snapshot == stored.since_persist == {0: (1, 2)}
     again = stored.after_recovery({0: {1: 0}})
@@ -145,7 +145,7 @@ def test_the_snapshot_that_a_run_goes_on_from_is_complete():
     assert later.lost == {0: (1, 2)}
 
 
-def test_a_version_that_could_not_be_used_is_gone():
+def test_unusable_version_is_dropped():
     """The memory with the newer one is lost: the expert comes from storage."""
     ledger = (
         TokenLedger.empty({0: 1})
@@ -168,7 +168,7 @@ def test_a_version_that_could_not_be_used_is_gone():
         recovered.after_recovery({0: {0: 2}})
 
 
-def test_storage_may_be_slower_than_the_ledger_that_is_stored():
+def test_storage_may_lag_behind_stored_ledger():
     ledger = (
         TokenLedger.empty({0: 1}).after_iteration({0: [1]}).with_snapshot({0: [0]}, {0: [0]}).with_snapshot_completed(1)
     )
@@ -184,7 +184,7 @@ def test_storage_may_be_slower_than_the_ledger_that_is_stored():
     assert ledger.after_recovery({}).since_persist == {0: (111,)}  # nobody knows whether it ever arrived
 
 
-def test_a_snapshot_may_have_no_expert():
+def test_snapshot_may_contain_no_expert():
     ledger = (
         TokenLedger.empty({0: 1})
         .after_iteration({0: [1]})
@@ -195,7 +195,7 @@ def test_a_snapshot_may_have_no_expert():
     assert ledger.since_snapshot == ledger.since_persist == {0: (1,)} and not ledger.to_memory
 
 
-def test_unsaved_tokens_of_the_two_tiers():
+def test_unsaved_tokens_are_counted_per_tier():
     ledger = (
         TokenLedger.empty({0: 2})
         .after_iteration({0: [3, 4]})
@@ -210,7 +210,7 @@ def test_unsaved_tokens_of_the_two_tiers():
     assert ledger.with_snapshot_completed(1).load == {0: (13, 24)}
 
 
-def test_a_snapshot_that_was_overtaken_never_counts():
+def test_overtaken_snapshot_never_counts():
     ledger = (
         TokenLedger.empty({0: 2})
         .after_iteration({0: [3, 4]})
@@ -243,7 +243,7 @@ def test_two_faults_with_one_stale_state_lose_each_token_once():
     assert at[3].after_recovery({0: {0: 0, 1: 0}}).lost == {0: (1101, 3)}
 
 
-def test_plt_is_equation_7():
+def test_plt_matches_equation_7():
     """Two layers: 6 of 60 tokens and 5 of 100 are lost."""
     ledger = TokenLedger.empty({2: 2, 7: 2}).after_iteration({2: [25, 25], 7: [50, 45]})
     ledger = (
@@ -269,12 +269,12 @@ def test_counts_are_exact_beyond_floats():
 
 
 @each_row("wrong", [{0: [1]}, {0: [1, -1]}, {}, {0: [1, 1], 1: [1]}], ids=str)
-def test_counts_must_fit(wrong):
+def test_mismatched_counts_are_refused(wrong):
     with raises("counts-misfit"):
         TokenLedger.empty({0: 2}).after_iteration(wrong)
 
 
-def test_states_that_cannot_be_are_refused():
+def test_impossible_versions_are_refused():
     ledger = TokenLedger.empty({0: 1}).after_iteration({0: [1]}).after_iteration({0: [1]})
     with raises("ledger-incomplete", "iteration 3"):
         ledger.after_recovery({0: {0: 3}})
@@ -285,6 +285,6 @@ def test_states_that_cannot_be_are_refused():
 
 
 @each_row("broken", [{}, {"iteration": 1}, TokenLedger.empty({0: 2}).state_dict() | {"routed": [1, 2]}], ids=str)
-def test_what_is_no_state_is_refused(broken):
+def test_invalid_saved_state_is_refused(broken):
     with raises("saved-state-invalid"):
         TokenLedger.from_state(broken)

@@ -16,7 +16,7 @@ from tests.errors import raises
 PLACES = [(0, 0), (0, 1)]
 
 
-def test_momentary_lost_tokens_are_in_units_of_each_layer_s_iteration():
+def test_momentary_lost_tokens_count_per_layer_iteration():
     assert lost_tokens_by_layer({0: [3, 2], 1: [0, 4], 2: [0, 0]}, {0: 10.0, 1: 2.0, 2: 0.0}) == [0.5, 2.0]
 
 
@@ -26,7 +26,7 @@ def test_rotation_saves_experts_equally_with_fractional_counts():
     assert experts_in_turn(table, 9, 5) == {1: [0, 1], 2: [0, 1]} and experts_in_turn(table, 0, 5) == {1: [], 2: []}
 
 
-def test_what_a_fault_right_after_a_snapshot_would_lose():
+def test_replayed_loads_give_momentary_lost_tokens():
     """Ten tokens an iteration, of which the expert that waits has had 4, 6, 4, 6."""
     loads = [{0: [6, 4]}] * 4
     limits = [count_limit(PLACES, 1)]
@@ -40,7 +40,7 @@ def test_what_a_fault_right_after_a_snapshot_would_lose():
         replay_loads(loads, selection_rules(limits, 99)["in turn"], interval=3, skipped=3)
 
 
-def test_the_rules_differ_where_one_expert_is_busy():
+def test_selection_rules_differ_if_one_expert_is_busy():
     """Of 9 and 1 tokens, tokens alone choose the other one when it has had 10 of them, tokens times age earlier."""
     loads = [{0: [9, 1]}] * 60
     chosen = selection_rules([count_limit(PLACES, 1)], 999)
@@ -48,7 +48,7 @@ def test_the_rules_differ_where_one_expert_is_busy():
     assert list(oldest.values()) == [4, 4, 10, 10, 2]  # 9 * (1 + 1) < 4 * (4 + 1); 9 < 10; in turn
 
 
-def test_the_sum_and_the_mean_over_layers():
+def test_momentary_lost_tokens_are_summed_and_averaged():
     loads = [{0: [6, 4], 1: [3, 2]}] * 8
     found = replay_loads(loads, lambda unsaved, ages, snapshot: {0: [0], 1: [0, 1]})
     assert found.mlt == pytest.approx(0.4 * 4.5) and found.mlt_per_layer == found.mlt / 2
@@ -60,7 +60,7 @@ def test_equally_busy_experts_wait_half_a_cycle():
     assert steady_risk_per_layer(loads, 2, interval=10) == pytest.approx(10 * (4 - 1) / 2)
 
 
-def test_what_is_at_risk_by_the_share_of_experts_in_a_snapshot():
+def test_risk_decreases_with_share_of_saved_experts():
     equal, skewed = (
         risk_by_share([{0: [5] * 8, 1: [7] * 8}]),
         risk_by_share([{0: [90, 2, 2, 2, 1, 1, 1, 1], 1: [5] * 8}]),

@@ -92,7 +92,7 @@ class Run:
         return self.auto.state_dict()["flags"]
 
 
-def test_it_measures_then_chooses_and_says_why(tmp_path):
+def test_auto_measures_then_chooses_and_logs_reason(tmp_path):
     run = Run(tmp_path, exact_only=True, mtbf_hours=1)
     assert (run.in_force.ckpt_policy, run.in_force.snapshot_interval) == ("full", "auto")
     assert run.train(BLOCK + WARM_UP + 5) == BLOCK + WARM_UP
@@ -104,7 +104,7 @@ def test_it_measures_then_chooses_and_says_why(tmp_path):
     assert event["type"] == "choice" and event["reason"] in line and len(event["ettr"]) == 2
 
 
-def test_a_choice_that_fails_does_not_end_training(tmp_path, monkeypatch):
+def test_failed_choice_does_not_end_training(tmp_path, monkeypatch):
     run = Run(tmp_path, mtbf_hours=1)
     monkeypatch.setattr(auto, "every_candidate", lambda *_: {}[12])
     assert run.train(4 * BLOCK) is None and run.flags == {}
@@ -114,13 +114,13 @@ def test_a_choice_that_fails_does_not_end_training(tmp_path, monkeypatch):
     assert run.train(1) is None
 
 
-def test_all_who_see_the_same_choose_the_same(tmp_path):
+def test_equal_measurements_give_equal_choices(tmp_path):
     one, other = (Run(tmp_path / name, mtbf_hours=1) for name in "ab")
     one.train(40), other.train(40)
     assert one.auto.state_dict() == other.auto.state_dict() and one.flags
 
 
-def test_a_choice_holds_until_something_has_changed(tmp_path):
+def test_choice_holds_until_measurements_change(tmp_path):
     first = Run(tmp_path, mtbf_hours=1, exact_only=True)
     first.train(40, copy_s=0.5, write_s=0.4)
     run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
@@ -132,7 +132,7 @@ def test_a_choice_holds_until_something_has_changed(tmp_path):
     assert "copy_rate is" in run.log.lines[0] and run.flags != {"ckpt_policy": "full", "snapshot_interval": "1"}
 
 
-def test_it_does_not_look_again_before_what_it_saw_is_forgotten(tmp_path):
+def test_choice_is_not_reevaluated_before_hold_ends(tmp_path):
     first = Run(tmp_path, mtbf_hours=1, exact_only=True)
     chosen = first.train(40, copy_s=0.5, write_s=0.4)
     run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
@@ -140,7 +140,7 @@ def test_it_does_not_look_again_before_what_it_saw_is_forgotten(tmp_path):
     assert run.train(2 * HOLDS, copy_s=5.0, write_s=0.4) == chosen + HOLDS
 
 
-def test_popular_experts_are_saved_first_where_tokens_are_counted(tmp_path):
+def test_popular_experts_are_saved_first(tmp_path):
     """Fewer tokens are lost than in turn, at the same cost."""
     busy = {0: [900, 90, 9, 1, 1, 1, 1, 1], 1: [1, 1, 1, 1, 1, 9, 90, 900]}
     for load, policy in ((None, "pec"), (busy, "selective")):
@@ -164,7 +164,7 @@ def test_pec_k_auto_chooses_k_only_and_keeps_other_flags(tmp_path):
     assert (in_memory.ckpt_policy, in_memory.pec_k, in_memory.persist_interval) == ("pec", "1", 1)
 
 
-def test_gradients_are_weighed_where_the_job_can_save_them(tmp_path):
+def test_gradients_are_considered_where_job_can_save_them(tmp_path):
     """By their bytes, a third; ``auto`` says itself whether they are saved."""
     peers, loads = dict(ckpt_tier="peers", nodes=("a", "b")), {0: [900, 90, 9, 1, 1, 1, 1, 1]}
     for flags, gradient in ((peers, 1 / 3), (peers | dict(optimizer="sgd"), None), (dict(ckpt_tier="disk"), None)):
@@ -178,7 +178,7 @@ def test_gradients_are_weighed_where_the_job_can_save_them(tmp_path):
         Run(tmp_path, selective_gradients="off", **peers)
 
 
-def test_nothing_is_switched_for_little(tmp_path):
+def test_small_gain_does_not_switch_policy(tmp_path):
     first = Run(tmp_path, mtbf_hours=1, exact_only=True)
     first.train(40, copy_s=0.1, write_s=0.1)
     run = Run(tmp_path, first.auto.state_dict(), mtbf_hours=1, exact_only=True)
@@ -187,7 +187,7 @@ def test_nothing_is_switched_for_little(tmp_path):
     assert "stays in force" in run.log.lines[0]
 
 
-def test_faults_are_counted_and_ends_are_not(tmp_path):
+def test_faults_are_counted_but_not_regular_ends(tmp_path):
     run = Run(tmp_path)
     run.train(WARM_UP)
     state = run.auto.state_dict()
@@ -207,7 +207,7 @@ def test_faults_are_counted_and_ends_are_not(tmp_path):
 
 
 @each_row("other", [dict(exact_only=True), dict(mtbf_hours=2), dict(ckpt_tier="memory")], ids=str)
-def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
+def test_other_limits_give_new_choice_from_known_measurements(other, tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
     again = Run(tmp_path, run.auto.state_dict(), **dict(mtbf_hours=1) | other)
@@ -216,7 +216,7 @@ def test_under_other_limits_it_chooses_anew_from_what_it_knows(other, tmp_path):
 
 
 @each_row("other", [dict(nodes=("a", "b")), dict(expert_model_parallel_size=2)], ids=str)
-def test_elsewhere_it_measures_again(other, tmp_path):
+def test_other_nodes_or_layout_are_measured_again(other, tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
     again = Run(tmp_path, run.auto.state_dict(), mtbf_hours=1, **other)
@@ -226,7 +226,7 @@ def test_elsewhere_it_measures_again(other, tmp_path):
     assert again.train(40) == BLOCK + WARM_UP
 
 
-def test_a_policy_that_is_not_installed_any_more_is_not_in_force(tmp_path):
+def test_uninstalled_policy_is_not_in_force(tmp_path):
     run = Run(tmp_path, mtbf_hours=1)
     run.train(40)
     gone = run.auto.state_dict() | {"flags": {"ckpt_policy": "busier", "busier_experts": 1}}
@@ -234,7 +234,7 @@ def test_a_policy_that_is_not_installed_any_more_is_not_in_force(tmp_path):
     assert again.in_force.snapshot_interval == "auto" and again.train(1) == 1
 
 
-def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
+def test_flags_of_unchosen_policies_have_no_effect(tmp_path):
     wanted = dict(pec_selection="load_aware", sparse_order="index", pec_plt_limit=0.5, host_memory_gb=1.0)
     run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, **wanted)
     assert run.in_force.pec_selection == "sequential" and run.in_force.host_memory_gb is None
@@ -243,7 +243,7 @@ def test_flags_of_policies_that_are_not_chosen_have_no_effect(tmp_path):
     assert (again.ckpt_policy, again.sparse_order) == ("sparse", "index"), run.log.lines
 
 
-def test_what_cannot_be_recovered_here_is_not_chosen(tmp_path):
+def test_policy_without_possible_recovery_is_not_chosen(tmp_path):
     chosen = []
     for may_replay in (True, False):
         run = Run(tmp_path, mtbf_hours=0.1, exact_only=True, ckpt_tier="memory", may_replay=may_replay)
@@ -253,7 +253,7 @@ def test_what_cannot_be_recovered_here_is_not_chosen(tmp_path):
     assert min(flags["persist_interval"] for flags in chosen) >= 1
 
 
-def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
+def test_excess_host_memory_is_refused_at_start(tmp_path):
     peers = dict(ckpt_tier="peers", nodes=("a", "b", "c"))
     full = Run(tmp_path).full
     run = Run(tmp_path, mtbf_hours=1, host_memory_gb=8.1 * full / 1e9, **peers)  # four buffers, and four copies
@@ -267,7 +267,7 @@ def test_more_memory_than_there_may_be_is_refused_at_the_start(tmp_path):
         Run(tmp_path, host_memory_gb=6.9 * full / 1e9, **peers)
 
 
-def test_what_counts_as_a_change():
+def test_change_is_factor_of_two_or_new_measurement():
     before = {"iteration_s": 1.0, "copy_rate": 4e9}
     assert changed(before, {"iteration_s": 1.9, "copy_rate": 2.1e9}) is None
     assert changed(before, {"iteration_s": 1.0, "copy_rate": 2e9}) == "copy_rate is 2e+09 now, and was 4e+09"

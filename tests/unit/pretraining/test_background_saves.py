@@ -6,7 +6,7 @@ from tests.unit.pretraining.flags import BASE
 
 
 @each_row("worker", ["", "--use-persistent-ckpt-worker"])
-def test_saves_are_asynchronous_with_and_without_a_persistent_worker(worker, monkeypatch):
+def test_saves_overlap_with_and_without_persistent_worker(worker, monkeypatch):
     import moc.megatron  # noqa: F401 -- before Megatron-LM's modules
     from megatron.pretraining.entry import configuration
 

@@ -74,7 +74,7 @@ CAPACITY = TOKENS * TOPK // EXPERTS
 
 @POLICIES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in bf16 many tokens are equally probable
-def test_only_experts_that_owe_route_differently(policy, dtype):
+def test_only_experts_owing_tokens_route_differently(policy, dtype):
     layer = Layer(policy, dtype)
     probabilities, routed = layer()
     more_probabilities, more = layer.boost()()
@@ -88,7 +88,7 @@ def test_only_experts_that_owe_route_differently(policy, dtype):
 
 
 @POLICIES
-def test_the_tokens_taken_are_those_dropped_last(policy):
+def test_boost_takes_tokens_dropped_last(policy):
     layer = Layer(policy)
     _, routed = layer()
     _, more = layer.boost([9999] * EXPERTS)()
@@ -107,7 +107,7 @@ def test_the_tokens_taken_are_those_dropped_last(policy):
 
 
 @POLICIES
-def test_no_rank_processes_more_than_its_slots(policy):
+def test_rank_never_processes_more_than_its_slots(policy):
     layer = Layer(policy).boost([9999] * EXPERTS)
     _, more = layer()
     tokens = more.sum(dim=0)
@@ -116,7 +116,7 @@ def test_no_rank_processes_more_than_its_slots(policy):
     assert (tokens <= CAPACITY * (1 + FRACTION)).all()
 
 
-def test_all_calls_of_an_iteration_together_make_up_at_most_the_debt():
+def test_calls_of_iteration_compensate_at_most_token_debt():
     """Even if each could make up all of it; a part that does not divide by the calls stays."""
     layer = Layer(calls=3).boost([8] * EXPERTS)
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_all_calls_of_an_iteration_together_make_up_at_most_the_debt():
     assert sum(layer.taken()[1]) == 0
 
 
-def test_a_capacity_is_exceeded_by_a_fraction_that_is_rounded_down():
+def test_capacity_boost_is_rounded_down():
     layer = Layer(tokens=TOKENS - EXPERTS // TOPK)
     capacity = (TOKENS * TOPK - EXPERTS) // EXPERTS
     assert int(capacity * FRACTION) != capacity * FRACTION
@@ -139,7 +139,7 @@ numbers = st.lists(st.integers(0, 30), min_size=6, max_size=6)
 
 
 @given(numbers, numbers, numbers, st.integers(0, 12), st.integers(0, 9), st.sampled_from([1, 2, 3]))
-def test_slots_beyond_capacity(processed, excess, owed, capacity, most, ranks):
+def test_unused_slots_go_to_experts_owing_most(processed, excess, owed, capacity, most, ranks):
     processed = [min(tokens, capacity) for tokens in processed]
     dropped = [tokens if within == capacity else 0 for tokens, within in zip(excess, processed, strict=True)]
     given_to = slots_beyond(*map(torch.tensor, (processed, dropped, owed)), capacity, most, ranks).tolist()
@@ -168,14 +168,14 @@ def test_extra_tokens_are_counted_once():
     assert tokens == more.tolist() and beyond == (more - base).tolist() and sum(beyond) > 0
 
 
-def test_evaluation_drops_as_ever():
+def test_evaluation_ignores_boost():
     layer = Layer().eval()
     before = layer()
     assert all(map(torch.equal, before, layer.boost()()))
 
 
 @pytest.mark.parametrize("flags", [{}, SIGMOID], ids=["softmax", "with expert bias"])
-def test_afterwards_all_is_as_if_nothing_had_been_boosted(flags):
+def test_ended_boost_has_no_later_effect(flags):
     boosted, plain = Layer(**flags), Layer(**flags)
     config = boosted.router.config
     boosted.boost()()
@@ -197,7 +197,7 @@ def test_afterwards_all_is_as_if_nothing_had_been_boosted(flags):
     assert boosted.router.config is config and not boosted.router._forward_hooks
 
 
-def test_a_capacity_for_every_token_leaves_nothing_to_boost():
+def test_sufficient_capacity_needs_no_boost():
     layer = Layer(tokens=4)
     before = layer()
     layer.boost()
@@ -219,7 +219,7 @@ def owing(owed, iterations):
     return dataclasses.replace(TokenLedger.empty({0: EXPERTS}), debt=debt).state_dict()
 
 
-def test_a_run_that_continues_without_a_boost_owes_nothing():
+def test_run_resumed_without_boost_drops_token_debt():
     layer = Layer()
     tracker = tracker_of(layer, None)
     tracker.goes_on(owing(OWED, 20))
@@ -227,7 +227,7 @@ def test_a_run_that_continues_without_a_boost_owes_nothing():
 
 
 @pytest.mark.parametrize("everybody", [False, True])
-def test_the_boost_ends_when_lost_tokens_are_made_up_or_iterations_are_over(everybody):
+def test_boost_ends_after_compensation_or_limit(everybody):
     layer, most = Layer(), 20
     _, routed = layer()
     dropping = (layer.boost([9] * EXPERTS)()[1] & ~routed).any(dim=0).tolist()

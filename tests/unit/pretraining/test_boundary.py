@@ -28,7 +28,7 @@ class Request:
 
 
 @each_row("records", [False, True])
-def test_every_wait_is_in_its_context(records, monkeypatch):
+def test_every_communication_wait_runs_in_wait_context(records, monkeypatch):
     seen, sent, middle = [], [], SimpleNamespace(rank=lambda: 1)
 
     @contextlib.contextmanager

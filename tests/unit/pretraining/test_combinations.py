@@ -160,7 +160,7 @@ def test_refusals_are_not_contradictory():
         assert leads_back(merged(*basic, other)) == []
 
 
-def test_contradictions_are_found(monkeypatch):
+def test_contradictory_refusals_are_detected(monkeypatch):
     monkeypatch.setitem(globals(), "refused", lambda flags: {
         True: "--elastic is on: choose --ckpt-tier disk.", False: "gradient needs memory: add --ckpt-tier memory."
     }[flags.get("ckpt_tier") == "memory"])  # fmt: skip

@@ -34,7 +34,7 @@ def run(*command, **environment):
 
 
 @pytest.mark.parametrize("start", [[], ["-m", "moc.launch", "--nproc-per-node", "1"]], ids=["by itself", "launched"])
-def test_a_checkout_of_another_version_is_refused(start, tmp_path):
+def test_core_of_other_version_is_refused(start, tmp_path):
     place = checkout(tmp_path, 15)
     ended = run(*start, "pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place), MOC_UNCHECKED_VERSIONS="0")
     assert ended.returncode != 0
@@ -43,13 +43,13 @@ def test_a_checkout_of_another_version_is_refused(start, tmp_path):
     assert "Traceback" not in said and "imported" not in said
 
 
-def test_another_version_is_imported_where_the_environment_asks_for_it(tmp_path):
+def test_environment_selects_other_version(tmp_path):
     place = checkout(tmp_path, 20)
     ended = run("pretrain_gpt_moe.py", *FLAGS, *MORE, PYTHONPATH=str(place), MOC_UNCHECKED_VERSIONS="1")
     assert ended.returncode != 0 and "imported" in ended.stderr
 
 
-def test_another_deepspeed_is_refused_unless_the_environment_asks_for_it(monkeypatch):
+def test_other_deepspeed_is_refused_unless_requested(monkeypatch):
     config = config_of_words([*FLAGS, *MORE, "--deepspeed", "--transformer-impl", "local"], None)
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.1")
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
@@ -71,18 +71,18 @@ sys.exit(pretrain_gpt_moe.main())
 """
 
 
-def test_the_imported_release_of_transformer_engine_is_printed():
+def test_imported_transformer_engine_release_is_printed():
     ended = run("-c", TRANSFORMER_ENGINE, *FLAGS, *MORE, "--transformer-impl", "local", "--eval-iters", "0")
     assert ended.returncode == 0, ended.stderr
     assert "9.8.7" in ended.stdout
 
 
-def test_the_versions_are_those_of_the_package():
+def test_version_bounds_match_package_metadata():
     assert f'"{WANTED}",' in (ROOT / "pyproject.toml").read_text()
     assert WANTED == f"megatron-core>={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE[:2]))}"
 
 
-def test_what_does_not_say_its_version_has_none(tmp_path):
+def test_directory_without_version_gives_no_version(tmp_path):
     assert version_in(tmp_path) is None
     (tmp_path / "package_info.py").write_text("MAJOR = 0\n")
     assert version_in(tmp_path) is None

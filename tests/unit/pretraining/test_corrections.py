@@ -28,12 +28,12 @@ from megatron.pretraining.model.corrections import PaddedVocabulary, mask_paddin
         ("global-aux-loss,expert-counters", {"global-aux-loss", "expert-counters"}),
     ],
 )
-def test_the_flag_names_corrections(text, named):
+def test_flag_selects_corrections(text, named):
     assert corrections_named(text) == named
     assert parse(f"--correct {text}").training.corrections == named
 
 
-def test_an_unknown_correction_is_refused():
+def test_unknown_correction_is_refused():
     with raises("value-unreadable", "--correct", "'magic'"):
         parse("--correct magic")
 
@@ -46,7 +46,7 @@ def test_an_unknown_correction_is_refused():
         (["aux_loss", "global_aux_loss"], [0.5, 0.25], [0.5, 1.0]),
     ],
 )
-def test_only_the_coefficient_of_the_global_loss_is_scaled_once(kinds, coefficients, scaled):
+def test_only_global_loss_coefficient_is_scaled_once(kinds, coefficients, scaled):
     config = SimpleNamespace(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients)
     scale_global_loss([SimpleNamespace(config=config), SimpleNamespace(config=config)], 4)
     assert config.moe_aux_loss_coeff == scaled
@@ -69,7 +69,7 @@ def masked(monkeypatch, logits, rank, vocabulary):
     ("rank", "width", "kept"),
     [(0, 4, 4), (1, 4, 2), (2, 4, 0), (2, 12, 6)],  # the last has the logits of all workers
 )
-def test_logits_of_padding_are_the_smallest_number(rank, width, kept, monkeypatch):
+def test_padding_logits_are_smallest_number(rank, width, kept, monkeypatch):
     logits = torch.zeros(2, 3, width, dtype=torch.bfloat16)
     found = masked(monkeypatch, logits, rank, PaddedVocabulary(6, 12))
     assert (found[..., :kept] == 0).all() and (found[..., kept:] == torch.finfo(torch.bfloat16).min).all()
@@ -82,14 +82,14 @@ def test_padding_has_no_gradient(monkeypatch):
     assert hidden.grad is not None and (hidden.grad[..., 4:] == 0).all() and hidden.grad[..., :4].abs().sum() > 0
 
 
-def test_a_model_without_an_output_layer_is_refused():
+def test_model_without_output_layer_is_refused():
     model: torch.nn.Module = torch.nn.Module()
     model.post_process = True
     with raises("correction-unsupported", "vocabulary-padding"):
         mask_padding([model], PaddedVocabulary(6, 12))
 
 
-def test_a_shape_with_other_rows_of_padding():
+def test_shape_is_adjusted_to_padding_rows():
     assert with_rows({"embedding": 80, "output": 84, "router": 3}, {"embedding": 8, "output": 8}, -2) == {
         "embedding": 64, "output": 68, "router": 3
     }  # fmt: skip
@@ -107,12 +107,12 @@ SAVED = {"tokenizer_type": "NullTokenizer", "vocab_size": 6, "padded_vocab_size"
         ({"padded_vocab_size": None}, 0),
     ],
 )
-def test_only_padding_of_the_same_vocabulary_may_differ(here, more):
+def test_only_padding_of_same_vocabulary_may_differ(here, more):
     assert more_padding(SAVED | here, SAVED) == more
     assert more_padding(SAVED | here, {}) == 0
 
 
-def test_the_load_of_experts():
+def test_expert_load_gives_violations_and_dropped_share():
     load = ExpertLoad({0: [6, 2, 0, 0], 3: [0, 0, 0, 0]}, {0: 10, 3: 0})
     assert load.violations == {0: 2.0, 3: 0.0}
     assert load.dropped == {0: pytest.approx(0.2), 3: 0.0}

@@ -46,7 +46,7 @@ def dealt(data_size, micro_batch_size, batch, of):
 
 
 @given(sizes, st.integers(0, 1000))
-def test_the_topologies_of_all_ranks_part_the_batch_in_order(size, iteration):
+def test_topologies_partition_batch_in_order(size, iteration):
     data_size, micro_batches, micro_batch_size = size
     batch = data_size * micro_batches * micro_batch_size
     consumed = iteration * batch
@@ -57,7 +57,7 @@ def test_the_topologies_of_all_ranks_part_the_batch_in_order(size, iteration):
 
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
-def test_ghosts_fill_up_the_last_round(data_size, micro_batches, micro_batch_size):
+def test_dummy_micro_batches_fill_last_round(data_size, micro_batches, micro_batch_size):
     for rank in range(data_size):
         one = topology(rank, data_size, micro_batch_size, micro_batches * micro_batch_size)
         numbers = [None if one.is_ghost(turn) else one.number(turn) for turn in range(one.rounds)]
@@ -66,7 +66,7 @@ def test_ghosts_fill_up_the_last_round(data_size, micro_batches, micro_batch_siz
 
 
 @each_row("data_size", [2, 3])
-def test_a_ghost_has_no_token_that_counts(data, data_size):
+def test_dummy_micro_batch_has_no_counted_token(data, data_size):
     class Counted(Counting):
         def __getitem__(self, number):
             return {"tokens": torch.tensor([number]), "loss_mask": torch.ones(1)}
@@ -79,7 +79,7 @@ def test_a_ghost_has_no_token_that_counts(data, data_size):
 
 
 @each_row("data_size", [2, 3, 6])
-def test_batches_of_all_ranks_are_those_of_one(data, data_size):
+def test_batches_of_all_ranks_equal_single_rank(data, data_size):
     def read(size):
         return dealt(size, 2, 12, lambda one: drawn(data.BatchStream(Counting(100)), 24, one))
 
@@ -107,7 +107,7 @@ def drawn(stream, consumed, place=TWOS):
     return [batch["tokens"].flatten().tolist() for batch in stream.iteration(place, consumed)]
 
 
-def test_a_stream_starts_anywhere_and_reads_nothing_before(data):
+def test_stream_starts_anywhere_without_reading_earlier_data(data):
     dataset = Counting(100)
     stream = data.BatchStream(dataset)
     assert drawn(stream, 80) == [[82, 83], [86, 87]]
@@ -117,14 +117,14 @@ def test_a_stream_starts_anywhere_and_reads_nothing_before(data):
     assert drawn(stream, 0) == [[2, 3], [6, 7]]
 
 
-def test_after_a_broken_iteration_the_next_one_is_whole(data):
+def test_iteration_after_interruption_is_complete(data):
     stream = data.BatchStream(Counting(100))
     iteration = stream.iteration(TWOS, 0)
     next(iteration)
     assert drawn(stream, 0) == [[2, 3], [6, 7]]
 
 
-def test_a_generation_with_another_topology_goes_on_with_the_same_samples(data, monkeypatch):
+def test_generation_with_other_topology_keeps_samples(data, monkeypatch):
     stream, readers = data.BatchStream(Counting(100)), []
     make = stream._loader
     monkeypatch.setattr(stream, "_loader", lambda *where: readers.append(where) or make(*where))
@@ -151,7 +151,7 @@ def test_evaluation_wraps_around(data):
     assert drawn(stream, 4, ONES) == [[0], [2]]
 
 
-def test_training_does_not_wrap(data):
+def test_training_beyond_data_end_is_refused(data):
     stream = data.BatchStream(Counting(5))
     with pytest.raises(ConfigError, match="--global-batch-size"):
         drawn(stream, 4, ONES)
@@ -179,7 +179,7 @@ def descriptors_of(file: Path) -> int:
 
 
 @each_row("readers", [0, 1])
-def test_readers_hold_no_gpu(data, tmp_path, monkeypatch, readers):
+def test_data_readers_hold_no_gpu(data, tmp_path, monkeypatch, readers):
     """Otherwise a killed worker's memory would stay taken as long as its readers live."""
     monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     with open(tmp_path / "nvidia0", "wb"):

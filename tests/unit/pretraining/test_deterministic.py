@@ -16,7 +16,7 @@ from tests.unit.pretraining.flags import assert_refused, parse, refusal
 SET = {"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
-def test_what_is_not_given_is_set_and_what_fits_stays():
+def test_missing_variables_are_set_and_compatible_ones_kept():
     config = parse("--deterministic-mode")
     assert deterministic_environment(config, {}) == SET
     given = {"NCCL_ALGO": "ring", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
@@ -32,12 +32,12 @@ def test_what_is_not_given_is_set_and_what_fits_stays():
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1"),
     ],
 )  # fmt: skip
-def test_what_contradicts_is_refused_in_one_sentence(variable, value):
+def test_conflicting_variable_is_refused_by_name(variable, value):
     with raises("environment-not-deterministic", f"{variable}={value}", SET[variable]):
         deterministic_environment(parse("--deterministic-mode"), {variable: value})
 
 
-def test_kernels_that_promise_nothing_are_refused():
+def test_nondeterministic_dispatcher_is_refused():
     config = parse("--deterministic-mode").replace("moe", moe_token_dispatcher_type="flex")
     with raises("dispatcher-not-deterministic", "--moe-token-dispatcher-type flex"):
         deterministic_environment(config, {})
@@ -64,25 +64,25 @@ def test_exact_policies_turn_on_deterministic_mode(flags, cuda, on, exact):
     assert config.training.deterministic_mode == on and is_exact(config, cuda) is exact
 
 
-def test_the_log_says_which_bits_recovery_restores():
+def test_log_names_bits_that_recovery_restores():
     assert ALLOW in about_bits(deterministic_if_exact(parse(EXACT), cuda=True))
     warning = about_bits(deterministic_if_exact(parse(f"{EXACT} {ALLOW}"), cuda=True))
     assert warning.startswith("WARNING") and ALLOW in warning
     assert about_bits(parse(LOSSY)) is about_bits(parse()) is None
 
 
-def test_flags_that_contradict_are_refused():
+def test_contradicting_flags_are_refused():
     assert_refused(refusal(f"--deterministic-mode {ALLOW}"), f"flags-exclude-each-other {ALLOW}")
 
 
-def test_what_an_exact_policy_cannot_have_names_the_flag_that_drops_it():
+def test_exact_policy_refusal_names_flag():
     config = deterministic_if_exact(parse(EXACT), cuda=True)
     with raises("environment-not-deterministic", ALLOW):
         deterministic_environment(config, {"NCCL_ALGO": "Tree"})
     assert not deterministic_if_exact(parse(f"{EXACT} {ALLOW}"), cuda=True).training.deterministic_mode
 
 
-def test_a_process_becomes_deterministic(monkeypatch):
+def test_deterministic_mode_is_applied_to_process(monkeypatch):
     """No kernel is generated, and no memory filled: the first of a shape may come in another order after a resume."""
     for variable in SET:
         monkeypatch.delenv(variable, raising=False)

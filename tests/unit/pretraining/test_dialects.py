@@ -41,7 +41,7 @@ def values(words):
 
 
 @each_row("words", ["", "--num-layers 4 --lr 1e-3", "--swiglu --min-lr -1e-3 --bf16", "word --x=3 -h"])
-def test_a_command_line_of_this_release_stays_as_it_is(words, known):
+def test_current_command_line_is_unchanged(words, known):
     found = translated(words.split(), known)
     assert " ".join(found.words) == words and not found.notices and not found.problems
 
@@ -86,7 +86,7 @@ def test_options_are_translated_and_each_change_is_printed(words, known, monkeyp
     assert not [word for word in lost if word != "--dialect" and not any(word in line for line in found.notices)]
 
 
-def test_experts_of_megatron_deepspeed_have_its_defaults(known):
+def test_megatron_deepspeed_experts_get_its_defaults(known):
     found = values(translated(MOE.split(), known).words)
     assert found["--moe-layer-freq"] == "[0,1,0,1]" and found["--moe-router-topk"] == "1"
     assert "--moe-router-pre-softmax" in found and found["--moe-aux-loss-coeff"] == "0.1"
@@ -97,7 +97,7 @@ def test_experts_of_megatron_deepspeed_have_its_defaults(known):
         assert any(name in line for line in notices)
 
 
-def test_options_for_experts_override_the_defaults(known):
+def test_expert_options_override_defaults(known):
     more = (
         "--topk 2 --expert-interval 1 --moe-loss-coeff 0.01 --disable-moe-token-dropping --moe-expert-parallel-size 2"
     )
@@ -121,12 +121,12 @@ def test_options_for_experts_override_the_defaults(known):
         ("--model tiny --num-experts none --no-bf16", "--num-experts"),
     ],
 )
-def test_what_does_not_exist_here_is_refused_with_its_name(words, named, known):
+def test_unsupported_dialect_option_is_refused_by_name(words, named, known):
     problems = translated(words.split(), known).problems
     assert [one.code for one in problems] == ["dialect-option-unsupported"] and named in str(problems[0])
 
 
-def test_a_dialect_is_named_or_found(known):
+def test_dialect_is_named_or_detected(known):
     assert [one.code for one in translated(["--dialect", "x"], known).problems] == ["value-not-a-choice"]
     both = ["--tokenizer-name-or-path", "d"]
     assert [one.code for one in translated(both, known).problems] == ["dialect-ambiguous"]
@@ -150,7 +150,7 @@ def test_shared_options_select_dialect_by_other_options(words, named, known):
     assert f"(--dialect {named})" in notice
 
 
-def test_an_option_of_the_script_keeps_its_meaning(known):
+def test_script_option_keeps_its_meaning(known):
     words = ["--data-impl", "lazy", "--dialect", "x", "--rank", "3"]
     of_script = {"--data-impl", "--dialect", "--rank"}
     found = translated(words, known | of_script, of_script)
@@ -180,7 +180,7 @@ def test_translations_are_options_of_this_release(name, known):
 
 
 @each_row(("start", "step", "samples", "last"), [(4, 2, 10, 8), (2, 3, 100, 11), (8, 8, 33, 64)])
-def test_a_batch_grows_as_before(start, step, samples, last, known):
+def test_batch_ramp_up_is_preserved(start, step, samples, last, known):
     words = f"--rampup-batch-size {start} {step} {samples} --global-batch-size {last} --seq-length 16".split()
     schedule = values(translated(words, known).words)["--step-batch-size-schedule"]
     new = StepBatchsizeNumMicroBatchesCalculator(1, 1, False, 1, schedule, 16)
@@ -196,7 +196,7 @@ UNREADABLE = ("inf", "-inf", "nan", "1e400", "1e300", "1e12", "0", "-1", "1.5", 
 
 @each_row("value", UNREADABLE)
 @each_row("name", DIALECTS)
-def test_no_value_of_a_number_ends_a_translation(name, value, known):
+def test_no_number_value_breaks_translation(name, value, known):
     words = SAMPLE.split()
     for place in range(1, len(words), 2):
         changed = [*words[:place], value, *words[place + 1 :]]
@@ -208,7 +208,7 @@ def test_no_value_of_a_number_ends_a_translation(name, value, known):
 
 @each_row("option", ["--train-tokens", "--lr-decay-tokens", "--lr-warmup-tokens"])
 @each_row("value", ["many", "inf", ""])
-def test_tokens_that_are_no_number_are_refused(option, value, known):
+def test_non_numeric_token_counts_are_refused(option, value, known):
     (problem,) = translated([*MDS.split(), "--train-iters", "3", option, value], known).problems
     assert problem.code == "dialect-option-unsupported" and option in str(problem)
 
@@ -224,12 +224,12 @@ def test_tokens_that_are_no_number_are_refused(option, value, known):
     ],
 )
 @each_row("value", ["many", "inf", "1e1", "1.5", ""])
-def test_a_value_that_no_parser_reads_is_a_whole_number(name, option, value, known):
+def test_translated_value_must_be_integer(name, option, value, known):
     (problem,) = translated([*MOE.split(), "--dialect", name, option, value], known).problems
     assert problem.code == "dialect-option-unsupported" and option in str(problem)
 
 
 @each_row("option", ["--train-iters", "--train-samples"])
-def test_a_length_keeps_its_form_which_the_parser_reads(option, known):
+def test_parser_readable_length_is_unchanged(option, known):
     words = translated([*MDS.split(), option, "1e4"], known).words
     assert words[words.index(option) + 1] == "1e4"

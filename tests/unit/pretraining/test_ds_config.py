@@ -63,7 +63,7 @@ def given(tmp_path):
     return write_config
 
 
-def test_the_template_of_megatron_deepspeed_is_taken_as_it_is(given):
+def test_megatron_deepspeed_template_is_accepted(given):
     config = parse(given(TEMPLATE))
     assert config.zero.zero_stage == 2 and config.mixed_precision.bf16 and not config.mixed_precision.fp16
     assert config.training.global_batch_size == 32 and num_microbatches(config, 4) == 4
@@ -72,21 +72,21 @@ def test_the_template_of_megatron_deepspeed_is_taken_as_it_is(given):
     assert (arguments.loss_scale, arguments.initial_loss_scale) == (None, 2**32)  # fp16 is off
 
 
-def test_in_fp16_the_template_says_how_the_loss_is_scaled(given):
+def test_fp16_template_sets_loss_scaling(given):
     half = TEMPLATE | {"bf16": {"enabled": False}, "fp16": TEMPLATE["fp16"] | {"enabled": True}}
     precision = parse(given(half) + " --hysteresis 2").arguments
     assert precision.fp16 and precision.loss_scale is None and precision.initial_loss_scale == 2048
     assert precision.loss_scale_window == 500 and precision.min_loss_scale == 1
 
 
-def test_what_is_off_is_never_refused(given):
+def test_disabled_sections_are_not_refused(given):
     assert parse(given(OFF)).zero.zero_stage == 1
     problems = Problems()
     assert not list(flags_of_section(dict(enumerate([None, False, 0, "none", {}, []])), "x", problems))
     assert not problems.found
 
 
-def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
+def test_unknown_configuration_key_is_refused_by_name():
     keys = {key: True for key in _ELSEWHERE} | {key: "other" for key in _ONLY} | {"tomorrow": 1, "bf16.new": 1}
     for key, value in keys.items():
         content = {}
@@ -102,7 +102,7 @@ def test_every_key_that_is_not_a_flag_is_refused_by_name_with_a_remedy():
         assert str(problem).startswith(f"{key} ") and "ds.json" in str(problem) and " Fix: " in str(problem)
 
 
-def test_every_honoured_key_says_a_flag():
+def test_every_honoured_key_maps_to_flag():
     names = {one.flag for one in _HONOURED.values()} | {flag for pair in _PAIRS.values() for flag in pair}
     assert names <= set(all_flags()) | vars(parse().arguments).keys()
 
@@ -138,14 +138,14 @@ REFUSED = {  # ds_config: the code, and what the sentence names
 
 
 @each_row("content", REFUSED)
-def test_refused(content, tmp_path, capsys):
+def test_invalid_ds_config_is_refused_by_code(content, tmp_path, capsys):
     (tmp_path / "ds.json").write_text(content)
     codes, sentence = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json --clip-grad 2")
     code, *named = REFUSED[content]
     assert codes == [code] and all(name in sentence for name in named), sentence
 
 
-def test_a_long_key_and_a_long_value_are_shortened(tmp_path, capsys):
+def test_long_keys_and_values_are_shortened(tmp_path, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"a" * 5000: "b" * 5000, "gradient_clipping": ["c" * 5000]}))
     codes, sentences = refusal(f"--deepspeed --deepspeed_config {tmp_path}/ds.json")
     assert sorted(codes) == ["ds-config-key-unsupported", "ds-config-value-invalid"] and len(sentences) < 2000
@@ -160,7 +160,7 @@ def test_all_refused_keys_are_reported_together(tmp_path, capsys):
     assert codes == expected, sentences
 
 
-def test_flags_must_agree_and_auto_takes_theirs(given):
+def test_flags_must_agree_and_auto_uses_flag_values(given):
     auto = dict.fromkeys(["train_batch_size", "gradient_clipping", "gradient_accumulation_steps"], "auto")
     auto |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.95]}}, "steps_per_print": 2000}
     config = parse(given(auto) + " --clip-grad 2 --log-interval 5 --zero-stage 2 --global-batch-size 8 --lr 0.001")
@@ -169,7 +169,7 @@ def test_flags_must_agree_and_auto_takes_theirs(given):
     assert config.arguments.log_interval == 5  # Megatron-DeepSpeed's scripts give both
 
 
-def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):
+def test_preset_yields_to_ds_config_but_yaml_file_conflicts(given, tmp_path, capsys):
     base = without("--micro-batch-size")
     flags = given({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam", "params": {"lr": 5e-4}}})
     assert parse(flags, without("--lr", base)).training.micro_batch_size == 4
@@ -178,7 +178,7 @@ def test_a_preset_gives_way_and_the_yaml_file_does_not(given, tmp_path, capsys):
     assert "ds-config-contradicts-flag" in codes and "optimizer.params.lr" in sentence
 
 
-def test_batch_keys_make_the_batch(given):
+def test_batch_keys_set_batch_size(given):
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     config = parse(given(sizes), workers=4)
     assert num_microbatches(config, 4) == 3
@@ -189,14 +189,14 @@ def test_batch_keys_make_the_batch(given):
 
 @each_row("steps", ["three", [3], {"a": 3}, True, 2.5, 0, -1, float("inf")])
 @each_row("stage", [0, 1])
-def test_steps_that_are_no_number_are_refused(steps, stage, given):
+def test_invalid_accumulation_steps_are_refused(steps, stage, given):
     flags = given({"gradient_accumulation_steps": steps, "zero_optimization": {"stage": stage}})
     codes, sentence = refusal(flags)
     assert codes in (["value-unreadable"], ["value-out-of-range"]), sentence
     assert "gradient" in sentence
 
 
-def test_every_honoured_key_takes_or_refuses_every_kind_of_value(given):
+def test_every_honoured_key_refuses_invalid_values(given):
     for key in (*_HONOURED, *_PAIRS):
         for value in ("much", ["much"], {"a": "much"}):
             content = value
@@ -206,7 +206,7 @@ def test_every_honoured_key_takes_or_refuses_every_kind_of_value(given):
             assert codes and "megatron-options-refused" not in codes, sentence
 
 
-def test_without_the_engine_at_stage_0_the_batch_follows_from_the_steps_all_the_same(given):
+def test_stage_0_batch_size_follows_from_steps(given):
     flags = given({"gradient_accumulation_steps": 3, "zero_optimization": {"stage": 0}})
     config = parse(flags, workers=4)
     assert not config.zero.deepspeed and config.training.global_batch_size == 24
@@ -214,7 +214,7 @@ def test_without_the_engine_at_stage_0_the_batch_follows_from_the_steps_all_the_
 
 
 @each_row("flag", ["--cpu-optimizer", "--zero-communication-dtype bf16", "--zero-grad-accum-dtype bf16"])
-def test_at_stage_0_what_only_the_engine_does_is_refused(flag):
+def test_stage_0_refuses_engine_only_flags(flag):
     expected = f"flag-has-no-effect {flag.split()[0]} --zero-stage"
     assert_refused(refusal(f"--deepspeed --zero-stage 0 {flag}"), expected)
     assert not parse("--deepspeed --zero-stage 0 --zero-reduce-bucket-size 5e8").zero.deepspeed
@@ -239,23 +239,23 @@ COMBINED = [  # flags, codes and what the sentences name
 
 
 @each_row(("flags", "expected"), COMBINED)
-def test_combinations_are_refused(flags, expected, capsys):
+def test_invalid_combinations_are_refused(flags, expected, capsys):
     assert_refused(refusal(f"--deepspeed {flags} --transformer-impl local"), expected)
 
 
 @each_row("flag", ["--zero-stage 2", "--deepspeed-config x.json", "--cpu-optimizer"])
-def test_the_engine_must_be_asked_for(flag, capsys):
+def test_zero_flags_require_deepspeed_flag(flag, capsys):
     if "json" not in flag:
         assert_refused(refusal(flag), f"flag-needs-another {flag.split()[0]} --deepspeed")
 
 
-def test_flags_of_launch_scripts_are_taken():
+def test_launch_script_flags_are_accepted():
     taken = "--local_rank 0 --zero-reduce-scatter --zero-contigious-gradients --create-moe-param-group "
     taken += "--no-pipeline-parallel --remote-device none --mlp-type standard --zero-reduce-bucket-size 5e8"
     assert parse(f"--deepspeed {taken}").zero.zero_reduce_bucket_size == 500_000_000
 
 
-def test_without_the_package_one_sentence_names_the_extra(monkeypatch, capsys):
+def test_missing_or_unsupported_package_is_named(monkeypatch, capsys):
     monkeypatch.setenv("MOC_UNCHECKED_VERSIONS", "0")
     monkeypatch.setattr(exclusions, "deepspeed_version", lambda: None)
     codes, sentence = refusal("--deepspeed")

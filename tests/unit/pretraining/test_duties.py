@@ -8,11 +8,11 @@ EVERY = parse("--eval-interval 3 --save s --save-interval 4 --exit-interval 6")
 
 
 @each_row(("interval", "iteration", "is_due"), [(None, 3, False), (3, 0, False), (3, 6, True), (3, 7, False)])
-def test_due(interval, iteration, is_due):
+def test_action_is_due_at_multiples_of_interval(interval, iteration, is_due):
     assert due(interval, iteration) is is_due
 
 
-def test_duties_of_an_iteration():
+def test_duties_after_iteration_follow_intervals():
     assert duties_after(EVERY, 6, stops=False) == Duties(evaluates=True, ends=True)
     assert duties_after(EVERY, 4, stops=True) == Duties(saves=True, stops=True)
 
@@ -27,10 +27,10 @@ def test_duties_of_an_iteration():
         (Done(), Duties()),
     ],
 )
-def test_what_was_missed(done, duties):
+def test_missed_duties_follow_from_completed_ones(done, duties):
     assert missed(EVERY, 12, True, done) == duties
 
 
-def test_an_abandoned_save_is_overdue():
+def test_abandoned_save_is_overdue():
     assert missed(EVERY, 10, False, Done(saved=4, by_run=True)) == Duties(saves=True)
     assert missed(EVERY, 10, False, Done(saved=8, by_run=True)) == Duties()

@@ -15,7 +15,7 @@ from tests.cases import each_row  # noqa: E402
 
 
 @each_row("stage", [0, 1])
-def test_a_model_with_other_layers_than_the_plan_is_refused(stage, monkeypatch):
+def test_model_with_layers_outside_plan_is_refused(stage, monkeypatch):
     monkeypatch.setattr(elastic.parallel_state, "get_pipeline_model_parallel_rank", lambda: stage)
     plans = {0: types.SimpleNamespace(tables={0: None})}
     config = types.SimpleNamespace(elastic=types.SimpleNamespace(elastic_dispatch="level"))

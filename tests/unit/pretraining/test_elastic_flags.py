@@ -63,15 +63,15 @@ REFUSED = [
 
 
 @each_row(("flags", "expected"), REFUSED)
-def test_flags_that_do_not_go_together(flags, expected, capsys):
+def test_incompatible_flags_are_refused(flags, expected, capsys):
     assert_refused(refusal(flags), expected)
 
 
-def test_a_model_without_experts(capsys):
+def test_model_without_experts_is_refused(capsys):
     assert_refused(refusal(ELASTIC, DENSE), "elastic-needs-flag --elastic --num-experts")
 
 
-def test_torchrun(capsys, monkeypatch):
+def test_elastic_is_refused_under_torchrun(capsys, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert_refused(refusal(ELASTIC), "elastic-under-torchrun --elastic")
 
@@ -85,7 +85,7 @@ def test_torchrun(capsys, monkeypatch):
         (ELASTIC, 8, "batch-not-divisible --global-batch-size"),
     ],
 )
-def test_worlds_that_do_not_fit(flags, world, expected):
+def test_unsuitable_world_size_is_refused(flags, world, expected):
     with raises(*expected.split()):
         check_world(parse(flags), world)
 
@@ -101,7 +101,7 @@ def test_worlds_that_do_not_fit(flags, world, expected):
         (f"{ELASTIC} --elastic-min-replicas 1 --elastic-slots 3", 1, "slots-too-few"),
     ],
 )
-def test_fewest_nodes_that_do_not_suffice(flags, nodes, expected):
+def test_insufficient_minimum_nodes_are_refused(flags, nodes, expected):
     config = parse(f"{flags} {SAVED}")
     check_fewest(config, 2, 2)
     with raises(*expected.split()):
@@ -110,7 +110,7 @@ def test_fewest_nodes_that_do_not_suffice(flags, nodes, expected):
 
 @each_row("slots", range(2, 9))
 @each_row("replicas", [1, 2, 3])
-def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, replicas):
+def test_largest_accepted_everywhere_keeps_replicas(slots, replicas):
     flags = f"{ELASTIC} {SAVED} --elastic-slots {slots} --elastic-min-replicas {replicas}"
     for nodes in (nodes for nodes in (3, 4, 5) if nodes * slots >= 8):
         settings, plans = plan_settings(parse(flags), 1), []
@@ -136,7 +136,7 @@ def test_the_largest_everywhere_that_is_accepted_keeps_all_replicas(slots, repli
         (f"{ELASTIC} --elastic-slots 3", 2, 1, "slots-too-few --elastic-slots"),
     ],
 )
-def test_fewest_nodes_on_which_workers_cannot_start_anew(flags, nodes, per_node, expected):
+def test_minimum_nodes_that_prevent_restart_are_refused(flags, nodes, per_node, expected):
     check_fewest(parse(flags), 6, per_node)
     with raises(*expected.split()):
         check_fewest(parse(flags), nodes, per_node)
@@ -155,12 +155,12 @@ def test_fewest_nodes_on_which_workers_cannot_start_anew(flags, nodes, per_node,
         ("--ckpt-policy auto", ""),
     ],
 )
-def test_when_workers_are_started_anew(flags, why):
+def test_reason_for_worker_restart_follows_from_flags(flags, why):
     saved = "--ckpt-dir snapshots" if "--ckpt-policy" in flags else ""
     assert why_anew(parse(f"{ELASTIC} {flags} {saved}"), 2) == why
 
 
-def test_a_copy_of_the_model_needs_its_nodes():
+def test_model_copy_requires_enough_nodes_and_slots():
     config = parse(f"{ELASTIC} {PP2} --ckpt-policy full --ckpt-dir snapshots --elastic-min-replicas 1")
     with raises("nodes-too-few", "--nnodes 1:"):
         check_fewest(config, 1, 1)
@@ -182,13 +182,13 @@ def test_a_copy_of_the_model_needs_its_nodes():
         ("--elastic-domain 2 --elastic-everywhere 2", 1, "elastic-domain-too-small"),
     ],
 )
-def test_domains_that_do_not_fit(flags, ranks, expected):
+def test_unsuitable_elastic_domain_is_refused(flags, ranks, expected):
     check_domains(parse(f"{ELASTIC} --elastic-domain 4"), ranks)
     with raises(*expected.split()):
         check_domains(parse(f"{ELASTIC} {flags}"), ranks)
 
 
-def test_batches_need_not_divide():
+def test_elastic_batch_need_not_divide_evenly():
     config = parse(ELASTIC)
     check_world(config, 4)
     assert num_microbatches(config, 4) == 2  # six of them, in two rounds
@@ -196,12 +196,12 @@ def test_batches_need_not_divide():
         check_world(parse("--global-batch-size 12"), 4)
 
 
-def test_experts_are_whole():
+def test_experts_are_not_tensor_parallel():
     split = parse(f"{ELASTIC} --tensor-model-parallel-size 2 --sequence-parallel")
     assert split.parallel.expert_tensor_parallel_size == 1
     assert parse("", without("--num-experts")).parallel.expert_tensor_parallel_size == 1
 
 
-def test_placement_reckons_with_the_flag_for_the_mtbf():
+def test_placement_uses_mtbf_flag():
     assert plan_settings(parse(f"{ELASTIC} {SAVED} --mtbf-hours 0.5"), 1).mtbf_s == 1800.0
     assert plan_settings(parse(f"{ELASTIC} {SAVED}"), 1).mtbf_s == 3600.0

@@ -45,12 +45,12 @@ MODEL = [
         ("gate.strength", "output_layer.gate.strength"),
     ],
 )
-def test_any_parameter_has_a_name_that_an_operator_holds(name, known):
+def test_any_parameter_maps_to_known_operator_name(name, known):
     assert known_name(name, 4) == known
     assert is_known(known)
 
 
-def test_operators_are_those_of_the_model_in_forward_order():
+def test_operators_follow_model_in_forward_order():
     operators = operators_of_parameters(MODEL)
     assert [operator.name for operator in operators] == [
         "embedding", "layers.0.attention", "layers.1.router", "layers.1.expert.0", "layers.1.expert.1", "output"
@@ -62,7 +62,7 @@ def test_operators_are_those_of_the_model_in_forward_order():
     assert stages_of(MODEL) == (0, 1)
 
 
-def test_operators_of_several_optimizers_have_their_own_moments():
+def test_operators_count_moments_of_their_own_optimizer():
     mixed = [
         tensor("output_layer.weight", 64),
         tensor("decoder.layers.0.self_attention.linear_qkv.weight", moments=MUON),
@@ -73,7 +73,7 @@ def test_operators_of_several_optimizers_have_their_own_moments():
     assert attention.elements("master") == 8
 
 
-def test_another_model_is_named_by_its_operator():
+def test_other_model_is_refused_by_operator_name():
     here = {operator.name: operator.parameters for operator in operators_of_parameters(MODEL)}
     check_shape(here, dict(here), "snapshot")
     with pytest.raises(CheckpointError, match="layers.1.router"):

@@ -38,7 +38,7 @@ def installed(monkeypatch):
         BY_THEMSELVES | dict(add_bias_linear=True, expert_model_parallel_size=2),
     ],
 )
-def test_others_are_not_refused(arguments):
+def test_supported_optimizers_are_accepted(arguments):
     refuse_arguments(Namespace(**arguments))
 
 
@@ -55,13 +55,13 @@ def test_others_are_not_refused(arguments):
         BY_THEMSELVES | dict(overlap_param_gather=True),
     ],
 )
-def test_each_that_cannot_work_is_refused(arguments):
+def test_unsupported_optimizers_are_refused(arguments):
     with pytest.raises(ConfigError) as caught:
         refuse_arguments(Namespace(**arguments))
     assert [one.code for one in caught.value.problems] == ["optimizer-excludes-flag"]
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         refuse_arguments(Namespace(optimizer="lion"))
@@ -76,7 +76,7 @@ def built(group: str | None = None, threshold: float = math.inf):
     return Namespace(chained_optimizers=[Namespace(config=Namespace(grad_norm_skip_threshold=threshold))]), [model]
 
 
-def test_an_update_that_decides_by_more_than_one_norm_is_refused():
+def test_update_depending_on_other_norms_is_refused():
     optimizers.refuse_built(*built())
     for mistaken in (built(group="mtp"), built(threshold=10.0)):
         with pytest.raises(ConfigError) as caught:
@@ -96,7 +96,7 @@ KNOWN = {
 """What the update of megatron-core reads of its configuration, and where that is in our update."""
 
 
-def test_a_new_release_adds_nothing_to_the_update_unnoticed():
+def test_update_reads_only_known_options():
     """``CommitOptimizer`` takes the place of these methods."""
     core = Path(importlib.util.find_spec("megatron.core.optimizer").origin).parent
     read = set()

@@ -28,7 +28,7 @@ def handled():
 
 
 @each_row("error, code", [(CheckpointError("it is damaged"), 1), (ConfigError("it is wrong"), 2)])
-def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
+def test_error_prints_one_line_and_exit_code(error, code, capsys, monkeypatch, handled):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended, reported():
         raise error
@@ -37,7 +37,7 @@ def test_the_sentence_and_the_code(error, code, capsys, monkeypatch, handled):
 
 
 @each_row("kind", [PeerFailure, Aborted, dist.DistNetworkError, dist.DistStoreError])
-def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
+def test_lost_connection_is_reported_in_one_line(kind, capsys, monkeypatch, handled):
     monkeypatch.setenv("RANK", "0")
     gloo = (
         "[pair.cc:553] Connection closed by peer [127.0.0.1]:40934\nException raised from ... (most recent call first)"
@@ -49,7 +49,7 @@ def test_a_lost_connection_is_one_sentence(kind, capsys, monkeypatch, handled):
     assert only_code(said) == "worker-unreachable" and "[pair.cc:553]" in said and "most recent" not in said
 
 
-def test_the_launcher_can_end_a_worker_that_lets_the_first_one_speak(monkeypatch, handled):
+def test_launcher_can_end_worker_that_waits_for_first(monkeypatch, handled):
     monkeypatch.setenv("RANK", "1")
     waited = []
     monkeypatch.setattr(first_worker.time, "sleep", lambda _: waited.append(signal.getsignal(signal.SIGTERM)))

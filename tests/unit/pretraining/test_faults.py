@@ -23,12 +23,12 @@ def armed(tmp_path, fault):
     inject_faults(config_of_words([*shlex.split(BASE), "--log-dir", str(tmp_path), "--inject", fault], None), Job())
 
 
-def test_workers_that_there_are_not_are_refused(tmp_path):
+def test_fault_for_absent_worker_is_refused(tmp_path):
     with raises("fault-without-target", "--inject kill ranks=0,1"):
         armed(tmp_path, "kill ranks=0,1 iteration=2")
 
 
-def test_a_fault_is_an_event_and_a_line(tmp_path, capsys):
+def test_fault_is_logged_as_event_and_line(tmp_path, capsys):
     armed(tmp_path, "slow rank=0 iteration=2 seconds=0.001")
     for iteration in (1, 2, 3):
         reach("start", iteration)

@@ -26,13 +26,13 @@ def dataset(monkeypatch):
     return made._query_document_sample_shuffle_indices
 
 
-def test_a_sample_is_a_function_of_its_number(dataset):
+def test_sample_depends_only_on_its_number(dataset):
     first = dataset(3)
     assert dataset(numpy.int64(4)) != first
     assert dataset(3) == first
 
 
-def test_samples_of_another_seed_differ(dataset):
+def test_samples_differ_between_seeds(dataset):
     first = dataset(3)
     dataset.__self__.config.random_seed = 6
     assert dataset(3) != first

@@ -22,12 +22,12 @@ def weights(**flags):
     return flops_per_sample(config_of(SMALL | flags), 128) / 6.0 / 4
 
 
-def test_a_dense_model():
+def test_dense_model_flops_match_manual_count():
     assert weights() == 2 * (ATTENTION + 2 * 8 * 16) + OUTPUT
     assert weights(swiglu=True) == 2 * (ATTENTION + 3 * 8 * 16) + OUTPUT
 
 
-def test_experts_count_as_often_as_tokens_visit_them():
+def test_expert_flops_follow_router_topk():
     layer = ATTENTION + 2 * (2 * 8 * 16) + 8 * 4
     experts = dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)
     assert weights(**experts) == 2 * layer + OUTPUT
@@ -37,6 +37,6 @@ def test_experts_count_as_often_as_tokens_visit_them():
     assert weights(**experts, moe_layer_freq=2) == layer + ATTENTION + 2 * 8 * 16 + OUTPUT
 
 
-def test_grouped_queries_have_fewer_keys_and_values():
+def test_grouped_queries_reduce_flops():
     less = weights() - weights(group_query_attention=True, num_query_groups=1)
     assert less == pytest.approx(2 * 2 * 8 * 4)

@@ -48,7 +48,7 @@ class Products(TorchDispatchMode):
 @each_row("dtype", [torch.bfloat16, torch.float16])
 @each_row(("name", "of_gradients"), [("e4m3", torch.float8_e4m3fn), ("hybrid", torch.float8_e5m2)])
 @each_row("rows", [(6, 4), (7, 1), (3,)])  # tokens in any number
-def test_products_are_those_of_rounded_matrices(rows, name, of_gradients, dtype):
+def test_products_equal_those_of_rounded_matrices(rows, name, of_gradients, dtype):
     inputs, weight, gradient = (
         values(*size, seed=seed, dtype=dtype, scale=scale)
         for seed, (size, scale) in enumerate([((*rows, 32), 1.0), ((48, 32), 0.02), ((*rows, 48), 1e-3)])
@@ -63,7 +63,7 @@ def test_products_are_those_of_rounded_matrices(rows, name, of_gradients, dtype)
     assert outputs.shape == gradient.shape and of_inputs.shape == inputs.shape
 
 
-def test_a_frozen_weight_does_the_same_products_but_one():
+def test_frozen_weight_skips_only_weight_gradient():
     found, seen = [], []
     for learns in (True, False):
         with Products() as products:
@@ -75,14 +75,14 @@ def test_a_frozen_weight_does_the_same_products_but_one():
     assert seen == [{(e4m3, e4m3): 1, (e5m2, e4m3): 2}, {(e4m3, e4m3): 1, (e5m2, e4m3): 1}]
 
 
-def test_an_expert_without_tokens_learns_nothing():
+def test_expert_without_tokens_gets_zero_gradient():
     weight = values(48, 16).requires_grad_()
     outputs, of_inputs, of_weight = ran(values(0, 16), weight, values(0, 48))
     assert outputs.shape == (0, 48) and of_inputs.shape == (0, 16)
     assert torch.equal(of_weight, torch.zeros_like(weight))
 
 
-def test_zeros_and_the_least_of_values_stay_finite():
+def test_zeros_and_tiny_values_stay_finite():
     for scale in (0.0, 1e-38):
         weight = values(48, 16, seed=1).requires_grad_()
         found = ran(values(32, 16, scale=scale), weight, values(32, 48, seed=2, scale=scale))
@@ -90,14 +90,14 @@ def test_zeros_and_the_least_of_values_stay_finite():
 
 
 @each_row("wrong", [float("inf"), float("nan")])
-def test_what_is_not_finite_shows_in_the_gradient(wrong):
+def test_non_finite_gradient_is_propagated(wrong):
     gradient, weight = values(32, 48, seed=2), values(48, 16, seed=1).requires_grad_()
     gradient[3, 5] = wrong
     _, of_inputs, of_weight = ran(values(32, 16), weight, gradient)
     assert not of_inputs.isfinite().all() and not of_weight.isfinite().all()
 
 
-def test_a_bias_is_added():
+def test_bias_is_added():
     inputs, weight, bias = values(32, 16), values(48, 16, seed=1), values(48, seed=2)
     without = formats.linear(inputs, weight, fp8_format="e4m3")
     assert torch.equal(formats.linear(inputs, weight, bias, fp8_format="e4m3"), without + bias)

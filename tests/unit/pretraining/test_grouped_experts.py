@@ -81,6 +81,6 @@ def test_each_weight_belongs_to_its_expert(groups, gated):
 
 
 @pytest.mark.parametrize("shared", [{}, {"moe_single_grouped_weight": True}, {"moe_single_grouped_bias": True}])
-def test_experts_are_updated_apart_unless_they_share_a_parameter(shared):
+def test_experts_update_separately_unless_parameter_is_shared(shared):
     config = parse("--moe-grouped-gemm --disable-bias-linear").replace("moe", **shared)
     assert job_shape(config).has_separate_experts != bool(shared)

@@ -23,7 +23,7 @@ class Log(EventRecorder):
         pass
 
 
-def test_the_files_move_with_rank_0(tmp_path, capsys):
+def test_log_files_follow_rank_0(tmp_path, capsys):
     second = replicas_world(1, 2)
     log = Log(parse(f"--log-dir {tmp_path}"), second)
     for place in (second, replace(second, rank=0, size=1), replace(second, rank=0), second):
@@ -37,7 +37,7 @@ def test_the_files_move_with_rank_0(tmp_path, capsys):
     assert [line.split("] ")[1] for line in capsys.readouterr().out.splitlines()] == ["rank 0 of 1", "rank 0 of 2"]
 
 
-def test_what_the_reporter_before_has_told_is_not_told_again(tmp_path):
+def test_new_reporter_does_not_repeat_reported_iterations(tmp_path):
     """A worker that comes opens the files when it is built; the others train on until they take it in."""
     first = replicas_world(0, 2)
     before, comes = (Log(parse(f"--log-dir {tmp_path}"), first) for _ in range(2))

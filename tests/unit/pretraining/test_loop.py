@@ -12,7 +12,7 @@ from tests.cases import each_row
 BLOCK, BLOCKS = 32 << 10, 2000  # small enough to lie in the heap
 
 
-def test_what_is_free_in_the_heap_goes_back_to_the_system():
+def test_free_heap_memory_is_returned_to_system():
     cpu.install()
     from megatron.pretraining.setup import release_free_memory
 
@@ -35,7 +35,7 @@ def test_what_is_free_in_the_heap_goes_back_to_the_system():
 
 
 @each_row(("saved", "misses"), [(3, True), (6, False)])
-def test_workers_know_the_newest_save_if_storage_does_not_answer(saved, misses, monkeypatch):
+def test_newest_save_is_known_if_storage_does_not_answer(saved, misses, monkeypatch):
     cpu.install()
     from megatron.pretraining import setup
 

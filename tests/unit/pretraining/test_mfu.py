@@ -24,15 +24,15 @@ from megatron.pretraining.entry.log import peak_flops, peak_of_name  # noqa: E40
         ("another card", None),
     ],
 )
-def test_peak_by_name(name, tflops):
+def test_peak_flops_follow_device_name(name, tflops):
     assert peak_of_name(name) == (tflops and tflops * 1e12)
 
 
-def test_a_cpu_has_no_peak():
+def test_cpu_has_no_peak_flops():
     assert peak_flops(100.0, torch.device("cpu")) is None
 
 
-def test_mfu_is_flops_of_the_model_by_the_peak_of_all_devices(monkeypatch):
+def test_mfu_is_model_flops_by_peak_of_all_devices(monkeypatch):
     monkeypatch.setattr(log, "get_args", lambda: None)
     monkeypatch.setattr(log.training, "num_floating_point_operations", lambda args, samples: 1e12 * samples)
     stock = object.__new__(log.StockLog)

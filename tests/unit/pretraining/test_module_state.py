@@ -134,7 +134,7 @@ def test_loaded_state_supersedes_suspended_iteration(state):
     assert router.expert_bias.unique().tolist() == [7]
 
 
-def test_biases_of_frozen_router_stay(state):
+def test_biases_of_frozen_router_are_unchanged(state):
     modules, router = state
     router.requires_grad_(False)
     modules.begin()
@@ -153,7 +153,7 @@ def test_skipped_update_moves_no_bias_and_keeps_other_values(of_user):
     assert router.calls == 1
 
 
-def test_evaluation_changes_nothing(of_user):
+def test_evaluation_changes_no_module_state(of_user):
     modules, router = of_user
     with modules.unchanged():
         move(router)
@@ -162,7 +162,7 @@ def test_evaluation_changes_nothing(of_user):
     assert router.expert_bias.tolist() == [1, 2, 3, 4] and router.calls == 0 and not hasattr(router, "appeared")
 
 
-def test_library_modules_have_no_bytes(state):
+def test_library_modules_have_no_user_state(state):
     modules, _ = state
     assert not modules.of_users and not modules.pieces_of_users()
 
@@ -204,7 +204,7 @@ def test_values_of_user_module_are_loaded_by_another_process(monkeypatch, of_use
     assert torch.equal(others.of_users[OPERATOR], data)
 
 
-def test_values_that_outgrow_their_memory_are_refused(of_user):
+def test_values_larger_than_their_memory_are_refused(of_user):
     modules, router = of_user
     modules.begin()
     router.mean = torch.zeros(10_000)
@@ -212,7 +212,7 @@ def test_values_that_outgrow_their_memory_are_refused(of_user):
         modules.commit()
 
 
-def test_bytes_of_another_model_are_refused(monkeypatch, of_user):
+def test_bytes_of_other_model_are_refused(monkeypatch, of_user):
     modules, router = of_user
     modules.begin()
     router.appeared = 1

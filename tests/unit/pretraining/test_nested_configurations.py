@@ -40,18 +40,18 @@ KNOWN = {word: True for options in OPTIONS.values() for word in options.split() 
 
 
 @each_row("text", OPTIONS, ids=["NeMo", "Megatron-Bridge"])
-def test_the_options_that_mean_the_same_are_named(text):
+def test_equivalent_options_are_named(text):
     found = refusal(yaml.safe_load(text), KNOWN, "--config x.yaml")
     assert found is not None and found.code == "config-of-another-program"
     assert shlex.split(str(found).partition("mean the same: ")[2]) == shlex.split(OPTIONS[text])
 
 
 @each_row("text", ["{}", "num_layers: 3", "model: tiny\ntrain_iters: 3", "model: {}"])
-def test_files_of_options_are_no_such_configurations(text):
+def test_option_files_are_not_refused_as_nested(text):
     assert refusal(yaml.safe_load(text), KNOWN, "") is None
 
 
-def test_words_with_dots_are_nested_keys():
+def test_dotted_words_become_nested_keys():
     words = ["--lr", "1", "model.optim.lr=1e-3", "+trainer.max_steps=7", "trainer.x=[", "trainer.x.y=1", "a=b"]
     assert content_of(words[:5]) == {"model": {"optim": {"lr": "1e-3"}}, "trainer": {"max_steps": 7, "x": "["}}
     assert content_of(words) == {}

@@ -32,12 +32,12 @@ def nodes():
         (TP2, True, 1),
     ],
 )
-def test_stages_of_which_a_node_has_workers(flags, varies, stages):
+def test_node_stage_count_follows_layout(flags, varies, stages):
     assert stages_on_nodes(parse(f"{ELASTIC} {flags}"), 4, varies) == stages
 
 
 @each_row("tensor", [1, 2])
-def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tensor):
+def test_groups_follow_rank_numbering_by_copies(nodes, monkeypatch, tensor):
     monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
     sizes = f"{PP2} {TP2}" if tensor == 2 else PP2
     with nodes.order_of_ranks(parse(f"{ELASTIC} {sizes}")):
@@ -55,7 +55,7 @@ def test_groups_of_ranks_that_are_numbered_copy_by_copy(nodes, monkeypatch, tens
 
 
 @each_row("tensor", [1, 2])
-def test_groups_of_ranks_with_helpers(nodes, monkeypatch, tensor):
+def test_groups_include_partial_model_nodes(nodes, monkeypatch, tensor):
     """Two copies of two stages, each on a node, and two nodes of the second stage and one of the first that help."""
     monkeypatch.setattr(nodes, "goes_by_copies", lambda config: True)
     monkeypatch.setattr(nodes.dist, "get_world_size", lambda group=None: 7 * tensor)
@@ -79,7 +79,7 @@ def test_groups_of_ranks_with_helpers(nodes, monkeypatch, tensor):
     assert sorted(tensor_parallel) == [[*range(n * tensor, (n + 1) * tensor)] for n in range(7)]
 
 
-def test_ranks_of_nodes_that_help_with_several_stages(nodes):
+def test_partial_model_nodes_may_cover_several_stages(nodes):
     ranks = nodes.RanksByCopies(size=6, inner=1, stages=4, here=2, helpers=(1,))
     assert (ranks.copies, ranks.told) == (1, 12)
     assert [somebody(ranks.rank(told)) for told in range(12)] == [0, 1, 2, 3, None, None, 4, None, None, None, None, 5]

@@ -42,13 +42,13 @@ def kept(stock) -> tuple[Option, ...]:
     return decode.decode(ParserOptions.of(ARGUMENTS, stock).to_json(), ParserOptions).options
 
 
-def test_the_package_has_the_options_of_the_installed_release(stock):
+def test_kept_options_equal_installed_release(stock):
     assert reference.released_options() == RELEASED.read_text(), f"run {reference.COMMAND} and commit the file"
     options.remember(ARGUMENTS, stock)
     assert options.remembered([CORE]) == ParserOptions.of(ARGUMENTS, stock).options
 
 
-def test_options_of_another_megatron_are_kept_in_the_users_cache(stock, tmp_path, monkeypatch):
+def test_options_of_other_megatron_are_cached_per_user(stock, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "other" / ARGUMENTS.relative_to(CORE)
     source.parent.mkdir(parents=True)
@@ -78,7 +78,7 @@ def words_of(action):
     yield [action.option_strings[0]]
 
 
-def test_kept_options_read_and_refuse_the_same_words_as_the_parser(stock, kept):
+def test_cached_options_agree_with_parser(stock, kept):
     ours, theirs = add_own_flags(parser_of(kept, ())), add_own_flags(stock_parser())
     plain = {option.name for option in kept if option.kind or option.choices or option.nargs == 0}
     for action in stock._actions:
@@ -91,7 +91,7 @@ def test_kept_options_read_and_refuse_the_same_words_as_the_parser(stock, kept):
                 assert str(values[action.dest]) == str(known[action.dest]), words
 
 
-def test_an_option_that_a_script_names_may_have_any_value(kept):
+def test_option_named_by_script_accepts_any_value(kept):
     parser = add_own_flags(parser_of(kept, {"--lr", "--of-script"}))
     assert read(parser, ["--lr", "word", "--of-script", "1", "2"])[1] == []
     assert read(parser, ["--min-lr", "word"])[1]
@@ -141,7 +141,7 @@ def test_an_option_that_a_script_names_may_have_any_value(kept):
         ),
     ],
 )
-def test_a_launcher_refuses_values_and_paths_without_torch_at_the_first_start(flags, codes, tmp_path):
+def test_first_start_refuses_values_and_paths_without_torch(flags, codes, tmp_path):
     program = f"""if True:
         import sys
         sys.modules["torch"] = sys.modules["megatron.core"] = None

@@ -19,7 +19,7 @@ def job(rank=0, joins_running_job=False, is_restart=False):
 
 
 @each_row("flag", FLAGS)
-def test_each_directory_is_checked(flag, tmp_path):
+def test_each_output_directory_is_checked(flag, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):
         config = parse(f"{flag} {wrong}")
@@ -29,7 +29,7 @@ def test_each_directory_is_checked(flag, tmp_path):
             check_outputs(config, one)
 
 
-def test_directories_that_can_be_written_are_made_and_empty(tmp_path):
+def test_writable_directories_are_created_empty(tmp_path):
     check_outputs(parse(" ".join(f"{flag} {tmp_path}/new/{flag}" for flag in FLAGS)), job())
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(FLAGS)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -63,20 +63,20 @@ def problems_of(monkeypatch):
         "--ckpt-policy full --ckpt-dir {0}/new --ckpt-tier memory --ckpt-memory-dir {0}/nowhere",
     ],
 )
-def test_an_input_that_is_missing_is_refused(flags, tmp_path, problems_of):
+def test_missing_input_is_refused(flags, tmp_path, problems_of):
     (tmp_path / "file").write_text("in the way")
     flags = flags.format(tmp_path)
     assert problems_of(flags) == problems_of(flags, nodes=2) == [("input-missing", flags.split()[-2])]
 
 
-def test_what_is_not_a_path_of_this_machine_is_not_looked_for(tmp_path, problems_of):
+def test_paths_not_on_this_machine_are_not_checked(tmp_path, problems_of):
     for flags in ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model of/hub", f"--load {tmp_path}/new"):
         assert not problems_of(flags)
     assert not problems_of("", BASE.replace("--mock-data", "--data-path s3://bucket/a"))
 
 
 @each_row("flag", ["--data-path", "--train-data-path"])
-def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
+def test_each_prefix_of_blend_is_checked(flag, tmp_path, problems_of):
     for name in ("a.idx", "a.bin", "b.idx"):
         (tmp_path / name).touch()
     base = BASE.replace("--mock-data", f"{flag} 0.5 {tmp_path}/a 0.5 {tmp_path}/b")
@@ -89,7 +89,7 @@ def test_each_prefix_of_a_blend_is_looked_for(flag, tmp_path, problems_of):
 
 
 @each_row("flag", [*FLAGS, "--ckpt-policy full --ckpt-dir"])
-def test_an_output_that_cannot_be_written_is_refused_and_none_is_made(flag, tmp_path, problems_of):
+def test_unwritable_output_is_refused_and_not_created(flag, tmp_path, problems_of):
     (tmp_path / "file").write_text("in the way")
     for wrong in (f"{tmp_path}/file", f"{tmp_path}/file/below", "/proc/nowhere"):
         assert problems_of(f"{flag} {wrong}") == [("output-not-writable", flag.split()[-1])]

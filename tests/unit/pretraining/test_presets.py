@@ -9,7 +9,7 @@ from tests.cases import each_row
 
 
 @each_row("name", PRESETS)
-def test_parameters_are_within_5_percent_of_the_paper(name):
+def test_preset_parameters_are_within_5_percent_of_paper(name):
     preset, config = PRESETS[name], config_of(name, [])
     operators = meta_operators(config, name)
     assert len({operator.name for operator in operators}) == len(operators)
@@ -21,7 +21,7 @@ def test_parameters_are_within_5_percent_of_the_paper(name):
         assert of_paper is None or counted == pytest.approx(of_paper, rel=0.05)
 
 
-def test_papers_tables_are_met_exactly():
+def test_presets_equal_tables_of_papers():
     table = {
         "gpt-125m-8e": (12, 8, 1, 6),
         "gpt-350m-16e": (24, 16, 1, 12),
@@ -35,7 +35,7 @@ def test_papers_tables_are_met_exactly():
         assert (values["num_layers"], values["num_experts"], values["moe_router_topk"], experts) == figures
 
 
-def test_the_pattern_of_experts_follows_the_number_of_layers():
+def test_expert_pattern_follows_layer_count():
     assert preset_options("gpt-125m-8e", {"num_layers": 3})["moe_layer_freq"] == [0, 1, 0]
     assert preset_options("gpt-125m-8e", {"num_layers": 14})["moe_layer_freq"] == [0, 1] * 7
     assert preset_options("gpt-125m-8e", {"seq_length": 64})["max_position_embeddings"] == 64

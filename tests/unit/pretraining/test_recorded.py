@@ -31,7 +31,7 @@ class Optimizer:
         self.core = SimpleNamespace(chained_optimizers=each)
 
 
-def test_another_implementation_of_the_optimizer_is_warned_of():
+def test_other_optimizer_implementation_gives_warning():
     here, told = Optimizer("torch", "torch"), []
     for there in ("torch", None, "transformer_engine"):
         contents.warn_of_other_package(here, {"optimizer_package": there}, told.append)
@@ -39,7 +39,7 @@ def test_another_implementation_of_the_optimizer_is_warned_of():
     assert contents.package_of(Optimizer("torch", "apex").core) == "apex, torch"
 
 
-def test_a_window_of_another_implementation_is_refused_where_recovery_is_exact():
+def test_window_of_other_implementation_is_refused_if_exact():
     saved, exact = {"optimizer_package": "transformer_engine"}, FLAGS | dict(ckpt_policy="sparse", ckpt_dir="x")
     with pytest.raises(CheckpointError, match="--allow-nondeterministic"):
         contents.check_package(config_of(exact), Optimizer("torch"), saved, "there")
@@ -59,7 +59,7 @@ def data_of(train: str, valid: str) -> DataIdentity:
 SAVED = {"data": data_of("a", "b").plain()}
 
 
-def test_other_training_data_are_refused_unless_they_are_allowed():
+def test_other_training_data_are_refused_unless_allowed():
     with raises("data-changed", "there", "--allow-changed-data"):
         contents.check_data(config_of(FLAGS), data_of("c", "b"), SAVED, "there")
     contents.check_data(config_of(FLAGS | dict(allow_changed_data=True)), data_of("c", "b"), SAVED, "there")
@@ -67,13 +67,13 @@ def test_other_training_data_are_refused_unless_they_are_allowed():
         contents.check_data(config_of(FLAGS), data, saved, "there")
 
 
-def test_other_validation_data_are_warned_of():
+def test_other_validation_data_give_warning():
     told = []
     contents.warn_of_other_data(data_of("a", "c"), SAVED, told.append)
     assert len(told) == 1 and "valid" in told[0]
 
 
-def test_moved_data_have_the_same_order_and_others_do_not():
+def test_only_unchanged_moved_data_keep_sample_order():
     config, told = config_of(FLAGS | dict(mock_data=False, data_path=["moved"])), []
     world = SimpleNamespace(size=1)
     before = contents.sample_order(config, world)

@@ -146,7 +146,7 @@ OUT_OF_RANGE = """
 
 
 @each_row("flags", map(str.strip, OUT_OF_RANGE))
-def test_numbers_that_megatron_does_not_check_are_refused(flags):
+def test_numbers_unchecked_by_megatron_are_refused(flags):
     assert_refused(refusal(flags), f"value-out-of-range {flags.split()[0]}")
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_set_up_is_named_alone(function, code, named, capsys):
     assert ("tokenizer" in output) == (code == "tokenizer-unusable")
 
 
-def test_numbers_that_turn_something_off_for_megatron_are_accepted():
+def test_megatron_disabling_values_are_accepted():
     off = "--exit-interval 0 --exit-duration-in-mins 0 --train-sync-interval 0 --eval-iters -1 --loss-scale 0 --lr 0"
     config = parse(f"{off} --clip-grad -1")
     assert not duties_after(config, 4, stops=False).ends
@@ -192,7 +192,7 @@ def test_save_interval_without_directory_has_no_effect():
     assert parse("--save-interval 0").checkpoint.save_interval >= parse("").checkpoint.save_interval
 
 
-def test_all_numbers_are_refused_together():
+def test_all_invalid_numbers_are_reported_together():
     assert_refused(
         refusal("--log-interval 0 --eval-interval 0"),
         "value-out-of-range value-out-of-range --log-interval --eval-interval",
@@ -208,16 +208,16 @@ def test_all_numbers_are_refused_together():
         ("", 10**9),  # only at the end
     ],
 )
-def test_checkpoints_are_saved_where_one_is_kept(flags, interval):
+def test_save_interval_defaults_to_retain_interval(flags, interval):
     assert parse(f"--save x {flags}").checkpoint.save_interval == interval
 
 
 @each_row("flags, expected", REFUSED)
-def test_refused(flags, expected):
+def test_invalid_options_are_refused_by_code(flags, expected):
     assert_refused(refusal(flags), expected)
 
 
-def test_faults_are_read_from_words_semicolons_and_files():
+def test_faults_are_read_from_words_and_semicolons():
     one, other = "kill rank=1 iteration=2", "stop rank=0 iteration=3 point=loading"
     log = "--log-dir log"
     expected = ("kill ranks=1 iteration=2 point=start", "stop ranks=0 iteration=3 point=loading")
@@ -227,7 +227,7 @@ def test_faults_are_read_from_words_semicolons_and_files():
     assert [str(fault) for fault in config.faults.planned(2, 10)] == list(expected)
 
 
-def test_faults_that_cannot_be_are_refused():
+def test_invalid_faults_are_refused():
     assert_refused(refusal('--log-dir log --inject "kill rank=1"'), "value-unreadable --inject")
     assert_refused(refusal('--inject "kill rank=1 iteration=2"'), "flag-needs-another --inject --log-dir")
     expected = "flag-needs-another --inject-seed --inject-mtbf-iterations"
@@ -246,7 +246,7 @@ def test_default_value_counts_as_given(from_file, tmp_path):
 
 
 @each_row("key", ["config", "--config"])
-def test_a_file_that_names_another_file_is_refused(key, tmp_path):
+def test_file_naming_another_file_is_refused(key, tmp_path):
     path = write(tmp_path, {key: "other.yaml"})
     assert_refused(refusal(f"--config {path}"), "flag-has-no-effect --config")
     assert parse(f"--config {write(tmp_path, {key: None})}")

@@ -15,7 +15,7 @@ from tests.unit.pretraining.flags import parse
 ENGINE = SimpleNamespace(world=SimpleNamespace(size=1, device=torch.device("cpu"), job=Job()), stages=(0, 0))
 
 
-def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(monkeypatch):
+def test_policy_flag_error_names_policy(monkeypatch):
     def refuses(*_):
         raise ValueError("this layout has no turns")
 
@@ -27,7 +27,7 @@ def test_what_a_policy_cannot_make_of_its_flags_is_one_sentence_that_names_it(mo
 
 
 @each_row(("device", "chunks", "share"), [("cpu", 1, 1 / 9), ("cpu", 2, 1 / 17), ("cuda", 1, 0.0)])
-def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chunks, share):
+def test_bubbles_are_estimated_and_unused_on_cuda(device, chunks, share):
     flags = "--ckpt-policy selective --selective-hide bubble --ckpt-dir x --pipeline-model-parallel-size 2"
     virtual = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
     config = parse(f"{flags} {virtual} --global-batch-size 16")  # 8 micro batches
@@ -36,7 +36,7 @@ def test_bubbles_are_estimated_by_the_schedule_and_not_used_on_cuda(device, chun
     assert (options["hide"], options["bubble_share"]) == ("bubble", pytest.approx(share))
 
 
-def test_whether_experts_drop_tokens_is_known_to_policies():
+def test_boost_is_set_only_if_experts_drop_tokens():
     def boost(flags):
         return settings_of(parse(f"--ckpt-policy selective --ckpt-dir x {flags}"), ENGINE).options["boost"]
 

@@ -39,7 +39,7 @@ def kept(optimizer):
     ]
 
 
-def test_state_takes_three_bytes_of_a_parameter_and_stays_where_it_is():
+def test_state_takes_three_bytes_per_parameter():
     weight = values(8, 4)
     optimizer = optimizer_of(weight)
     update(optimizer, values(8, 4, seed=1))
@@ -51,7 +51,7 @@ def test_state_takes_three_bytes_of_a_parameter_and_stays_where_it_is():
 
 
 @each_row("dtype", [torch.float32, torch.bfloat16])
-def test_in_32_bits_it_is_torchs_own(dtype):
+def test_fp32_moments_equal_torch_adam(dtype):
     mine, theirs = (values(64).to(dtype).float() for _ in range(2))
     ours, adam = (
         optimizer_of(mine, exp_avg="fp32", exp_avg_sq="fp32"),
@@ -63,7 +63,7 @@ def test_in_32_bits_it_is_torchs_own(dtype):
     assert torch.equal(mine, theirs)
 
 
-def test_moments_are_those_of_adam_but_for_their_rounding():
+def test_moments_equal_adam_except_for_rounding():
     mine, theirs = values(4096), values(4096)
     ours, adam = optimizer_of(mine), torch.optim.AdamW([dict(params=[theirs], **GROUP)])
     for seed in range(100):
@@ -77,7 +77,7 @@ def test_moments_are_those_of_adam_but_for_their_rounding():
     assert (mine - theirs).norm() < 0.1 * (theirs - values(4096)).norm()
 
 
-def test_the_second_moment_decays_where_gradients_end():
+def test_second_moment_decays_without_gradients():
     weight = values(512)
     optimizer = optimizer_of(weight)
     update(optimizer, values(512, seed=1))
@@ -89,7 +89,7 @@ def test_the_second_moment_decays_where_gradients_end():
     assert left.max() < 1.1 * exact and left.min() > 0.9 * exact**2
 
 
-def test_what_has_no_gradient_yet_is_not_touched_and_zeros_stay_zeros():
+def test_parameters_without_gradient_are_unchanged():
     frozen, starved = values(16), values(16, seed=1)
     optimizer = optimizer_of(frozen, starved)
     update(optimizer, values(16, seed=2), values(16, seed=3))
@@ -105,7 +105,7 @@ def test_what_has_no_gradient_yet_is_not_touched_and_zeros_stay_zeros():
     assert new.isfinite().all()
 
 
-def test_slices_are_updated_as_the_whole_is(monkeypatch):
+def test_slices_are_updated_like_complete_tensor(monkeypatch):
     monkeypatch.setattr(small_moments, "_AT_ONCE", 40)
     whole, slices = values(96), list(values(96).split(32))
     one, three = optimizer_of(whole), optimizer_of(*slices)
@@ -118,7 +118,7 @@ def test_slices_are_updated_as_the_whole_is(monkeypatch):
     assert cut == kept(one)[0]
 
 
-def test_weights_in_16_bits_are_rounded_once():
+def test_16_bit_weights_are_rounded_once():
     weight, exact = values(64, dtype=torch.bfloat16), values(64, dtype=torch.bfloat16).float()
     ours, adam = optimizer_of(weight), torch.optim.AdamW([dict(params=[exact], **GROUP)])
     gradient = values(64, seed=1, dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def test_weights_in_16_bits_are_rounded_once():
 @each_row("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.99)])
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=60))
 @settings(max_examples=50, deadline=None)
-def test_the_quotient_is_bounded(betas, gradients):
+def test_moment_quotient_is_bounded(betas, gradients):
     mean = square = 0.0
     bound = (1 - betas[0]) / math.sqrt(1 - betas[1]) / math.sqrt(1 - betas[0] ** 2 / betas[1])
     for gradient in gradients:
@@ -141,7 +141,7 @@ def test_the_quotient_is_bounded(betas, gradients):
     assert bound * small_moments._SCALE["exp_avg"] < torch.finfo(torch.float8_e4m3fn).max
 
 
-def test_what_is_too_large_is_cut_off():
+def test_too_large_moments_are_clipped():
     weight = values(4)
     optimizer = optimizer_of(weight)
     update(optimizer, torch.full((4,), 1e6))

@@ -14,7 +14,7 @@ def found(tmp_path, source, **modules):
     return options_in(tmp_path / "script.py", [tmp_path, packages])
 
 
-def test_options_of_a_script_and_of_its_modules_are_found(tmp_path):
+def test_options_of_script_and_its_modules_are_found(tmp_path):
     source = "from inner import add\nimport json\nparser.add_argument('-x', '--first')\nother = '--second'\n"
     assert found(tmp_path, source, inner="parser.add_argument('--third')") == {"-x", "--first", "--second", "--third"}
 
@@ -29,15 +29,15 @@ def test_options_of_a_script_and_of_its_modules_are_found(tmp_path):
         "def broken(",
     ],
 )
-def test_options_that_the_source_does_not_name_are_not_known(source, tmp_path):
+def test_options_not_named_in_source_are_unknown(source, tmp_path):
     assert found(tmp_path, source) is None
 
 
-def test_a_provider_of_a_module_beside_the_script_is_known(tmp_path):
+def test_provider_in_module_next_to_script_is_found(tmp_path):
     source = "import inner\nparse(extra_args_provider=inner.add)"
     assert found(tmp_path, source, inner="parser.add_argument('--third')") == {"--third"}
 
 
-def test_a_provider_of_a_package_that_is_not_installed_adds_nothing(tmp_path):
+def test_provider_of_missing_package_adds_nothing(tmp_path):
     source = "try:\n    from missing.arguments import add\nexcept ImportError:\n    pass\n"
     assert found(tmp_path, source + "parse(extra_args_provider=add if has else None)") == frozenset()

@@ -58,14 +58,14 @@ def refusal(splits, config, samples=SAMPLES):
     return None
 
 
-def test_the_default_split_of_a_small_corpus(splits, write):
+def test_empty_default_split_of_small_corpus_is_refused(splits, write):
     small = write("small", *[50] * 10)
     said = refusal(splits, core_config(blend=([small], None), split="969,30,1"))
     assert re.search(rf"valid .*\(969,30,1\) of {small} .* 10 .*--split.*--eval-iters 0", said)
     assert re.search(r"train .*\(1,998,1\)", refusal(splits, core_config(blend=([small], None), split="1,998,1")))
 
 
-def test_each_remedy_is_one(splits, write):
+def test_each_remedy_is_accepted(splits, write):
     small, large = write("small", *[50] * 10), write("large", *[50] * 1000)
     default = "969,30,1"
     assert refusal(splits, core_config(blend=([large], None), split=default)) is None
@@ -74,33 +74,33 @@ def test_each_remedy_is_one(splits, write):
     assert refusal(splits, core_config(blend=([small], None), split=default), (100, 0, 0)) is None
 
 
-def test_a_split_that_is_not_read_is_not_built(splits, write):
+def test_unread_split_is_not_built(splits, write):
     config = core_config(blend=([write("small", *[50] * 10)], None), split="80,10,10")
     splits.drop_unread(config, (100, 0, 10))
     assert config.split_matrix[0] and config.split_matrix[1] is None and config.split_matrix[2]
     assert [split.name for split in splits.splits_of(config, (100, 0, 10))] == ["train", "test"]
 
 
-def test_documents_without_a_token(splits, write):
+def test_split_without_tokens_is_refused(splits, write):
     hollow = write("hollow", 0, 0, 0)
     said = refusal(splits, core_config(blend=([hollow], None), split="1,1,1"))
     train = said.splitlines()[0]
     assert re.search(r"train .*\(1,1,1\).*\(1\)", train) and "--eval-iters" not in train
 
 
-def test_a_dataset_without_a_document(splits, write):
+def test_dataset_without_documents_is_refused(splits, write):
     said = refusal(splits, core_config(blend=([write("nothing")], None), split="1,1,1"))
     assert re.search("train .*nothing", said)
 
 
-def test_every_dataset_of_a_blend_is_looked_at(splits, write):
+def test_every_dataset_of_blend_is_checked(splits, write):
     large, small = write("large", *[50] * 1000), write("small", *[50] * 10)
     blend = ([large, small], [0.99, 0.01])
     assert f"of {small} " in refusal(splits, core_config(blend=blend, split="969,30,1"))
     assert refusal(splits, core_config(blend=blend, split="80,10,10")) is None
 
 
-def test_what_is_read_once_gives_a_sample(splits, write):
+def test_dataset_read_once_must_yield_a_sample(splits, write):
     large, short = write("large", *[50] * 100), write("short", SEQ_LENGTH)
     said = refusal(splits, core_config(blend=([large, short], None), split="1,0,0"))
     assert re.search(f"{short} .* 8 .*--seq-length 8", said)
@@ -109,7 +109,7 @@ def test_what_is_read_once_gives_a_sample(splits, write):
     assert refusal(splits, core_config(blend=([large, enough], None), split="1,0,0")) is None
 
 
-def test_splits_with_files_of_their_own(splits, write):
+def test_empty_split_of_separate_files_is_refused(splits, write):
     large, hollow = write("large", *[50] * 100), write("hollow", 0)
     per_split = [([large], None), ([hollow], None), None]
     said = refusal(splits, core_config(blend_per_split=per_split))
@@ -117,7 +117,7 @@ def test_splits_with_files_of_their_own(splits, write):
     assert refusal(splits, core_config(blend_per_split=per_split), (100, 0, 0)) is None
 
 
-def test_tokens_are_those_of_megatron_core(splits, write):
+def test_token_counts_equal_those_of_megatron_core(splits, write):
     lengths = [3, 0, 7, 50, 1, 0]
     corpus = splits.IndexedCorpus(write("mixed", *lengths))
     for start in range(len(lengths) + 1):
@@ -125,7 +125,7 @@ def test_tokens_are_those_of_megatron_core(splits, write):
             assert corpus.tokens(start, end) == sum(lengths[start:end])
 
 
-def test_documents_and_epochs_are_those_of_megatron_core(splits, write):
+def test_document_and_epoch_counts_equal_megatron_core(splits, write):
     """Also where shares round: what is counted is what the datasets then hold."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -141,7 +141,7 @@ def test_documents_and_epochs_are_those_of_megatron_core(splits, write):
         assert epochs - 1 < source.epochs(SEQ_LENGTH) <= epochs
 
 
-def test_the_banner(splits, write):
+def test_split_description_has_documents_tokens_and_epochs(splits, write):
     one, two = write("one", *[50] * 100), write("two", *[10] * 100)
     told = splits.splits_of(core_config(blend=([one], None), split="80,10,10"), SAMPLES)
     assert [split.describe(SEQ_LENGTH) for split in told] == [

@@ -26,7 +26,7 @@ def worker(stage, parameters=10, **device):
                        parameters=parameters)  # fmt: skip
 
 
-def test_active_parameters_are_those_of_chosen_experts():
+def test_active_parameters_count_chosen_experts():
     assert numbers_in(startup.describe_parameters(OPERATORS, 2)) == ["4,200", "1,800"]
 
 
@@ -40,7 +40,7 @@ class Counted(list):
         return super().__iter__()
 
 
-def test_a_description_reads_the_model_twice_and_gathers_once(monkeypatch):
+def test_description_reads_model_twice_and_gathers_once(monkeypatch):
     calls, model = [], Counted(OPERATORS * 1000)
     monkeypatch.setattr(startup, "gather", lambda facts: calls.append(facts) or [facts])
     world = SimpleNamespace(device=SimpleNamespace(type="cpu"), pipeline_rank=0)
@@ -49,23 +49,23 @@ def test_a_description_reads_the_model_twice_and_gathers_once(monkeypatch):
     assert model.reads == 2
 
 
-def test_stages_have_their_workers_and_layers():
+def test_stage_lines_list_workers_and_layers():
     lines = startup.stage_lines([worker(0), worker(1, 7), worker(0, 12), worker(1)], [0, 0, 1])
     assert [numbers_in(line) for line in lines] == [["0", "2", "1-2", "12"], ["1", "3", "3", "10"]]
 
 
-def test_devices_are_described_by_the_fullest():
+def test_fullest_device_is_described():
     cards = [worker(0, device="card", allocated_bytes=size, device_bytes=10**10) for size in (10**9, 3 * 10**9)]
     assert numbers_in(startup.describe_devices(cards)) == ["2", "1", "3.0", "10.0"]
 
 
 @pytest.mark.parametrize(("data", "epochs"), [(DataSizes(5, 1000), "3.2 epochs"), (None, "3,200 tokens")])
-def test_epochs(data, epochs):
+def test_data_description_gives_epochs_or_tokens(data, epochs):
     assert epochs in startup.describe_data(data, 100, 32)
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - {"selective"}))
-def test_a_failure_costs_half_an_interval_and_the_window(name):
+def test_failure_costs_half_interval_plus_window(name):
     policy = policy_named(name)(OPERATORS, SimpleNamespace(iterations=4))
     cost = startup.expected_failure_cost(policy, 99)
     apart, replays = policy.schedule.snapshot_interval, policy.schedule.window_length - 1
@@ -76,12 +76,12 @@ def test_a_failure_costs_half_an_interval_and_the_window(name):
     assert cost.is_exact == recovers_exactly(policy)
 
 
-def test_a_failure_without_snapshots_costs_half_a_save_interval():
+def test_failure_without_snapshots_costs_half_save_interval():
     numbers = numbers_in(startup.describe_policy(None, "disk", 100, 2.0))
     assert numbers == ["100", "50", "100", "100", "200"]
     assert not numbers_in(startup.describe_policy(None, "disk", None, 2.0))
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], "none"), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2, 5, 7-8")])
-def test_ranges(numbers, text):
+def test_consecutive_numbers_are_formatted_as_ranges(numbers, text):
     assert startup.ranges(numbers) == text

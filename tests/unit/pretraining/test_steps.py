@@ -33,7 +33,7 @@ def wrapped(make, name):
 
 
 @each_row("make", [torch.optim.AdamW, FusedAdam])
-def test_a_fresh_optimizer_goes_on_counting_where_a_saved_one_stopped(make):
+def test_new_optimizer_continues_saved_step_count(make):
     inner, optimizer = wrapped(make, "adam")
     list(owned_slices(optimizer))  # makes the moments, as saving and loading do
     assert get_step(optimizer) == 0
@@ -43,7 +43,7 @@ def test_a_fresh_optimizer_goes_on_counting_where_a_saved_one_stopped(make):
     assert get_step(optimizer) == 8
 
 
-def test_sgd_counts_nothing():
+def test_sgd_has_no_step_count():
     inner, optimizer = wrapped(lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9), "sgd")
     set_step(optimizer, 7)
     inner.step()

@@ -44,18 +44,18 @@ def read_arguments() -> set[str]:
     return found - {"get_builder_cls"}
 
 
-def test_each_argument_has_an_entry():
+def test_each_loop_argument_has_entry():
     missing = read_arguments() - stock_loop.known_arguments()
     assert not missing, "port these arguments, or refuse them"
 
 
-def test_each_entry_is_an_argument_that_the_loop_reads():
+def test_each_entry_is_read_by_loop():
     unread = stock_loop.known_arguments() - read_arguments() - {"tensorboard_log_interval"}  # read by training_log
     assert not unread
 
 
 @each_row("file", stock_loop.PORTED)
-def test_a_ported_argument_is_read_where_the_table_says(file):
+def test_ported_argument_is_read_in_listed_file(file):
     text = (ROOT / file).read_text()
     assert not [name for name in stock_loop.PORTED[file].split() if name not in text]
 
@@ -82,7 +82,7 @@ def test_all_refusals_are_in_one_message():
         dict(inprocess_restart=True),
     ],
 )
-def test_what_would_be_ignored_or_work_on_random_weights_is_refused(arguments):
+def test_ignored_flags_and_random_weights_are_refused(arguments):
     with pytest.raises(ConfigError) as caught:
         stock_loop.refuse_arguments(Namespace(**arguments))
     assert [one.code for one in caught.value.problems] == ["loop-argument-unsupported"]

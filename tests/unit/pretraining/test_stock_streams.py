@@ -17,7 +17,7 @@ cpu.install()
 from megatron.pretraining.entry import streams  # noqa: E402
 
 
-def test_a_split_without_datasets_has_no_data(monkeypatch):
+def test_split_without_datasets_has_no_data(monkeypatch):
     monkeypatch.setattr(streams, "get_args", lambda: SimpleNamespace(virtual_pipeline_model_parallel_size=None))
     readers = streams.streams_of({"train": (["sample"],), "test": (None,)}, {"train": None, "test": None})
     assert {split: reader.has_data for split, reader in readers.items()} == {"train": True, "test": False}
@@ -56,7 +56,7 @@ def _patch(monkeypatch, tmp_path, begun):
     )
 
 
-def test_readers_hold_no_gpu_and_begin_as_their_loader_wants(monkeypatch, tmp_path):
+def test_readers_hold_no_gpu_and_run_loader_init(monkeypatch, tmp_path):
     _patch(monkeypatch, tmp_path, tmp_path / "begun")
     with open(tmp_path / "nvidia0", "wb"):
         stream, held = _read(tmp_path / "nvidia0")
@@ -64,7 +64,7 @@ def test_readers_hold_no_gpu_and_begin_as_their_loader_wants(monkeypatch, tmp_pa
         stream.close()
 
 
-def test_readers_die_with_their_worker(monkeypatch, tmp_path):
+def test_readers_end_with_their_worker(monkeypatch, tmp_path):
     _patch(monkeypatch, tmp_path, tmp_path / "begun")
     monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 1e6)  # torch itself never looks
 

@@ -36,26 +36,26 @@ def test_sentencepiece_ends_documents_with_eos(train):
     assert tokenizer.detokenize(tokenizer.tokenize("one two")) == "one two"
 
 
-def test_sentencepiece_ends_documents_with_eod_where_there_is_one(train):
+def test_sentencepiece_appends_eod_if_it_exists(train):
     path = train("eod", control_symbols=["<eod>"])
     tokenizer = build_tokenizer("SentencePieceTokenizer", path)
     assert tokenizer.eod == tokenizer._tokenizer.tokenizer.piece_to_id("<eod>") == 3
 
 
-def test_sentencepiece_without_an_end_is_refused(train):
+def test_sentencepiece_without_end_token_is_refused(train):
     path = train("endless", eos_id=-1)
     with raises("tokenizer-unusable", "endless.model", "<eod>"):
         build_tokenizer("SentencePieceTokenizer", path)
 
 
-def test_null_tokenizer():
+def test_null_tokenizer_reads_numbers():
     tokenizer = build_tokenizer("NullTokenizer", None, 100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (100, 99)  # as Megatron-LM builds it from the same flag
     assert tokenizer.tokenize("5 99 0") == [5, 99, 0]
 
 
 @each_row("kind", ["SentencePieceTokenizer", "NullTokenizer"])
-def test_serves_a_gpt_dataset(kind, train, tmp_path):
+def test_tokenizer_serves_gpt_dataset(kind, train, tmp_path):
     tokenizer = build_tokenizer(kind, train("data") if kind.startswith("Sent") else None, 299)
     import numpy
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -101,7 +101,7 @@ def hugging_face_directory(path, eos="<end>", template=None) -> str:
     return str(path)
 
 
-def test_hugging_face(tmp_path):
+def test_hugging_face_tokenizer_round_trips_text(tmp_path):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", hugging_face_directory(tmp_path))
     assert tokenizer.eod == 0
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT[1])) == TEXT[1]
@@ -119,18 +119,18 @@ def hub(tmp_path, monkeypatch):
     hugging_face_directory(tmp_path / "models--owner--name" / "snapshots" / COMMIT)
 
 
-def test_hugging_face_of_the_hub_at_a_commit(hub):
+def test_hub_tokenizer_is_loaded_at_commit(hub):
     assert build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=COMMIT).eod == 0
 
 
 @pytest.mark.parametrize("revision, sentence", [(None, "add --tokenizer-revision"), ("1b" * 20, "not in the hub's")])
-def test_hugging_face_of_the_hub_at_no_or_another_commit(hub, revision, sentence):
+def test_hub_tokenizer_without_cached_commit_is_refused(hub, revision, sentence):
     with pytest.raises(TokenizerError, match=sentence) as raised:
         build_tokenizer("HuggingFaceTokenizer", "owner/name", revision=revision)
     assert "\n" not in str(raised.value)
 
 
-def test_hugging_face_of_the_hub_behind_a_proxy_that_refuses(monkeypatch, tmp_path):
+def test_hub_tokenizer_behind_refusing_proxy_is_refused(monkeypatch, tmp_path):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -147,19 +147,19 @@ def test_hugging_face_of_the_hub_behind_a_proxy_that_refuses(monkeypatch, tmp_pa
         proxy.shutdown()
 
 
-def test_hugging_face_without_an_end_is_refused(tmp_path):
+def test_hugging_face_without_end_token_is_refused(tmp_path):
     path = hugging_face_directory(tmp_path, eos=None)
     with pytest.raises(TokenizerError, match="names no eos_token"):
         build_tokenizer("HuggingFaceTokenizer", path)
 
 
-def test_hugging_face_directory_without_a_tokenizer(tmp_path):
+def test_hugging_face_directory_without_tokenizer_is_refused(tmp_path):
     pytest.importorskip("transformers")
     with raises("tokenizer-unusable", str(tmp_path)):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
-def test_hugging_face_needs_transformers(tmp_path, monkeypatch):
+def test_hugging_face_tokenizer_requires_transformers(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises("package-missing", "transformers"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
@@ -182,7 +182,7 @@ def test_hugging_face_needs_transformers(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, kind, make, message):
+def test_mistakes_are_reported_in_one_line(tmp_path, kind, make, message):
     path = tmp_path / "tok.model"
     if make:
         make(path)
@@ -191,7 +191,7 @@ def test_mistakes_are_one_sentence(tmp_path, kind, make, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_truncated_model_is_refused(train, tmp_path):
+def test_truncated_model_is_refused(train, tmp_path):
     path = tmp_path / "short.model"
     path.write_bytes(open(train("whole"), "rb").read()[:-1000])
     with raises("tokenizer-unusable", "short.model"):

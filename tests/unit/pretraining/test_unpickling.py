@@ -66,7 +66,7 @@ def changed(directory, change):
     path.write_bytes(pickle.dumps(metadata))
 
 
-def test_what_torch_wrote_is_read(directory):
+def test_torch_checkpoint_is_read(directory):
     before = torch.load
     assert read(directory) == [0.0, 1.0, 2.0, 3.0] and check_metadata(directory) == ["w", "b"]
     assert torch.load is before and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
@@ -84,7 +84,7 @@ def test_what_torch_wrote_is_read(directory):
     ids=["open", "system", "eval", "torch.load"],
 )
 @each_row("inside", [False, True], ids=["alone", "in what torch wrote"])
-def test_a_pickle_that_calls_is_refused_in_one_sentence(tmp_path, tmp_path_factory, bomb, named, inside):
+def test_pickle_with_call_is_refused_and_not_run(tmp_path, tmp_path_factory, bomb, named, inside):
     directory = written_checkpoint(tmp_path)
     ran = tmp_path_factory.mktemp("bomb") / "ran"
     if inside:
@@ -98,7 +98,7 @@ def test_a_pickle_that_calls_is_refused_in_one_sentence(tmp_path, tmp_path_facto
     assert not ran.exists()
 
 
-def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(directory, tmp_path_factory):
+def test_object_replacing_tensor_is_not_unpickled(directory, tmp_path_factory):
     ran = tmp_path_factory.mktemp("bomb") / "ran"
     data = io.BytesIO()
     torch.save(Bomb(open, str(ran), "w"), data)
@@ -117,7 +117,7 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(directory, tmp_path
 
 
 @each_row("name", ["../secret", "/etc/passwd", "a/b", "..", "", 3])
-def test_no_file_outside_the_checkpoint_is_opened(tmp_path, name):
+def test_file_outside_checkpoint_is_not_opened(tmp_path, name):
     directory = written_checkpoint(tmp_path)
 
     def change(metadata):
@@ -130,7 +130,7 @@ def test_no_file_outside_the_checkpoint_is_opened(tmp_path, name):
 
 
 @pytest.mark.parametrize("remember", [b"r" + (1 << 31).to_bytes(4, "little"), b"p2147483648\n"])
-def test_a_few_bytes_do_not_take_all_memory(directory, remember):
+def test_short_metadata_cannot_exhaust_memory(directory, remember):
     (directory / ".metadata").write_bytes(b"\x80\x02N" + remember + b".")
     with pytest.raises(CheckpointError, match="2147483648"):
         check_metadata(directory)
@@ -139,14 +139,14 @@ def test_a_few_bytes_do_not_take_all_memory(directory, remember):
 @each_row(
     "content", ["[1]", "1", "{}", '{"sharded_backend": {}}', '{"sharded_backend": "a", "sharded_backend_version": "1"}']
 )
-def test_the_name_of_a_format_is_checked_before_megatron_core_reads_it(tmp_path, content):
+def test_format_name_is_checked_before_megatron_core(tmp_path, content):
     directory = written_checkpoint(tmp_path)
     (directory / "metadata.json").write_text(content)
     with pytest.raises(CheckpointError, match="metadata.json"):
         check_metadata(directory)
 
 
-def test_any_bytes_are_metadata_or_an_error(directory):
+def test_arbitrary_bytes_give_metadata_or_error(directory):
     rng, path = random.Random(0), directory / ".metadata"
     whole = path.read_bytes()
     for _ in range(10_000 if ALL else 1000):
@@ -232,7 +232,7 @@ HOSTILE = {
 
 
 @each_row("hostile", HOSTILE.values(), ids=HOSTILE)
-def test_objects_beside_tensors_take_little(tmp_path, hostile):
+def test_hostile_objects_are_refused_quickly(tmp_path, hostile):
     path = tmp_path / "common.pt"
     path.write_bytes(hostile())
     began = time.process_time()
@@ -243,14 +243,14 @@ def test_objects_beside_tensors_take_little(tmp_path, hostile):
     assert time.process_time() - began < 30  # seconds, and not years
 
 
-def test_a_file_with_a_long_list_of_records_takes_little(tmp_path):
+def test_file_with_long_record_list_is_refused(tmp_path):
     a_long_list(tmp_path / "model_optim_rng.pt")
     with nothing_runs(), pytest.raises(CheckpointError) as refused:
         torch.load(tmp_path / "model_optim_rng.pt", weights_only=True)
     assert code_of(refused.value) == "metadata-refused"
 
 
-def test_a_file_may_hold_more_tensors_than_objects(tmp_path):
+def test_tensors_may_exceed_object_size_limit(tmp_path):
     weights = torch.arange(safe_directory.MAX_MANIFEST_BYTES // 4 + 1, dtype=torch.float32)
     torch.save({"model": {"weight": weights}, "iteration": 3}, tmp_path / "model_optim_rng.pt")
     assert (tmp_path / "model_optim_rng.pt").stat().st_size > safe_directory.MAX_MANIFEST_BYTES
@@ -266,7 +266,7 @@ def test_only_regular_files_are_loaded(tmp_path, make):
         torch.load(tmp_path / "common.pt", weights_only=True)
 
 
-def test_what_stock_checkpoints_hold_is_loaded(tmp_path):
+def test_stock_checkpoint_contents_are_loaded(tmp_path):
     flags = argparse.Namespace(**{f"flag_{n}": [n, -n, "x", None, 1 << 70] for n in range(900)})
     state = {"args": flags, "iteration": 3, "rng": [torch.get_rng_state()], "half": torch.ones(3, dtype=torch.bfloat16)}
     torch.save(state, tmp_path / "common.pt")

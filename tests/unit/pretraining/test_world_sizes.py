@@ -15,7 +15,7 @@ from tests.errors import raises
 from tests.unit.pretraining.flags import BASE, PP2, TP2, parse, without
 
 
-def test_batches_follow_from_the_number_of_workers():
+def test_batch_counts_follow_worker_count():
     config = parse(f"{PP2} --global-batch-size 32")
     assert data_parallel_size(config, 8) == 4
     assert (global_batch_size(config, 8), num_microbatches(config, 8)) == (32, 4)
@@ -38,12 +38,12 @@ def test_batches_follow_from_the_number_of_workers():
         (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2, "batch-not-divisible"),
     ],
 )
-def test_worlds_that_do_not_fit(flags, world, expected):
+def test_unsuitable_world_size_is_refused(flags, world, expected):
     with raises(*expected.split()):
         check_world(parse(flags), world)
 
 
-def test_too_few_samples_for_one_batch():
+def test_too_few_samples_for_one_batch_are_refused():
     config = parse("--train-samples 3 --global-batch-size 4", without("--train-iters"))
     with raises("samples-too-few", "--train-samples 3"):
         check_world(config, 1)
@@ -58,7 +58,7 @@ def test_too_few_samples_for_one_batch():
         (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 2),
     ],
 )
-def test_worlds_that_fit(flags, world):
+def test_suitable_world_size_is_accepted(flags, world):
     check_world(parse(flags), world)
 
 
@@ -72,7 +72,7 @@ def test_worlds_that_fit(flags, world):
         ("0:2,1K:3", 4, False),
     ],
 )
-def test_each_step_of_a_schedule_has_to_fit_the_fewest_nodes(schedule, nodes, fits):
+def test_each_scheduled_batch_must_fit_minimum_nodes(schedule, nodes, fits):
     words = f"--micro-batch-size 1 --step-batch-size-schedule {schedule}"
     config = parse(words, workers=6)
     if fits:
@@ -82,7 +82,7 @@ def test_each_step_of_a_schedule_has_to_fit_the_fewest_nodes(schedule, nodes, fi
         check_fewest(config, nodes, 2)
 
 
-def test_each_step_of_a_schedule_is_checked_at_the_start():
+def test_each_scheduled_batch_is_checked_at_start():
     words = f"{BASE} --micro-batch-size 1 --step-batch-size-schedule".split()
     assert config_of_words([*words, "0:6,1K:12"], 6).scheduled_batch_sizes == (6, 12)
     with raises("batch-not-divisible", "--step-batch-size-schedule"):
@@ -90,12 +90,12 @@ def test_each_step_of_a_schedule_is_checked_at_the_start():
 
 
 @each_row("schedule", ["6", "0:x", "0:inf", "640:6", "0:6,0:12", "0:0"])
-def test_a_schedule_that_cannot_be_read_is_refused(schedule):
+def test_invalid_batch_schedule_is_refused(schedule):
     with raises("value-unreadable", "--step-batch-size-schedule"):
         config_of_words([*BASE.split(), "--step-batch-size-schedule", schedule], 1)
 
 
-def test_gloo_cannot_do_everything():
+def test_gloo_refuses_unsupported_dispatcher():
     split = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear "
     split += "--expert-model-parallel-size 2"
     check_backend(parse(split), "gloo")
@@ -106,7 +106,7 @@ def test_gloo_cannot_do_everything():
     check_backend(alltoall.replace("parallel", expert_tensor_parallel_size=1), "gloo")
 
 
-def test_gloo_gathers_equally_many_tokens_of_each_rank():
+def test_gloo_refuses_unequal_token_counts():
     """Ranks of expert tensor parallelism have unequally many once tokens are dropped."""
     split = "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --moe-expert-capacity-factor 0.5"
     dropped = parse(f"{split} --moe-token-dispatcher-type alltoall")
@@ -119,6 +119,6 @@ def test_gloo_gathers_equally_many_tokens_of_each_rank():
     check_backend(dropped, "nccl")
 
 
-def test_gloo_and_gpus_do_not_go_together():
+def test_gloo_with_gpus_is_refused():
     with raises("gloo-with-gpus", "CUDA_VISIBLE_DEVICES="):
         check_backend(parse("--transformer-impl local"), "gloo", cuda=True)

@@ -29,7 +29,7 @@ def tell(device: Path, told: Path) -> None:
     child.join()
 
 
-def test_it_holds_no_gpu_and_nor_do_its_children(writer, tmp_path, monkeypatch):
+def test_writer_process_and_its_children_hold_no_gpu(writer, tmp_path, monkeypatch):
     monkeypatch.setattr(child_processes, "GPU_DEVICES", str(tmp_path / "nvidia"))
     with open(tmp_path / "nvidia0", "wb"):
         arguments = (tell, tmp_path, 0, None, tmp_path / "nvidia0", tmp_path / "told")

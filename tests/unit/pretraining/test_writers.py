@@ -44,7 +44,7 @@ class Hanging:
         self.calls.append("finished")
 
 
-def test_files_that_cannot_be_written_for_a_while(tmp_path, told):
+def test_unwritable_files_drop_values_until_writable(tmp_path, told):
     pytest.importorskip("tensorboard")
     directory = tmp_path / "board"
     directory.write_text("in its place")
@@ -63,7 +63,7 @@ def test_files_that_cannot_be_written_for_a_while(tmp_path, told):
     assert list(directory.glob("events.out.tfevents.*"))
 
 
-def test_service_that_hangs_delays_nobody(told):
+def test_hanging_service_delays_no_caller(told):
     service = Hanging()
     writer = WandbWriter(service, told.listeners)
     writer.init(project="p", config={"lr": 1.0})
@@ -80,7 +80,7 @@ def test_service_that_hangs_delays_nobody(told):
     assert service.calls[0] == ({"loss": 1.0}, 0, True) and service.calls[-1] == "finished"
 
 
-def test_values_of_a_service_that_hangs_to_the_end_are_counted(told, monkeypatch):
+def test_values_of_hanging_service_are_counted_at_close(told, monkeypatch):
     monkeypatch.setattr(writers, "_CLOSING_S", 0.05)
     service = Hanging()
     writer = WandbWriter(service, told.listeners)

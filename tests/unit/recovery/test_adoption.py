@@ -12,7 +12,7 @@ def part(iteration, operators, alike=None):
     return Summary(iteration, 3, 1, described, "job", "full", None, alike or {})
 
 
-def test_the_holder_with_the_newest_copy_adopts_an_absent_node():
+def test_holder_of_newest_copy_takes_over_absent_node():
     mine, older, newer = [part(9, {"attention": 8})], [part(8, {"expert.0": 8})], [part(9, {"expert.0": 8})]
     nodes = {"0": NodeInventory(mine, {"1": older}), "2": NodeInventory(mine, {"1": newer, "0": mine})}
     assert adopters(nodes) == {"1": "2"}
@@ -20,7 +20,7 @@ def test_the_holder_with_the_newest_copy_adopts_an_absent_node():
     assert adopters(nodes | {"1": NodeInventory([], {})}) == {}  # it is back
 
 
-def test_a_node_fetches_what_its_ranks_load_from_those_that_have_it():
+def test_node_fetches_only_state_its_ranks_load():
     nodes = {
         "0": NodeInventory([part(9, {"attention": 4})], {}),
         "2": NodeInventory([part(9, {"attention": 4, "expert.1": 8})], {"1": [part(9, {"expert.0": 8}), part(8, {})]}),
@@ -35,7 +35,7 @@ def test_a_node_fetches_what_its_ranks_load_from_those_that_have_it():
     assert to_fetch("0", {8: {"expert.0"}}, nodes, SIZES) == []
 
 
-def test_what_nodes_hold_alike_is_fetched_once_and_whole():
+def test_identical_replicas_are_fetched_once_and_complete():
     alike = {"attention": 2}
     nodes = {
         "0": NodeInventory([part(9, {"expert.0": 8})], {}),

@@ -114,7 +114,7 @@ def store(tmp_path):
     st.sampled_from([None, Detail.MOMENTS, Detail.MASTER]),
     st.sampled_from([shard_file_name, part_of_rank]),
 )
-def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_path_factory, chosen, rest, name_of):
+def test_every_expert_restores_newest_state_once(tmp_path_factory, chosen, rest, name_of):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, wanted, saved = Carrier(store, ONES), {}, {}
     for iteration, experts in enumerate([range(EXPERTS), *chosen], start=1):
@@ -141,7 +141,7 @@ def test_every_expert_comes_back_in_its_newest_state_and_each_is_there_once(tmp_
         st.lists(st.sampled_from([None, *Detail.__members__.values()]), min_size=EXPERTS, max_size=EXPERTS), max_size=7
     )
 )
-def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chosen):
+def test_number_of_files_is_predicted_exactly(tmp_path_factory, chosen):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, plans, there = Carrier(store, ONES), [in_full(*range(EXPERTS))], Counter()
     for details in chosen:
@@ -158,7 +158,7 @@ def test_the_number_of_files_is_predicted_to_the_last_one(tmp_path_factory, chos
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["full", "grad", None]), min_size=EXPERTS, max_size=EXPERTS), max_size=7))
-def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_path_factory, wanted):
+def test_memory_keeps_bases_and_their_later_gradients(tmp_path_factory, wanted):
     store = Store(LocalStorage(tmp_path_factory.mktemp("memory"), in_memory=True), allows_slack=True)
     carrier, chains = Carrier(store, ONES), {}
     take(store, carrier, 1, in_full(*range(EXPERTS)))
@@ -183,7 +183,7 @@ def test_memory_keeps_each_base_and_all_gradients_after_it_and_nothing_else(tmp_
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
-def test_what_is_carried_is_what_the_next_snapshot_lacks(store, k):
+def test_only_versions_missing_in_next_snapshot_are_retained(store, k):
     policy, carrier = policy_named("pec")(OPERATORS, Every(1), k=k), Carrier(store, ONES)
     expert, moved, partial = 2 * ROWS * 2 * 4, [], False
     for iteration in range(1, 2 * EXPERTS):
@@ -198,7 +198,7 @@ def test_what_is_carried_is_what_the_next_snapshot_lacks(store, k):
     assert max(moved[2:]) <= k
 
 
-def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypatch):
+def test_kill_anywhere_leaves_newest_version_of_each_expert(store, monkeypatch):
     """The process ends at each system call in turn that changes a name; the next life goes on from what there is."""
 
     class Killed(BaseException):
@@ -258,7 +258,7 @@ def test_a_kill_anywhere_leaves_every_expert_in_its_newest_state(store, monkeypa
     assert kills > 6
 
 
-def test_of_copies_the_newest_is_left_alone(store):
+def test_newest_peer_copy_is_unchanged(store):
     """Who keeps them for another node carries when a copy is whole: nothing else is coming."""
     carrier = Carrier(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
@@ -267,7 +267,7 @@ def test_of_copies_the_newest_is_left_alone(store):
     assert [CARRIED in store.storage.list_names(checkpoint_name(iteration)) for iteration in (1, 2)] == [True, False]
 
 
-def test_what_is_not_reduced_yet_is_left_as_it_is(store):
+def test_snapshot_not_reduced_yet_is_unchanged(store):
     carrier = Carrier(store, ONES)
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
@@ -276,7 +276,7 @@ def test_what_is_not_reduced_yet_is_left_as_it_is(store):
     assert store.read_manifest(1) == manifest and store.storage.list_names(checkpoint_name(1)) == files
 
 
-def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
+def test_versions_retained_for_lost_snapshot_are_dropped(store):
     carrier = Carrier(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     carrier.carry(held_of(2, in_full(0, 1)))
@@ -290,7 +290,7 @@ def test_what_was_carried_for_a_snapshot_that_never_came_is_given_up(store):
     assert newest(store)["layers.0.expert.0"] == (1, 1)
 
 
-def test_an_expert_that_is_not_carried_is_told(store):
+def test_failure_to_retain_expert_is_reported(store):
     carrier = Carrier(store, ONES)
     take(store, carrier, 1, in_full(*range(EXPERTS)))
     (store.storage.root / checkpoint_name(1) / shard_file_name(1)).unlink()
@@ -299,7 +299,7 @@ def test_an_expert_that_is_not_carried_is_told(store):
     assert file_of_operator("layers.0.expert.1") not in store.storage.list_names(checkpoint_name(1))
 
 
-def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_again(store):
+def test_retained_versions_replace_reused_snapshot(store):
     """A snapshot was safe, and the process ended before it could reduce the one before."""
     carrier, before, after = Carrier(store, ONES), in_full(*range(EXPERTS)), in_full(0, 1)
     save(store, 1, before)
@@ -313,14 +313,14 @@ def test_what_was_carried_takes_the_place_of_a_snapshot_whose_buffer_is_used_aga
     assert carrier.whole() == {2} and newest(store) == {name: (1, 1) for name in before} | {n: (2, 2) for n in after}
 
 
-def test_a_snapshot_out_of_which_nothing_was_carried_stays_as_it_is(store):
+def test_snapshot_without_retained_versions_is_unchanged(store):
     save(store, 1, in_full(*range(EXPERTS)))
     save(store, 2, in_full(0, 1))
     Carrier(store, ()).reduce(2)
     assert Carrier(store, ONES).whole() == {1, 2} and newest(store)["layers.0.expert.7"] == (1, 1)
 
 
-def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_need(store):
+def test_memory_keeps_shared_experts_that_copies_need(store):
     """Other nodes save as much of each expert, and get copies of some of what this one saves."""
     shared = [Operator(one.name, one.kind, one.layer, one.expert, 2 * one.parameters) for one in ONES]
     for carrier, versions in (
@@ -344,7 +344,7 @@ def test_of_shared_experts_memory_keeps_what_the_newest_copies_of_other_parts_ne
         assert there == versions | {3: {0, 1, 2}}
 
 
-def test_snapshots_whose_iterations_come_again_are_reduced_too(store):
+def test_snapshots_of_repeated_iterations_are_reduced(store):
     carrier = Carrier(store, OPERATORS)
     for iteration in range(1, 9):
         take(store, carrier, iteration, in_full(iteration % EXPERTS))

@@ -28,7 +28,7 @@ def saved(name, tier, upto):
 @each_row("tier", [MEMORY, STORAGE])
 @each_row("new", POLICIES)
 @each_row("old", POLICIES)
-def test_there_is_a_way_on_or_a_sentence(old, new, tier):
+def test_changed_policy_resumes_or_reports_reason(old, new, tier):
     policy, held = POLICIES[new], saved(old, tier, upto=8)
     way = next(recoveries(held, OPERATORS, recovers_exactly(policy)))
     why = exact_resume_error(held, policy, way.iteration)
@@ -42,13 +42,13 @@ def test_there_is_a_way_on_or_a_sentence(old, new, tier):
     assert in_storage_alone(held, policy) == (old == new and tier == STORAGE)
 
 
-def test_everything_that_a_partial_policy_saved_last_is_no_reason_to_refuse():
+def test_complete_partial_snapshot_is_not_refused():
     everything = dict.fromkeys((one.name for one in OPERATORS), "full")
     held = [*saved("pec", STORAGE, 5), AvailableCheckpoint(6, STORAGE, everything, "pec")]
     assert exact_resume_error(held, POLICIES["full"], 6) is None
 
 
-def test_experts_in_memory_stay_and_newer_ones_make_room():
+def test_experts_in_memory_are_kept_and_newer_ones_are_dropped():
     used = [
         AvailableCheckpoint(6, STORAGE, {}),
         AvailableCheckpoint(4, MEMORY, {}),
@@ -60,7 +60,7 @@ def test_experts_in_memory_stay_and_newer_ones_make_room():
     assert experts_staying(used, in_memory=(6,), iteration=6) == Experts((4,), (9,), (8,))
 
 
-def test_damage_takes_what_is_damaged():
+def test_damage_removes_only_damaged_operators():
     held = AvailableCheckpoint(3, MEMORY, {"a": "full", "b": "full"})
     assert held.without({"a"}) == AvailableCheckpoint(3, MEMORY, {"b": "full"})
     assert held.without(None) is held.without({"a", "b"}) is None

@@ -30,7 +30,7 @@ def missing(copies: list[Summary], loaded: dict[int, int]) -> dict[int, set[str]
     }
 
 
-def test_a_holder_that_kept_its_copies_lacks_nothing():
+def test_holder_that_kept_its_copies_lacks_nothing():
     copies = [part(6, 1, 3, dense=False), part(9, 2, dense=False), part(10, 0)]
     loaded = {0: 10, 1: 10, 2: 9, 3: 7}
     assert missing(copies, loaded) == {
@@ -40,17 +40,17 @@ def test_a_holder_that_kept_its_copies_lacks_nothing():
     assert missing([part(7, 3, dense=False), *copies], loaded) == {10: {"output"}}
 
 
-def test_copies_that_were_under_way_are_completed_and_no_others():
+def test_only_interrupted_copies_are_completed():
     copies = [part(7, 1, 3, dense=False), part(9, 2)]
     assert missing(copies, {0: 10, 1: 10, 2: 9, 3: 7}) == {10: {"output", "0"}}
 
 
-def test_a_holder_that_lost_its_memory_gets_what_the_run_goes_on_with():
+def test_holder_without_memory_receives_resume_state():
     assert missing([], {0: 10, 1: 10, 2: 9, 3: 7}) == {7: {"3"}, 9: {"2"}, 10: {"output", "0", "1"}}
     assert missing([], {0: 10, 2: 9, 3: 7}) == {7: {"3"}, 9: {"2"}, 10: {"output", "0"}}  # the other one is in storage
 
 
-def test_the_newest_copies_of_each_node_stay_of_use():
+def test_newest_copies_of_each_node_are_kept():
     copies = {"a": [part(6, 1), part(8, 2, 3), part(9, 3), part(11, 2)], "b": [part(5, 0), part(8, 0)]}
     nodes = {
         "a": NodeInventory([], {}),
@@ -61,7 +61,7 @@ def test_the_newest_copies_of_each_node_stay_of_use():
     assert partly_copied(nodes) and not partly_copied({"c": nodes["c"]})
 
 
-def test_older_experts_come_back_only_to_a_node_that_lacks_them_or_shares_them():
+def test_older_experts_restore_only_where_missing_or_shared():
     def back(own: list[Summary], elements: int) -> list[int]:
         copies = {"a": [part(8, 1, dense=False, elements=elements)]}
         nodes = {"a": NodeInventory(own, {}), "b": NodeInventory([], copies)}

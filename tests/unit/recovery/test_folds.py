@@ -113,7 +113,7 @@ def run(tmp_path):
     return run
 
 
-def test_a_folded_chain_is_a_base_with_the_bits_that_training_had(run):
+def test_folded_chain_equals_trained_state(run):
     for _ in range(8):
         run.train(**ALL_GRAD)
     assert run.comes_back() == dict.fromkeys(NAMES, 1)
@@ -138,7 +138,7 @@ def test_a_folded_chain_is_a_base_with_the_bits_that_training_had(run):
     assert {n: max(i for i in held if held[i].get(n) == "full") for n in NAMES} == dict.fromkeys(NAMES, 10)
 
 
-def test_what_a_killed_folder_leaves_changes_nothing(run):
+def test_killed_applier_leaves_state_unchanged(run):
     for _ in range(6):
         run.train(**ALL_GRAD)
     chains = run.carrier.to_fold(least=1)
@@ -171,7 +171,7 @@ def test_chain_is_kept_until_compared_with_its_final_state(run):
     assert run.comes_back() == {NAMES[0]: 7, NAMES[1]: 7, NAMES[2]: 1}
 
 
-def test_other_bits_are_noticed(run, monkeypatch):
+def test_differing_bits_are_detected(run, monkeypatch):
     run.carrier.compares = True
     run.train(**ALL_GRAD)
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
@@ -184,7 +184,7 @@ def test_other_bits_are_noticed(run, monkeypatch):
     assert carry_out(run.store, run.carrier.to_compare(), []).differing == [NAMES[0]]
 
 
-def test_newer_state_ends_the_wait_for_a_comparison(run):
+def test_newer_state_ends_wait_for_comparison(run):
     run.carrier.compares = True
     run.train(**ALL_GRAD)
     run.train(e0=FULL, e1=GRAD, e2=GRAD, compared=(0,))
@@ -194,7 +194,7 @@ def test_newer_state_ends_the_wait_for_a_comparison(run):
     assert NAMES[0] in {chain.operator for chain in run.carrier.to_fold(least=0)}
 
 
-def test_damaged_or_missing_gradients_and_untold_rules_fold_nothing(run):
+def test_damaged_gradients_or_missing_rules_fold_nothing(run):
     for _ in range(5):
         run.train(**ALL_GRAD)
     path = run.store.storage.root / checkpoint_name(3) / f"{NAMES[0]}.safetensors"
@@ -211,7 +211,7 @@ def test_damaged_or_missing_gradients_and_untold_rules_fold_nothing(run):
     assert not outcome.folded and outcome.why.startswith(f"{NAMES[2]}: ")
 
 
-def test_chains_have_no_gap_and_start_at_the_newest_base():
+def test_chains_have_no_gap_and_start_at_newest_base():
     def held(iteration, **details):
         return AvailableCheckpoint(iteration, MEMORY, {name: detail.value for name, detail in details.items()})
 

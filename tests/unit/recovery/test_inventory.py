@@ -19,27 +19,27 @@ def full(elements):
     return "full", {"master": elements, "exp_avg": elements}
 
 
-def test_all_parts_are_a_whole():
+def test_all_parts_together_are_complete():
     nodes = [node(1, output=("compute", {"param": 4})), node(2, output=("compute", {"param": 6}))]
     assert in_memory(nodes, OPERATORS) == [AvailableCheckpoint(3, MEMORY, {"output": "compute"})]
     assert in_memory(nodes[:1], OPERATORS) == [AvailableCheckpoint(3, MEMORY, {})]
 
 
-def test_what_a_lost_node_had_nothing_of_is_whole_at_each_detail():
+def test_operator_without_state_on_lost_node_is_complete():
     (one,) = in_memory([node(1, output=("compute", {"param": 10}), **{"layers.0.router": full(6)})], OPERATORS)
     assert one.operators == {"output": "compute", "layers.0.router": "full"}
     (one,) = in_memory([node(1, output=full(9), **{"layers.0.router": ("compute", {"param": 5})})], OPERATORS)
     assert one.operators == {}
 
 
-def test_biases_of_routers_are_not_among_their_parameters():
+def test_router_biases_do_not_count_as_parameters():
     (one,) = in_memory([node(1, **{"layers.0.router": ("compute", {"param": 6 + 4})})], OPERATORS)
     assert one.operators == {"layers.0.router": "compute"}
     (one,) = in_memory([node(1, **{"layers.0.router": ("full", {"param": 6})})], OPERATORS)
     assert one.operators == {}
 
 
-def test_a_manifest_is_told_in_short_and_one_that_cannot_be_read_is_named(tmp_path):
+def test_manifest_summary_and_unreadable_manifest(tmp_path):
     store = Store(LocalStorage(tmp_path))
     for iteration in (3, 4):
         save(store, iteration, in_full(0))
@@ -52,7 +52,7 @@ def test_a_manifest_is_told_in_short_and_one_that_cannot_be_read_is_named(tmp_pa
     assert held == AvailableCheckpoint(3, STORAGE, dict.fromkeys(in_full(0), "full")) and held.policy == "pec"
 
 
-def test_of_several_launches_that_counts_of_which_there_is_most():
+def test_launch_with_most_state_counts():
     def part(files, job, **operators):
         return [Summary(3, 3, files, operators, job, job)]
 
@@ -62,14 +62,14 @@ def test_of_several_launches_that_counts_of_which_there_is_most():
     assert [one.policy for one in in_memory(nodes[:2], OPERATORS)] == ["a"]  # of two with as much, the first
 
 
-def test_of_a_time_line_that_was_given_up_only_experts_are_of_use():
+def test_superseded_memory_provides_only_experts():
     expert = Operator("layers.0.expert.0", "expert", 0, 0, 4)
     nodes = [node(3, output=full(10), **{expert.name: full(4)})]
     assert in_memory(nodes, [*OPERATORS, expert], BEFORE) == [AvailableCheckpoint(3, BEFORE, {expert.name: "full"})]
     assert in_memory(nodes, [*OPERATORS, expert])[0].operators == {"output": "full", expert.name: "full"}
 
 
-def test_what_a_lost_node_had_a_part_of_is_not_published():
+def test_operator_partly_on_lost_node_is_excluded():
     def part(rank, **elements):
         entries = {name: OperatorEntry("full", 3, {"master": number}) for name, number in elements.items()}
         return Manifest(3, "pec", 3, {f"rank_{rank:05d}.safetensors": FileEntry(9, 8, "")}, entries, {}, {})
@@ -82,7 +82,7 @@ def test_what_a_lost_node_had_a_part_of_is_not_published():
     }
 
 
-def test_what_nodes_hold_alike_is_whole_where_each_of_them_has_it():
+def test_identical_replicas_are_complete_on_each_node():
     """Each node resumes from its own memory."""
     alike = {"output": 2}
     parts = [[Summary(3, 4, 1, {"output": full(10)}, alike=alike)] for _ in range(2)]

@@ -35,7 +35,7 @@ def sources(plan):
     return {name: held.key for (name, _), held in plan.way.sources.items()}
 
 
-def test_without_zero_nobody_goes_back_and_the_lost_expert_alone_is_stale():
+def test_without_zero_only_lost_expert_is_stale():
     plan = plan_of({0: 9, 1: 9}, of_ranks(zero=False))
     assert (plan.iteration, plan.keep) == (9, {0, 1}) and plan.way.base.tier == LIVE
     assert plan.copies == (RankCopy("embedding", 0, 2),)
@@ -43,14 +43,14 @@ def test_without_zero_nobody_goes_back_and_the_lost_expert_alone_is_stale():
     assert [plan.way.learned_until(name) for name in NAMES] == [9, 9, 4]
 
 
-def test_with_zero_the_rest_goes_back_and_live_experts_are_newer():
+def test_zero_returns_dense_state_and_keeps_newer_experts():
     plan = plan_of({0: 9, 1: 9}, of_ranks(zero=True))
     assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ()) and plan.way.base.key == (7, MEMORY)
     assert sources(plan) == {"embedding": (7, MEMORY)} | dict.fromkeys(NAMES[:2], (9, LIVE)) | {NAMES[2]: (4, MEMORY)}
     assert [plan.way.learned_until(name) for name in NAMES] == [7, 7, 4]  # what is newer does not count
 
 
-def test_snapshots_of_what_survivors_keep_stay_in_case_of_another_loss():
+def test_snapshots_of_survivor_state_stay_for_next_loss():
     for zero in (True, False):
         plan = plan_of({0: 9, 1: 9}, of_ranks(zero))
         assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {(4, MEMORY), (6, MEMORY), (7, MEMORY)}
@@ -58,34 +58,34 @@ def test_snapshots_of_what_survivors_keep_stay_in_case_of_another_loss():
     assert {one.key for one in still_needed(plan.way, HELD, OPERATORS)} == {one.key for one in plan.way.used()}
 
 
-def test_all_experts_are_reloaded_unless_they_are_to_be_kept():
+def test_experts_are_reloaded_unless_policy_keeps_them():
     for zero in (True, False):
         plan = plan_of({0: 9, 1: 9}, of_ranks(zero), keeps=False)
         assert (plan.iteration, plan.keep, plan.copies) == (7, frozenset(), ())
         assert {tier for _, tier in sources(plan).values()} == {MEMORY}
 
 
-def test_who_has_not_seen_the_vote_is_given_the_newer_dense_state():
+def test_worker_without_commit_receives_newer_dense_state():
     plan = plan_of({0: 9, 1: 8}, of_ranks(zero=False))
     assert (plan.iteration, plan.keep) == (9, {0})
     assert plan.copies == (RankCopy("embedding", 0, 1), RankCopy("embedding", 0, 2))
     assert sources(plan)[NAMES[1]] == (8, LIVE) and plan.way.learned_until(NAMES[1]) == 8
 
 
-def test_an_expert_that_replicas_hold_comes_from_one_of_them():
+def test_expert_with_replicas_comes_from_one_of_them():
     pieces = of_ranks(zero=False) | {3: {"embedding": "same", NAMES[2]: "whole"}}
     plan = plan_of({0: 9, 1: 9, 3: 9}, pieces)
     assert plan.keep == {0, 1, 3} and RankCopy(NAMES[2], 3, 2) in plan.copies
     assert sources(plan) == dict.fromkeys(["embedding", *NAMES], (9, LIVE))
 
 
-def test_a_replica_that_is_an_iteration_behind_does_not_keep_its_state():
+def test_replica_one_iteration_behind_is_replaced():
     pieces = {rank: {"embedding": "same"} | dict.fromkeys(NAMES, "whole") for rank in range(3)}
     plan = plan_of({0: 9, 1: 8}, pieces)
     assert (plan.iteration, plan.keep) == (9, {0}) and {copy.target for copy in plan.copies} == {1, 2}
 
 
-def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
+def test_expert_parts_come_from_one_iteration():
     pieces = {0: {"embedding": "same", NAMES[0]: "left"}, 1: {"embedding": "same", NAMES[0]: "right"}}
     (found,) = live_states({0: 9}, pieces, "selective")
     assert found.operators == {"embedding": "full"}
@@ -94,11 +94,11 @@ def test_an_expert_is_not_put_together_from_parts_of_two_iterations():
 
 
 @each_row("zero", [True, False])
-def test_without_survivors_nothing_is_live(zero):
+def test_no_state_is_live_without_survivors(zero):
     assert live_states({}, of_ranks(zero), "selective") == []
 
 
-def test_a_lost_expert_is_brought_up_to_date_by_gradients_and_live_ones_are_not():
+def test_only_lost_experts_are_updated_from_gradients():
     details = {"embedding": "full"} | dict.fromkeys(NAMES, "grad")
     later = [AvailableCheckpoint(iteration, MEMORY, details, "selective") for iteration in (5, 6)]
     chains = [saved(4, 0, 1, 2), *later]
@@ -111,7 +111,7 @@ def test_a_lost_expert_is_brought_up_to_date_by_gradients_and_live_ones_are_not(
         }
 
 
-def test_a_lost_expert_is_loaded_and_those_beside_it_stay():
+def test_only_lost_expert_is_loaded():
     pieces = {rank: {"embedding": "same"} | dict.fromkeys(NAMES, "whole") for rank in range(2)}
     live, lacking = {0: 9, 1: 9}, {0: {NAMES[0]}, 1: {NAMES[0]}}
     for lacks, source, copies in (

@@ -34,23 +34,23 @@ def back(nodes, spoilt=(), exact=True):
     return to_restore(nodes, OPERATORS, exact, spoilt)
 
 
-def test_nothing_comes_back_where_nothing_is_lost():
+def test_nothing_is_restored_if_nothing_is_lost():
     assert back({"a": has("a", [4]), "b": has("b", [4], a=[4]), "c": has("c", [4])}) == []
 
 
-def test_a_lost_node_gets_the_newest_that_all_can_have():
+def test_lost_node_gets_newest_common_iteration():
     nodes = {"a": has("a", []), "b": has("b", [3, 4], a=[3]), "c": has("c", [3, 4], a=[3])}
     assert back(nodes) == [Restore("a", "b", 3)]
     assert back(nodes, {Restore("a", "b", 3)}) == [Restore("a", "c", 3)]
     assert back(nodes, {Restore("a", "b", 3), Restore("a", "c", 3)}) == []
 
 
-def test_an_older_one_is_taken_where_all_copies_of_the_newest_are_damaged():
+def test_older_snapshot_is_used_if_newest_copies_are_damaged():
     nodes = {"a": has("a", []), "b": has("b", [3, 4], a=[3, 4]), "c": has("c", [3, 4])}
     assert back(nodes, {Restore("a", "b", 4)}) == [Restore("a", "b", 3)]
 
 
-def test_two_lost_nodes():
+def test_two_lost_nodes_are_restored_if_copies_exist():
     nodes = {"a": has("a", []), "b": has("b", []), "c": has("c", [5], a=[5], b=[5])}
     assert back(nodes) == [Restore("a", "c", 5), Restore("b", "c", 5)]
     assert back({"a": has("a", []), "b": has("b", [5], c=[5]), "c": has("c", [5], b=[5])}) == []
@@ -65,7 +65,7 @@ def windows_of_two(iteration):
     return FIRST if iteration % 2 == 0 else SECOND
 
 
-def test_a_window_comes_back_and_the_one_under_way():
+def test_window_and_window_in_progress_are_restored():
     def nodes(*kept):
         others = has("b", [2, 3, 4, 5, 6], windows_of_two, a=kept), has("c", [2, 3, 4, 5, 6], windows_of_two)
         return {"a": has("a", [], windows_of_two), "b": others[0], "c": others[1]}
@@ -82,13 +82,13 @@ def test_a_window_comes_back_and_the_one_under_way():
     assert iterations(3, 4, 6) == []
 
 
-def test_what_there_is_of_older_partial_ones_comes_back_too():
+def test_older_partial_snapshots_are_restored_too():
     partial = {"output": "full", NAMES[1]: "full"}
     nodes = {"a": has("a", [])} | {node: has(node, [3, 4], lambda _: partial, a=[3, 4]) for node in "bc"}
     assert back(nodes, exact=False) == [Restore("a", "b", 3), Restore("a", "b", 4)] and back(nodes) == []
 
 
-def test_of_partial_copies_the_one_with_most_operators_comes_back():
+def test_partial_copy_with_most_operators_is_restored():
     fewer, more = ({name: "full" for name in names} for names in (["output"], ["output", NAMES[1]]))
     nodes = {"a": has("a", [])} | {
         node: NodeInventory([], {"a": [part(4, WRITERS, 0, d)]}) for node, d in zip("bc", (fewer, more), strict=True)
@@ -97,7 +97,7 @@ def test_of_partial_copies_the_one_with_most_operators_comes_back():
     assert back(nodes, {Restore("a", "c", 4)}, exact=False) == [Restore("a", "b", 4)]
 
 
-def test_a_copy_is_of_use_beside_newer_gradients_but_not_beside_a_newer_state():
+def test_copy_is_used_with_newer_gradients_not_newer_state():
     whole = {name: ("full", {"master": 4}) for name in NAMES}
     copied = NodeInventory([], {"a": [Summary(4, WRITERS, 1, whole)]})
     for detail, wanted in (("grad", [Restore("a", "b", 4)]), ("full", [])):
@@ -113,7 +113,7 @@ inventories = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(inventories, st.sets(st.builds(Restore, *[st.sampled_from("abc")] * 2, st.integers(1, 4)), max_size=4))
-def test_after_it_one_snapshot_is_whole_and_none_that_is_newer_could_be(nodes, spoilt):
+def test_newest_possible_snapshot_is_complete_afterwards(nodes, spoilt):
     def could_have(node, iteration):
         copies = (n for n in nodes if parts(node, [iteration])[0] in nodes[n].copies.get(node, ()))
         own = parts(node, [iteration])[0] in nodes[node].own
@@ -137,7 +137,7 @@ def in_turn(iteration):
     )
 
 
-def test_all_of_the_chains_to_one_iteration_come_back():
+def test_all_snapshots_of_gradient_chains_are_restored():
     kept = [4, 5, 6]
     nodes = {"a": has("a", []), "b": has("b", kept, in_turn, a=kept), "c": has("c", kept, in_turn)}
     assert back(nodes) == [Restore("a", "b", iteration) for iteration in kept]

@@ -21,7 +21,7 @@ def made(name="pec", **settings):
     return policy_named(name)(OPERATORS, Every(settings.pop("interval", 1)), **settings)
 
 
-def test_experts_may_be_older_than_the_rest_and_memory_does_not_count():
+def test_only_experts_in_storage_may_be_older():
     later = [name for name in NAMES if name != EXPERT]
     found = Persisted.of([held(3, NAMES), held(5, later), held(9, NAMES, MEMORY)], made())
     assert found.iteration == 5
@@ -29,7 +29,7 @@ def test_experts_may_be_older_than_the_rest_and_memory_does_not_count():
     assert Persisted.of([held(5, later)], made()) == Persisted(0, {})
 
 
-def test_a_window_counts_once_it_is_complete():
+def test_window_counts_once_it_is_complete():
     policy = made("sparse", window=2)
     first, second = held(3, NAMES[:2]), held(4, NAMES[2:])
     first = AvailableCheckpoint(3, STORAGE, first.operators | dict.fromkeys(NAMES[2:], "compute"))
@@ -38,7 +38,7 @@ def test_a_window_counts_once_it_is_complete():
     assert found.iteration == 4 and set(found.learned.values()) == {4}
 
 
-def test_the_newest_full_saves():
+def test_newest_full_versions_are_found():
     assert newest_full([held(3, NAMES), held(5, [EXPERT]), held(7, [EXPERT], detail="grad")]) == dict.fromkeys(
         NAMES, 3
     ) | {EXPERT: 5}
@@ -56,11 +56,11 @@ def test_the_newest_full_saves():
         (dict(name="selective", experts=1, rule="proportional"), 10, 1, Promise(25, None)),
     ],
 )
-def test_promises(settings, every, outstanding, promise):
+def test_storage_promise_follows_from_policy(settings, every, outstanding, promise):
     assert Promise.of(made(**settings), every, outstanding, commits=3) == promise
 
 
-def test_what_is_older_than_promised_is_overdue_once_storage_had_a_chance():
+def test_state_older_than_promised_is_overdue():
     persisted, promise = Persisted(10, dict.fromkeys(NAMES, 10) | {EXPERT: 4}), Promise(5, 12)
     assert overdue(persisted, promise, OPERATORS, 15, since=1) == []
     assert EXPERT not in overdue(persisted, promise, OPERATORS, 16, since=1)

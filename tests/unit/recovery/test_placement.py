@@ -22,7 +22,7 @@ def survived(holders, lost):
 
 @settings(deadline=None)
 @given(sizes)
-def test_each_node_has_its_copies_elsewhere_and_keeps_as_many(size):
+def test_each_node_has_remote_copies_and_keeps_as_many(size):
     nodes, replicas = size
     placement = place(nodes, replicas)
     assert sorted(placement.holders) == list(range(nodes))
@@ -34,7 +34,7 @@ def test_each_node_has_its_copies_elsewhere_and_keeps_as_many(size):
 
 @settings(deadline=None)
 @given(sizes)
-def test_groups_are_as_small_as_they_can_be(size):
+def test_groups_are_as_small_as_possible(size):
     nodes, replicas = size
     *groups, last = place(nodes, replicas).groups
     assert all(len(group) == replicas + 1 for group in groups)
@@ -42,7 +42,7 @@ def test_groups_are_as_small_as_they_can_be(size):
 
 
 @each_row("nodes", range(1, 10))
-def test_survival_is_what_trying_all_losses_gives(nodes):
+def test_survival_matches_enumeration_of_losses(nodes):
     for replicas in range(nodes):
         placement = place(nodes, replicas)
         for lost in range(nodes + 1):
@@ -51,7 +51,7 @@ def test_survival_is_what_trying_all_losses_gives(nodes):
 
 @settings(deadline=None)
 @given(sizes)
-def test_as_many_nodes_as_there_are_copies_elsewhere_can_always_be_lost(size):
+def test_losing_as_many_nodes_as_peer_copies_is_survived(size):
     nodes, replicas = size
     placement = place(nodes, replicas)
     assert all(survival(placement, lost) == 1 for lost in range(replicas + 1))
@@ -77,13 +77,13 @@ def deadly(holders):
 
 
 @each_row("nodes, replicas", [(2, 1), (4, 1), (6, 1), (3, 2)])
-def test_nothing_does_better_than_groups(nodes, replicas):
+def test_no_placement_is_better_than_groups(nodes, replicas):
     fewest = min(map(deadly, placements(nodes, replicas)))
     assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
 
 
 @each_row("nodes, replicas", [(3, 1), (5, 1), (4, 2), (5, 3)])
-def test_nothing_in_which_all_keep_as_much_does_better_than_with_a_ring(nodes, replicas):
+def test_ring_is_best_of_equal_copy_placements(nodes, replicas):
     fewest = min(deadly(holders) for holders in placements(nodes, replicas) if is_balanced(holders, replicas))
     assert isclose(survival(place(nodes, replicas), replicas + 1), 1 - fewest / comb(nodes, replicas + 1))
 
@@ -99,7 +99,7 @@ with_alike = sizes.flatmap(lambda size: st.tuples(st.just(size), alike_among(max
 
 @settings(deadline=None, max_examples=30)
 @given(with_alike)
-def test_what_nodes_hold_alike_changes_neither_load_nor_survival(case):
+def test_identical_replicas_change_neither_load_nor_survival(case):
     (nodes, replicas), alike = case
     placement, in_order = place(nodes, replicas, alike), place(nodes, replicas)
     assert sorted(node for group in placement.groups for node in group) == list(range(nodes))
@@ -118,7 +118,7 @@ def unsent(holders, alike):
 @each_row("nodes, replicas", [(4, 1), (5, 1), (6, 1)])
 @settings(deadline=None, max_examples=4)
 @given(st.data())
-def test_nothing_that_keeps_and_survives_as_much_sends_less(nodes, replicas, data):
+def test_no_equally_good_placement_sends_less(nodes, replicas, data):
     alike = data.draw(alike_among(nodes))
     ours = place(nodes, replicas, alike)
     others = [h for h in placements(nodes, replicas) if is_balanced(h, replicas) and deadly(h) == deadly(ours.holders)]
@@ -128,7 +128,7 @@ def test_nothing_that_keeps_and_survives_as_much_sends_less(nodes, replicas, dat
 @each_row("nodes, replicas", [(5, 3), (8, 1), (7, 1), (7, 2), (8, 2), (8, 3)])
 @settings(deadline=None, max_examples=4)
 @given(st.data())
-def test_no_order_of_the_nodes_in_groups_and_ring_sends_less(nodes, replicas, data):
+def test_no_node_order_in_groups_and_ring_sends_less(nodes, replicas, data):
     alike = data.draw(alike_among(nodes))
     groups = place(nodes, replicas).groups
     best = 0
@@ -139,7 +139,7 @@ def test_no_order_of_the_nodes_in_groups_and_ring_sends_less(nodes, replicas, da
 
 
 @each_row("nodes", [8, 64, 100])
-def test_replicas_of_experts_keep_copies_for_each_other(nodes):
+def test_expert_replicas_keep_copies_for_each_other(nodes):
     """Of expert-parallel ranks on two nodes each, every other node holds the same experts."""
     alike = {frozenset(range(nodes)): 3} | {frozenset(range(first, nodes, 2)): 5 for first in (0, 1)}
     placement = place(nodes, 1, alike)
@@ -147,7 +147,7 @@ def test_replicas_of_experts_keep_copies_for_each_other(nodes):
     assert not_sent(placement, alike) == nodes * 8 > not_sent(place(nodes, 1), alike) == nodes * 3
 
 
-def test_names_of_nodes_do_not_matter():
+def test_node_names_do_not_affect_survival():
     ours = place(6, 2).holders
     for order in list(permutations(range(6)))[::97]:
         renamed = {order[n]: tuple(order[h] for h in holders) for n, holders in ours.items()}
@@ -159,7 +159,7 @@ def test_too_many_copies_are_refused():
         place(2, 2)
 
 
-def test_what_is_said_of_it():
+def test_placement_description_has_groups_survival_and_size():
     said = describe_placement(place(5, 1), list("abcde"))
     assert "(a, b; c, d, e)" in said and "1 of 5" in said and "0.6" in said
     assert "1.5 GB" in describe_placement(place(4, 1), list("abcd"), 1_500_000_000)

@@ -29,35 +29,35 @@ def first(inventory: JobInventory, exact: bool = True, only=None):
     return next(plans(inventory, OPERATORS, exact, only), None)
 
 
-def test_survivors_keep_their_state_and_the_new_worker_loads():
+def test_survivors_keep_state_and_new_worker_loads_snapshot():
     plan = first(JobInventory([holds(4), holds(5)], {0: 5, 2: 5}, sharded(3)))
     assert plan.iteration == 5 and plan.keep == {0, 2} and plan.way.base.iteration == 5
 
 
-def test_without_a_snapshot_of_their_iteration_all_go_back():
+def test_all_return_without_snapshot_of_their_iteration():
     plan = first(JobInventory([holds(4)], {0: 5, 2: 5}, sharded(3)))
     assert plan.iteration == 4 and not plan.keep and plan.way is not None
 
 
-def test_a_replica_gives_what_it_has():
+def test_replicas_provide_state_of_lost_worker():
     plan = first(JobInventory([holds(4)], {0: 7, 1: 7}, dict.fromkeys(range(3), ALIKE)))
     assert plan.iteration == 7 and plan.way is None
     assert plan.copies == (RankCopy(NAMES[0], 0, 2), RankCopy(NAMES[1], 1, 2))  # each of them gives a part
 
 
-def test_a_replica_of_half_of_the_state_is_not_enough():
+def test_replica_of_half_of_state_is_not_enough():
     pieces = {0: ALIKE, 1: ALIKE | {NAMES[1]: "another"}}
     assert first(JobInventory([], {0: 7}, pieces)) is None
     assert first(JobInventory([holds(7, STORAGE)], {0: 7}, pieces)).way is not None
 
 
-def test_memory_before_replicas_before_storage():
+def test_memory_precedes_replicas_and_replicas_precede_storage():
     live, pieces = {0: 7}, dict.fromkeys(range(2), ALIKE)
     assert first(JobInventory([holds(7, MEMORY)], live, pieces)).way is not None
     assert first(JobInventory([holds(7, STORAGE)], live, pieces)).way is None
 
 
-def test_replicas_before_updates_by_saved_gradients():
+def test_replicas_precede_updates_by_saved_gradients():
     gradients = AvailableCheckpoint(7, MEMORY, {NAMES[0]: "full", NAMES[1]: "grad"})
     held = [holds(6), gradients]
     plan = first(JobInventory(held, {0: 7}, dict.fromkeys(range(2), ALIKE)))
@@ -66,17 +66,17 @@ def test_replicas_before_updates_by_saved_gradients():
     assert plan.iteration == 7 and plan.keep == {0} and plan.way.folds == {NAMES[1]: [gradients]}
 
 
-def test_whoever_has_not_seen_the_vote_rolls_forward_to_a_replica():
+def test_worker_without_commit_rolls_forward_to_replica():
     plan = first(JobInventory([holds(6)], {0: 7, 1: 6}, dict.fromkeys(range(3), ALIKE)))
     assert plan.iteration == 7 and plan.keep == {0} and {copy.target for copy in plan.copies} == {1, 2}
 
 
-def test_whoever_has_seen_it_goes_back_where_there_is_none():
+def test_worker_ahead_returns_if_no_snapshot_of_its_iteration():
     plan = first(JobInventory([holds(6)], {0: 7, 1: 6}, sharded(3)))
     assert plan.iteration == 6 and plan.keep == {1} and plan.way is not None
 
 
-def test_sole_holder_completes_the_committed_iteration():
+def test_sole_holder_completes_committed_iteration():
     """Its reduced gradients are those of the iteration: all had theirs, or nobody would have seen the vote."""
     pieces = {0: {NAMES[0]: "same"}, 1: ALIKE, 2: ALIKE}
     plan = first(JobInventory([holds(6, STORAGE)], {0: 7, 1: 6}, pieces, reduced={0: 7, 1: 7}))
@@ -86,13 +86,13 @@ def test_sole_holder_completes_the_committed_iteration():
     assert plan.iteration == 6 and not plan.complete
 
 
-def test_nobody_is_lost():
+def test_all_workers_keep_state_if_none_is_lost():
     plan = first(JobInventory([], {0: 7, 1: 7}, sharded(2)))
     assert (plan.iteration, plan.keep, plan.copies, plan.way) == (7, {0, 1}, (), None)
 
 
 @each_row("exact", [True, False])
-def test_live_state_is_left_alone_where_the_user_names_an_iteration(exact):
+def test_named_iteration_ignores_survivor_state(exact):
     plan = first(JobInventory([holds(4)], {0: 5, 1: 5}, sharded(2)), exact, only=4)
     assert plan.iteration == 4 and not plan.keep
 
@@ -107,12 +107,12 @@ def test_inexact_policy_keeps_complete_survivor_state():
     assert (plan.iteration, plan.keep, plan.complete) == (7, {0}, {1}) and len(plan.copies) == 2
 
 
-def test_with_an_inexact_policy_all_go_back_where_an_operator_is_lost():
+def test_inexact_policy_rolls_back_for_lost_operator():
     plan = first(JobInventory([holds(5), holds(7, names=NAMES[:1])], {0: 7}, sharded(2)), exact=False)
     assert plan.way.base.tier == MEMORY and not plan.keep and not plan.copies
 
 
-def test_what_is_missing_is_named():
+def test_missing_state_is_named():
     assert "none" in reason(JobInventory([]), OPERATORS)
     assert re.search(rf"\b5\b.*{NAMES[1]}", reason(JobInventory([holds(4), holds(5, names=NAMES[:1])]), OPERATORS))
     assert "moments" in reason(
@@ -134,7 +134,7 @@ def inventories(draw):
 
 @settings(deadline=None, max_examples=300)
 @given(inventories())
-def test_every_rank_has_all_of_its_state_at_one_iteration(inventory):
+def test_every_rank_gets_complete_state_of_one_iteration(inventory):
     for plan in plans(inventory, OPERATORS, exact=True):
         assert all(inventory.live[rank] == plan.iteration for rank in plan.keep)
         assert plan.way is None or {source.iteration for source in plan.way.sources.values()} == {plan.iteration}
@@ -148,7 +148,7 @@ def test_every_rank_has_all_of_its_state_at_one_iteration(inventory):
 
 @settings(deadline=None, max_examples=300)
 @given(inventories())
-def test_there_is_a_plan_for_whatever_a_checkpoint_or_a_replica_has(inventory):
+def test_any_checkpoint_or_replica_contents_have_a_plan(inventory):
     found = [plan.iteration for plan in plans(inventory, OPERATORS, exact=True)]
     assert found == sorted(set(found), reverse=True)
     for iteration in range(1, 5):

@@ -5,7 +5,7 @@ from moc.recovery.inventory import summary
 from moc.store.manifest import Manifest, OperatorEntry, replicas_entry
 
 
-def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
+def test_stages_are_joined_and_manifest_lists_operators():
     stages = [{("a", "b"): {"embedding": 60, "layers.0.expert.0": 5}, ("a", "b", "c"): {"layers.0.router": 7}}, {}]
     found = redundancy([*stages, {("a", "b"): {"output": 40}}])
     assert found.nbytes == {("a", "b"): 105, ("a", "b", "c"): 7}
@@ -18,5 +18,5 @@ def test_stages_are_joined_and_a_manifest_tells_of_its_own_operators():
     }  # fmt: skip
 
 
-def test_nothing_is_said_where_nothing_is_alike():
+def test_no_replicas_entry_without_identical_replicas():
     assert redundancy([{}, {}]) == Redundancy() and replicas_entry(["output"], {}) == {}

@@ -31,14 +31,14 @@ def stays(there, iteration, plans=(), tier=MEMORY):
     return staying(there, OPERATORS, True, tier, iteration, plans)
 
 
-def test_at_the_end_of_a_window_nothing_else_stays():
+def test_only_newest_window_is_kept_at_its_end():
     assert stays(held(1, 2, 3, 4, 5, 6, 7), 6) == Staying(6, (4, 5, 6))
     assert stays(held(1, 2, 3, 4, 5, 6, 7), 3) == Staying(3, (1, 2, 3))
     assert stays([AvailableCheckpoint(7, MEMORY, dict.fromkeys("abc", "full")), *held(4, 5, 6)], 7) == Staying(7, (7,))
     assert stays([], 7) == Staying(goes_on=False)
 
 
-def test_of_chains_all_snapshots_stay_that_lead_there():
+def test_all_snapshots_of_gradient_chain_are_kept():
     turns = [{name: "full" if name == turn else "grad" for name in "abc"} for turn in "abc"]
     there = [AvailableCheckpoint(i, MEMORY, turns[i % 3]) for i in range(1, 8)]
     assert stays(there, 7) == Staying(7, (5, 6, 7))
@@ -48,12 +48,12 @@ def test_of_chains_all_snapshots_stay_that_lead_there():
 
 
 @each_row("at", [7, 8])
-def test_the_window_under_way_goes_on_where_it_is_whole(at):
+def test_complete_window_in_progress_is_resumed(at):
     there = held(*range(4, at + 1))
     assert stays(there, at, under_way(7, at)) == Staying(6, tuple(range(4, at + 1)))
 
 
-def test_the_snapshot_of_where_the_run_is_can_be_taken_again():
+def test_snapshot_of_current_iteration_can_be_retaken():
     plans = under_way(7, 8)
     assert stays(held(4, 5, 6, 7), 8, plans) == Staying(6, (4, 5, 6, 7), again=plans[-1])
     assert stays(held(4, 5, 6), 7, plans[:1]) == Staying(6, (4, 5, 6), again=plans[0])
@@ -62,26 +62,26 @@ def test_the_snapshot_of_where_the_run_is_can_be_taken_again():
 
 
 @each_row("there", [(4, 5, 6, 8), (4, 5, 6), (4, 5, 6, 9)])
-def test_a_window_that_lacks_another_snapshot_begins_anew(there):
+def test_window_lacking_another_snapshot_restarts(there):
     assert stays(held(*there), 8, under_way(7, 8)) == Staying(6, (4, 5, 6), goes_on=False)
 
 
-def test_what_nobody_has_planned_is_of_no_use():
+def test_unplanned_snapshots_are_not_kept():
     assert stays(held(4, 5, 6, 7, 8), 8) == Staying(6, (4, 5, 6), goes_on=False)
 
 
-def test_the_last_snapshot_of_a_window_can_be_taken_again():
+def test_last_snapshot_of_window_can_be_retaken():
     plans = under_way(4, 6)
     assert stays(held(1, 2, 3, 4, 5), 6, plans) == Staying(3, (1, 2, 3, 4, 5), again=plans[-1])
 
 
-def test_a_window_in_storage_leaves_nothing_in_memory():
+def test_window_in_storage_leaves_nothing_in_memory():
     assert stays(held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
     assert stays(held(4, 6) + held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
     assert stays(held(1, 2, 3) + held(4, 5, 6, tier=STORAGE), 6) == Staying(6)
 
 
-def test_without_a_memory_tier_storage_has_the_window_under_way():
+def test_storage_has_window_in_progress_without_memory_tier():
     there = held(4, 5, 6, 7, tier=STORAGE)
     assert stays(there, 7, under_way(7, 7), STORAGE) == Staying(6)
     assert stays(there, 8, under_way(7, 8), STORAGE) == Staying(6, (), under_way(7, 8)[-1])
@@ -92,7 +92,7 @@ def test_without_a_memory_tier_storage_has_the_window_under_way():
     ("keep", "upto", "left"),
     [(1, 5, [1, 3, 4, 5]), (4, 5, [1, 2, 3, 4, 5]), (1, 4, [1, 3, 4, 5]), (1, 2, [1, 2, 3, 4, 5])],
 )
-def test_storage_keeps_what_the_newest_ways_need_and_what_is_newer(tmp_path, keep, upto, left):
+def test_storage_keeps_newest_paths_and_newer_state(tmp_path, keep, upto, left):
     """Snapshots of two experts each: the newest way on takes those of others from 3, and the rest from 1."""
     store = Store(LocalStorage(tmp_path))
     for iteration, experts in enumerate([range(test_carrying.EXPERTS), (0, 1), (0, 1), (2, 3), (4, 5)], start=1):
@@ -101,7 +101,7 @@ def test_storage_keeps_what_the_newest_ways_need_and_what_is_newer(tmp_path, kee
     assert store.iterations() == left
 
 
-def test_what_cannot_be_read_stays(tmp_path):
+def test_unreadable_snapshot_is_kept(tmp_path):
     store = Store(LocalStorage(tmp_path))
     for iteration in (1, 2, 3):
         save(store, iteration, in_full(*range(test_carrying.EXPERTS)))

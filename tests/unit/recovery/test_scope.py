@@ -41,13 +41,13 @@ def alive(of: Logs, *lost: int) -> dict[int, int]:
     return {rank: NEWEST for rank in of.stages if rank not in lost}
 
 
-def test_a_stage_receives_from_its_neighbours():
+def test_stage_receives_from_its_neighbours():
     assert [chain(3).senders(stage) for stage in range(3)] == [{1}, {0, 2}, {1}]
     assert [chain(3, chunks=2).senders(stage) for stage in range(3)] == [{1, 2}, {0, 2}, {0, 1}]  # a ring
     assert chain(1).senders(0) == set()
 
 
-def test_the_lost_stage_alone_goes_back():
+def test_only_lost_stage_replays():
     of = logs(chain(4), width=2)
     plan = first(alive(of, 3), of)
     assert (plan.iteration, plan.stages, plan.way.iteration) == (NEWEST, {1}, 6)
@@ -55,7 +55,7 @@ def test_the_lost_stage_alone_goes_back():
     assert plan.again == range(6, NEWEST + 1)
 
 
-def test_of_several_windows_the_newest_that_logs_and_records_allow():
+def test_newest_window_with_logs_and_records_is_used():
     everything = AvailableCheckpoint(7, STORAGE, dict.fromkeys(NAMES, "full"))
     of = logs(chain(4))
     plan = first(alive(of, 3), of, held=[everything, *WINDOW])
@@ -64,13 +64,13 @@ def test_of_several_windows_the_newest_that_logs_and_records_allow():
     assert (older.way.iteration, older.again) == (6, range(6, NEWEST + 1))
 
 
-def test_adjacent_stages_together_and_others_apart():
+def test_adjacent_stages_replay_together_and_others_separately():
     of = logs(chain(5))
     assert first(alive(of, 1, 2), of).stages == {1, 2}
     assert first(alive(of, 0, 3), of).stages == {0, 3}
 
 
-def test_who_has_lost_needed_logs_joins():
+def test_stage_with_lost_logs_joins_replay():
     of = logs(chain(5))
     gone = replace(of, kept=of.kept | {2: [7, 8]})
     assert first(alive(gone, 1), gone).stages == {1, 2}
@@ -79,7 +79,7 @@ def test_who_has_lost_needed_logs_joins():
     assert first(alive(both, 1), both).stages == {1, 2, 3}
 
 
-def test_if_all_would_have_to_go_back_nobody_computes_alone():
+def test_no_stage_replays_separately_if_all_must_return():
     of = logs(chain(2))
     none = replace(of, kept={})
     plan = first(alive(none, 1), none)
@@ -87,7 +87,7 @@ def test_if_all_would_have_to_go_back_nobody_computes_alone():
     assert scope([0], 5, 8, none) is None
 
 
-def test_whoever_has_missed_the_vote_completes_the_iteration():
+def test_worker_that_missed_commit_completes_iteration():
     of = logs(chain(3), reduced={0: NEWEST, 2: NEWEST})
     plan = first({0: NEWEST - 1, 2: NEWEST}, of)
     assert (plan.keep, plan.complete, plan.stages) == ({2}, {0}, {1})
@@ -95,18 +95,18 @@ def test_whoever_has_missed_the_vote_completes_the_iteration():
     assert first({0: NEWEST - 1, 2: NEWEST}, without).stages == {0, 1}
 
 
-def test_nobody_has_lost_anything_but_the_vote():
+def test_only_commit_is_completed_if_no_state_is_lost():
     of = logs(chain(2), reduced={0: NEWEST})
     plan = first({0: NEWEST - 1, 1: NEWEST}, of)
     assert (plan.iteration, plan.keep, plan.complete, plan.way, plan.stages) == (NEWEST, {1}, {0}, None, frozenset())
 
 
-def test_an_iteration_that_nobody_knows_the_norm_of_cannot_be_computed_again():
+def test_iteration_without_norm_cannot_be_replayed():
     of = logs(chain(2), records=[8])
     assert first(alive(of, 1), of).iteration == 6
 
 
-def test_without_a_window_there_is_nothing_to_compute_from():
+def test_lost_stage_without_window_has_no_plan():
     of = logs(chain(2))
     assert first(alive(of, 1), of, held=[FIRST]) is None
 
@@ -123,7 +123,7 @@ def begins(plan) -> dict[int, int]:
     return {stage: course.begin for stage, course in plan.courses.items()}
 
 
-def test_a_stage_goes_on_when_another_that_is_apart_is_lost():
+def test_stage_continues_replay_if_separate_stage_is_lost():
     of = cut_off(logs(chain(4), width=2), 1, 7)
     plan = first(alive(of, 2, 3, 6), of)
     assert begins(plan) == {1: 7, 3: 5} and plan.keep == {0, 1, 4, 5} and plan.begin == 5
@@ -131,13 +131,13 @@ def test_a_stage_goes_on_when_another_that_is_apart_is_lost():
     assert plan.course(1).goes_on and plan.course(1).way is None and plan.course(3).way is plan.way
 
 
-def test_where_nothing_is_lost_anew_nothing_is_begun_anew():
+def test_replay_continues_if_no_more_state_is_lost():
     of = cut_off(logs(chain(4)), 1, 7)
     plan = first(alive(of, 1), of)
     assert begins(plan) == {1: 7} and plan.way is None and plan.again == range(8, 9)
 
 
-def test_in_the_middle_of_a_window_it_loads_what_did_not_learn_yet():
+def test_unfinished_window_loads_compute_weights():
     of = cut_off(logs(chain(3)), 0, 6, NAMES[1])
     course = first(alive(of, 0, 2), of).course(0)
     assert (course.begin, course.whole, course.moment(6).full) == (6, 6, (NAMES[1],))
@@ -145,7 +145,7 @@ def test_in_the_middle_of_a_window_it_loads_what_did_not_learn_yet():
     assert begins(first(alive(lacking, 0, 2), lacking)) == {0: 5, 2: 5}  # of iteration 6 only one is there in full
 
 
-def test_a_worker_that_is_lost_meanwhile_takes_its_stage_back_to_the_begin():
+def test_worker_lost_in_replay_restarts_its_stage():
     of = cut_off(logs(chain(4), width=2), 1, 7)
     gone = replace(of, replayed={2: of.replayed[2]})
     assert begins(first(alive(gone, 2, 3, 6), gone)) == {1: 5, 3: 5}
@@ -162,20 +162,20 @@ def test_stage_workers_differ_by_at_most_one_iteration():
     assert begins(first(alive(further, 2, 3, 6), further)) == {1: 5, 3: 5}
 
 
-def test_a_neighbour_that_is_lost_is_served_until_both_compute():
+def test_lost_neighbour_gets_logs_until_both_replay():
     of = cut_off(logs(chain(4)), 1, 7)
     assert begins(first(alive(of, 1, 2), of)) == {1: 7, 2: 5}  # 6 and 7 from its logs, and 8 together
     gone = replace(of, kept=of.kept | {1: [7]})
     assert begins(first(alive(gone, 1, 2), gone)) == {1: 5, 2: 5}
 
 
-def test_who_has_come_further_than_those_that_are_left_begins_anew():
+def test_worker_ahead_of_survivors_starts_over():
     of = cut_off(logs(chain(3)), 1, NEWEST)
     plan = first({0: NEWEST - 1, 2: NEWEST - 1}, of)
     assert plan.iteration == NEWEST - 1 and begins(plan) == {1: 5}
 
 
-def test_who_has_arrived_waits_for_the_others():
+def test_stage_that_finished_replay_waits_for_others():
     of = cut_off(logs(chain(4)), 1, NEWEST)
     plan = first(alive(of, 1, 3), of)
     assert begins(plan) == {1: NEWEST, 3: 5} and plan.computing(NEWEST) == {3}
@@ -194,7 +194,7 @@ def losses(draw):
 
 @settings(deadline=None, max_examples=300)
 @given(losses())
-def test_every_rank_has_a_way_and_every_log_is_there(loss):
+def test_every_rank_has_path_and_every_log_exists(loss):
     live, of = loss
     for plan in plans(inventory(live, of), OPERATORS, exact=True):
         if not plan.stages:
@@ -211,7 +211,7 @@ def test_every_rank_has_a_way_and_every_log_is_there(loss):
 
 @settings(deadline=None, max_examples=300)
 @given(losses())
-def test_every_worker_has_on_its_course_all_that_its_state_lacks(loss):
+def test_stage_plan_contains_all_missing_state(loss):
     live, of = loss
     for plan in plans(inventory(live, of), OPERATORS, exact=True):
         for stage, course in plan.courses.items():
@@ -238,7 +238,7 @@ def test_every_worker_has_on_its_course_all_that_its_state_lacks(loss):
 
 @settings(deadline=None, max_examples=300)
 @given(losses())
-def test_nobody_computes_more_for_having_computed_already(loss):
+def test_earlier_replay_never_increases_later_replay(loss):
     live, of = loss
     again = inventory(live, of), inventory(live, replace(of, replayed={}))
     plan, anew = (next(plans(one, OPERATORS, exact=True), None) for one in again)

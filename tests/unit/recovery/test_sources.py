@@ -42,43 +42,43 @@ def experts_from(recovery) -> list[tuple[int, str]]:
     return [recovery.sources[name, MASTER].key for name in EXPERTS]
 
 
-def test_the_newest_complete_one():
+def test_newest_complete_checkpoint_is_first():
     ways = list(recoveries([holds(10), holds(20)], OPERATORS, exact=True))
     assert [way.iteration for way in ways] == [20, 10]
     assert {held.key for held in ways[0].sources.values()} == {(20, STORAGE)}
 
 
-def test_memory_before_storage_of_the_same_iteration():
+def test_memory_precedes_storage_of_same_iteration():
     way = next(recoveries([holds(10, STORAGE), holds(10, MEMORY)], OPERATORS, exact=True))
     assert [held.key for held in way.used()] == [(10, MEMORY)]
 
 
-def test_exact_never_mixes_iterations():
+def test_exact_recovery_never_mixes_iterations():
     held = [holds(10), holds(20, experts=[0, 1])]
     assert [way.iteration for way in recoveries(held, OPERATORS, exact=True)] == [10]
 
 
-def test_one_iteration_may_come_from_two_tiers():
+def test_one_iteration_may_use_two_tiers():
     held = [holds(20, MEMORY, experts=[2, 3], dense=False), holds(20, STORAGE, experts=[0, 1, 2])]
     way = next(recoveries(held, OPERATORS, exact=True))
     assert experts_from(way) == [(20, STORAGE), (20, STORAGE), (20, MEMORY), (20, MEMORY)]
 
 
-def test_partial_checkpoints():
+def test_partial_checkpoints_provide_newest_experts():
     held = [holds(10), holds(20, experts=[0]), holds(30, experts=[1])]
     way = next(recoveries(held, OPERATORS, exact=False))
     assert way.iteration == 30 and way.base.key == (30, STORAGE)
     assert experts_from(way) == [(20, STORAGE), (30, STORAGE), (10, STORAGE), (10, STORAGE)]
 
 
-def test_figure_8_of_moc_system():
+def test_figure_8_of_moc_system_is_reproduced():
     """MoC-System, section 5.1: node 0 is lost, node 1 has experts 2 and 3 in memory, storage has 0 and 2."""
     held = [holds(10), holds(20, experts=[0, 2]), holds(20, MEMORY, experts=[2, 3], dense=False)]
     way = next(recoveries(held, OPERATORS, exact=False))
     assert experts_from(way) == [(20, STORAGE), (10, STORAGE), (20, MEMORY), (20, MEMORY)]
 
 
-def test_the_base_is_what_every_node_can_read():
+def test_base_is_readable_by_every_node():
     """A node is lost; what is left in memory has all of some operators, and storage has the same iteration."""
     left = AvailableCheckpoint(20, MEMORY, {DENSE[0]: "full", EXPERTS[3]: "full"})
     for exact in (True, False):
@@ -86,13 +86,13 @@ def test_the_base_is_what_every_node_can_read():
         assert way.sources[DENSE[0], MASTER].key == (20, MEMORY) and way.base.key == (20, STORAGE)
 
 
-def test_a_survivor_may_be_newer_than_the_rest():
+def test_survivor_expert_may_be_newer_than_base():
     held = [holds(10), holds(20, MEMORY, experts=[3], dense=False)]
     assert experts_from(next(recoveries(held, OPERATORS, exact=False)))[3] == (20, MEMORY)
     assert experts_from(next(recoveries(held, OPERATORS, exact=False, only=10)))[3] == (10, STORAGE)
 
 
-def test_weights_and_moments_may_come_from_different_checkpoints():
+def test_weights_and_moments_may_use_different_checkpoints():
     held = [holds(10), holds(20, experts=[]), holds(20, MEMORY, experts=[1], dense=False, detail="moments")]
     way = next(recoveries(held, OPERATORS, exact=False))
     assert way.sources[EXPERTS[1], MASTER].key == (10, STORAGE)
@@ -108,7 +108,7 @@ FIRST, SECOND, THIRD = EXPERTS[:2], EXPERTS[2:], DENSE
 FIGURE_8 = [sparse(10, FIRST, (*SECOND, *THIRD)), sparse(11, SECOND, THIRD), sparse(12, THIRD)]
 
 
-def test_figure_8():
+def test_figure_8_of_moevement_is_reproduced():
     """MoEvement, section 3.3: the first two experts, then the other two, then all that is not an expert."""
     (way,) = recoveries(FIGURE_8, OPERATORS, exact=True)
     assert way.iteration == 12 and [held.iteration for held in way.used()] == [12, 11, 10]
@@ -120,7 +120,7 @@ def test_figure_8():
     assert way.base is FIGURE_8[2] and {way.learned_until(name) for name in EXPERTS} == {12}
 
 
-def test_until_when_an_operator_has_learned():
+def test_operator_learned_until_expected_iteration():
     """In a window it learns by itself after its snapshot; by partial ones, until the one that it is taken from."""
     (window,) = recoveries([sparse(10, EXPERTS, THIRD), sparse(11, THIRD)], OPERATORS, exact=True)
     assert {window.learned_until(one.name) for one in OPERATORS} == {11}
@@ -132,16 +132,16 @@ def test_until_when_an_operator_has_learned():
 
 
 @each_row("lost", range(3))
-def test_a_window_that_lacks_a_snapshot_is_none(lost):
+def test_window_without_one_snapshot_is_unusable(lost):
     assert not list(recoveries(FIGURE_8[:lost] + FIGURE_8[lost + 1 :], OPERATORS, exact=True))
 
 
-def test_a_window_that_lacks_the_compute_weights_of_an_operator_is_none():
+def test_window_without_all_compute_weights_is_unusable():
     held = [FIGURE_8[0], sparse(11, SECOND, THIRD[1:]), FIGURE_8[2]]
     assert not list(recoveries(held, OPERATORS, exact=True))
 
 
-def test_the_newest_window_and_dense_checkpoints_together():
+def test_newest_window_precedes_dense_checkpoints():
     later = [sparse(one.iteration + 3, *_parts(one)) for one in FIGURE_8]
     ways = list(recoveries([*FIGURE_8, *later, holds(9), sparse(16, FIRST)], OPERATORS, exact=True))
     assert [way.iteration for way in ways] == [15, 12, 9]
@@ -153,7 +153,7 @@ def _parts(held: AvailableCheckpoint):
     return ([name for name, detail in held.operators.items() if detail == kind] for kind in ("full", "compute"))
 
 
-def test_a_window_may_come_from_two_tiers():
+def test_window_may_use_two_tiers():
     memory = [sparse(10, FIRST[:1], SECOND, MEMORY), sparse(12, THIRD, tier=MEMORY)]
     way = next(recoveries([*FIGURE_8, *memory], OPERATORS, exact=True))
     assert way.sources[FIRST[0], MASTER].key == (10, MEMORY) and way.sources[FIRST[1], MASTER].key == (10, STORAGE)
@@ -161,7 +161,7 @@ def test_a_window_may_come_from_two_tiers():
     assert way.at(10).key == (10, STORAGE) and way.base.key == (12, MEMORY)
 
 
-def test_one_window_is_kept_and_the_one_under_way():
+def test_one_window_and_window_in_progress_are_needed():
     held = [sparse(one.iteration + back, *_parts(one)) for back in (-3, 0) for one in FIGURE_8]
     begun = sparse(13, FIRST, (*SECOND, *THIRD))
     assert needed([*held, begun], OPERATORS, exact=True, keep=1) == {(i, STORAGE) for i in (10, 11, 12, 13)}
@@ -169,21 +169,21 @@ def test_one_window_is_kept_and_the_one_under_way():
 
 
 @each_row("detail", ["compute", "grad"])
-def test_what_cannot_be_trained_is_no_source(detail):
+def test_untrainable_state_is_no_source(detail):
     assert not list(recoveries([holds(10, detail=detail)], OPERATORS, exact=False))
 
 
-def test_an_expert_that_nobody_has():
+def test_missing_expert_prevents_recovery():
     assert not list(recoveries([holds(10, experts=[0, 1, 2])], OPERATORS, exact=False))
 
 
-def test_what_can_be_thrown_away():
+def test_superseded_checkpoints_are_not_needed():
     held = [holds(10), holds(20, experts=[0]), holds(30, experts=[0]), holds(40, experts=[1])]
     assert needed(held, OPERATORS, exact=False, keep=1) == {(10, STORAGE), (30, STORAGE), (40, STORAGE)}
     assert needed([holds(10), holds(20), holds(30)], OPERATORS, exact=True, keep=2) == {(20, STORAGE), (30, STORAGE)}
 
 
-def test_what_is_as_new_as_the_newest_way_but_not_on_it_can_be_thrown_away():
+def test_state_off_the_newest_path_can_be_deleted():
     held = [holds(10, MEMORY), holds(10, STORAGE), holds(20, experts=[0])]
     assert needed(held, OPERATORS, exact=True, keep=1) == {(10, MEMORY), (20, STORAGE)}
 
@@ -200,7 +200,7 @@ checkpoints = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(checkpoints, max_size=8), st.booleans(), st.none() | st.integers(1, 4))
-def test_every_source_holds_what_is_taken_from_it(held, exact, only):
+def test_every_source_contains_its_state_subset(held, exact, only):
     for way in recoveries(held, OPERATORS, exact, only):
         assert set(way.sources) == {(o.name, part) for o in OPERATORS for part in (MASTER, MOMENTS)}
         for (name, part), source in way.sources.items():
@@ -216,7 +216,7 @@ def test_every_source_holds_what_is_taken_from_it(held, exact, only):
 
 @settings(deadline=None)
 @given(st.lists(checkpoints, max_size=8, unique_by=lambda h: h.key), st.booleans(), st.integers(1, 3))
-def test_throwing_the_rest_away_changes_nothing(held, exact, keep):
+def test_dropping_unneeded_checkpoints_keeps_recovery_paths(held, exact, keep):
     kept = needed(held, OPERATORS, exact, keep)
     before = list(recoveries(held, OPERATORS, exact))[:keep]
     after = list(recoveries([h for h in held if h.key in kept], OPERATORS, exact))[:keep]
@@ -235,7 +235,7 @@ def folded(recovery) -> dict[int, list[int]]:
     return {expert: [recovery.sources[EXPERTS[expert], MASTER].iteration, *its] for expert, its in folds.items()}
 
 
-def test_an_expert_with_every_gradient_since_its_base_is_as_new_as_the_rest():
+def test_expert_with_complete_gradients_is_current():
     held = [holds(10, MEMORY), chained(11, (0, 1), (2,)), chained(12, (0, 1, 2), (3,)), chained(13, (0, 2, 3))]
     way = next(recoveries(held, OPERATORS, exact=False))
     assert way.iteration == 13 and folded(way) == {0: [10, 11, 12, 13], 1: [10, 11, 12], 2: [11, 12, 13], 3: [12, 13]}
@@ -246,7 +246,7 @@ def test_an_expert_with_every_gradient_since_its_base_is_as_new_as_the_rest():
     assert next(recoveries(held, OPERATORS, exact=True)).iteration == 12  # all chains reach it
 
 
-def test_a_chain_ends_at_its_first_gap_and_at_the_iteration_of_the_rest():
+def test_chain_ends_at_first_gap_and_at_dense_iteration():
     damaged = chained(12, (0, 1, 2, 3)).without({EXPERTS[1]})
     held = [holds(10, MEMORY), chained(11, range(4)), damaged, chained(13, range(4))]
     way = next(recoveries(held, OPERATORS, exact=False))
@@ -257,7 +257,7 @@ def test_a_chain_ends_at_its_first_gap_and_at_the_iteration_of_the_rest():
     assert way.sources[EXPERTS[1], MASTER] is torn and way.stale == [EXPERTS[1]]
 
 
-def test_gradients_of_an_abandoned_time_line_lead_elsewhere():
+def test_gradients_of_superseded_memory_are_not_applied():
     held = [holds(10, MEMORY), chained(11, range(4), tier=BEFORE), chained(11, ())]
     assert folded(next(recoveries(held, OPERATORS, exact=False))) == {}
     held = [holds(10, STORAGE), chained(11, range(4), tier=MEMORY)]

@@ -46,7 +46,7 @@ boxes_by_rank = st.lists(st.lists(regions().map(box), max_size=3), min_size=4, m
 
 
 @given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
-def test_all_that_anybody_holds_is_given_once_in_pieces_and_the_rest_is_named(held, wanted, most):
+def test_held_state_is_sent_once_and_missing_state_named(held, wanted, most):
     found, missing = transfers(held, wanted, most)
     for one in found:
         assert cells(one.region) <= cells(held[one.source][one.held].region)
@@ -62,7 +62,7 @@ def test_all_that_anybody_holds_is_given_once_in_pieces_and_the_rest_is_named(he
 
 
 @given(boxes_by_rank, boxes_by_rank, st.integers(WIDTH, 200))
-def test_workers_that_take_one_after_the_other_all_come_to_the_end(held, wanted, most):
+def test_workers_taking_turns_all_finish(held, wanted, most):
     found, _ = transfers(held, wanted, most)
     queues = [[one for one in found if rank in (one.source, one.target)] for rank in range(4)]
     while any(queues):
@@ -77,7 +77,7 @@ cuts = st.lists(st.integers(0, math.prod(SHAPE)), max_size=4)
 
 
 @given(cuts, cuts, st.booleans())
-def test_layouts_may_cut_a_tensor_anywhere(old, new, twice):
+def test_layouts_may_cut_tensor_anywhere(old, new, twice):
     held = cut_at(*old) * (2 if twice else 1)  # replicas hold the same
     wanted = [[]] * len(held) + cut_at(*new)
     held += [[]] * (len(wanted) - len(held))
@@ -88,7 +88,7 @@ def test_layouts_may_cut_a_tensor_anywhere(old, new, twice):
             assert covered(found, target, number) == sorted(cells(its.region))
 
 
-def test_replicas_share_what_they_give_and_nobody_asks_others_for_what_it_holds():
+def test_replicas_share_sending_and_request_only_missing():
     held = [[box(WHOLE)], [box(WHOLE)], [], []]
     found, _ = transfers(held, [[], [box(WHOLE)], [box(WHOLE)], [box(WHOLE)]], most=5 * WIDTH)
     given = Counter()
@@ -100,7 +100,7 @@ def test_replicas_share_what_they_give_and_nobody_asks_others_for_what_it_holds(
     assert len({rank for one in first for rank in (one.source, one.target)}) > 2
 
 
-def test_other_tensors_and_slots_are_not_taken():
+def test_other_tensors_and_slots_are_not_transferred():
     held = [[box(WHOLE, slot="exp_avg"), box(WHOLE, name="output")], []]
     found, missing = transfers(held, [[], [box(WHOLE)]])
     assert not found and missing == [box(WHOLE)]

@@ -14,7 +14,7 @@ def elastic() -> Story:
     return story.usual(5)
 
 
-def test_time_by_number_of_workers():
+def test_time_is_reported_by_number_of_workers():
     run = elastic().report
     assert run.periods == (Period(4, 4.0, 14.0, 10), Period(3, 17.5, 21.5, 2), Period(4, 23.0, 28.0, 5))
     assert seconds_by_workers(run.periods) == {4: 15.0, 3: 4.0}
@@ -25,16 +25,16 @@ def test_time_by_number_of_workers():
     assert told["checkpoints read, since experts were lost"] == ["0"]
 
 
-def test_a_start_that_comes_to_nothing_is_no_period():
+def test_start_without_progress_is_no_period():
     run = Story().start().usual(3).generation(1.0).start(1.0, workers=3).generation(1.0).start(1.0, workers=2)
     assert [period.workers for period in run.usual(2).report.periods] == [4, 2]
 
 
-def test_a_run_whose_members_stay_says_nothing_of_them():
+def test_run_with_fixed_members_has_no_members_section():
     assert "members" not in dict(table_sections([Story().start().usual().report]))
 
 
-def test_workers_are_drawn_where_their_number_changes(tmp_path):
+def test_workers_are_drawn_if_their_number_changes(tmp_path):
     for name, story in {"fixed": Story().start().usual(), "elastic": elastic()}.items():
         draw_report(str(tmp_path / f"{name}.png"), [story.report], [story.events])
     heights = {}

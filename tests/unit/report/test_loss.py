@@ -31,7 +31,7 @@ def events(tmp_path):
     return write
 
 
-def test_losses_by_iteration(events):
+def test_losses_are_read_by_iteration(events):
     path = events(
         {"type": "start", "iteration": 0},
         iteration(1, 5.0),
@@ -46,7 +46,7 @@ def test_losses_by_iteration(events):
     assert run.resumed == [] and run.directory.name == "run"
 
 
-def test_a_resumed_run_undoes_what_came_after_its_checkpoint(events):
+def test_resumed_run_replaces_iterations_after_checkpoint(events):
     before = [iteration(i, float(i)) for i in range(1, 10)]
     stale = {"type": "evaluation", "iteration": 8, "split": "valid", "loss": 1.0}
     path = events(*before, stale, {"type": "start", "iteration": 5}, iteration(6, 66.0), iteration(7, 77.0))
@@ -55,17 +55,17 @@ def test_a_resumed_run_undoes_what_came_after_its_checkpoint(events):
     assert [mark.at for mark in run.resumed] == [5] and run.validation == {}
 
 
-def test_the_later_line_of_an_iteration_wins(events):
+def test_later_line_of_iteration_is_used(events):
     assert read_loss_curve(events(iteration(1, 5.0), iteration(1, 4.0))).series("loss") == ([1], [4.0])
 
 
-def test_torn_lines_are_passed_over(events):
+def test_torn_lines_are_skipped(events):
     torn = '{"type": "iteration", "iteration": 2, "lo'
     path = events(iteration(1, 5.0), torn + "\n", "7\n", "null\n", iteration(3, 4.0), torn)
     assert read_loss_curve(path).series("loss") == ([1, 3], [5.0, 4.0])
 
 
-def test_what_is_no_number_is_not_drawn(events):
+def test_non_numeric_losses_are_not_drawn(events):
     path = events(
         iteration(1, 5.0),
         iteration(2, math.nan),
@@ -77,13 +77,13 @@ def test_what_is_no_number_is_not_drawn(events):
     assert read_loss_curve(path).series("loss") == ([1, 6], [5.0, 3.0])
 
 
-def test_smoothing():
+def test_smoothing_uses_complete_windows_only():
     assert smooth([1.0, 2.0, 6.0, 4.0], 1) == pytest.approx([3.0, 4.0])  # complete windows only
     assert smooth([1.0, 3.0], 0) == [1.0, 3.0]
     assert smooth([1.0, 3.0], 1) == smooth([], 3) == []
 
 
-def test_draws_everything_asked_for(events, tmp_path, capsys):
+def test_loss_program_draws_all_requested_curves(events, tmp_path, capsys):
     a = events(
         *(iteration(i, 5 - i / 10) for i in range(1, 20)),
         {"type": "start", "iteration": 19},
@@ -101,7 +101,7 @@ def test_draws_everything_asked_for(events, tmp_path, capsys):
     assert re.findall(r"\d+", capsys.readouterr().out.rpartition("(")[2]) == ["21", "2"]
 
 
-def test_the_figure_shows_curves_and_labelled_losses(events):
+def test_figure_shows_curves_and_labelled_losses(events):
     lost = {
         "type": "generation",
         "time": 30.0,
@@ -131,7 +131,7 @@ def test_the_figure_shows_curves_and_labelled_losses(events):
         pyplot.close(figure)
 
 
-def test_a_part_of_a_run(events):
+def test_iterations_of_run_can_be_selected(events):
     run = read_loss_curve(events(*(iteration(i, 1.0) for i in range(1, 10)))).select_iterations(3, 5)
     assert run.series("loss")[0] == [3, 4, 5]
 
@@ -145,7 +145,7 @@ def test_a_part_of_a_run(events):
         (["{dir}/run", "--smoothing", "-1"], "value-out-of-range", "--smoothing"),
     ],
 )
-def test_mistakes_are_one_sentence(events, tmp_path, capsys, args, code, named):
+def test_user_errors_are_one_sentence(events, tmp_path, capsys, args, code, named):
     path = events(*([iteration(1, 1.0)] if "--smoothing" in args else [{"type": "exit", "iteration": 0}]))
     assert path.exists()
     output = tmp_path / "loss.png"

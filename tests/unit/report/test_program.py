@@ -64,7 +64,7 @@ def spent(run):
     return parts
 
 
-def test_what_could_not_be_written_is_counted():
+def test_failed_writes_are_counted():
     story = Story().start().usual().tell("save_skipped", iteration=4).tell("log_failed", what="events", lost=0)
     for what in ("snapshot", "snapshot", "checkpoint"):
         story.tell("save_failed", what=what, iteration=5)
@@ -75,7 +75,7 @@ def test_what_could_not_be_written_is_counted():
     assert told["checkpoints"] == ["1"] and told["logs, for a while"] == ["1"]
 
 
-def test_generations_without_progress_are_counted_with_their_devices():
+def test_generations_without_progress_count_devices():
     story = Story().generation(1.0, lost_devices=[[0, 1]]).generation(1.0, lost_devices=[[0, 1]] * 2).start().usual(6)
     for after, devices in ((6, [[1, 1]]), (6, [[1, 1], [1, 1]]), (6, [[1, 1], [1, 1], [0, 3]]), (7, [[0, 0]])):
         story.generation(1.0, lost_after=after, lost_devices=devices).start(1.0)
@@ -90,7 +90,7 @@ def test_generations_without_progress_are_counted_with_their_devices():
     ]
 
 
-def test_a_run_without_faults():
+def test_run_without_faults_has_no_recoveries():
     story = Story().start().usual(9).tell("stall", seconds=0.25).train(1.5)
     story.tell("evaluation", 2.0, split="valid", loss=5.0, iteration=10).tell("save", 3.0, elapsed_s=3.0)
     run = story.usual().tell("exit", 1.0, reason="done", code=0).report
@@ -101,14 +101,14 @@ def test_a_run_without_faults():
     assert run.recoveries.count == 0 and run.saving is None
 
 
-def test_job_is_stopped_from_the_loss_that_ended_it():
+def test_stopped_time_starts_at_loss_that_ended_job():
     story = Story().start().usual(4).tell("end", 1.0, reason="worker lost", code=1)
     assert fold_events(story.events).ended == "worker lost"
     run = story.start(10.0, iteration=4).usual(2).report
     assert spent(run) == {"start_up": 4, "useful": 6, "recoveries": 1 + 4, "stopped": 6} and run.ended is None
 
 
-def test_what_is_given_up_and_computed_again():
+def test_repeated_iterations_are_counted_once_as_useful():
     story = Story().start().usual(10).tell("inject", 0.25, action="kill", rank=2).generation(0.5)
     run = story.resume(1.0, kept=0).start(0.25, iteration=8).train(3.0).usual(9).report
     # 9 and 10 do not count, and of the first iteration after it what is usual
@@ -135,7 +135,7 @@ def test_incident_has_its_cause_and_seconds_of_each_phase():
     assert (cells["load"], cells["repeated"], cells["iteration"]) == ("500 ms", "3", "10")
 
 
-def test_iterations_that_are_not_the_same_again_are_not_exact():
+def test_differing_repeated_iterations_are_not_exact():
     story = Story().start().usual(10).generation(0.5).resume(1.0).tell("lost", raised_by=0.0, plt=0.0)
     again = story.start(iteration=9).train(STEP, loss=0.75).usual(1)
     assert again.report.each[0].exact is False and again.report.recoveries.not_exact == 1
@@ -144,7 +144,7 @@ def test_iterations_that_are_not_the_same_again_are_not_exact():
     assert (run.each[0].exact, run.each[0].lost_tokens, run.recoveries.not_exact) == (None, 0.25, 1)
 
 
-def test_stages_that_compute_alone():
+def test_replay_by_some_stages_is_reported():
     story = Story().start().usual(10).generation(0.5)
     for number, exact in ((8, None), (9, True), (10, True)):
         story.tell("replay", 0.5, iteration=number, seconds=0.5, frozen=0, stages=[1], exact=exact)
@@ -155,21 +155,21 @@ def test_stages_that_compute_alone():
     assert one.outside_s == 4.5 and run.recoveries.alone == 1
 
 
-def test_an_iteration_that_the_lost_worker_could_not_report():
+def test_iteration_unreported_by_lost_worker_counts_as_useful():
     story = Story().start().usual(10).generation(2.0).resume(0.5, kept=3)
     run = story.train(0.0).start(0.25).usual(4).report  # it had been computed, within these two seconds
     assert spent(run) == {"start_up": 4, "useful": 15, "recoveries": 1.75}
     assert (run.iterations, run.each[0].iteration, run.each[0].outside_s) == (15, 11, 1.75)
 
 
-def test_an_iteration_that_was_done_before_the_loss_was_noticed_and_is_given_up():
+def test_discarded_iteration_before_detection():
     story = Story().start().usual(10).tell("inject", action="kill", rank=2).usual(1).generation(0.5).resume(1.0)
     run = story.start(0.25, iteration=10).usual(2).report
     assert spent(run) == {"start_up": 4, "useful": 12, "again": 1, "recoveries": 1.75}
     assert [(one.undone, one.outside_s) for one in run.each] == [(1, 2.75)]
 
 
-def test_a_second_loss_belongs_to_the_recovery_that_it_hits():
+def test_second_loss_belongs_to_interrupted_recovery():
     story = Story().start().usual(10).generation(1.0).resume(1.0).start(1.0).generation(1.0).resume(1.0)
     run = story.start(1.0, iteration=9).usual(4).report
     assert spent(run) == {"start_up": 4, "useful": 13, "again": 1, "recoveries": 6}
@@ -194,7 +194,7 @@ def test_losses_without_an_event_of_their_own_are_incidents():
     assert state.counts["loss", "worker-lost"] == 3 and [loss.rank for _, loss in state.losses] == [None, 0, 2, 0]
 
 
-def test_what_is_lost_again_is_counted_for_the_loss_that_took_it():
+def test_repeated_loss_counts_for_latest_failure():
     story = Story().start().usual(10)
     for _ in range(2):
         story.generation(1.0).resume(1.0).start(1.0, iteration=9).usual(2)
@@ -203,21 +203,21 @@ def test_what_is_lost_again_is_counted_for_the_loss_that_took_it():
     assert [(one.undone, one.outside_s) for one in run.each] == [(1, 4.0), (2, 5.0)]
 
 
-def test_a_job_that_is_started_again_after_a_kill():
+def test_restart_after_kill_is_recovery():
     story = Story().start().usual(10).tell("inject", 0.5, action="kill", rank=0)
     run = story.resume(8.0, tier="storage").start(2.0, startup=4.0).usual(4).report
     assert spent(run) == {"start_up": 4, "useful": 14, "stopped": 6, "recoveries": 4.5}
     assert [([loss.rank for loss in one.losses], one.outside_s) for one in run.each] == [([0], 10.5)]
 
 
-def test_a_job_that_is_started_again_after_it_has_ended():
+def test_restart_after_exit_is_pause():
     story = Story().start().usual(10).tell("exit", 1.0, reason="signal", code=75)
     run = story.resume(3600.0, tier="storage").start(1.0, startup=4.0).usual(4).report
     assert spent(run) == {"start_up": 8, "useful": 14, "pauses": 1}
     assert run.recoveries.count == 0 and run.ended is None
 
 
-def test_another_policy_is_no_recovery():
+def test_policy_change_is_no_recovery():
     story = Story().start().usual(10).tell("choice", iteration=10, ckpt_policy="full", cause="c", reason="r")
     run = story.resume(0.5, tier="live", kept=4).start(0.5, startup=20.0).usual(4).report
     assert spent(run) == {"start_up": 5, "useful": 14} and run.recoveries.count == 0
@@ -225,7 +225,7 @@ def test_another_policy_is_no_recovery():
     assert (choice.iteration, choice.chosen, choice.cause, choice.reason) == (10, {"ckpt_policy": "full"}, "c", "r")
 
 
-def test_a_recovery_that_is_not_over():
+def test_unfinished_recovery_is_reported():
     for tier in ("memory", "live"):
         run = Story().start().usual(10).generation(2.0).resume(1.0, tier=tier).start(1.0).report
         assert spent(run) == {"start_up": 4, "useful": 10, "recoveries": 4} and not run.each
@@ -254,7 +254,7 @@ def random_stories(seeds):
         yield story.train(0.5), away
 
 
-def test_the_parts_are_the_wall_clock_whatever_happens():
+def test_parts_add_up_to_wall_clock():
     for story, away in random_stories(range(200)):
         run = story.report
         assert sum(spent(run).values()) == story.now - run.began - away
@@ -262,7 +262,7 @@ def test_the_parts_are_the_wall_clock_whatever_happens():
         assert all(one.outside_s >= 0 for one in run.each)
 
 
-def test_state_during_a_run_equals_the_state_of_its_events_so_far():
+def test_live_state_equals_state_of_events():
     for story, _ in random_stories(range(40)):
         live = RunFold(keeps_events=False)
         for count, event in enumerate(story.events, 1):
@@ -297,7 +297,7 @@ def lines(*runs):
     return {f"{section}/{name}": cells for section, filled in table_sections(runs) for name, cells in filled}
 
 
-def test_what_the_table_says():
+def test_table_has_figures_of_run():
     told = {name: cells[0] for name, cells in lines(saved().report).items()}
     assert told["experts/HHI: first, last, mean"] == f"0.2500, 0.5000, {(5 * 0.125 + 5 * 0.25 + 0.5) / 11:.4f}"
     assert told["experts/skewness: first, last, mean"] == "0.0100, 0.5000, 0.0955"
@@ -322,7 +322,7 @@ def test_what_the_table_says():
     assert "where the time went/until started again" not in told
 
 
-def test_what_selective_snapshots_hold_and_leave_at_risk():
+def test_selective_experts_and_tokens_at_risk_are_reported():
     story = Story().start().usual(1)
     for risk in (1.0, 3.0):
         gauges = {"selective_experts": 8.0, "selective_copies": 2 + risk, "selective_gradients": 2 * risk}
@@ -340,7 +340,7 @@ def test_what_selective_snapshots_hold_and_leave_at_risk():
     assert not any("gradients" in name or "(S)" in name or "at risk" in name or "folded" in name for name in plain)
 
 
-def test_what_is_missing_from_storage():
+def test_missing_storage_state_is_reported():
     story = Story().start().usual(1)
     for age in (2.0, 6.0):
         story.usual(1, storage_age=age, storage_overdue=age - 2, mlt_storage=age / 2)
@@ -351,13 +351,13 @@ def test_what_is_missing_from_storage():
     assert not any("missing from storage" in name for name in lines(saved().report))
 
 
-def test_what_is_made_up_when_a_boost_has_ended():
+def test_compensated_tokens_are_reported_after_boost():
     story = saved().tell("boost", iteration=11, boosted=False, tokens=2000, made_up=1900, left=0)
     assert story.usual(1).report.made_up == (1900, 2000)
     assert Story().start().usual(2).report.made_up is None
 
 
-def test_runs_are_side_by_side():
+def test_runs_are_compared_in_columns():
     told = lines(saved().report, Story().start().usual().report)
     assert told["run/iterations"] == ["11 (1 to 11)", "10 (1 to 10)"]
     assert told["snapshots/taken"] == ["10", ""]
@@ -378,7 +378,7 @@ def log(tmp_path):
     return write
 
 
-def test_the_program(log, tmp_path, capsys):
+def test_report_program_writes_figures_and_pictures(log, tmp_path, capsys):
     plain, faulty = log(Story().start().usual(), "plain"), log(saved(), "faulty", torn='{"type": "iterat')
     figures, picture = tmp_path / "out" / "report.json", tmp_path / "out" / "report.png"
     paths = [str(plain / "events.jsonl"), str(faulty)]
@@ -412,7 +412,7 @@ def test_html_report_is_one_file_with_escaped_text(log, tmp_path):
         ('{"type": "iteration", "time": 1.0, "iteration": 1}\n', "elapsed_s"),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
+def test_user_errors_are_one_sentence(tmp_path, capsys, written, message):
     if written is not None:
         (tmp_path / "events.jsonl").write_text(written)
     assert tool.main([str(tmp_path / "events.jsonl")]) == 1
@@ -420,6 +420,6 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, written, message):
     assert message in err and err.count("\n") == 1
 
 
-def test_it_starts_without_torch():
+def test_report_starts_without_torch():
     code = "import sys, moc.report.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

@@ -22,40 +22,40 @@ from tests.unit.runtime.peers import fill
 
 
 @each_row("address", ["", "host", ":80", "host:", "host:-1", "host:http", "host:65536", "127.0.0.1:٣"])
-def test_what_is_no_address(address):
+def test_invalid_address_is_refused(address):
     with raises("address-invalid"):
         resolve(address)
 
 
 @each_row("address", ["127.0.0.1:80", "[::1]:80", "unix:/some/where"])
-def test_an_address_is_written_as_it_was_read(address):
+def test_address_round_trips_through_formatting(address):
     assert format_address(*resolve(address)[0]) == address
 
 
 @each_row("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0"])
-def test_other_interfaces_than_loopback_have_to_be_asked_for(address):
+def test_non_loopback_interface_requires_permission(address):
     with raises("address-exposed"):
         listening_socket(address, beyond_loopback=False)
 
 
-def test_other_interfaces_can_be_asked_for():
+def test_permitted_non_loopback_interface_is_bound():
     with listening_socket("0.0.0.0:0", beyond_loopback=True) as sock:
         assert sock.getsockname()[0] == "0.0.0.0"
 
 
-def test_a_socket_file_is_its_owners_alone(tmp_path):
+def test_socket_file_is_private_to_owner(tmp_path):
     with listening_socket(f"unix:{tmp_path}/socket", beyond_loopback=False):
         assert (tmp_path / "socket").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_socket_file_of_a_dead_process_is_taken_over(tmp_path):
+def test_socket_file_of_dead_process_is_reused(tmp_path):
     address = f"unix:{tmp_path}/socket"
     listening_socket(address, beyond_loopback=False).close()
     with listening_socket(address, beyond_loopback=False) as sock, socket.socket(socket.AF_UNIX) as peer:
         peer.connect(sock.getsockname())
 
 
-def test_that_of_a_living_one_and_other_files_are_not(tmp_path):
+def test_live_socket_and_other_files_are_not_replaced(tmp_path):
     address = f"unix:{tmp_path}/socket"
     with listening_socket(address, beyond_loopback=False), pytest.raises(OSError, match="in use"):
         listening_socket(address, beyond_loopback=False)
@@ -65,7 +65,7 @@ def test_that_of_a_living_one_and_other_files_are_not(tmp_path):
     assert (tmp_path / "file").read_text() == "precious" and os.path.exists(tmp_path / "socket")
 
 
-def test_the_socket_file_of_a_living_process_is_kept_where_its_queue_is_full(tmp_path):
+def test_socket_of_live_process_with_full_queue_is_kept(tmp_path):
     address = f"unix:{tmp_path}/socket"
     with listening_socket(address, beyond_loopback=False) as sock, contextlib.ExitStack() as stack:
         sock.listen(0)
@@ -75,7 +75,7 @@ def test_the_socket_file_of_a_living_process_is_kept_where_its_queue_is_full(tmp
 
 
 @each_row("length", [99, 100, 101, 107, 108, 500, 3000])
-def test_a_path_of_any_length_is_bound_reached_and_taken_over(tmp_path, length):
+def test_socket_path_of_any_length_is_usable_and_reusable(tmp_path, length):
     directory = str(tmp_path)
     while (more := length - len(f"{directory}/socket")) > 1:
         directory += "/" + "x" * min(200, more - 1)
@@ -95,14 +95,14 @@ def descriptors() -> set[str]:
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}
 
 
-def test_a_machine_that_has_vanished_is_noticed():
+def test_tcp_options_detect_lost_machine():
     with socket.socket() as sock:
         set_tcp_options(sock)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
 
 
-def test_interfaces_have_names_and_addresses():
+def test_interface_name_and_address_are_resolved():
     assert interface_name("127.0.0.1") == "lo"
     assert interface_address("lo") == "127.0.0.1"
     assert interface_name("192.0.2.1") is None  # of no machine: RFC 5737

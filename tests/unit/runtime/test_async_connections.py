@@ -52,7 +52,7 @@ def works(address):
 
 
 @each_row("kind", ["tcp", "unix"])
-def test_both_ends_in_one_loop(kind, tmp_path):
+def test_client_and_server_share_one_event_loop(kind, tmp_path):
     async def main():
         async with await serve("127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/socket", TOKEN, echo) as server:
             connection = await open_connection(server.address, TOKEN)
@@ -65,7 +65,7 @@ def test_both_ends_in_one_loop(kind, tmp_path):
     assert not list(tmp_path.iterdir())  # the socket's file is gone
 
 
-def test_many_tasks_send_and_post_on_one_connection():
+def test_messages_of_concurrent_tasks_arrive_in_order():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo) as server:
             connection = await open_connection(server.address, TOKEN)
@@ -85,7 +85,7 @@ def test_many_tasks_send_and_post_on_one_connection():
     asyncio.run(main())
 
 
-def test_after_send_the_body_may_change():
+def test_body_may_change_after_send():
     async def main():
         begin = asyncio.Event()
 
@@ -108,7 +108,7 @@ def test_after_send_the_body_may_change():
     asyncio.run(main())
 
 
-def test_a_receive_that_is_cancelled_loses_nothing():
+def test_cancelled_receive_loses_no_message():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo) as server:
             connection = await open_connection(server.address, TOKEN)
@@ -124,7 +124,7 @@ def test_a_receive_that_is_cancelled_loses_nothing():
     asyncio.run(main())
 
 
-def test_open_says_what_is_wrong():
+def test_open_connection_error_names_cause():
     async def main():
         async with await serve("127.0.0.1:0", TOKEN, echo, on_refused=lambda *_: None) as server:
             with raises("token-mismatch", server.address):
@@ -138,7 +138,7 @@ def test_open_says_what_is_wrong():
     asyncio.run(main())
 
 
-def test_the_server_stays_on_loopback_unless_told():
+def test_server_binds_only_loopback_by_default():
     async def main():
         with raises("address-exposed", "0.0.0.0:0"):
             await serve("0.0.0.0:0", TOKEN, echo)
@@ -157,7 +157,7 @@ def test_the_server_stays_on_loopback_unless_told():
     ],
     ids=["http", "version", "proof", "half"],
 )
-def test_a_stranger_costs_one_line(said, words):
+def test_invalid_handshake_is_reported_in_one_line(said, words):
     with serving() as world:
         with dial(world.address) as sock:
             name = format_address(sock.family, sock.getsockname())
@@ -170,7 +170,7 @@ def test_a_stranger_costs_one_line(said, words):
         assert works(world.address)
 
 
-def test_who_is_too_slow_to_prove_itself_is_refused():
+def test_slow_handshake_is_refused():
     with serving(handshake_timeout=0.3) as world, dial(world.address) as sock:
         hello = Channel(TOKEN, "client").handshake_bytes()
         with contextlib.suppress(OSError):
@@ -184,7 +184,7 @@ def test_who_is_too_slow_to_prove_itself_is_refused():
         assert world.seen.empty()
 
 
-def test_crowds_of_strangers_keep_nobody_out(monkeypatch):
+def test_pending_handshakes_do_not_block_authenticated_peer(monkeypatch):
     monkeypatch.setattr(async_connections, "MAX_HANDSHAKES", 5)
     with serving(handshake_timeout=600) as world, contextlib.ExitStack() as stack:
         crowd = [stack.enter_context(dial(world.address)) for _ in range(20)]
@@ -195,7 +195,7 @@ def test_crowds_of_strangers_keep_nobody_out(monkeypatch):
         assert crowd[-1].recv(8) == b"moc-wire"
 
 
-def test_a_peer_that_breaks_the_rules_later_costs_one_line_too():
+def test_violation_after_handshake_is_reported_in_one_line():
     with serving() as world, dial(world.address) as sock:
         channel = let_in(sock)
         stream = frame(channel)
@@ -206,7 +206,7 @@ def test_a_peer_that_breaks_the_rules_later_costs_one_line_too():
         assert world.refused.empty()
 
 
-def test_a_body_over_the_servers_limit_is_refused():
+def test_body_over_server_limit_is_refused():
     with serving(body_limit=1000) as world, dial(world.address) as sock:
         channel = let_in(sock)
         channel._peer_body_limit = 1 << 30  # it heeds no limits
@@ -216,7 +216,7 @@ def test_a_body_over_the_servers_limit_is_refused():
         assert "1001 bytes" in refusal and "1000" in refusal.replace("1001", "")
 
 
-def test_a_half_closed_peer_is_heard_and_answered():
+def test_half_closed_peer_gets_answer():
     async def all_then_answer(connection):
         count = 0
         with pytest.raises(PeerGoneError, match="closed"):
@@ -235,7 +235,7 @@ def test_a_half_closed_peer_is_heard_and_answered():
         assert world.refused.empty()
 
 
-def test_a_peer_that_goes_costs_nothing():
+def test_disconnecting_peer_causes_no_refusal():
     with serving() as world:
         connect(world.address, TOKEN).close()
         with dial(world.address) as sock:
@@ -244,7 +244,7 @@ def test_a_peer_that_goes_costs_nothing():
     assert world.refused.empty()
 
 
-def test_an_error_of_the_handler_is_not_hidden():
+def test_handler_error_is_reported():
     async def broken(connection):
         raise KeyError("a bug")
 
@@ -257,7 +257,7 @@ def test_an_error_of_the_handler_is_not_hidden():
         assert world.refused.empty()
 
 
-def test_closing_the_server_ends_its_connections():
+def test_closing_server_ends_its_connections():
     world_of = []
     with serving() as world, dial(world.address) as stranger:
         friend = connect(world.address, TOKEN)
@@ -271,7 +271,7 @@ def test_closing_the_server_ends_its_connections():
         assert closed(stranger)
 
 
-def test_what_is_posted_to_a_deaf_peer_is_dropped_by_abort():
+def test_abort_drops_messages_posted_to_unresponsive_peer():
     deaf = threading.Event()
 
     async def posting(connection):
@@ -291,7 +291,7 @@ def test_what_is_posted_to_a_deaf_peer_is_dropped_by_abort():
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system gives up at times of its own")
 @each_row("silence", [None, 600.0])
-def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
+def test_peer_dropped_by_kernel_is_lost_not_silent(silence):
     async def main():
         release = asyncio.Event()
 
@@ -311,7 +311,7 @@ def test_a_peer_that_the_kernel_has_given_up_is_gone_and_not_silent(silence):
     asyncio.run(main())
 
 
-def test_a_crowd_does_not_fill_the_log(caplog):
+def test_refusal_log_is_rate_limited(caplog):
     log = RefusalLog(limit=3, interval_s=0.2)
     with caplog.at_level(logging.WARNING):
         for number in range(1000):
@@ -322,7 +322,7 @@ def test_a_crowd_does_not_fill_the_log(caplog):
     assert "997" in caplog.messages[3]
 
 
-def test_a_refusal_is_one_line_of_the_log(caplog):
+def test_refusal_is_one_log_line(caplog):
     with caplog.at_level(logging.WARNING):
         log_refusal("127.0.0.1:5", "tokenless")
     (message,) = caplog.messages

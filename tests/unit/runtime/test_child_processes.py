@@ -25,7 +25,7 @@ async def started(**how):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_signal_at_the_moment_of_the_fork_does_not_end_it(number):
+def test_child_survives_signal_during_fork(number):
     async def main():
         child = await started(preexec_fn=lambda: os.kill(os.getpid(), number))
         said = await asyncio.wait_for(child.stdout.readline(), 60)
@@ -37,7 +37,7 @@ def test_a_signal_at_the_moment_of_the_fork_does_not_end_it(number):
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)  # here they are not blocked any more
 
 
-def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
+def test_child_imports_nothing_from_start_directory(tmp_path):
     for name in ("glob", "secrets", "runpy", "asyncio", "sitecustomize", "tests"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
 
@@ -51,7 +51,7 @@ def test_it_imports_nothing_from_the_directory_that_it_starts_in(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
+def test_interpreter_output_is_not_read_as_report(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv(protocol.TOKEN_VARIABLE, "0" * 64)
@@ -68,7 +68,7 @@ def test_what_its_interpreter_prints_is_no_report(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == "5\nno end"
 
 
-def test_what_a_terminal_sends_does_not_reach_it():
+def test_child_has_own_session():
     async def main():
         child = await started()
         assert os.getsid(child.pid) == child.pid != os.getsid(0)
@@ -78,7 +78,7 @@ def test_what_a_terminal_sends_does_not_reach_it():
     asyncio.run(main())
 
 
-def test_it_dies_with_its_parent():
+def test_child_dies_with_parent():
     code = f"""
 import asyncio
 from moc.runtime import child_processes
@@ -97,13 +97,13 @@ asyncio.run(main())
     assert not child.is_running()
 
 
-def test_it_does_not_begin_if_its_parent_is_dead():
+def test_child_does_not_start_if_parent_is_dead():
     whose = os.environ | {child_processes.PARENT: "1"}
     child = subprocess.run([sys.executable, "-m", CHILD], cwd=ROOT, env=whose, capture_output=True, timeout=60)
     assert child.returncode == 1 and child.stdout == b""
 
 
-def test_who_listens_late_hears_of_signals_that_have_come():
+def test_late_listener_receives_earlier_signals():
     async def main():
         signals, heard = Signals(), []
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -117,7 +117,7 @@ def test_who_listens_late_hears_of_signals_that_have_come():
     asyncio.run(main())
 
 
-def test_what_takes_long_is_not_waited_for_after_a_signal():
+def test_signal_cancels_long_wait():
     async def main():
         signals = Signals()
         assert await signals.cancel_on_signal(asyncio.sleep(0, "done")) == "done"
@@ -128,7 +128,7 @@ def test_what_takes_long_is_not_waited_for_after_a_signal():
     asyncio.run(main())
 
 
-def test_what_has_ended_and_was_not_waited_for_is_dying():
+def test_ended_process_is_dying_until_reaped():
     process = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1)
     with process:
         process.stdout.readline()

@@ -21,7 +21,7 @@ time.sleep(60)
 """
 
 
-def test_a_worker_that_stood_still_tells_nothing_when_it_goes_on(tmp_path):
+def test_resumed_worker_with_ended_lease_writes_no_event(tmp_path):
     lease = Lease.create()
     assert lease.remaining_s > 1e9
     values = {environment.LEASE: str(lease.descriptor), "RANK": "3"}

@@ -50,7 +50,7 @@ def let_in(sock):
     return channel
 
 
-def test_messages_of_all_sizes_come_back(address):
+def test_messages_of_all_sizes_round_trip(address):
     with serving(address=address) as world, connect(world.address, TOKEN) as connection:
         assert connection.peer == world.address
         for size in (0, 1, 70_000, 5 << 20):
@@ -59,7 +59,7 @@ def test_messages_of_all_sizes_come_back(address):
             assert connection.recv() == sent
 
 
-def test_many_threads_send_on_one_connection(address):
+def test_messages_of_concurrent_threads_arrive_in_order(address):
     threads, each = 8, 50
     with serving(address=address) as world, connect(world.address, TOKEN) as connection:
 
@@ -79,7 +79,7 @@ def test_many_threads_send_on_one_connection(address):
         assert all(bytes(m.body) == bytes([thread]) * (m.header["at"][1] * 1000) for m in of_thread)
 
 
-def test_a_wrong_token_is_told_at_both_ends(address):
+def test_wrong_token_is_reported_at_both_ends(address):
     with serving(address=address) as world:
         with raises("token-mismatch", world.address):
             connect(world.address, OTHER_TOKEN)
@@ -88,7 +88,7 @@ def test_a_wrong_token_is_told_at_both_ends(address):
         connect(world.address, TOKEN).close()
 
 
-def test_nobody_there(tmp_path):
+def test_connecting_without_server_is_an_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = format_address(free.family, free.getsockname())
     with raises("peer-unreachable", address, "Connection refused"):
@@ -100,7 +100,7 @@ def test_nobody_there(tmp_path):
 
 
 @each_row("long", [False, True], ids=["short path", "long path"])
-def test_a_full_queue_is_waited_for(tmp_path, long):
+def test_connect_waits_while_accept_queue_is_full(tmp_path, long):
     directory = tmp_path / ("x" * 100) if long else tmp_path
     directory.mkdir(exist_ok=True)
     address = f"unix:{directory}/socket"
@@ -134,7 +134,7 @@ def echoed(address):
     return asyncio.run(main())
 
 
-def test_an_attempt_to_connect_is_repeated_for_a_while(tmp_path):
+def test_failed_connect_is_retried_within_limits(tmp_path):
     attempts = []
 
     def attempt(fails):
@@ -153,13 +153,13 @@ def test_an_attempt_to_connect_is_repeated_for_a_while(tmp_path):
         retry_connect(lambda: connect(world.address, OTHER_TOKEN))
 
 
-def test_a_server_that_says_nothing_is_given_up():
+def test_silent_server_times_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it, as for a stopped process
         with raises("peer-unreachable", "0.2 s"):
             connect(format_address(silent.family, silent.getsockname()), TOKEN, timeout=0.2)
 
 
-def test_a_server_that_trickles_is_given_up():
+def test_trickling_server_times_out():
     def trickle(sock):
         with contextlib.suppress(OSError):
             for byte in Channel(TOKEN, "server").handshake_bytes() * 1000:
@@ -174,13 +174,13 @@ def test_a_server_that_trickles_is_given_up():
         gone.set()
 
 
-def test_another_service_at_the_address_is_refused():
+def test_other_service_at_address_is_refused():
     with peer_of_one(lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")) as address:
         with raises("peer-foreign", address):
             connect(address, TOKEN)
 
 
-def test_waiting_with_a_timeout_loses_nothing():
+def test_receive_timeout_loses_no_data():
     going = threading.Event()
 
     def slowly(sock):
@@ -199,7 +199,7 @@ def test_waiting_with_a_timeout_loses_nothing():
             connection.recv()
 
 
-def test_a_changed_message_ends_the_connection():
+def test_altered_message_ends_connection():
     def wrong(sock):
         stream = bytearray(frame(let_in(sock), 0, b"body"))
         stream[-40] ^= 1
@@ -214,7 +214,7 @@ def test_a_changed_message_ends_the_connection():
                 again()
 
 
-def test_the_last_words_of_a_peer_are_heard_though_sending_to_it_fails():
+def test_last_message_is_received_after_failed_send():
     def last_words(sock):
         sock.sendall(frame(let_in(sock), 1))
         sock.sendall(b"")
@@ -226,7 +226,7 @@ def test_the_last_words_of_a_peer_are_heard_though_sending_to_it_fails():
         assert connection.recv().header["number"] == 1
 
 
-def test_closing_wakes_who_waits():
+def test_close_wakes_receiving_thread():
     with serving() as world:
         connection, errors = connect(world.address, TOKEN), []
 
@@ -248,7 +248,7 @@ def test_closing_wakes_who_waits():
     assert len(set(errors)) == 1 and "this process" in errors[0] and str(world.address) in errors[0]
 
 
-def test_closing_wakes_who_sends_to_a_peer_that_does_not_listen():
+def test_close_wakes_thread_sending_to_unresponsive_peer():
     done = threading.Event()
 
     def deaf(sock):
@@ -273,7 +273,7 @@ def test_closing_wakes_who_sends_to_a_peer_that_does_not_listen():
     assert errors
 
 
-def test_a_reset_connection_is_a_gone_peer():
+def test_reset_connection_raises_peer_gone():
     def reset(sock):
         let_in(sock)
         sock.recv(10)  # so the handshake is over at the other end too

@@ -120,7 +120,7 @@ async def tell(agent, kind, **what):
     await agent.send(Message({"kind": kind} | what))
 
 
-def test_an_agent_that_was_away_at_the_end_hears_of_it():
+def test_absent_agent_receives_job_end_on_return():
     async def main():
         job = Job()
         async with job.controller() as serving:
@@ -139,7 +139,7 @@ def test_an_agent_that_was_away_at_the_end_hears_of_it():
     asyncio.run(main())
 
 
-def test_a_node_that_comes_at_the_end_hears_what_it_is_to_give_back():
+def test_node_joining_at_end_receives_release_order():
     async def main():
         job = Job()
         async with job.controller() as serving:
@@ -154,7 +154,7 @@ def test_a_node_that_comes_at_the_end_hears_what_it_is_to_give_back():
     asyncio.run(main())
 
 
-def test_a_controller_that_dies_at_the_end_tells_of_it_when_it_is_started_again():
+def test_controller_restarted_after_job_end_reports_end():
     async def main():
         job = Job()
         async with job.controller():
@@ -171,7 +171,7 @@ def test_a_controller_that_dies_at_the_end_tells_of_it_when_it_is_started_again(
     asyncio.run(main())
 
 
-def test_what_was_counted_is_known_to_agents_before_they_hear_of_what_follows():
+def test_agents_receive_counts_before_next_order():
     async def main():
         job = Job()
         async with job.controller():
@@ -193,7 +193,7 @@ def test_what_was_counted_is_known_to_agents_before_they_hear_of_what_follows():
     asyncio.run(main())
 
 
-def test_a_node_that_does_not_come_to_a_controller_that_was_started_again_is_lost():
+def test_node_absent_after_controller_restart_is_lost():
     async def main():
         job = Job(silence_s=2.0)
         async with job.controller():
@@ -230,7 +230,7 @@ def test_rendezvous_ends_when_the_controller_dies():
     asyncio.run(main())
 
 
-def test_ends_that_a_controller_has_not_heard_of_are_told_to_the_next():
+def test_next_controller_receives_unreported_ends():
     async def main():
         job = Job()
         async with job.controller():
@@ -247,7 +247,7 @@ def test_ends_that_a_controller_has_not_heard_of_are_told_to_the_next():
     asyncio.run(main())
 
 
-def test_a_node_that_has_lost_no_more_than_its_connection_costs_no_generation():
+def test_lost_connection_alone_starts_no_generation():
     async def main():
         job = Job()
         async with job.controller():
@@ -260,7 +260,7 @@ def test_a_node_that_has_lost_no_more_than_its_connection_costs_no_generation():
     asyncio.run(main())
 
 
-def test_a_node_whose_process_has_died_for_certain_is_lost_at_once():
+def test_node_with_dead_agent_process_is_lost_at_once():
     async def main():
         job = Job(silence_s=3600.0)
         with socket.socket() as probe:  # a port of this machine where nobody listens
@@ -290,7 +290,7 @@ def test_second_launcher_of_a_node_waits_for_loss_of_first():
     asyncio.run(main())
 
 
-def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path):
+def test_resumed_controller_does_not_time_out_its_agents(tmp_path):
     """The process is stopped for longer than anybody may be silent; it can hear nobody meanwhile."""
 
     async def main():
@@ -312,7 +312,7 @@ def test_a_controller_that_stood_still_does_not_take_others_for_silent(tmp_path)
 
 
 @each_row("started, code", [(True, SAVED), (False, LOST)])
-def test_who_is_missing_is_not_waited_for_without_end(started, code, monkeypatch):
+def test_missing_node_ends_job_after_timeout(started, code, monkeypatch):
     monkeypatch.setattr("moc.runtime.controller.MIN_JOIN_TIMEOUT_S", 600.0 if started else 0.0)
 
     async def main():
@@ -329,7 +329,7 @@ def test_who_is_missing_is_not_waited_for_without_end(started, code, monkeypatch
     asyncio.run(main())
 
 
-def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits():
+def test_node_stopped_before_joining_ends_waiting_job():
     async def main():
         job = Job()
         async with job.controller():
@@ -340,7 +340,7 @@ def test_a_node_that_was_asked_to_stop_before_it_came_ends_a_job_that_waits():
     asyncio.run(main())
 
 
-def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_silent():
+def test_wait_after_signal_is_bounded_by_heartbeat_limit():
     async def main():
         job = Job(silence_s=1.0, max_wait_s=3600.0)
         async with job.controller():
@@ -364,7 +364,7 @@ def test_who_is_lost_after_a_signal_is_waited_for_no_longer_than_one_that_is_sil
         dict(node=0, generation=1, workers=[]),
     ],
 )
-def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
+def test_malformed_hello_is_refused_with_one_log_line(hello, caplog):
     async def scenario():
         job = Job()
         async with job.controller():
@@ -383,6 +383,6 @@ def test_a_hello_that_cannot_be_understood_costs_a_line(hello, caplog):
     assert len([record for record in caplog.records if "hello" in record.message]) == 1
 
 
-def test_what_to_do_about_a_missing_node_is_said():
+def test_missing_nodes_message_names_remedy():
     said = missing_nodes_message([1, 4], 90.2, "--max-wait")
     assert all(part in said for part in ("1, 4", "`mocrun ... --node-rank 1`", "--node-rank 4`", "90 s", "--max-wait"))

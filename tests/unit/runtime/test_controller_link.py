@@ -141,7 +141,7 @@ def test_next_candidate_takes_over_before_leases_end():
     asyncio.run(main())
 
 
-def test_agents_that_met_a_dead_controllers_launcher_are_free_when_its_port_refuses():
+def test_agents_leave_dead_controller_when_port_refuses():
     """They have connected to the next candidate meanwhile; the silence limits are far longer than this test."""
 
     async def main():
@@ -159,7 +159,7 @@ def test_agents_that_met_a_dead_controllers_launcher_are_free_when_its_port_refu
 
 
 @pytest.mark.slow
-def test_a_node_that_was_not_free_to_promise_is_asked_again_by_the_one_that_leads():
+def test_leader_asks_busy_node_again_for_its_promise():
     """It has just started, and whoever ran there before may have promised another candidate something."""
 
     async def main():
@@ -180,7 +180,7 @@ def test_a_node_that_was_not_free_to_promise_is_asked_again_by_the_one_that_lead
     asyncio.run(main())
 
 
-def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
+def test_controller_restarted_at_same_address_continues():
     async def main():
         async with begun(candidates=1) as job:
             _, serving = job.controllers[0]
@@ -194,7 +194,7 @@ def test_a_controller_that_is_started_again_at_the_same_place_goes_on():
     asyncio.run(main())
 
 
-def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
+def test_unresponsive_candidate_is_skipped():
     async def main():
         job = Job()
         silent = await async_connections.serve(job.addresses[0], TOKEN, lambda connection: asyncio.sleep(3600))
@@ -209,7 +209,7 @@ def test_a_candidate_that_takes_connections_and_says_nothing_is_passed_over():
 
 
 @each_row("left", [1, 2])
-def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left):
+def test_candidate_without_followers_ends_the_wait(left):
     async def main():
         async with begun(patience_s=2.0) as job:
             await becomes(lambda: all(agent.link.is_admitted for agent in job.agents.values()))
@@ -222,7 +222,7 @@ def test_patience_ends_where_a_candidate_is_there_that_nobody_else_follows(left)
     asyncio.run(main())
 
 
-def test_a_job_that_does_not_find_a_majority_at_its_beginning_ends():
+def test_job_without_initial_majority_ends():
     async def main():
         job = Job()
         job.start_controller(0)
@@ -235,7 +235,7 @@ def test_a_job_that_does_not_find_a_majority_at_its_beginning_ends():
     asyncio.run(main())
 
 
-def test_nodes_that_are_yet_to_come_are_waited_for():
+def test_nodes_still_joining_are_awaited():
     async def main():
         job = Job()
         job.start_controller(0)
@@ -250,7 +250,7 @@ def test_nodes_that_are_yet_to_come_are_waited_for():
     asyncio.run(main())
 
 
-def test_the_lease_ends_where_nobody_is_heard_of_and_patience_after_that():
+def test_lease_ends_without_heartbeats_before_patience():
     async def main():
         job = Job(candidates=1)
         job.start_controller(0)

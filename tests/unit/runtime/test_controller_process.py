@@ -43,7 +43,7 @@ async def answers(address):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_it_is_started_again_and_nobody_gets_its_port_meanwhile(number, monkeypatch, caplog):
+def test_restarted_controller_keeps_its_port_reserved(number, monkeypatch, caplog):
     monkeypatch.setenv(protocol.TOKEN_VARIABLE, TOKEN.hex())
 
     async def main():

@@ -18,7 +18,7 @@ def elected(voters=3, candidates=3, index=0, there=(0, 1), silent=100.0):
     return election
 
 
-def test_a_majority_elects_and_one_vote_less_does_not():
+def test_majority_elects_leader_and_minority_does_not():
     election = elected(there=[0])
     assert election.start_candidacy(10.0) is None
     election.add_agent(1, -1, 0.0, 100.0, now=10.0)
@@ -27,13 +27,13 @@ def test_a_majority_elects_and_one_vote_less_does_not():
     assert election.is_leader and election.may_order(10.0)
 
 
-def test_a_single_candidate_leads_whoever_comes():
+def test_single_candidate_leads_with_any_agent():
     election = elected(voters=5, candidates=1, there=[4])
     assert election.handle_promise(4, election.start_candidacy(10.0), 0.0, 10.0)
     assert election.may_order(1e9) and not election.has_lost_leadership(1e9)
 
 
-def test_an_epoch_belongs_to_one_candidate_and_is_newer_than_all_that_are_known():
+def test_controller_epoch_is_unique_and_newer():
     for index in range(3):
         election = elected(index=index)
         election.add_agent(2, 7, 0.0, 100.0, now=10.0)
@@ -41,7 +41,7 @@ def test_an_epoch_belongs_to_one_candidate_and_is_newer_than_all_that_are_known(
         assert epoch > 7 and epoch % 3 == index
 
 
-def test_who_has_promised_another_is_waited_for_unless_all_are_there():
+def test_promised_node_is_awaited_unless_all_connected():
     election = elected(there=[0])
     election.add_agent(1, 0, 3.0, 1.0, now=10.0)
     assert election.start_candidacy(12.9) is None and election.start_candidacy(13.0) is not None
@@ -51,7 +51,7 @@ def test_who_has_promised_another_is_waited_for_unless_all_are_there():
     assert election.start_candidacy(10.0) is not None and election.needs_all_nodes
 
 
-def test_what_an_earlier_leader_may_have_allowed_is_waited_for():
+def test_new_leader_waits_for_leases_of_earlier_leader():
     election = elected(silent=5.0)
     epoch = election.start_candidacy(10.0)
     for node in (0, 1):
@@ -69,7 +69,7 @@ def test_election_waits_for_a_node_that_leaves_before_admission():
     assert election.needs_all_nodes and election.leases_expire_at == 10.0 - 1.0 + TIMES.lease_s
 
 
-def test_a_leader_that_no_majority_echoes_gives_no_orders_and_then_steps_down():
+def test_leader_without_majority_sends_no_orders():
     election = elected()
     epoch = election.start_candidacy(10.0)
     for node in (0, 1):
@@ -81,7 +81,7 @@ def test_a_leader_that_no_majority_echoes_gives_no_orders_and_then_steps_down():
     assert election.has_lost_leadership(10.0 + TIMES.lease_s + 3.0)
 
 
-def test_a_leader_steps_down_when_somebody_has_followed_a_later_one():
+def test_leader_steps_down_after_later_epoch_is_followed():
     election = elected()
     epoch = election.start_candidacy(10.0)
     for node in (0, 1):
@@ -90,7 +90,7 @@ def test_a_leader_steps_down_when_somebody_has_followed_a_later_one():
     assert election.has_lost_leadership(11.0)
 
 
-def test_a_leader_goes_on_when_a_node_of_its_majority_dies_and_is_started_again():
+def test_leader_survives_restart_of_majority_member():
     """The fourth node has followed another one, and is not counted on yet."""
     election = elected(voters=5, there=(0, 1, 2, 3))
     epoch = election.start_candidacy(10.0)
@@ -108,7 +108,7 @@ def test_a_leader_goes_on_when_a_node_of_its_majority_dies_and_is_started_again(
     assert election.majority_contact(13.0) == 12.5
 
 
-def test_an_agent_follows_one_at_a_time():
+def test_agent_follows_one_candidate_at_a_time():
     agent = Follower(3, TIMES.promise_s, started_at=0.0)
     assert agent.free_in(0, 1.0) == 3.0  # one before this process may have promised something
     assert agent.handle_request(0, sure=True, now=1.0) == 3.0
@@ -127,7 +127,7 @@ def test_known_dead_candidate_is_not_waited_for():
     assert agent.handle_request(4, sure=False, now=5.0) == 0
 
 
-def test_what_a_dead_candidate_has_granted_outlives_it():
+def test_lease_granted_by_dead_candidate_remains_valid():
     agent = Follower(2, TIMES.promise_s, started_at=0.0)
     agent.handle_request(1, sure=True, now=5.0)
     agent.record_heartbeat_reply(8.0)
@@ -141,7 +141,7 @@ def test_what_a_dead_candidate_has_granted_outlives_it():
     assert election.leases_expire_at == 8.0 + TIMES.lease_s  # a third node may have heard the same beat
 
 
-def test_who_promises_early_is_counted_on_late():
+def test_delayed_promise_does_not_elect_at_once():
     election = elected(voters=5, there=(0, 1, 2))
     epoch = election.start_candidacy(10.0)
     assert not election.handle_promise(0, epoch, 0.0, 10.0) and not election.handle_promise(1, epoch, 0.0, 10.0)

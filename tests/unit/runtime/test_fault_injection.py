@@ -30,7 +30,7 @@ def injector(text, directory, told, rank=0, node=0):
     return Injector(parse_faults(text), rank, node, directory, told.append)
 
 
-def test_a_fault_as_it_is_written():
+def test_fault_text_is_parsed():
     assert parse_faults("kill rank=2 iteration=40 point=after_commit") == (
         Fault("kill", 40, (2,), point="after_commit"),
     )
@@ -57,7 +57,7 @@ def test_former_names_of_points_are_accepted():
         times=st.integers(1, 9),
     )
 )
-def test_what_a_fault_says_of_itself_is_read_again(fault):
+def test_fault_text_round_trips(fault):
     if fault.action == "slow":
         fault = Fault("slow", fault.iteration, fault.ranks, fault.node, fault.point, 0.25, fault.times)
     assert parse_faults(str(fault)) == (fault,)
@@ -80,19 +80,19 @@ def test_what_a_fault_says_of_itself_is_read_again(fault):
         ("kill rank=1 iteration=2 times=0", ["times="]),
     ],
 )
-def test_a_mistake_is_named(text, named):
+def test_invalid_fault_text_names_mistake(text, named):
     with raises("value-unreadable", *named):
         parse_faults(text)
 
 
-def test_chance_is_a_function_of_its_seed():
+def test_random_faults_depend_only_on_seed():
     drawn = random_faults(10, 7, 4, 200)
     assert random_faults(10, 7, 4, 200) == drawn != random_faults(10, 8, 4, 200)
     assert str(random_faults(25, 0, 4, 100)[0]) == "kill ranks=0 iteration=2 point=committed"  # anywhere
 
 
 @given(st.floats(1, 50), st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 300))
-def test_chance_takes_one_to_three_workers_that_there_are(mean, seed, size, iterations):
+def test_random_faults_hit_one_to_three_existing_workers(mean, seed, size, iterations):
     drawn = random_faults(mean, seed, size, iterations)
     for fault in drawn:
         assert fault.action == "kill" and 1 <= fault.iteration <= iterations
@@ -103,13 +103,13 @@ def test_chance_takes_one_to_three_workers_that_there_are(mean, seed, size, iter
             assert fault.point != "rebuilding" or before.ranks == fault.ranks
 
 
-def test_the_gaps_have_the_mean_that_was_asked_for():
+def test_random_fault_gaps_have_requested_mean():
     drawn = random_faults(20, 1, 8, 20_000)
     assert sum(fault.point not in RECOVERY for fault in drawn) == pytest.approx(1000, rel=0.1)
     assert {fault.point for fault in drawn} == POINTS.keys() - ELASTIC - AFTER.keys()
 
 
-def test_it_happens_to_whom_it_is_for_and_when(tmp_path, told):
+def test_fault_hits_its_rank_at_its_point_and_iteration(tmp_path, told):
     ours = injector("error rank=1 iteration=3 point=after_commit", tmp_path, told, rank=1)
     other = injector("error rank=1 iteration=3 point=after_commit", tmp_path, told, rank=0)
     for iteration in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_it_happens_to_whom_it_is_for_and_when(tmp_path, told):
     assert told == [dict(action="error", rank=1, iteration=3, point="after_commit")]
 
 
-def test_a_point_that_is_passed_by_later_counts(tmp_path, told):
+def test_fault_occurs_when_its_point_is_next_reached(tmp_path, told):
     one = injector("slow rank=0 seconds=0.001 iteration=3 point=committed", tmp_path, told)
     for iteration in range(1, 8):
         one.reached("start", iteration)
@@ -134,7 +134,7 @@ def test_a_point_that_is_passed_by_later_counts(tmp_path, told):
     assert [what["iteration"] for what in told] == [5]
 
 
-def test_a_worker_that_takes_the_place_of_another_knows_how_far_that_one_was(tmp_path, told):
+def test_replacement_knows_progress_of_lost_worker(tmp_path, told):
     text = "slow rank=1 seconds=0.001 iteration=3 point=loading"
     injector(text, tmp_path, told, rank=1).reached("start", 2)
     injector(text, tmp_path, told, rank=1).reached("loading")
@@ -144,7 +144,7 @@ def test_a_worker_that_takes_the_place_of_another_knows_how_far_that_one_was(tmp
     assert len(told) == 1
 
 
-def test_all_workers_of_a_node_are_concerned(tmp_path, told):
+def test_node_fault_hits_all_its_workers(tmp_path, told):
     for rank in range(4):
         one = injector("slow node=1 seconds=0.001 iteration=0", tmp_path, told, rank=rank, node=rank // 2)
         one.reached("start", 1)
@@ -152,7 +152,7 @@ def test_all_workers_of_a_node_are_concerned(tmp_path, told):
     assert [what["rank"] for what in told] == [2, 3]
 
 
-def test_it_happens_as_often_as_it_says(tmp_path, told):
+def test_fault_occurs_requested_times_across_processes(tmp_path, told):
     for iteration in (1, 2, 3, 4):  # each in another process
         one = injector("slow rank=0 seconds=0.001 iteration=2 times=2", tmp_path, told)
         one.reached("start", iteration)
@@ -172,18 +172,18 @@ print("lives")
 """
 
 
-def test_a_process_is_killed_and_the_one_in_its_place_is_not(tmp_path):
+def test_fault_kills_process_but_not_its_replacement(tmp_path):
     run = [sys.executable, "-c", DIES, str(tmp_path)]
     first, second = (subprocess.run(run, cwd=ROOT, capture_output=True, text=True) for _ in range(2))
     assert first.returncode == -signal.SIGKILL and "lives" not in first.stdout
     assert second.returncode == 0 and second.stdout == "lives\n"
 
 
-def test_nothing_happens_where_nobody_listens():
+def test_point_without_injector_has_no_effect():
     reach("start", 1)
 
 
-def test_every_point_is_somewhere_and_has_a_name():
+def test_every_named_point_is_reached_in_code():
     reached = set()
     for path in [*(ROOT / "moc").rglob("*.py"), *(ROOT / "megatron").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):

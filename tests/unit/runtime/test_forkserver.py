@@ -25,7 +25,7 @@ USUAL = 1024  # descriptors, which a crowd of strangers would take
 
 
 @pytest.mark.parametrize(("cuda", "function"), [(True, "is_initialized"), (False, "<lambda>")])
-def test_a_worker_has_many_descriptors_and_does_not_inherit_a_cuda_context(cuda, function, tmp_path):
+def test_worker_has_descriptors_and_no_inherited_cuda_context(cuda, function, tmp_path):
     script, output = tmp_path / "program.py", tmp_path / "output"
     script.write_text(PROGRAM.replace("CUDA", str(cuda)))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

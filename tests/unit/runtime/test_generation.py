@@ -15,7 +15,7 @@ from tests.cases import each_row
 
 
 @each_row("size", range(3, 18))
-def test_no_circle_of_ranks_waits_for_each_other(size):
+def test_ring_neighbours_connect_without_deadlock(size):
     before = {}  # by pair, the pairs that must be connected first
     for rank in range(size):
         peers = neighbours(rank, size)
@@ -49,7 +49,7 @@ def connected():
             sock.close()
 
 
-def test_connections_of_strangers_are_cut_and_no_more_are_taken(connected):
+def test_unauthenticated_connections_are_closed(connected):
     listener, (with_second, with_stranger), (second, stranger) = connected
     store, barrier = HashStore(), threading.Barrier(2)
     first = [inode(sock) for sock in (listener, with_second, with_stranger)]

@@ -26,7 +26,7 @@ def helper():
     one.close()
 
 
-def test_it_answers_one_call_after_the_other_however_long(helper):
+def test_helper_process_answers_sequential_calls_of_any_size(helper):
     assert helper.pids == [] and helper.is_running
     pid = helper.call_process({})
     assert helper.pids == [pid]
@@ -34,7 +34,7 @@ def test_it_answers_one_call_after_the_other_however_long(helper):
         assert helper.call_process({"size": size, "given": "y" * size}) == "x" * size
 
 
-def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
+def test_interpreter_output_is_not_read_as_answer(tmp_path, monkeypatch, capfd):
     (tmp_path / "sitecustomize.py").write_text("print('5'); print('no end', end='')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     helper = HelperProcess(MODULE)
@@ -45,7 +45,7 @@ def test_what_its_interpreter_prints_is_no_answer(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("calls", ["", '{"size": 3}\n', '{"size": 3}\n' * 3])
-def test_it_ends_quietly_if_the_worker_is_gone(calls):
+def test_helper_process_exits_cleanly_if_worker_is_gone(calls):
     reads, writes = os.pipe()
     os.close(reads)
     environment = os.environ | {"PYTHONPATH": str(ROOT), child_processes.REPORT_DESCRIPTOR: str(writes)}
@@ -58,7 +58,7 @@ def test_it_ends_quietly_if_the_worker_is_gone(calls):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_it_leaves_no_descriptor_behind(helper):
+def test_restarted_helper_process_leaks_no_descriptors(helper):
     helper.call_process({})
     before = os.listdir("/proc/self/fd")
     for _ in range(3):
@@ -69,14 +69,14 @@ def test_it_leaves_no_descriptor_behind(helper):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_it_tells_when_it_has_started(helper):
+def test_helper_process_start_is_reported(helper):
     while not helper.has_started():
         time.sleep(0.001)
     assert helper.call_process({"size": 3}) == "xxx" and helper.has_started()
 
 
 @pytest.mark.parametrize("given", ["", "y" * (1 << 20)], ids=["short", "longer than the pipe"])
-def test_one_that_does_not_answer_is_killed(helper, given):
+def test_unresponsive_helper_process_is_killed(helper, given):
     helper.call_process({})
     (pid,) = helper.pids
     psutil.Process(pid).suspend()
@@ -86,7 +86,7 @@ def test_one_that_does_not_answer_is_killed(helper, given):
     assert helper.pids == [] and not psutil.pid_exists(pid)
 
 
-def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
+def test_dead_helper_process_is_reported_and_restartable(helper):
     with pytest.raises(HelperError, match="has died"):
         helper.call_process({"dies": True})
     with pytest.raises(HelperError, match="has died"):
@@ -96,7 +96,7 @@ def test_one_that_dies_is_told_and_started_again_when_asked_for(helper):
     assert [helper.call_process({})] == helper.pids
 
 
-def test_one_that_dies_before_it_has_started_is_told():
+def test_death_before_start_is_reported():
     helper = HelperProcess(MODULE, env={"HELPING_DIES": "1"})
     for ask in (lambda: helper.call_process({}), lambda: [helper.has_started() for _ in range(10**9)]):
         helper.start()
@@ -105,13 +105,13 @@ def test_one_that_dies_before_it_has_started_is_told():
     helper.close()
 
 
-def test_one_that_cannot_be_started_is_told(monkeypatch):
+def test_failed_start_is_reported(monkeypatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(HelperError, match="/nowhere/python"):
         HelperProcess(MODULE).start()
 
 
-def test_whoever_waits_is_told_of_the_end(helper):
+def test_close_ends_pending_call_with_error(helper):
     helper.call_process({})
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(helper.call_process, {"waits_s": 600})
@@ -123,7 +123,7 @@ def test_whoever_waits_is_told_of_the_end(helper):
         helper.start()
 
 
-def test_it_ends_with_the_thread_that_has_started_it():
+def test_helper_process_ends_with_its_starting_thread():
     helper = HelperProcess(MODULE)
     with ThreadPoolExecutor(1) as one:
         pid = one.submit(lambda: (helper.start(), helper.call_process({}))[1]).result()
@@ -133,7 +133,7 @@ def test_it_ends_with_the_thread_that_has_started_it():
     helper.close()
 
 
-def test_it_ends_with_its_worker_while_it_still_imports(tmp_path):
+def test_helper_process_ends_with_worker_during_import(tmp_path):
     """On a busy machine that may take a second, in which there would be a process too many."""
     (tmp_path / "slow.py").write_text(
         "from pathlib import Path; Path(__file__).with_name('imports').touch(); import time; time.sleep(600)"

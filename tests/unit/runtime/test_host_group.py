@@ -32,12 +32,12 @@ VALUES = [
 
 
 @each_row("value", VALUES)
-def test_a_value_arrives_as_it_was_sent(value):
+def test_decoded_value_equals_encoded_value(value):
     read = decode_object(encode_object(value))
     assert read == value and repr(read) == repr(value)
 
 
-def test_numbers_and_mappings_of_others_arrive_as_pythons():
+def test_foreign_numbers_and_mappings_become_python_types():
     assert decode_object(encode_object([np.float64(0.1), MappingProxyType({1: 2})])) == [0.1, {1: 2}]
     assert math.isnan(decode_object(encode_object(math.nan)))
 
@@ -45,7 +45,7 @@ def test_numbers_and_mappings_of_others_arrive_as_pythons():
 @each_row(
     "value", [object(), torch.zeros(1), lambda: 0, np.zeros(2), random.Random()], ids=lambda value: type(value).__name__
 )
-def test_others_are_refused_where_they_are_sent(value):
+def test_unsupported_types_are_refused_by_sender(value):
     with pytest.raises(TypeError, match="exchange"):
         encode_object([value])
 
@@ -68,12 +68,12 @@ def test_others_are_refused_where_they_are_sent(value):
         {"bytes": "?"},
     ],
 )
-def test_nothing_else_is_made_of_what_comes(told):
+def test_untrusted_records_are_refused_by_decoder(told):
     with pytest.raises(ObjectDecodeError):
         decode_object(json.dumps(told).encode())
 
 
-def test_any_bytes_give_a_value_or_an_error():
+def test_arbitrary_bytes_give_value_or_decode_error():
     rng, whole = random.Random(0), encode_object(VALUES)
     for _ in range(3000):
         data = bytearray(whole)
@@ -98,7 +98,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
+def test_groups_sign_objects_for_their_job():
     cpu = torch.device("cpu")
     readers = {
         job: authenticated_object_functions(TOKEN, lambda _, job=job: (job, 3, "group0")) for job in ("job", "another")
@@ -125,7 +125,7 @@ def test_groups_seal_objects_for_the_job_that_they_have_begun_for():
     ],
     ids=["another token", "another job", "another generation", "another group"],
 )
-def test_an_object_is_read_only_if_a_worker_sealed_it_here_and_now(tmp_path, token, where):
+def test_object_is_read_only_with_current_signature(tmp_path, token, where):
     cpu, group0 = torch.device("cpu"), object()
     mine = authenticated_object_functions(TOKEN, lambda _: ("job", 1, "group0"))
     bomb = Bomb(str(tmp_path / "ran"))

@@ -9,7 +9,7 @@ from tests.cases import each_row
 from tests.errors import raises
 
 
-def test_a_token_file_is_its_owners_alone_and_is_read_back(tmp_path):
+def test_token_file_is_private_and_precedes_variable(tmp_path):
     path = tmp_path / "token"
     old = os.umask(0)
     try:
@@ -22,7 +22,7 @@ def test_a_token_file_is_its_owners_alone_and_is_read_back(tmp_path):
     assert token_from_environment({"MOC_TOKEN_FILE": str(path), "MOC_TOKEN": "00" * 32}) == token
 
 
-def test_a_token_file_is_never_replaced(tmp_path):
+def test_token_file_is_never_replaced(tmp_path):
     path = tmp_path / "token"
     token = make_token_file(path)
     with raises("token-file-exists"):
@@ -30,19 +30,19 @@ def test_a_token_file_is_never_replaced(tmp_path):
     assert token_from_environment({"MOC_TOKEN_FILE": str(path)}) == token
 
 
-def test_the_variable_alone_is_enough():
+def test_token_is_read_from_variable_without_file():
     token = make_token()
     assert token_from_environment({"MOC_TOKEN": token.hex().upper(), "MOC_TOKEN_FILE": ""}) == token
     assert make_token() != token
 
 
-def test_no_token_at_all():
+def test_missing_token_is_an_error():
     with raises("token-missing", "MOC_TOKEN_FILE"):
         token_from_environment({})
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_not_trusted(tmp_path):
+def test_token_file_of_other_user_is_refused(tmp_path):
     make_token_file(path := tmp_path / "token")
     os.chown(path, 1001, 1001)
     with raises("token-file-exposed"):
@@ -50,7 +50,7 @@ def test_a_file_of_another_user_is_not_trusted(tmp_path):
 
 
 @each_row("mode", [0o640, 0o604, 0o620, 0o610])
-def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
+def test_token_file_accessible_to_others_is_refused(tmp_path, mode):
     path = tmp_path / "token"
     make_token_file(path)
     path.chmod(mode)
@@ -59,7 +59,7 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path, mode):
 
 
 @each_row("text", ["", "secret", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 5000])
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path, text):
+def test_malformed_token_is_refused_and_not_shown(tmp_path, text):
     path = tmp_path / "token"
     path.touch(0o600)
     path.write_text(text)
@@ -71,7 +71,7 @@ def test_what_is_no_token_is_refused_and_not_shown(tmp_path, text):
             token_from_environment({"MOC_TOKEN": text})
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_unreadable_token_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     with raises("token-file-unreadable"):
         token_from_environment({"MOC_TOKEN_FILE": str(tmp_path / "pipe")})

@@ -51,7 +51,7 @@ def joining(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_waits_while_the_queue_of_its_agent_is_full(joining, tmp_path):
+def test_worker_waits_while_agent_queue_is_full(joining, tmp_path):
     address = f"unix:{tmp_path}/socket"
     with contextlib.ExitStack() as crowd:
         listener = listening_socket(address, beyond_loopback=False)
@@ -64,5 +64,5 @@ def test_a_worker_waits_while_the_queue_of_its_agent_is_full(joining, tmp_path):
             assert worker.stdout.readline() == "is there\n"
 
 
-def test_a_worker_that_is_not_admitted_is_lost(joining):
+def test_worker_not_admitted_ends_by_signal(joining):
     assert joining(0).wait() == -signal.SIGKILL  # a signal: the job replaces it

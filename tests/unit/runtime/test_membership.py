@@ -28,7 +28,7 @@ def running(**how):
     return membership, names
 
 
-def test_all_begin_together_when_all_nodes_are_there():
+def test_workers_start_together_when_all_nodes_joined():
     membership = Membership(SIZE, PER_NODE, 1)
     assert membership.node_joined(1) == []
     orders = membership.node_joined(0)
@@ -37,7 +37,7 @@ def test_all_begin_together_when_all_nodes_are_there():
     assert len({order.worker for order in orders}) == SIZE
 
 
-def test_a_lost_worker_is_replaced_and_the_others_stay():
+def test_lost_worker_is_replaced_and_others_continue():
     membership, names = running()
     abort, start = membership.worker_exited(names[2], -9)
     assert abort == Abort(1, Cause.WORKER_LOST) and "worker 2" in abort.reason
@@ -54,7 +54,7 @@ def lose(membership, name, iteration):
     return orders
 
 
-def test_losses_at_one_iteration_end_the_job_and_name_the_device():
+def test_repeated_losses_at_one_iteration_end_job_naming_device():
     membership, _ = running()
     for iteration in (4, 4, 5, 6, 6):  # progress starts the count again
         assert not membership.end
@@ -112,7 +112,7 @@ def breaks(membership, name):
     return orders, [order.worker for order in orders if isinstance(order, StartWorker)]
 
 
-def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place():
+def test_node_of_repeatedly_failing_device_is_excluded():
     membership, names = running()
     membership.node_joined(2)  # a spare
     name = names[3]
@@ -135,7 +135,7 @@ def test_a_device_that_ends_one_worker_after_the_other_costs_its_node_the_place(
     assert len(started) == 2 and all(membership.workers[each].node == 2 for each in started)
 
 
-def test_a_device_that_survives_the_end_of_a_generation_is_well_again():
+def test_device_is_usable_after_generation_ends():
     membership, names = running()
     name = names[3]
     for number in range(3 * MAX_DEVICE_FAILURES):
@@ -154,7 +154,7 @@ def test_a_device_that_survives_the_end_of_a_generation_is_well_again():
             membership.worker_connected(each, membership.generation)
 
 
-def test_who_builds_in_step_with_a_lost_one_is_replaced_too():
+def test_loss_during_joint_start_replaces_all_workers():
     membership, names = begun()
     for name in names:
         membership.worker_reported(name, 0)
@@ -164,7 +164,7 @@ def test_who_builds_in_step_with_a_lost_one_is_replaced_too():
     assert membership.worker_exited(names[1], -9) == []  # it was told to die
 
 
-def test_two_at_once():
+def test_second_loss_before_reconnect_starts_next_generation():
     membership, names = running()
     first = membership.worker_exited(names[0], -9)[1]
     abort, second = membership.worker_exited(names[1], -11)
@@ -175,7 +175,7 @@ def test_two_at_once():
     assert membership.worker_reported(second.worker, 2) == [Connect(2)]
 
 
-def test_a_node_that_is_lost_is_waited_for():
+def test_lost_node_is_awaited_and_its_workers_restarted():
     membership, names = running()
     orders = membership.node_lost(1)
     assert orders == [Abort(1, Cause.NODE_LOST)] and "node 1" in orders[0].reason
@@ -184,7 +184,7 @@ def test_a_node_that_is_lost_is_waited_for():
     assert [order.rank for order in orders if isinstance(order, StartWorker)] == [2, 3]
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
+def test_spare_replaces_lost_node_that_returns_as_spare():
     membership, names = running()
     assert membership.node_joined(7) == []
     abort, *starts = membership.node_lost(1)
@@ -195,21 +195,21 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_that_one_becomes_a_spare():
     assert [(start.node, start.rank) for start in membership.node_lost(7)[1:]] == [(1, 2), (1, 3)]
 
 
-def test_a_spare_that_comes_late_takes_the_place_of_a_lost_node():
+def test_late_spare_replaces_lost_node():
     membership, names = running()
     membership.node_lost(1)
     assert membership.missing_nodes() == [1]
     assert [order.node for order in membership.node_joined(2) if isinstance(order, StartWorker)] == [2, 2]
 
 
-def test_a_spare_does_not_take_the_place_of_a_node_that_is_yet_to_come():
+def test_spare_does_not_replace_node_still_joining():
     membership = Membership(SIZE, PER_NODE, 1)
     assert membership.node_joined(0) == [] == membership.node_joined(2)
     assert membership.missing_nodes() == [1]
     assert [order.node for order in membership.node_joined(1)] == [0, 0, 1, 1]
 
 
-def test_a_node_that_was_taken_for_lost_comes_back_with_workers_that_nobody_wants():
+def test_returning_lost_node_has_its_workers_ended():
     membership, names = running()
     membership.node_joined(2)
     membership.node_lost(1)
@@ -228,13 +228,13 @@ def test_returning_node_gets_missed_orders():
     assert membership.node_joined(1, told, 0) == [Abort(2, Cause.NODE_JOINED)]
 
 
-def test_a_node_that_begins_anew_before_it_was_known_to_be_lost():
+def test_undetected_loss_of_rejoining_node_restarts_its_workers():
     membership, names = running()
     abort, *starts = membership.node_joined(1)
     assert [start.rank for start in starts] == [2, 3]
 
 
-def test_a_job_gives_up_when_a_lost_node_does_not_come():
+def test_job_ends_if_lost_node_does_not_return():
     membership, names = running()
     assert membership.end_if_nodes_missing("late") == []  # nobody is missing
     membership.node_lost(1)
@@ -247,7 +247,7 @@ def test_a_job_gives_up_when_a_lost_node_does_not_come():
     assert membership.end_if_nodes_missing("late")[0].code == LOST
 
 
-def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
+def test_node_lost_after_its_workers_finish_is_ignored():
     membership, names = running()
     for name in names[2:]:
         membership.worker_exited(name, 0)
@@ -255,7 +255,7 @@ def test_a_node_that_is_lost_when_its_workers_are_done_is_not_missed():
     assert [membership.worker_exited(name, 0) for name in names[:2]] == [[], [End(0, "", True)]]
 
 
-def test_memory_is_given_back_when_workers_say_so_and_the_job_ends_well():
+def test_memory_is_released_after_successful_end():
     for code in (0, SAVED):
         membership, names = running()
         for name in names:
@@ -266,7 +266,7 @@ def test_memory_is_given_back_when_workers_say_so_and_the_job_ends_well():
         assert again.end == membership.end  # nodes that were away hear of it from another controller, too
 
 
-def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
+def test_memory_is_kept_unless_job_ends_successfully():
     membership, names = running()
     membership.worker_exited(names[0], 0, "", "/dev/shm/moc-0/run")
     assert membership.worker_exited(names[1], 3, "", "/dev/shm/moc-0/run")[0].released_memory is None
@@ -278,7 +278,7 @@ def test_memory_stays_if_the_job_goes_on_or_does_not_end_well():
     assert membership.end.code == SAVED and membership.end.released_memory is None
 
 
-def test_who_was_not_connected_at_the_end_hears_of_it_when_it_is():
+def test_node_absent_at_end_receives_end_order_on_return():
     membership, names = running()
     membership.node_lost(1)
     (end,) = membership.worker_exited(names[0], 1)
@@ -293,7 +293,7 @@ def restarted(membership):
     return other
 
 
-def test_a_controller_that_is_started_again_has_counted_what_was_counted():
+def test_restarted_controller_keeps_restart_counts():
     membership, names = running(max_restarts=2)
     membership.worker_blocked(names[0], 0)
     membership.worker_exited(names[0], -9)
@@ -357,7 +357,7 @@ def test_restarted_controller_does_not_wait_for_joining_nodes():
     assert membership.node_lost(1) == []
 
 
-def test_what_one_node_has_missed_begins_a_generation():
+def test_abort_missed_by_node_starts_generation_after_restart():
     membership, names = running()
     told = [
         WorkerRecord(name, rank // PER_NODE, rank, True, True, reported_generation=0) for rank, name in enumerate(names)
@@ -369,7 +369,7 @@ def test_what_one_node_has_missed_begins_a_generation():
         assert again.node_joined(last, told[2 * last : 2 * last + 2], last)[0].generation == 2
 
 
-def test_a_controller_that_is_started_again_learns_what_it_must_know():
+def test_restarted_controller_restores_job_state():
     membership = Membership(SIZE, PER_NODE, 1)
     told = [
         WorkerRecord(f"5.{rank}", rank // PER_NODE, rank, True, True, reported_generation=5, connected_generation=5)
@@ -380,7 +380,7 @@ def test_a_controller_that_is_started_again_learns_what_it_must_know():
     assert [type(order) for order in membership.worker_exited("5.3", -9)] == [Abort, StartWorker]
 
 
-def test_whom_an_earlier_controller_may_not_have_told_to_go_begins_a_generation():
+def test_uncertain_departure_starts_generation():
     membership, names = begun()
     told = [
         WorkerRecord(name, rank // PER_NODE, rank, True, True, reported_generation=0) for rank, name in enumerate(names)
@@ -390,12 +390,12 @@ def test_whom_an_earlier_controller_may_not_have_told_to_go_begins_a_generation(
     assert membership.node_joined(1, told[2:], 0)[0].generation == 1
 
 
-def test_who_says_again_that_it_is_here_is_told_again_to_go():
+def test_repeated_report_repeats_connect_order():
     membership, names = running()
     assert membership.worker_reported(names[1], 0) == [Connect(0)] and membership.generation == 0
 
 
-def test_what_it_has_missed_begins_a_generation():
+def test_new_controller_replaces_worker_missing_from_records():
     membership = Membership(SIZE, PER_NODE, 1)
     told = [
         WorkerRecord(f"5.{rank}", rank // PER_NODE, rank, True, True, reported_generation=5) for rank in range(SIZE)
@@ -413,26 +413,26 @@ def test_what_it_has_missed_begins_a_generation():
         (75, 9, 75, []),
     ],
 )
-def test_how_a_job_ends_before_its_time(code, restarts, job, errors):
+def test_worker_exit_without_restart_ends_job(code, restarts, job, errors):
     membership, names = running(max_restarts=restarts)
     (end,) = membership.worker_exited(names[0], code)
     assert end.code == job and codes_in(end.reason) == errors and "worker 0" in end.reason
     assert membership.worker_exited(names[1], -9) == []
 
 
-def test_a_job_ends_well_when_all_workers_have():
+def test_job_succeeds_when_all_workers_exit_with_0():
     membership, names = running()
     assert [membership.worker_exited(name, 0) for name in names] == [[], [], [], [End(0, "", True)]]
 
 
-def test_who_is_lost_when_others_are_done_brings_them_back():
+def test_loss_restarts_finished_workers_too():
     membership, names = running()
     membership.worker_exited(names[0], 0)
     orders = membership.worker_exited(names[1], -9)
     assert [order.rank for order in orders if isinstance(order, StartWorker)] == [0, 1]
 
 
-def test_who_loses_connections_again_and_again_ends_the_job():
+def test_repeated_connection_failures_end_job():
     membership, names = running()
     for generation in range(MAX_FAILURES_WITHOUT_LOSS):
         assert membership.worker_blocked(names[0], generation) == [Abort(generation + 1, Cause.CONNECTIONS_LOST)]
@@ -440,7 +440,7 @@ def test_who_loses_connections_again_and_again_ends_the_job():
     assert membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS)[0].code == 1
 
 
-def test_a_loss_between_them_ends_the_row_of_suspicions():
+def test_worker_loss_resets_connection_failure_count():
     membership, names = running()
     for generation in range(MAX_FAILURES_WITHOUT_LOSS):
         membership.worker_blocked(names[0], generation)
@@ -448,7 +448,7 @@ def test_a_loss_between_them_ends_the_row_of_suspicions():
     assert isinstance(membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS + 1)[0], Abort)
 
 
-def test_a_long_calm_ends_it_too():
+def test_forgotten_connection_failures_do_not_end_job():
     membership, names = running()
     for generation in range(MAX_FAILURES_WITHOUT_LOSS):
         membership.worker_blocked(names[0], generation)
@@ -456,20 +456,20 @@ def test_a_long_calm_ends_it_too():
     assert isinstance(membership.worker_blocked(names[0], MAX_FAILURES_WITHOUT_LOSS)[0], Abort)
 
 
-def test_it_is_said_why_a_worker_was_killed():
+def test_abort_reason_names_cause_of_worker_kill():
     membership, names = running()
     (abort, _) = membership.worker_exited(names[1], -9, "was in its step for 70 s")
     assert abort.cause is Cause.WORKER_LOST and "worker 1" in abort.reason and "70 s" in abort.reason
 
 
-def test_a_job_whose_program_ends_by_the_signal_that_asks_it_to_stop_is_over():
+def test_program_ended_by_stop_signal_ends_job():
     membership, names = running()
     membership.stop_requested(15)
     (end,) = membership.worker_exited(names[0], -15)
     assert end == End(143, end.reason, False, stop_signal=15) and "worker 0" in end.reason and "signal 15" in end.reason
 
 
-def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
+def test_worker_lost_before_save_is_replaced():
     membership, names = running()
     membership.stop_requested(15)
     _, start = membership.worker_exited(names[0], -9)
@@ -482,7 +482,7 @@ def test_a_worker_that_is_lost_while_others_are_to_save_is_replaced():
     assert membership.worker_exited(names[1], SAVED)[0].workers_exiting
 
 
-def test_where_nobody_is_left_who_could_save_it_is_said_from_what_the_job_goes_on():
+def test_no_survivor_to_save_reports_resume_point():
     membership, names = running()
     _, start = membership.worker_exited(names[0], -9)
     membership.stop_requested(15)
@@ -497,14 +497,14 @@ def test_where_nobody_is_left_who_could_save_it_is_said_from_what_the_job_goes_o
     assert (end.code, end.workers_exiting) == (SAVED, False) and codes_in(end.reason) == ["state-partly-lost"]
 
 
-def test_a_job_that_was_asked_to_stop_does_not_start_over():
+def test_stopping_job_does_not_start_over():
     membership, names = running()
     membership.stop_requested(15)
     (end,) = membership.worker_exited(names[0], START_OVER)
     assert end.code == SAVED and codes_in(end.reason) == ["state-partly-lost"]
 
 
-def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
+def test_job_stopped_before_start_ends():
     membership = Membership(SIZE, PER_NODE, 1000)
     membership.node_joined(0)
     (end,) = membership.stop_requested(2)
@@ -514,7 +514,7 @@ def test_a_job_that_is_asked_to_stop_before_it_has_begun_ends():
     assert membership.node_joined(0, stop_signal=15)[0].code == 143
 
 
-def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
+def test_stopping_job_ends_if_lost_node_stays_absent():
     membership, _ = running()
     membership.node_lost(1)
     assert membership.stop_requested(15) == []
@@ -523,7 +523,7 @@ def test_a_job_that_was_asked_to_stop_gives_up_who_does_not_come():
     assert "node 1" in end.reason and "--silence-timeout" in end.reason
 
 
-def test_a_job_that_was_asked_to_stop_lets_nodes_come_back():
+def test_stopping_job_readmits_returning_node():
     membership, names = running()
     assert membership.stop_requested(15) == []
     left = membership.node_lost(0)

@@ -8,7 +8,7 @@ from moc.runtime.termination import SAVED, USAGE
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, begun, names, starts, told_of
 
 
-def test_it_begins_with_the_nodes_that_are_there():
+def test_job_starts_with_connected_nodes():
     membership = Membership(PLACES * PER_NODE, PER_NODE, 1000, LEAST)
     assert membership.node_joined(3) == [] and not membership.can_grow and membership.missing_nodes() == [0, 1, 2]
     assert membership.node_joined(1) == [] and membership.can_grow and membership.missing_nodes() == []
@@ -17,7 +17,7 @@ def test_it_begins_with_the_nodes_that_are_there():
     assert not membership.can_grow
 
 
-def test_a_lost_node_is_not_waited_for():
+def test_lost_node_is_removed_without_waiting():
     membership, workers = begun()
     *kills, abort = (order for order in membership.node_lost(1) if not isinstance(order, StartWorker))
     assert abort == Abort(1, Cause.NODE_LOST) and "3 of 4" in abort.reason
@@ -26,7 +26,7 @@ def test_a_lost_node_is_not_waited_for():
     assert membership.size == 6 and all(worker.starts_together for worker in membership.workers.values())
 
 
-def test_a_lost_worker_of_fewer_nodes_is_replaced_and_the_others_stay():
+def test_lost_worker_of_smaller_job_is_replaced():
     membership, _ = begun()
     told_of(membership, membership.node_lost(1))
     lost = next(worker for worker in membership.workers.values() if worker.rank == 2)
@@ -34,7 +34,7 @@ def test_a_lost_worker_of_fewer_nodes_is_replaced_and_the_others_stay():
     assert (start.node, start.rank, start.size, start.starts_together) == (2, 2, 6, False)
 
 
-def test_a_spare_takes_the_place_of_a_lost_node_and_the_others_stay():
+def test_spare_replaces_lost_node_and_others_stay():
     membership, _ = begun()
     membership.node_joined(4)
     abort, *start = membership.node_lost(1)
@@ -42,7 +42,7 @@ def test_a_spare_takes_the_place_of_a_lost_node_and_the_others_stay():
     assert [(order.node, order.rank) for order in start] == [(4, 2), (4, 3)]
 
 
-def test_too_few_nodes_wait_and_go_on_as_they_were_when_the_same_come_back():
+def test_too_few_nodes_wait_and_continue_unchanged():
     membership, _ = begun(2)
     abort = membership.node_lost(1)
     assert abort == [Abort(1, Cause.NODE_LOST)] and membership.missing_nodes() == [1, 2, 3]
@@ -50,13 +50,13 @@ def test_too_few_nodes_wait_and_go_on_as_they_were_when_the_same_come_back():
     assert len(membership.workers) == 4 and membership.size == 4
 
 
-def test_too_few_nodes_go_on_with_others():
+def test_job_below_minimum_continues_with_other_node():
     membership, _ = begun(2)
     membership.node_lost(1)
     assert [(order.node, order.rank) for order in starts(membership.node_joined(3))] == [(0, 0), (0, 1), (3, 2), (3, 3)]
 
 
-def test_a_node_that_comes_is_taken_in_once_all_have_saved():
+def test_joining_node_is_admitted_after_all_workers_saved():
     membership, _ = begun()
     workers = names(membership.node_lost(1))
     assert not membership.can_grow
@@ -72,7 +72,7 @@ def test_a_node_that_comes_is_taken_in_once_all_have_saved():
     assert membership.restarts == 0
 
 
-def test_workers_that_do_not_leave_are_killed():
+def test_workers_that_do_not_exit_are_killed():
     membership, workers = begun(3)
     membership.node_joined(3)
     assert membership.grow() == [SaveAndExit()] and membership.can_grow
@@ -82,7 +82,7 @@ def test_workers_that_do_not_leave_are_killed():
     assert len(starts(orders)) == 8
 
 
-def test_a_loss_while_workers_leave_takes_in_the_nodes_at_once():
+def test_loss_during_save_and_exit_admits_nodes_at_once():
     for lost in (lambda m, w: m.worker_exited(w[3], -9), lambda m, w: m.node_lost(1)):
         membership, workers = begun(3)
         membership.node_joined(3)
@@ -91,7 +91,7 @@ def test_a_loss_while_workers_leave_takes_in_the_nodes_at_once():
         assert starts(lost(membership, workers)) and not membership.scale_up.in_progress
 
 
-def test_a_job_that_has_finished_takes_in_nobody():
+def test_finished_job_admits_no_node():
     membership, workers = begun(3)
     membership.node_joined(3)
     membership.grow()
@@ -99,14 +99,14 @@ def test_a_job_that_has_finished_takes_in_nobody():
     assert orders == [End(0, "", workers_exiting=True)]
 
 
-def test_a_node_that_was_given_up_comes_back_with_workers_that_nobody_wants():
+def test_returning_abandoned_node_has_its_workers_ended():
     membership, workers = begun()
     stale = [WorkerRecord.from_message(w.to_message()) for w in membership.workers.values() if w.node == 1]
     told_of(membership, membership.node_lost(1))
     assert membership.node_joined(1, stale) == [Kill(1, workers[2]), Kill(1, workers[3])]
 
 
-def test_a_new_controller_gives_up_nobody_before_it_is_lost():
+def test_new_controller_continues_with_known_nodes():
     membership, _ = begun()
     there = told_of(membership, membership.node_lost(1))
     kept = json.loads(json.dumps(membership.state_dict()))
@@ -115,7 +115,7 @@ def test_a_new_controller_gives_up_nobody_before_it_is_lost():
     assert [membership.node_joined(node, there[node], 1) for node in (2, 0, 3)] == [[], [], []] and membership.running
 
 
-def test_a_new_controller_continues_without_a_node_that_does_not_come():
+def test_new_controller_continues_without_absent_node():
     membership, _ = begun()
     there = told_of(membership, membership.node_lost(1))
     kept = json.loads(json.dumps(membership.state_dict()))
@@ -125,7 +125,7 @@ def test_a_new_controller_continues_without_a_node_that_does_not_come():
     assert [order.rank for order in starts(membership.node_lost(3))] == [0, 1, 2, 3]
 
 
-def test_a_program_that_refuses_a_number_of_nodes_is_started_on_fewer():
+def test_program_that_refuses_node_count_starts_on_fewer():
     membership, _ = begun()
     workers = names(membership.node_lost(1))
     orders = membership.worker_exited(workers[0], USAGE)
@@ -138,13 +138,13 @@ def test_a_program_that_refuses_a_number_of_nodes_is_started_on_fewer():
     assert membership.can_grow and membership.grow() == [SaveAndExit()]
 
 
-def test_a_program_that_refuses_any_number_ends_the_job():
+def test_program_that_refuses_every_node_count_ends_job():
     membership, workers = begun()
     (end,) = membership.worker_exited(workers[0], USAGE)
     assert end == End(USAGE, end.reason, workers_exiting=False) and "worker 0" in end.reason
 
 
-def test_who_waits_in_the_same_generation_is_told_to_go():
+def test_waiting_workers_of_same_generation_connect():
     membership, _ = begun()
     workers = names(membership.node_lost(1))
     assert [order for name in workers for order in membership.worker_reported(name, 1)] == [Connect(1)]

@@ -28,13 +28,13 @@ def train(membership, waiting):
     return {worker.node: name for name, worker in membership.workers.items()}
 
 
-def test_a_node_too_many_for_whole_copies_waits():
+def test_surplus_node_without_complete_copy_waits():
     membership, workers = spread(5)
     assert set(workers) == {0, 1, 2, 3} and not membership.can_grow and membership.seating.nodes_per_model == 2
     assert membership.node_lost(4) == [] and membership.running
 
 
-def test_partner_of_lost_node_helps_until_it_returns():
+def test_partner_of_lost_node_holds_partial_model_until_return():
     membership, workers = spread()
     *seats, abort = membership.node_lost(2)
     assert [(order.node, order.rank, order.size, order.partial_model_parts) for order in seats] == [
@@ -60,7 +60,7 @@ def test_partner_of_lost_node_helps_until_it_returns():
     assert {*workers.values()} - {workers[2]} < {*membership.workers}
 
 
-def test_a_node_that_helps_takes_the_seat_of_a_lost_one_and_no_worker_is_started():
+def test_partial_model_node_takes_rank_of_lost_node():
     membership, workers = spread()
     membership.node_lost(2)
     train(membership, [])
@@ -72,7 +72,7 @@ def test_a_node_that_helps_takes_the_seat_of_a_lost_one_and_no_worker_is_started
     assert abort.cause is Cause.NODE_LOST and "2 of 4" in abort.reason
 
 
-def test_a_node_that_helps_is_lost_and_a_worker_of_it_is_replaced():
+def test_partial_model_node_is_lost_and_its_worker_replaced():
     membership, workers = spread()
     membership.node_lost(2)
     train(membership, [])
@@ -92,7 +92,7 @@ def test_a_node_that_helps_is_lost_and_a_worker_of_it_is_replaced():
     ]
 
 
-def test_where_nobody_is_left_who_has_built_nobody_helps():
+def test_fresh_start_has_no_partial_model_nodes():
     membership, workers = spread()
     membership.node_lost(2)
     for node in (0, 1):
@@ -105,7 +105,7 @@ def test_where_nobody_is_left_who_has_built_nobody_helps():
     assert all(order.starts_together for order in starts(orders)) and membership.size == 2
 
 
-def test_a_new_controller_knows_who_helps():
+def test_new_controller_restores_partial_model_nodes():
     membership, workers = spread()
     membership.node_lost(2)
     train(membership, [])
@@ -138,7 +138,7 @@ def test_waiting_node_initializes_the_lost_part():
     assert abort.cause is Cause.NODES_WAITED and "4 of 5" in abort.reason
 
 
-def test_where_a_part_is_lost_a_node_moves_to_it_and_its_worker_is_started_again():
+def test_node_moves_to_lost_part_and_restarts_worker():
     membership, workers = spread()
     membership.node_lost(0)
     train(membership, [])
@@ -149,7 +149,7 @@ def test_where_a_part_is_lost_a_node_moves_to_it_and_its_worker_is_started_again
     assert [(order.node, order.rank) for order in starts(orders)] == [(3, 0)]
 
 
-def test_all_wait_for_moving_nodes_below_minimum_copies():
+def test_workers_wait_for_moved_node_below_minimum_copies():
     membership, workers = spread(6, least=4)
     membership.node_lost(0)
     train(membership, [])
@@ -176,7 +176,7 @@ def test_surplus_node_initializes_the_other_part():
     assert membership.blocks.members == (4, 1, 5, 3) and membership.seating.partial_model_parts == ()
 
 
-def test_helper_moves_when_its_substitutes_are_lost():
+def test_partial_model_node_moves_if_its_substitutes_are_lost():
     membership, workers = spread(8)
     for node in (0, 2):
         membership.node_lost(node)

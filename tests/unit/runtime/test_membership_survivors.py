@@ -18,7 +18,7 @@ from tests.cases import each_row
 from tests.unit.runtime.members import LEAST, PER_NODE, PLACES, meet_guests, names, staying
 
 
-def test_workers_that_stay_get_other_ranks_and_nobody_is_started():
+def test_remaining_workers_get_new_ranks_without_restart():
     membership, workers = staying()
     *seats, abort = membership.node_lost(1)
     assert seats == [AssignRank(n // 2, workers[n], rank, 1, 6) for rank, n in enumerate((0, 1, 4, 5, 6, 7))]
@@ -83,7 +83,7 @@ def test_generation_continues_until_all_workers_drained():
     assert again.worker_drained(workers[-1], 0) == [] and again.generation == 1  # of a generation that is over
 
 
-def test_lost_joining_workers_are_started_again():
+def test_lost_joining_workers_are_restarted():
     membership, workers, guests = with_guests()
     membership.grow()
     for name in workers[:-1]:
@@ -132,7 +132,7 @@ def test_worker_hanging_before_drain_starts_generation():
     assert meet_guests(membership)[-1].generation == 3 and not membership.joining
 
 
-def test_a_job_that_is_to_stop_meets_nobody():
+def test_stopping_job_admits_no_joining_workers():
     membership, workers, _ = with_guests()
     membership.grow()
     assert membership.stop_requested(15) == []
@@ -141,7 +141,7 @@ def test_a_job_that_is_to_stop_meets_nobody():
     assert membership.worker_drained(last, 0) == [Abort(1, Cause.JOB_STOPS)]
 
 
-def test_a_guest_that_dies_disturbs_nobody_and_is_started_again():
+def test_dead_joining_worker_is_restarted_without_disruption():
     membership, workers = staying(3)
     membership.node_joined(3)
     first, second = names(membership.grow())
@@ -149,7 +149,7 @@ def test_a_guest_that_dies_disturbs_nobody_and_is_started_again():
     assert membership.running and len(names(membership.grow())) == 2
 
 
-def test_a_loss_while_guests_build_does_not_wait_for_them():
+def test_loss_does_not_wait_for_joining_workers():
     membership, workers = staying(3)
     membership.node_joined(3)
     guests = names(membership.grow())
@@ -168,7 +168,7 @@ def departing(*nodes, spares=()):
     return membership, workers, [order for node in nodes for order in membership.departure_requested(node)]
 
 
-def test_departing_nodes_are_released_when_the_others_have_connected():
+def test_departing_nodes_leave_after_others_connect():
     membership, workers, orders = departing(1, 3, 1, spares=[4])
     assert orders == [] and membership.announce_departures() == [ChangeNotice(0, (1, 3))]
     assert not membership.has_departures_to_announce
@@ -190,7 +190,7 @@ def test_departure_below_minimum_stops_the_job():
     assert orders == [ReleaseNode(4)] and membership.node_lost(4) == [] and membership.running
 
 
-def test_a_departing_node_that_is_lost_is_named_as_such():
+def test_lost_departing_node_is_named_in_abort_reason():
     membership, workers, _ = departing(1)
     membership.announce_departures()
     for name in workers[:3]:

@@ -22,7 +22,7 @@ time.sleep(600)
 """
 
 
-def test_it_ends_with_the_process_that_forks_workers(tmp_path):
+def test_flag_check_ends_with_forkserver(tmp_path):
     (tmp_path / "script.py").write_text(SLEEPS)
     checks = subprocess.Popen([sys.executable, "-c", CHECKS, str(REPOSITORY), "script.py"], cwd=tmp_path)
     while not (tmp_path / "pid").exists():

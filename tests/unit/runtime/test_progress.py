@@ -10,7 +10,7 @@ from moc.runtime.progress import HANG_CAPS, HANG_FACTOR, HANG_FLOOR_S, HangLimit
 from tests.cases import each_row
 
 
-def test_a_section_is_measured_when_the_next_begins():
+def test_section_time_is_measured_when_next_begins():
     progress = Progress()
     nothing = {"section": None, "since": 0, "waits": False, "longest": {}, "iteration": None}
     assert progress.report() | {"since": 0} == nothing
@@ -24,7 +24,7 @@ def test_a_section_is_measured_when_the_next_begins():
     assert second["section"] == "save" and "save" not in second["longest"]
 
 
-def test_what_was_cut_off_is_not_measured():
+def test_discarded_section_is_not_measured():
     progress = Progress()
     progress.enter("step")
     progress.discard()
@@ -33,7 +33,7 @@ def test_what_was_cut_off_is_not_measured():
     assert progress.report()["longest"] == {}
 
 
-def test_who_waits_says_so_until_the_wait_is_over():
+def test_report_shows_waiting_until_wait_ends():
     progress = Progress()
     try:
         with progress.waiting():
@@ -56,12 +56,12 @@ REPOSITORY = Path(__file__).resolve().parents[3]
         (0.1, 5, 5),
     ],
 )
-def test_the_limit_follows_from_what_was_measured_and_from_the_cap(longest, cap, seconds):
+def test_limit_follows_measurement_and_cap(longest, cap, seconds):
     limits = HangLimits({"step": cap}, {} if longest is None else {"step": longest})
     assert limits.limit("step", waits=False) == seconds
 
 
-def test_caps_of_some_sections():
+def test_hang_caps_override_defaults_of_named_sections():
     assert parse_hang_caps("step=600,save=90.5") == HANG_CAPS | {"step": 600.0, "save": 90.5}
     assert parse_hang_caps("") == HANG_CAPS
 
@@ -71,12 +71,12 @@ def test_caps_of_some_sections():
     [("stop=3", "no section 'stop'"), ("step", "no number"), ("step=soon", "no number"), ("step=0", "no time"),
      ("step=nan", "no time")],
 )  # fmt: skip
-def test_a_mistake_in_caps_is_named(text, complaint):
+def test_invalid_hang_cap_error_names_cause(text, complaint):
     with pytest.raises(ValueError, match=complaint):
         parse_hang_caps(text)
 
 
-def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
+def test_only_regular_durations_are_learned():
     limits = HangLimits(dict(HANG_CAPS))
     limits.learn({"step": 30.0, "save": 0.1, "setup": 1.0})
     limits.learn({"step": 8.0})
@@ -87,7 +87,7 @@ def test_what_takes_as_long_each_time_is_learned_and_the_rest_is_not():
     )
 
 
-def test_every_section_has_a_limit():
+def test_every_progress_section_has_hang_cap():
     sections = {
         call.args[0].value
         for path in (REPOSITORY / "megatron/pretraining").rglob("*.py")
@@ -97,7 +97,7 @@ def test_every_section_has_a_limit():
     assert sections == {*HANG_CAPS}
 
 
-def test_who_waits_for_others_has_the_time_of_what_they_may_be_in():
+def test_waiting_worker_gets_limit_of_peer_section():
     limits = HangLimits(HANG_CAPS | {"save": 5000.0})
     limits.learn({"step": 1.0})
     assert limits.limit("step", waits=True) == 5000.0

@@ -37,7 +37,7 @@ def cut(data, sizes):
 
 @given(st.lists(MESSAGES, max_size=5), st.lists(st.integers(1, 200), min_size=1, max_size=5), st.booleans())
 @settings(deadline=None, max_examples=50)
-def test_messages_arrive_however_the_stream_is_cut(messages, sizes, from_client):
+def test_messages_arrive_from_any_stream_fragments(messages, sizes, from_client):
     sender, receiver = open_pair()[:: 1 if from_client else -1]
     stream = b"".join(b"".join(sender.send(message)) for message in messages)
     arrived = [message for piece in cut(stream, sizes) for message in receiver.receive(piece)]
@@ -47,7 +47,7 @@ def test_messages_arrive_however_the_stream_is_cut(messages, sizes, from_client)
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=4), st.booleans())
 @settings(deadline=None)
-def test_the_handshake_may_be_cut_and_be_followed_at_once(sizes, client_late):
+def test_handshake_accepts_fragments_and_immediate_message(sizes, client_late):
     late, early = (Channel(TOKEN, role) for role in (("client", "server") if client_late else ("server", "client")))
     early.receive(late.handshake_bytes())
     opening = early.handshake_bytes()  # hello and proof in one
@@ -57,7 +57,7 @@ def test_the_handshake_may_be_cut_and_be_followed_at_once(sizes, client_late):
     assert [message.header["number"] for message in arrived] == [7]
 
 
-def test_large_bodies_of_any_buffer_arrive_and_can_only_be_read():
+def test_large_bodies_arrive_read_only():
     sender, receiver = open_pair(body_limit=4 << 20)
     body = memoryview(bytearray(range(256)) * (12 << 10)).cast("I")
     stream = b"".join([*sender.send(Message({"kind": "first"}, body)), frame(sender, 1, b"x" * 9), frame(sender, 2)])
@@ -66,7 +66,7 @@ def test_large_bodies_of_any_buffer_arrive_and_can_only_be_read():
     assert all(message.body.readonly and message.body.format == "B" for message in arrived)
 
 
-def test_the_body_is_not_copied_to_send_it():
+def test_body_is_sent_without_copy():
     sender, _ = open_pair()
     body = bytearray(b"before")
     buffers = sender.send(Message({"kind": "test"}, body))
@@ -74,7 +74,7 @@ def test_the_body_is_not_copied_to_send_it():
     assert b"after!" in b"".join(buffers)
 
 
-def test_what_json_does_not_know_arrives_as_promised():
+def test_header_with_nan_infinity_and_tuple_is_decoded():
     sender, receiver = open_pair()
     header = {"kind": "loss", "loss": math.nan, "norm": math.inf, "ranks": (0, 1)}
     [message] = receiver.receive(b"".join(sender.send(Message(header))))
@@ -82,7 +82,7 @@ def test_what_json_does_not_know_arrives_as_promised():
     assert message.header["ranks"] == [0, 1]
 
 
-def test_each_end_needs_the_token():
+def test_both_ends_require_token():
     client, server = Channel(TOKEN, "client"), Channel(OTHER_TOKEN, "server")
     hellos = client.handshake_bytes(), server.handshake_bytes()
     client.receive(hellos[1])
@@ -96,14 +96,14 @@ def test_each_end_needs_the_token():
             channel.send(Message({"kind": "test"}))
 
 
-def test_nothing_is_sent_to_a_peer_that_has_not_proved_itself():
+def test_send_to_unauthenticated_peer_is_refused():
     client, server = Channel(TOKEN, "client"), Channel(TOKEN, "server")
     client.receive(server.handshake_bytes())
     with pytest.raises(WireError, match="proved"):
         client.send(Message({"kind": "test"}))
 
 
-def test_a_recorded_proof_does_not_open_another_connection():
+def test_recorded_handshake_is_refused_on_other_connection():
     client, server = Channel(TOKEN, "client"), Channel(TOKEN, "server")
     recorded = client.handshake_bytes()
     client.receive(server.handshake_bytes())
@@ -114,14 +114,14 @@ def test_a_recorded_proof_does_not_open_another_connection():
 
 
 @each_row("role", ["client", "server"])
-def test_a_peer_that_returns_what_it_hears_is_refused(role):
+def test_reflected_handshake_is_refused(role):
     channel = Channel(TOKEN, role)
     with raises("connection-loops"):
         channel.receive(channel.handshake_bytes())
 
 
 @each_row("role", ["client", "server"])
-def test_a_proof_holds_for_one_role_only(role):
+def test_proof_is_valid_for_one_role_only(role):
     channel, stranger = Channel(TOKEN, role), Channel(OTHER_TOKEN, role)
     channel.handshake_bytes()
     channel.receive(stranger.handshake_bytes())
@@ -129,7 +129,7 @@ def test_a_proof_holds_for_one_role_only(role):
         channel.receive(channel.handshake_bytes())
 
 
-def test_a_proof_covers_the_hello():
+def test_proof_covers_hello():
     client, server = Channel(TOKEN, "client"), Channel(TOKEN, "server")
     hello = bytearray(client.handshake_bytes())
     hello[17] ^= 1  # the lowest bit of the body limit
@@ -139,18 +139,18 @@ def test_a_proof_covers_the_hello():
         server.receive(client.handshake_bytes())
 
 
-def test_another_version_is_named_as_soon_as_it_is_known():
+def test_other_protocol_version_is_named_at_once():
     channel = Channel(TOKEN, "server")
     with raises("release-mismatch", "version 2", "version 1"):
         channel.receive(b"moc-wire\x00\x02")
 
 
-def test_garbage_is_refused_at_its_first_byte():
+def test_garbage_is_refused_at_first_byte():
     with raises("peer-foreign"):
         Channel(TOKEN, "server").receive(b"G")
 
 
-def test_no_more_than_hello_and_proof_is_wanted_of_a_stranger():
+def test_unauthenticated_peer_may_send_only_hello_and_proof():
     channel, wanted = Channel(TOKEN, "server"), 0
     client = Channel(TOKEN, "client")
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_no_more_than_hello_and_proof_is_wanted_of_a_stranger():
 
 @given(st.data())
 @settings(deadline=None)
-def test_a_flipped_bit_anywhere_is_refused(data):
+def test_any_flipped_bit_is_refused(data):
     sender, receiver = open_pair()
     stream = bytearray(frame(sender, 0, b"body") + frame(sender, 1))
     bit = data.draw(st.integers(0, 8 * len(stream) - 1))
@@ -189,7 +189,7 @@ def test_replayed_reordered_and_missing_messages_are_refused(order):
         receiver.receive(frames[order[-1] if order[0] == 0 else order[0]])
 
 
-def test_a_message_is_not_taken_back_to_its_sender_nor_on_another_connection():
+def test_message_is_not_accepted_when_replayed():
     sender, receiver = open_pair()
     stranger = open_pair()[1]
     stream = frame(sender)
@@ -199,7 +199,7 @@ def test_a_message_is_not_taken_back_to_its_sender_nor_on_another_connection():
     assert receiver.receive(stream)
 
 
-def test_a_cut_stream_is_told_from_one_that_ended():
+def test_truncated_stream_differs_from_closed_stream():
     sender, receiver = open_pair()
     stream = frame(sender) + frame(sender)
     receiver.receive(stream[: len(stream) // 2])
@@ -214,7 +214,7 @@ def test_a_cut_stream_is_told_from_one_that_ended():
         receiver.receive(stream[-1:])
 
 
-def test_an_end_within_the_handshake_hints_at_the_token():
+def test_end_during_handshake_suggests_token_mismatch():
     with raises("token-mismatch"):
         Channel(TOKEN, "client").handle_end()
 
@@ -228,13 +228,13 @@ def test_an_end_within_the_handshake_hints_at_the_token():
         (20, 2**64 - 1, "a body of 18446744073709551615 bytes"),
     ],
 )
-def test_a_claim_over_the_limits_is_refused_by_its_first_bytes(header, body, words):
+def test_oversized_message_is_refused_from_its_length_prefix(header, body, words):
     _, receiver = open_pair(body_limit=1 << 20)
     with pytest.raises(WireError, match=words):
         receiver.receive(struct.pack(">IQ", header, body))
 
 
-def test_a_claim_within_the_limits_takes_no_memory_before_its_bytes_come():
+def test_claimed_size_allocates_nothing_before_bytes_arrive():
     _, receiver = open_pair(body_limit=1 << 40)
     tracemalloc.start()
     try:
@@ -245,7 +245,7 @@ def test_a_claim_within_the_limits_takes_no_memory_before_its_bytes_come():
         tracemalloc.stop()
 
 
-def test_the_sender_is_told_what_the_receiver_takes():
+def test_sender_refuses_body_over_receiver_limit():
     client, server = Channel(TOKEN, "client", 10), Channel(TOKEN, "server", 20, "rank 3")
     shake_hands(client, server)
     with pytest.raises(ValueError, match="^snapshot: rank 3 .*10 bytes.*11"):
@@ -273,7 +273,7 @@ def nested(depth):
     ],
     ids=["empty", "number", "list", "large", "deep", "bytes"],
 )
-def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
+def test_invalid_message_is_not_sent_and_channel_stays_usable(header, words):
     sender, receiver = open_pair()
     with pytest.raises((ValueError, TypeError), match=words):
         sender.send(Message(header))
@@ -295,14 +295,14 @@ def test_what_cannot_be_a_message_is_not_sent_and_harms_nothing(header, words):
     ],
     ids=["list", "number", "binary", "utf-16", "empty", "deep", "long"],
 )
-def test_a_bad_header_from_a_peer_that_knows_the_token_is_refused(header, words, monkeypatch):
+def test_bad_header_from_authenticated_peer_is_refused(header, words, monkeypatch):
     sender, receiver = open_pair()
     monkeypatch.setattr(protocol, "encode_header", lambda _: header)
     with pytest.raises(WireError, match=f"^message 0 .*{words}"):
         receiver.receive(frame(sender))
 
 
-def test_a_channel_needs_a_token_and_a_role():
+def test_channel_requires_valid_token_and_role():
     with pytest.raises(ValueError, match="32 bytes"):
         Channel(b"abc", "client")
     with pytest.raises(ValueError, match="agent"):

@@ -32,7 +32,7 @@ def store():
         yield server
 
 
-def test_what_one_worker_sets_the_others_get(store):
+def test_value_set_by_one_worker_reaches_others(store):
     first, second = (RendezvousClient(store.address, TOKEN, 0, MINUTE) for _ in range(2))
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(second.get, "late")
@@ -52,7 +52,7 @@ def test_what_one_worker_sets_the_others_get(store):
     assert second.delete_key("a") and not second.delete_key("a") and not first.check(["a", "b"])
 
 
-def test_gloo_connects_over_it(store):
+def test_gloo_connects_through_rendezvous_store(store):
     class Pair:
         ranks, timeout, group_name = [0, 1], MINUTE, "pair"
 
@@ -70,7 +70,7 @@ def test_gloo_connects_over_it(store):
         assert list(pool.map(sums, range(2))) == [3.0, 3.0]
 
 
-def test_a_stranger_neither_reads_nor_plants_anything(store):
+def test_unauthenticated_client_is_refused(store):
     RendezvousClient(store.address, TOKEN, 0, MINUTE).set("key", b"value")
     with pytest.raises(WireError):
         RendezvousClient(store.address, OTHER_TOKEN, 0, MINUTE)
@@ -79,7 +79,7 @@ def test_a_stranger_neither_reads_nor_plants_anything(store):
         dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
 
 
-def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
+def test_newer_generation_ends_earlier_one(store):
     old = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     old.set("key", b"old")
     with ThreadPoolExecutor() as pool:
@@ -92,7 +92,7 @@ def test_a_newer_generation_ends_the_earlier_and_knows_nothing_of_it(store):
         RendezvousClient(store.address, TOKEN, 0, MINUTE).check(["key"])
 
 
-def test_a_wait_ends_by_its_timeout_and_by_closing(store):
+def test_wait_ends_on_timeout_and_on_close(store):
     client = RendezvousClient(store.address, TOKEN, 0, MINUTE)
     client.set("there", "")
     with pytest.raises(ValueTimeoutError, match=r"^never .*0\.2 s"):
@@ -117,7 +117,7 @@ def test_a_wait_ends_by_its_timeout_and_by_closing(store):
         ({"kind": "check"}, "has no field keys"),
     ],
 )
-def test_who_has_the_token_and_breaks_the_rules_is_refused_in_a_line(store, message, why):
+def test_authenticated_peer_that_breaks_protocol_is_refused(store, message, why):
     with connect(store.address, TOKEN) as peer:
         for each in ({"kind": "meets", "generation": 0}, message):
             peer.send(Message(each))

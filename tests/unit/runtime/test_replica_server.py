@@ -112,7 +112,7 @@ def of_a(replica_servers, iteration, **how) -> CopyRequest:
     return CopyRequest(iteration, "a", "a", replica_servers[0].address, **how)
 
 
-def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
+def test_copy_equals_committed_snapshot(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     manifest = publish(tmp_path / "a", 3, LARGE, {"much": "x" * (REQUEST_BYTES + 7)})
@@ -122,7 +122,7 @@ def test_a_copy_is_what_was_published(replica_servers, lead, tmp_path):
     assert not snapshots(tmp_path / "b").iterations()
 
 
-def test_a_manifest_that_is_replaced_meanwhile_is_read_whole(replica_servers, lead, tmp_path):
+def test_manifest_replaced_during_copy_is_read_consistently(replica_servers, lead, tmp_path):
     """A node replaces its manifest when it carries or folds experts; its size changes."""
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
@@ -149,7 +149,7 @@ def test_a_manifest_that_is_replaced_meanwhile_is_read_whole(replica_servers, le
     assert copied.to_json().encode() in versions
 
 
-def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_path):
+def test_lost_node_restores_its_snapshot_from_copy(replica_servers, lead, tmp_path):
     manifest = publish(tmp_path / "a", 3)
     lead(replica_servers[0], "a")
     lead(replica_servers[1], "b").copy(of_a(replica_servers, 3))
@@ -159,7 +159,7 @@ def test_a_copy_of_a_lost_node_becomes_its_own_again(replica_servers, lead, tmp_
     assert content(tmp_path / "a", manifest) == before
 
 
-def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp_path):
+def test_copies_use_bounded_number_of_buffers(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     for iteration in range(1, 7):
@@ -172,7 +172,7 @@ def test_copies_take_no_more_memory_than_what_is_kept(replica_servers, lead, tmp
     assert len(slots) == 3 * len(SIZES) and named < slots and len(named) == 2 * len(SIZES)
 
 
-def test_who_is_patient_gets_what_is_published_later(replica_servers, lead, tmp_path):
+def test_patient_request_waits_for_later_commit(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b = lead(replica_servers[1], "b")
     with pytest.raises(CheckpointError, match="node a .*iteration 3"):
@@ -191,7 +191,7 @@ def assert_nothing_is_published(copies: Path) -> None:
 
 
 @pytest.mark.parametrize("truncated", [True, False], ids=["truncated", "damaged"])
-def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_servers, lead, tmp_path):
+def test_damaged_or_truncated_file_is_named(truncated, replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)
@@ -201,7 +201,7 @@ def test_a_file_that_is_not_as_it_was_written_is_named(truncated, replica_server
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
+def test_missing_space_error_names_remedy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3)
     files = {shard_file_name(0): FileEntry(1 << 62, HEADER, "0" * 32)}
@@ -211,7 +211,7 @@ def test_no_room_is_an_error_with_the_remedy(replica_servers, lead, tmp_path):
     assert_nothing_is_published(tmp_path / "b" / "of_a")
 
 
-def test_killed_peer_leaves_nothing_and_is_asked_again(replica_servers, lead, tmp_path):
+def test_killed_peer_leaves_no_copy_and_request_is_retried(replica_servers, lead, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     replica_server = Keeping(tmp_path / "x")
@@ -235,7 +235,7 @@ def test_killed_peer_leaves_nothing_and_is_asked_again(replica_servers, lead, tm
     replica_server.end()
 
 
-def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tmp_path):
+def test_reconnecting_node_cancels_its_copy_in_progress(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
@@ -248,14 +248,14 @@ def test_nothing_is_under_way_for_one_who_offers_again(replica_servers, lead, tm
     assert snapshots(copies).iterations() == [4]
 
 
-def test_a_rate_is_kept(replica_servers, lead, tmp_path):
+def test_copy_rate_limit_is_respected(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3, LARGE)
     (amount, *_), seconds = lead(replica_servers[1], "b").copy(of_a(replica_servers, 3, rate=50e6))
     assert seconds >= 0.95 * amount / 50e6
 
 
-def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypatch):
+def test_slow_sender_does_not_time_out(replica_servers, lead, tmp_path, monkeypatch):
     monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 2.0)
     lead(replica_servers[0], "a")
     manifest = publish(tmp_path / "a", 3, (240_000,))
@@ -265,7 +265,7 @@ def test_who_sends_slowly_is_not_gone(replica_servers, lead, tmp_path, monkeypat
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "a", manifest)
 
 
-def test_who_sends_nothing_any_more_is_named_and_asked_again(replica_servers, lead, tmp_path, monkeypatch, caplog):
+def test_stalled_sender_is_named_and_copy_completes_later(replica_servers, lead, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(replica_transfer, "SILENCE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(replica_server_module, "_WARN_AFTER_S", 0.0)
     lead(replica_servers[0], "a")
@@ -314,7 +314,7 @@ ASKED = {"node": "a", "of": "a", "iteration": 3, "file": "rank_00000.safetensors
     ],
     ids=str,
 )
-def test_nothing_but_snapshots_is_read(what, replica_servers, lead, tmp_path):
+def test_only_snapshot_files_are_readable(what, replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     for path in (tmp_path / "secret", tmp_path / "a" / "secret"):
@@ -325,20 +325,20 @@ def test_nothing_but_snapshots_is_read(what, replica_servers, lead, tmp_path):
     assert answer.kind == "refused" and not answer.body
 
 
-def test_what_nobody_has_offered_is_absent(replica_servers, lead, tmp_path):
+def test_state_not_offered_is_reported_absent(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     publish(tmp_path / "a", 3)
     for what in ({"node": "c"}, {"node": ["a"]}, {"of": "b"}, {"iteration": 4}, {"file": "rank_00009.safetensors"}):
         assert ask(replica_servers[0], **ASKED | what).kind == "absent"
 
 
-def test_who_does_not_know_the_token_reads_nothing_and_orders_nothing(replica_servers):
+def test_unauthenticated_peer_reads_and_orders_nothing(replica_servers):
     for address in (replica_servers[0].address, replica_servers[0].orders):
         with pytest.raises(WireError, match="token"):
             connect(address, OTHER_TOKEN)
 
 
-def test_it_is_started_again_where_it_was_and_dies_with_its_agent(tmp_path):
+def test_server_restarts_at_its_port_and_dies_with_agent(tmp_path):
     run = f"run_replica_server(['127.0.0.1:1'], 'unix:{tmp_path}/o', {TOKEN}, timeout_s=1.0)"
     code = f"import asyncio; from moc.runtime.replica_server import run_replica_server; asyncio.run({run})"
     agent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_token())
@@ -399,7 +399,7 @@ def some_of_a(replica_servers, **details) -> CopyRequest:
     return of_a(replica_servers, 3, operators=named)
 
 
-def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_servers, lead, tmp_path):
+def test_partial_copy_sends_each_byte_once(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     whole, before = save(tmp_path / "a"), values(tmp_path / "a")
@@ -429,7 +429,7 @@ def test_of_some_operators_a_copy_holds_these_and_no_byte_comes_twice(replica_se
     )  # these are not all that ranks saved
 
 
-def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, lead, tmp_path):
+def test_copy_of_all_operators_equals_full_copy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     manifest = save(tmp_path / "a")
     amount = lead(replica_servers[1], "b").copy(some_of_a(replica_servers, **dict.fromkeys(TENSORS, "full")))[0].bytes
@@ -438,7 +438,7 @@ def test_of_all_operators_a_copy_is_the_same_as_of_everything(replica_servers, l
     assert content(tmp_path / "b" / "of_a", manifest) == content(tmp_path / "c" / "of_a", manifest)
 
 
-def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers, lead, tmp_path):
+def test_lost_node_restores_some_operators_from_copy(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
     lead(replica_servers[1], "b").copy(some_of_a(replica_servers, expert1="full"))
@@ -447,7 +447,7 @@ def test_some_operators_come_back_to_a_lost_node_from_their_copy(replica_servers
     assert values(tmp_path / "a") == values(tmp_path / "b" / "of_a") and len(values(tmp_path / "a")) == 2
 
 
-def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_servers, lead, tmp_path):
+def test_retaken_snapshot_keeps_nothing_of_former_one(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     b, copies = lead(replica_servers[1], "b"), tmp_path / "b" / "of_a"
     save(tmp_path / "a")
@@ -459,7 +459,7 @@ def test_of_a_snapshot_taken_anew_nothing_of_the_former_one_stays(replica_server
     assert there == {key: v for key, v in values(tmp_path / "a").items() if key[0] == EXPERTS["layers.0.expert.2"]}
 
 
-def test_of_a_damaged_header_nothing_is_taken(replica_servers, lead, tmp_path):
+def test_file_with_damaged_header_is_not_copied(replica_servers, lead, tmp_path):
     lead(replica_servers[0], "a")
     save(tmp_path / "a")
     path = tmp_path / "a" / checkpoint_name(3) / shard_file_name(1)

@@ -72,7 +72,7 @@ def headers(manifest: Manifest) -> int:
     return sum(entry.header_bytes for entry in manifest.files.values())
 
 
-def test_only_what_is_not_held_alike_is_sent(tmp_path):
+def test_only_operators_missing_locally_are_sent(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS[:2]], ALL, cut=100)
     save(b, [SHARED, EXPERTS[0], EXPERTS[2]], ALL, cut=100)
@@ -81,7 +81,7 @@ def test_only_what_is_not_held_alike_is_sent(tmp_path):
     assert content(b / "of_a") == content(a)
 
 
-def test_of_some_operators_too(tmp_path):
+def test_subset_of_operators_reuses_local_replicas(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, EXPERTS[2]], ALL, cut=100)
@@ -95,7 +95,7 @@ def test_of_some_operators_too(tmp_path):
 
 
 @each_row("harm", ["no part", "other launch", "other boxes", "nothing alike"])
-def test_where_nothing_is_held_alike_everything_is_sent(harm, tmp_path):
+def test_everything_is_sent_without_identical_replicas(harm, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], {} if harm == "nothing alike" else ALL, cut=100)
     if harm != "no part":
@@ -106,7 +106,7 @@ def test_where_nothing_is_held_alike_everything_is_sent(harm, tmp_path):
     assert content(b / "of_a") == content(a)
 
 
-def test_replicas_that_have_drifted_apart_are_named_and_sent(tmp_path):
+def test_diverged_replicas_are_named_and_sent(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, *EXPERTS], ALL, cut=100, **{"1": 1.0})
@@ -114,7 +114,7 @@ def test_replicas_that_have_drifted_apart_are_named_and_sent(tmp_path):
     assert content(b / "of_a") == content(a)
 
 
-def test_damaged_memory_is_named_and_its_bytes_are_sent(tmp_path):
+def test_damaged_local_replica_is_named_and_sent(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     theirs = save(a, [SHARED, *EXPERTS], ALL, cut=100)
     save(b, [SHARED, *EXPERTS], ALL, cut=100)

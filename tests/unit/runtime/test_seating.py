@@ -27,7 +27,7 @@ def candidates(draw, parts):
 
 
 @given(st.data(), PARTS)
-def test_nodes_stay_at_their_parts_and_as_many_as_can_be_keep_what_they_hold(data, parts):
+def test_nodes_keep_their_parts_and_state_if_possible(data, parts):
     there = data.draw(candidates(parts))
     copies = len(there) // parts
     found = assign_seats(there, parts, copies)
@@ -56,7 +56,7 @@ def test_moves_fill_missing_parts_idle_nodes_first(data, parts):
 
 
 @given(st.data(), PARTS)
-def test_nobody_moves_among_those_that_are_seated(data, parts):
+def test_complete_assignment_is_stable(data, parts):
     there = data.draw(candidates(parts))
     copies = len(there) // parts
     found = assign_seats(there, parts, copies)
@@ -65,7 +65,7 @@ def test_nobody_moves_among_those_that_are_seated(data, parts):
 
 
 @given(st.data(), PARTS)
-def test_without_building_nobody_moves(data, parts):
+def test_ready_copies_are_assigned_without_moves(data, parts):
     there = data.draw(candidates(parts))
     stands = {one.block: one.model_part for one in there}
     copies = ready_copies(there, parts)
@@ -74,13 +74,13 @@ def test_without_building_nobody_moves(data, parts):
 
 
 @given(st.lists(st.integers(0, 30), unique=True), PARTS)
-def test_at_first_seats_go_by_place(places, parts):
+def test_initial_assignment_follows_block_order(places, parts):
     copies = len(places) // parts
     found = assign_seats(map(NodeCandidate, places), parts, copies)
     assert found == tuple(sorted(places)[: copies * parts])
 
 
-def test_a_surplus_node_moves_to_the_part_that_has_lost_more():
+def test_surplus_node_moves_to_part_with_most_losses():
     left = [NodeCandidate(1, 1, True), NodeCandidate(3, 1, True), NodeCandidate(4, 0, True), NodeCandidate(5, 1, True)]
     assert assign_seats(left, 2, 2) == (4, 1, 5, 3)  # 0 and 2 are lost, of part 0
 
@@ -92,7 +92,7 @@ def helping(there, parts):
 
 
 @given(st.data(), PARTS)
-def test_whoever_has_state_of_a_part_trains_or_helps_unless_it_is_to_move(data, parts):
+def test_holder_of_part_trains_or_is_partial_model_node(data, parts):
     there = data.draw(candidates(parts))
     now, found, later = helping(there, parts)
     stands = {one.block: one.model_part for one in there}
@@ -105,7 +105,7 @@ def test_whoever_has_state_of_a_part_trains_or_helps_unless_it_is_to_move(data, 
 
 
 @given(st.data(), PARTS)
-def test_two_parts_do_not_differ_by_two_nodes_without_one_that_moves(data, parts):
+def test_parts_differ_by_at_most_one_node_after_moves(data, parts):
     counts = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
     places = iter(range(sum(counts)))
     there = [NodeCandidate(next(places), part, True) for part, count in enumerate(counts) for _ in range(count)]
@@ -118,7 +118,7 @@ def test_two_parts_do_not_differ_by_two_nodes_without_one_that_moves(data, parts
     assert moved == (max(counts) - min(counts)) // 2 or parts != 2
 
 
-def test_which_nodes_help():
+def test_partial_model_nodes_are_selected():
     two, three = [NodeCandidate(0, 0, True), NodeCandidate(2, 0, True)], NodeCandidate(3, 1, True)
     assert helping([*two, three], 2) == ((0, 3), [(2, 0)], (0, 3))
     assert helping([*two, three, NodeCandidate(4)], 2) == ((0, 3), [(2, 0)], (0, 3, 2, 4))
@@ -130,7 +130,7 @@ def test_which_nodes_help():
     assert helping([*two, NodeCandidate(3, 1)], 2)[1] == [(2, 0)]  # though 3 is yet to get the state of its part
 
 
-def test_seats_behind_the_whole_copies_have_the_parts_of_those_that_help():
+def test_ranks_after_full_copies_are_partial_model_nodes():
     assert [model_part_of(seat, 7, 2, (0, 1, 1)) for seat in range(7)] == [0, 1, 0, 1, 0, 1, 1]
     assert [model_part_of(seat, 4, 2, ()) for seat in range(4)] == [0, 1, 0, 1]
     assert model_part_of(3, 0, 2, ()) == 1  # whatever the number of seats, if nobody helps
@@ -142,7 +142,7 @@ def filled(count=2):
     return places
 
 
-def test_the_first_spare_takes_the_place_and_the_next_waits():
+def test_first_spare_replaces_lost_node_and_next_waits():
     places = filled()
     assert places.add_node(5, None) is None and places.add_node(4, None) is None
     assert places.remove_node(0) == (0, 4) and places.node_in(0) == 4
@@ -161,13 +161,13 @@ def test_returning_node_prefers_its_former_rank_block():
     assert places.is_complete and places.block_of(0) is None
 
 
-def test_workers_that_are_there_tell_the_place_to_one_who_has_not_seen_them_come():
+def test_connected_workers_announce_address_to_latecomer():
     places = RankBlocks(2)
     assert places.add_node(2, 1) == 1 and places.add_node(1, None) is None and places.add_node(0, 0) == 0
     assert places.is_complete
 
 
-def test_a_spare_leaves_the_places_of_those_that_are_yet_to_come():
+def test_spare_leaves_blocks_of_nodes_still_joining():
     places = RankBlocks(2)
     assert places.add_node(2, None) is None and places.missing_nodes() == [0, 1]
     assert places.remove_node(2) == (None, None)

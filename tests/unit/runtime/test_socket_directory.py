@@ -36,7 +36,7 @@ def job(tmp_path):
         process.kill()
 
 
-def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
+def test_directory_is_private_and_removed_with_job(tmp_path):
     with socket_directory(str(tmp_path)) as directory, socket_directory(str(tmp_path)) as other:
         home = user_directory(tmp_path)
         assert directory.parent == other.parent == home / SOCKETS_DIRECTORY and directory != other
@@ -47,7 +47,7 @@ def test_nobody_else_can_enter_it_and_it_goes_with_the_job(tmp_path):
     assert os.listdir(home) == []
 
 
-def test_it_goes_after_an_error(tmp_path):
+def test_directory_is_removed_after_error(tmp_path):
     with contextlib.suppress(KeyError), socket_directory(str(tmp_path)):
         raise KeyError
     assert os.listdir(user_directory(tmp_path)) == []
@@ -67,7 +67,7 @@ def test_next_job_removes_directory_of_killed_job_only(tmp_path, job):
         assert os.listdir(directory.parent) == [mine.name]
 
 
-def test_one_that_another_job_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+def test_directory_removed_before_lock_is_recreated(tmp_path, monkeypatch):
     lock, taken = module._lock, []
 
     def late(path):
@@ -90,7 +90,7 @@ def taken(memory: Path) -> None:
 
 @each_row("prevent", [taken, Path.rmdir], ids=["all names are taken", "there is no memory"])
 @each_row("runtime", [True, False], ids=["XDG_RUNTIME_DIR", "temporary directory"])
-def test_without_memory_it_is_a_temporary_one(tmp_path, monkeypatch, prevent, runtime):
+def test_temporary_directory_is_used_without_memory(tmp_path, monkeypatch, prevent, runtime):
     memory, temporary = tmp_path / "memory", tmp_path / "temporary"
     for path in (memory, temporary):
         path.mkdir()
@@ -108,7 +108,7 @@ def test_without_memory_it_is_a_temporary_one(tmp_path, monkeypatch, prevent, ru
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a directory")
-def test_what_another_user_has_made_is_not_touched(tmp_path):
+def test_directory_of_other_user_is_not_removed(tmp_path):
     with socket_directory(str(tmp_path)) as directory:
         other = directory.parent / "other"
         other.mkdir()
@@ -127,5 +127,5 @@ def test_what_another_user_has_made_is_not_touched(tmp_path):
         (["--ckpt", "/other"], "/dev/shm"),
     ],
 )
-def test_the_programs_flag_names_the_memory(flags, memory):
+def test_memory_directory_is_read_from_program_flags(flags, memory):
     assert memory_directory_of(["program.py", *flags]) == memory

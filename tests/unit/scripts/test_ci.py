@@ -37,7 +37,7 @@ def again(directory: Path, broken: int, monkeypatch) -> subprocess.CompletedProc
     return subprocess.run([sys.executable, AGAIN], cwd=directory, capture_output=True, text=True)
 
 
-def test_what_passes_by_itself_is_told_as_flaky(tmp_path, monkeypatch):
+def test_passing_rerun_is_reported_as_flaky(tmp_path, monkeypatch):
     ended = again(tmp_path, 0, monkeypatch)
     told = [line for line in ended.stdout.splitlines() if line.startswith("FLAKY")]
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -46,7 +46,7 @@ def test_what_passes_by_itself_is_told_as_flaky(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("broken", "told"), [(1, "1 failed, 2 passed"), (4, "6 tests failed")])
-def test_what_fails_again_or_too_many_failures_fail_the_run(broken, told, tmp_path, monkeypatch):
+def test_failed_rerun_or_too_many_failures_fail_run(broken, told, tmp_path, monkeypatch):
     ended = again(tmp_path, broken, monkeypatch)
     assert ended.returncode == 1 and told in ended.stdout
     assert "FLAKY" not in ended.stdout
@@ -72,19 +72,19 @@ def installed(directory: Path, packages: str, update: str = "0") -> tuple[subpro
     return done, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_packages_that_are_missing_are_installed(tmp_path):
+def test_missing_packages_are_installed(tmp_path):
     done, calls = installed(tmp_path, "# a comment\nthere\n\none  # why\ntwo\n")
     assert done.returncode == 0 and not done.stderr
     assert [call.split()[0] for call in calls] == ["update", "install", "install"]
     assert [call.split()[-1] for call in calls[1:]] == ["one", "two"]
 
 
-def test_a_package_that_cannot_be_installed_is_named_and_the_others_are_installed(tmp_path):
+def test_failed_package_is_named_and_others_are_installed(tmp_path):
     done, calls = installed(tmp_path, "broken\none\n", update="100")
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "broken" in done.stderr
     assert [call.split()[-1] for call in calls[1:]] == ["broken", "one"]
 
 
-def test_nothing_is_asked_of_debian_if_all_is_there(tmp_path):
+def test_installed_packages_need_no_apt_call(tmp_path):
     done, calls = installed(tmp_path, "there\n")
     assert done.returncode == 0 and not calls

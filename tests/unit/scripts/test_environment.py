@@ -64,7 +64,7 @@ def machine(tmp_path):
 
 @pytest.mark.parametrize("minor", [12, 13])
 @pytest.mark.parametrize("name", ["python3", "python3.{}"])
-def test_an_interpreter_on_path_is_found(machine, minor, name):
+def test_interpreter_on_path_is_found(machine, minor, name):
     wanted = of_version(machine.path / name.format(minor), minor)
     assert machine.found() == str(wanted)
 
@@ -79,7 +79,7 @@ def test_an_interpreter_on_path_is_found(machine, minor, name):
         ("root/cpython-3.{0}.1-linux/bin/python3.{0}", "UV_PYTHON_INSTALL_DIR"),
     ],
 )
-def test_shims_that_fail_and_old_ones_are_passed_over(machine, minor, place, variable):
+def test_failing_shims_and_old_interpreters_are_skipped(machine, minor, place, variable):
     of_version(machine.path / "python3", 11)
     for name in ("python3.12", "python3.13"):
         shim(machine.path / name)
@@ -87,20 +87,20 @@ def test_shims_that_fail_and_old_ones_are_passed_over(machine, minor, place, var
     assert machine.found(**({variable: machine.home / "root"} if variable else {})) == str(wanted)
 
 
-def test_uv_names_an_interpreter_and_downloads_none(machine):
+def test_uv_locates_interpreter_without_download(machine):
     wanted = of_version(machine.home / "elsewhere" / "python3.13", 13)
     asked = '[ "$UV_PYTHON_DOWNLOADS $1 $2" = "never python find" ] && for last; do :; done'
     executable(machine.path / "uv", f"#!/bin/sh\n{asked}\n[ $last = 3.13 ] && echo {wanted}\n")
     assert machine.found() == str(wanted)
 
 
-def test_the_second_of_a_name_on_path_is_found_behind_a_shim(machine):
+def test_second_interpreter_on_path_is_found_behind_shim(machine):
     shim(machine.path / "python3.12")
     wanted = of_version(machine.home / "python3.12", 12)
     assert machine.found(PATH=f"{machine.path}:{machine.home}") == str(wanted)
 
 
-def test_free_threaded_ones_and_those_without_venv_are_passed_over(machine):
+def test_unsuitable_interpreters_are_skipped(machine):
     python(machine.path / "python3.12", "import sysconfig; sysconfig.get_config_var = lambda name: 1")
     python(machine.path / "python3.13", "sys.modules['ensurepip'] = None")
     assert machine.source(FIND).returncode == 1
@@ -108,7 +108,7 @@ def test_free_threaded_ones_and_those_without_venv_are_passed_over(machine):
     assert machine.found() == str(wanted)
 
 
-def test_the_one_that_is_asked_for_is_taken_or_refused(machine):
+def test_requested_interpreter_is_used_or_refused(machine):
     of_version(machine.path / "python3.12", 12)
     wanted = of_version(machine.home / "python", 13)
     assert machine.found(MOC_PYTHON=wanted) == str(wanted)
@@ -124,7 +124,7 @@ def refusal(ended: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.parametrize("script", ["setup.sh", "quickstart.sh", "test.sh", "lint.sh"])
-def test_scripts_refuse_a_machine_without_a_suitable_one_in_one_line(machine, script, tmp_path):
+def test_scripts_refuse_machine_without_suitable_python(machine, script, tmp_path):
     copy = shutil.copytree(ROOT / "scripts", tmp_path / "clone" / "scripts")
     (tmp_path / "clone/pyproject.toml").touch()
     (machine.path / "nproc").symlink_to(shutil.which("nproc"))
@@ -144,7 +144,7 @@ def wheel(directory: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize("offered", [["2.13.0", "2.13.0+cpu", "2.14.0+cpu"], ["2.13.0", "2.12.0+cpu", "12.13.0+cpu"]])
-def test_without_a_gpu_the_cpu_build_is_taken_where_there_is_one(machine, tmp_path, offered):
+def test_cpu_build_is_used_without_gpu_if_available(machine, tmp_path, offered):
     for version in offered:
         wheel(tmp_path, version)
     index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": tmp_path, "PIP_CONFIG_FILE": os.devnull}
@@ -188,7 +188,7 @@ def clone(tmp_path):
     return root, environment, log
 
 
-def test_other_versions_are_tested_in_an_environment_of_their_own(clone):
+def test_other_versions_run_in_own_environment(clone):
     root, environment, log = clone
     command = [root / "scripts" / "test.sh", "--with", "megatron-core==0.20.1", "--with", "torch==2.15.0", "-x"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -211,7 +211,7 @@ def test_other_versions_are_tested_in_an_environment_of_their_own(clone):
 
 
 @pytest.mark.parametrize("arguments", [["--with"], ["--with", "-x"], ["--with", "torch==2.15.0", "--no-venv"]])
-def test_other_versions_without_a_name_or_an_environment_are_refused(clone, arguments):
+def test_other_versions_need_name_and_environment(clone, arguments):
     root, environment, log = clone
     ended = subprocess.run([root / "scripts" / "test.sh", *arguments], env=environment, capture_output=True, text=True)
     assert refusal(ended) and not log.exists() and not list(root.glob(".venv*"))

@@ -19,7 +19,7 @@ COPIED = {
 }
 
 
-def test_each_example_is_listed_in_a_line(capsys):
+def test_each_example_is_listed_in_one_line(capsys):
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*examples()]
@@ -27,7 +27,7 @@ def test_each_example_is_listed_in_a_line(capsys):
 
 
 @each_row("name", examples())
-def test_a_copy_has_the_places_contents_and_modes_of_the_repository(name, tmp_path, capsys):
+def test_copy_has_paths_contents_and_modes_of_repository(name, tmp_path, capsys):
     assert main([name, str(tmp_path)]) == 0
     copies = [Path(line).relative_to(tmp_path) for line in capsys.readouterr().out.splitlines()]
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == {*copies} != set()
@@ -37,11 +37,11 @@ def test_a_copy_has_the_places_contents_and_modes_of_the_repository(name, tmp_pa
         assert not (tmp_path / path).is_symlink()
 
 
-def test_all_files_that_are_of_use_without_the_repository_are_in_an_example():
+def test_all_standalone_files_are_in_an_example():
     assert {ROOT / path for example in examples().values() for path in example.paths()} == COPIED
 
 
-def test_nothing_is_overwritten(tmp_path, capsys):
+def test_existing_file_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/train.sh").symlink_to("nothing")
     assert main(["train", str(tmp_path)]) == 1
@@ -49,7 +49,7 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert [path.name for path in tmp_path.rglob("*")] == ["scripts", "train.sh"]
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path, capsys):
+def test_uncreatable_directory_is_named(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["pure_torch", str(tmp_path / "file")]) == 1
     assert str(tmp_path / "file") in capsys.readouterr().err

@@ -24,14 +24,14 @@ WORKER = {ASKED: "1", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_and_fails():
+def test_gpu_check_without_gpu_fails_with_message():
     for command in (["scripts/gpu_check.sh"], [sys.executable, "-m", "tests.gpu.check"]):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2 and not done.stdout
         assert re.fullmatch(r"[^\n]*NVIDIA GPU [^\n]*\n", done.stderr)
 
 
-def test_its_steps_are_there_in_its_help_and_select_tests():
+def test_gpu_check_steps_are_listed_and_select_tests():
     told = subprocess.run(["scripts/gpu_check.sh", "--help"], cwd=ROOT, capture_output=True, text=True).stdout
     assert [step.name for step in STEPS] == re.search(r"steps alone: ((?:\s*\w+)+)\n", told)[1].split()
     for step in STEPS:
@@ -52,7 +52,7 @@ FLAGS = {
 
 
 @each_row("step", FLAGS)
-def test_the_program_takes_the_flags_of_its_steps(step):
+def test_program_accepts_flags_of_gpu_check_steps(step):
     workers, flags = FLAGS[step]
     limits = [] if "--train-iters" in flags else ["--train-iters", "3"]
     places = [] if step == "precisions" else ["--ckpt-dir", "x"]
@@ -62,7 +62,7 @@ def test_the_program_takes_the_flags_of_its_steps(step):
     check_backend(config, "gloo")
 
 
-def test_a_step_passes_fails_is_skipped_or_late_and_the_rest_has_no_time(tmp_path, capfd):
+def test_step_passes_fails_is_skipped_or_times_out(tmp_path, capfd):
     def step(name: str, program: str, limit_s: int = 60) -> Step:
         return Step(name, f"{name} holds", ("-c", program), limit_s)
 
@@ -91,7 +91,7 @@ def test_a_step_passes_fails_is_skipped_or_late_and_the_rest_has_no_time(tmp_pat
     assert json.dumps([vars(one) for one in outcomes])  # as they are written
 
 
-def test_workers_of_a_test_share_the_first_gpu_over_sockets():
+def test_workers_share_first_gpu_over_sockets():
     found = one_gpu_environment(WORKER)
     assert (found["LOCAL_RANK"], found["NCCL_HOSTID"], found["NCCL_SOCKET_IFNAME"]) == ("0", "r2", "lo")
 
@@ -101,13 +101,13 @@ def test_workers_of_a_test_share_the_first_gpu_over_sockets():
     [{ASKED: "0"}, {ASKED: None}, {"MOC_PLACES": "2"}, {"SLURM_JOB_NUM_NODES": "2"}, {"WORLD_SIZE": "16"}],
     ids=str,
 )
-def test_no_real_job_shares_a_gpu(changes):
+def test_real_job_does_not_share_gpu(changes):
     environment = {name: value for name, value in (WORKER | changes).items() if value is not None}
     with pytest.raises(NotHere):
         one_gpu_environment(environment)
 
 
-def test_nothing_that_is_installed_knows_of_it():
+def test_shipped_code_does_not_use_gpu_sharing():
     files = [file for folder in ("moc", "megatron", "tools", "scripts") for file in (ROOT / folder).rglob("*.py")]
     text = "".join(file.read_text() for file in [*files, ROOT / "pretrain_gpt_moe.py"])
     assert ASKED not in text and "NCCL_HOSTID" not in text

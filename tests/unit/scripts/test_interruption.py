@@ -43,7 +43,7 @@ def wait_until_exist(process, *paths, seconds=240):
         time.sleep(0.02)
 
 
-def test_torchrun_lets_workers_save_and_passes_on_their_code(tmp_path):
+def test_torchrun_lets_workers_save_and_returns_their_code(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     process = subprocess.Popen(
         [sys.executable, ROOT / "scripts" / "torchrun.py", "--standalone", "--nproc-per-node", "2"]
@@ -72,7 +72,7 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_a_signal_that_ends_workers_is_reported_in_one_line(tmp_path, launcher, number):
+def test_signal_ending_workers_is_reported_in_one_line(tmp_path, launcher, number):
     (tmp_path / "worker.py").write_text(ENDS)
     torchrun = [ROOT / "scripts" / "torchrun.py", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
@@ -91,7 +91,7 @@ def test_a_signal_that_ends_workers_is_reported_in_one_line(tmp_path, launcher, 
 
 
 @pytest.mark.parametrize("program", ["scripts/torchrun.py", "moc/launch.py"])
-def test_a_signal_while_a_launcher_imports_is_reported_in_one_line(tmp_path, program):
+def test_signal_during_launcher_import_is_one_line(tmp_path, program):
     """A module that the launcher imports early waits, as on a slow file system."""
     name = "psutil" if program.startswith("scripts") else "asyncio"
     slow = "import pathlib, time\npathlib.Path(__file__).with_name('imports').touch()\ntime.sleep(1000)\n"
@@ -178,14 +178,14 @@ class Slurm:
 
 
 @pytest.mark.parametrize("code, requeued", [(0, False), (1, False), (75, True)])
-def test_slurm_requeues_what_saved_itself(tmp_path, code, requeued):
+def test_slurm_requeues_job_that_saved_itself(tmp_path, code, requeued):
     slurm = Slurm(tmp_path, f"exit {code}")
     assert slurm.submit().wait(120) == (0 if requeued else code)
     assert slurm.requeued == requeued
 
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (143, True), (0, False)])
-def test_slurm_forwards_the_warning_before_the_time_limit(tmp_path, code, requeued):
+def test_slurm_forwards_time_limit_warning(tmp_path, code, requeued):
     slurm = Slurm(tmp_path, f"trap 'sleep 0.3; exit {code}' TERM\ntouch running\nwhile true; do sleep 0.02; done")
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "running")
@@ -195,7 +195,7 @@ def test_slurm_forwards_the_warning_before_the_time_limit(tmp_path, code, requeu
     assert slurm.requeued == requeued
 
 
-def test_slurm_tells_each_node_its_place(tmp_path):
+def test_slurm_gives_each_node_its_rank(tmp_path):
     slurm = Slurm(tmp_path, 'echo "$NNODES $NODE_RANK $GPUS_PER_NODE $MASTER_ADDR $MASTER_PORT|$1|$2" >seen')
     assert slurm.submit().wait(120) == 0
     assert (tmp_path / "seen").read_text() == "2 1 4 127.0.0.1 20007|a b|c\n"
@@ -210,7 +210,7 @@ def with_mocrun(directory: Path, training: str) -> Slurm:
     [((0, 0), False), ((75, 0), False), ((0, 75), False), ((1, 1), False), ((75, 1), False), ((75, 75), True),
      ((137, 75), True), ((75, 70), True), ((70, 70), False), ((0, 79), False), ((79, 1), False), ((79, 75), True)],
 )  # fmt: skip
-def test_with_mocrun_those_that_lost_sight_of_the_others_do_not_decide(tmp_path, codes, requeued):
+def test_mocrun_minority_does_not_decide(tmp_path, codes, requeued):
     slurm = with_mocrun(tmp_path, f"codes=({codes[0]} {codes[1]}); exit ${{codes[NODE_RANK]}}")
     decisive = [code for code in codes if code not in (70, 75, 79, 137)] or [70]
     assert slurm.submit().wait(120) == (0 if requeued else decisive[0])
@@ -227,7 +227,7 @@ def rows(directory: Path, cases: Iterable) -> dict:
 
 
 @pytest.mark.slow
-def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path):
+def test_mocrun_does_not_wait_for_lost_node(tmp_path):
     jobs = {}
     for code, directory in rows(tmp_path, (75, 0)).items():
         slurm = with_mocrun(directory, f"[ $NODE_RANK = 0 ] && kill -KILL -$PPID $PPID\nsleep 1; exit {code}")
@@ -239,14 +239,14 @@ def test_with_mocrun_a_lost_node_is_not_waited_for(tmp_path):
         assert (excluded in slurm.calls) == slurm.requeued
 
 
-def test_with_mocrun_the_loss_of_all_nodes_requeues(tmp_path):
+def test_mocrun_requeues_after_loss_of_all_nodes(tmp_path):
     slurm = with_mocrun(tmp_path, "kill -KILL -$PPID $PPID")
     assert slurm.submit().wait(120) == 0
     assert slurm.requeued
 
 
 @pytest.mark.slow
-def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_path):
+def test_mocrun_survivors_end_job_without_batch_script(tmp_path):
     cases = rows(tmp_path, ((75, "scontrol requeue 7"), (0, "scancel 7"), (1, "scancel 7")))
     jobs = {}
     for (code, asked), directory in cases.items():
@@ -265,14 +265,14 @@ def test_with_mocrun_who_is_left_ends_the_job_if_the_batch_script_is_gone(tmp_pa
         assert not list(slurm.directory.glob(".mocrun-7-*"))
 
 
-def test_with_mocrun_a_job_that_was_canceled_stays_so(tmp_path):
+def test_mocrun_does_not_requeue_canceled_job(tmp_path):
     (tmp_path / "state").write_text("COMPLETING\n")
     slurm = with_mocrun(tmp_path, "exit 75")
     assert slurm.submit().wait(120) == 75
     assert not slurm.requeued
 
 
-def test_with_mocrun_circles_without_a_checkpoint_end(tmp_path):
+def test_mocrun_limits_requeues_without_checkpoint(tmp_path):
     slurm = with_mocrun(tmp_path, "exit 75")
     codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
     assert codes == [0, 0, 75]
@@ -280,7 +280,7 @@ def test_with_mocrun_circles_without_a_checkpoint_end(tmp_path):
 
 
 @pytest.mark.parametrize("saved", ["c/latest_checkpointed_iteration.txt", "snapshots/iter_0000002/manifest.json"])
-def test_with_mocrun_a_checkpoint_is_progress(tmp_path, saved):
+def test_mocrun_counts_checkpoint_as_progress(tmp_path, saved):
     slurm = with_mocrun(tmp_path, f"sleep 0.1; mkdir -p $(dirname {saved}); echo 2 >{saved}; exit 75")
     command = "it", "--launcher=mocrun", "a", "b", "c", "--ckpt-dir", "snapshots"
     for life in range(4):
@@ -288,7 +288,7 @@ def test_with_mocrun_a_checkpoint_is_progress(tmp_path, saved):
     assert slurm.calls.count("scontrol requeue 7") == 4
 
 
-def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
+def test_mocrun_limits_restarts_of_failing_step(tmp_path):
     failing = 'echo "srun: error: Task launch for StepId=7.0 failed on node node1: Connection refused" >&2; exit 1'
     slurm = Slurm(tmp_path, "exit 0", "mocrun.sbatch", failing)
     codes = [slurm.submit(SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="2").wait(120) for life in range(3)]
@@ -297,7 +297,7 @@ def test_with_mocrun_a_step_that_does_not_start_is_not_tried_for_ever(tmp_path):
 
 
 @pytest.mark.parametrize("code, requeued", [(75, True), (0, False)])
-def test_with_mocrun_the_warning_reaches_the_launchers(tmp_path, code, requeued):
+def test_mocrun_launchers_receive_time_limit_warning(tmp_path, code, requeued):
     slurm = with_mocrun(tmp_path, f"trap 'exit {code}' USR1\ntouch $NODE_RANK\nwhile true; do sleep 0.02; done")
     job = slurm.submit()
     wait_until_exist(job, tmp_path / "0", tmp_path / "1")
@@ -307,7 +307,7 @@ def test_with_mocrun_the_warning_reaches_the_launchers(tmp_path, code, requeued)
     assert slurm.requeued == requeued
 
 
-def test_with_mocrun_a_command_line_of_ones_own_is_told_where_nodes_are(tmp_path):
+def test_mocrun_passes_nodes_to_own_command_line(tmp_path):
     (tmp_path / "python").write_text('#!/usr/bin/env bash\necho "$*" >"seen$NODE_RANK"\n')
     (tmp_path / "python").chmod(0o755)
     job = with_mocrun(tmp_path, "").submit("--silence-timeout", "9", "my own.py", "--lr", "1", SPARES="1", CONTAINER="")
@@ -320,7 +320,7 @@ def test_with_mocrun_a_command_line_of_ones_own_is_told_where_nodes_are(tmp_path
     "container, flags",
     [("apptainer:a.sif", "apptainer exec --nv --bind"), ("pyxis:a.sqsh", "srun --overlap --nodes=1 --ntasks=1")],
 )
-def test_with_mocrun_launchers_run_in_a_container(tmp_path, container, flags):
+def test_mocrun_launchers_run_in_container(tmp_path, container, flags):
     enter = (
         'echo "$(basename "$0") $*" >"entered$NODE_RANK"\nwhile [ "$1" != ./scripts/train.sh ]; do shift; done; "$@"'
     )
@@ -341,7 +341,7 @@ CLEAN = "import sys, pathlib; pathlib.Path('cleaned').write_text('|'.join(sys.ar
 
 
 @pytest.mark.parametrize("code, keep, cleaned", [(0, "yes", True), (75, "yes", False), (75, "no", True)])
-def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
+def test_mocrun_cleans_nodes_after_job(tmp_path, code, keep, cleaned):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "temporary").mkdir()
@@ -363,7 +363,7 @@ def test_with_mocrun_nodes_are_tidied_up(tmp_path, code, keep, cleaned):
         (("own.py",), "/dev/shm", None),
     ],
 )
-def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, command, memory, directory):
+def test_mocrun_removes_only_memory_of_its_job(tmp_path, command, memory, directory):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "clean_memory.py").write_text(CLEAN)
     (tmp_path / "own.py").touch()
@@ -376,11 +376,11 @@ def test_with_mocrun_the_memory_of_this_job_alone_is_removed(tmp_path, command, 
     assert (cleaned.read_text() if cleaned.exists() else None) == (removed if directory else None)
 
 
-def test_a_container_of_another_kind_is_refused(tmp_path):
+def test_unsupported_container_is_refused(tmp_path):
     assert with_mocrun(tmp_path, "exit 0").submit(CONTAINER="docker:x").wait(120) == 1
 
 
-def test_with_mocrun_each_node_has_the_token_and_spares_are_beyond_the_nodes(tmp_path):
+def test_mocrun_nodes_have_token_and_spares_come_last(tmp_path):
     seen = (
         'echo "$LAUNCHER $NNODES $SPARES $(stat -c %a "$MOC_TOKEN_FILE") $(wc -c <"$MOC_TOKEN_FILE")" >seen$NODE_RANK'
     )
@@ -401,7 +401,7 @@ if __name__ == "__main__":
 """
 
 
-def test_launchers_meet_under_slurm_and_a_spare_takes_over(tmp_path):
+def test_launchers_connect_under_slurm_and_spare_takes_over(tmp_path):
     (tmp_path / "work.py").write_text(WORK)
     training = (
         'exec python -m moc.launch --nnodes "$NNODES" --spares "$SPARES" --node-rank "$NODE_RANK" --nproc-per-node 1 '

@@ -28,7 +28,7 @@ def plain(name: str) -> str:
 
 @each_row("name", NEEDED)
 @each_row("python", ["3.12", "3.13"])
-def test_all_but_torch_is_locked_for_each_python(name, python):
+def test_all_packages_but_torch_are_locked_per_python(name, python):
     here = {"python_version": python, "python_full_version": f"{python}.7", "sys_platform": "linux"}
     versions = {}
     for what, hashes in locked(name):
@@ -56,7 +56,7 @@ def test_all_but_torch_is_locked_for_each_python(name, python):
     ],
     ids=["all there", "not to be had", "another file"],
 )
-def test_another_file_ends_the_set_up_and_a_missing_one_does_not(tmp_path, pip, code, sentence):
+def test_hash_mismatch_ends_setup_but_missing_package_does_not(tmp_path, pip, code, sentence):
     (tmp_path / "python").write_text(f"#!/usr/bin/env bash\n{pip}\n")
     (tmp_path / "python").chmod(0o755)
     script = (

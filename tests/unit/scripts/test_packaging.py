@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[3]
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
-def test_megatron_is_a_namespace():
+def test_megatron_is_namespace_package():
     assert not (ROOT / "megatron" / "__init__.py").exists()
 
 
-def test_every_package_has_an_init():
+def test_every_package_has_init_file():
     for package in (ROOT / "megatron" / "pretraining", ROOT / "moc"):
         folders = {source.parent for source in package.rglob("*.py") if not source.is_symlink()}
         assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
@@ -52,7 +52,7 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(wheel)
 
 
-def test_wheel_holds_our_packages_and_nothing_else(wheel):
+def test_wheel_contains_only_own_packages(wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     packages = [ROOT / "megatron" / "pretraining", ROOT / "moc"]
     ours = {str(path.relative_to(ROOT)) for package in packages for path in package.rglob("*.py")}
@@ -66,7 +66,7 @@ def test_wheel_holds_our_packages_and_nothing_else(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
-def test_every_program_is_a_command_of_the_wheel(wheel, tmp_path):
+def test_every_program_is_wheel_command(wheel, tmp_path):
     commands = configparser.ConfigParser()
     commands.read_string(of(wheel, "entry_points.txt"))
     modules = {name: target.removesuffix(":main") for name, target in commands["console_scripts"].items()}
@@ -80,11 +80,11 @@ def test_every_program_is_a_command_of_the_wheel(wheel, tmp_path):
 
 
 @each_row("tool", TOOLS, ids=lambda path: path.stem)
-def test_tools_are_thin_and_none_is_private(tool):
+def test_tools_are_thin_and_public(tool):
     assert not tool.name.startswith("_") and len(tool.read_text().splitlines()) < 15
 
 
-def test_the_version_is_that_of_the_package(wheel):
+def test_wheel_metadata_matches_package(wheel):
     said = email.message_from_string(of(wheel, "METADATA"))
     assert said["Version"] == moc.__version__ and said["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in said.get_all("Classifier")
@@ -97,7 +97,7 @@ def of(wheel, name):
 
 
 @pytest.mark.slow
-def test_both_halves_of_megatron_import(tmp_path):
+def test_both_megatron_packages_are_importable(tmp_path):
     installed = python("import importlib.metadata; importlib.metadata.version('moc-megatron')", cwd=tmp_path)
     if installed.returncode != 0:
         pytest.skip("the package is not installed; ./scripts/setup.sh installs it")

@@ -61,7 +61,7 @@ def data(tmp_path):
     return [tmp_path / "data", tmp_path / "tokenizer.model", tmp_path / "checkpoints"]
 
 
-def test_shellcheck_has_nothing_to_say():
+def test_shellcheck_reports_nothing():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed; it comes with the extra [dev]")
     files = [ROOT / ".ci" / "run", ROOT / ".ci" / "install", *(ROOT / "scripts").rglob("*.sh"), *BATCH_SCRIPTS]
@@ -79,12 +79,12 @@ def test_help_is_text_without_side_effects(script, tmp_path):
 
 
 @each_row("script", SCRIPTS, ids=lambda p: p.name)
-def test_scripts_can_be_started(script):
+def test_scripts_are_executable(script):
     assert os.access(script, os.X_OK)
 
 
 @pytest.mark.slow
-def test_trainer_accepts_the_flags_of_all_recipes(data):
+def test_trainer_accepts_flags_of_all_recipes(data):
     """With the options of the recipe's model, its precision and its layout, on GPUs."""
     runs = [run(TRAIN, recipe, "--dry-run", *data) for recipe in RECIPES]
     found = dict(zip(RECIPES, configured(*(flags_of(one.stdout) for one in runs)), strict=True))
@@ -101,19 +101,19 @@ def test_trainer_accepts_the_flags_of_all_recipes(data):
     }
 
 
-def test_list_names_recipes_and_what_they_are():
+def test_list_names_and_describes_recipes():
     lines = run(TRAIN, "--list").stdout.splitlines()
     assert [line.split()[0] for line in lines] == RECIPES
     assert all(len(line.split()) > 3 for line in lines)
 
 
-def test_a_recipe_may_be_a_file_of_ones_own(data, tmp_path):
+def test_recipe_may_be_user_file(data, tmp_path):
     (tmp_path / "own.yaml").write_text("# Nodes: 2\nmodel: tiny\n")
     options, flags = flags_of(run(TRAIN, tmp_path / "own.yaml", "--dry-run", *data).stdout)
     assert flags[:2] == ["--config", str(tmp_path / "own.yaml")] and options["--nnodes"] == "2"
 
 
-def test_the_launcher_is_chosen_and_gets_flags(data):
+def test_launcher_is_selectable_and_gets_flags(data):
     said = run(TRAIN, RECIPES[0].replace("_", "-"), "--launcher", "mocrun", "--nproc-per-node=2", "--dry-run", *data)
     assert said.stdout.startswith("python -m moc.launch ")
     assert said.stdout.index("--nproc-per-node=2") > said.stdout.index("--nproc-per-node 8")
@@ -122,7 +122,7 @@ def test_the_launcher_is_chosen_and_gets_flags(data):
 @pytest.mark.parametrize(
     "nodes, token, launcher", [("1", "", "moc.launch"), ("2", "t", "moc.launch"), ("2", "", "torchrun")]
 )
-def test_mocrun_is_preferred_where_it_can_start(data, nodes, token, launcher):
+def test_mocrun_is_default_where_it_can_start(data, nodes, token, launcher):
     said = run(TRAIN, RECIPES[0], "--dry-run", *data, NNODES=nodes, MOC_TOKEN_FILE=token, MOC_TOKEN="")
     assert launcher in shlex.split(said.stdout)[2 if token or nodes == "1" else 1]
     assert ("whoever reaches" in said.stderr) == (launcher == "torchrun")
@@ -130,18 +130,18 @@ def test_mocrun_is_preferred_where_it_can_start(data, nodes, token, launcher):
 
 @each_row("name", ["NNODES", "GPUS_PER_NODE", "NODE_RANK", "SPARES", "MASTER_PORT"])
 @each_row("value", ["a[$(touch ran)]", "-1", "1 2", "0x1", "9999999"])
-def test_what_should_be_a_number_is_not_run(data, tmp_path, name, value):
+def test_non_numeric_variable_is_refused_and_not_executed(data, tmp_path, name, value):
     said = run(TRAIN, RECIPES[0], "--dry-run", *data, cwd=tmp_path, **{name: value})
     assert said.returncode == 1 and f"{name} is a number" in said.stderr
     assert not (tmp_path / "ran").exists()
 
 
-def test_flags_of_the_user_come_last(data):
+def test_user_flags_come_last(data):
     _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", *data, "--train-iters", "7").stdout)
     assert flags[-2:] == ["--train-iters", "7"]
 
 
-def test_a_blend_in_one_argument_becomes_many(data):
+def test_blend_in_one_argument_is_split(data):
     _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", "0.7 /a 0.3 /b", *data[1:]).stdout)
     at = flags.index("--data-path")
     assert flags[at + 1 : at + 6] == ["0.7", "/a", "0.3", "/b", "--split"]
@@ -149,19 +149,19 @@ def test_a_blend_in_one_argument_becomes_many(data):
     assert again == flags
 
 
-def test_a_prefix_may_have_spaces(data, tmp_path):
+def test_data_prefix_may_contain_spaces(data, tmp_path):
     (tmp_path / "my data.bin").touch()
     _, flags = flags_of(run(TRAIN, RECIPES[0], "--dry-run", tmp_path / "my data", *data[1:]).stdout)
     assert flags[flags.index("--data-path") + 1] == str(tmp_path / "my data")
 
 
-def test_several_nodes_find_each_other_by_the_environment(data):
+def test_node_options_come_from_environment(data):
     result = run(TRAIN, RECIPES[0], "--dry-run", *data, NNODES="3", NODE_RANK="2", MASTER_ADDR="n0", MASTER_PORT="5")
     options, _ = flags_of(result.stdout)
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--master-addr": "n0", "--master-port": "5"}.items()
 
 
-def test_several_nodes_may_have_the_controller(data):
+def test_mocrun_options_come_from_environment(data):
     nodes = {"NNODES": "3", "SPARES": "1", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:5,b:5,c:5"}
     options, _ = flags_of(run(TRAIN, RECIPES[0], "--dry-run", *data, LAUNCHER="mocrun", **nodes).stdout)
     assert options.items() >= {"--nnodes": "3", "--node-rank": "2", "--rdzv-endpoint": "a:5,b:5,c:5"}.items()
@@ -177,20 +177,20 @@ def test_several_nodes_may_have_the_controller(data):
         ((RECIPES[0], "--launcher", "mpirun", "a", "b", "c"), "give torchrun or mocrun"),
     ],
 )
-def test_train_script_refuses_in_one_sentence(arguments, complaint):
+def test_train_script_refuses_in_one_line(arguments, complaint):
     result = run(TRAIN, *arguments)
     assert result.returncode == 1
     assert complaint in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("template", ["pretrain", "mocrun"])
-def test_templates_refuse_what_is_no_recipe(template):
+def test_slurm_templates_refuse_unknown_recipe(template):
     result = run("bash", f"scripts/slurm/{template}.sbatch", "train_gpt_125m_8e.sh", "a", "b", "c", cwd=ROOT)
     assert result.returncode == 1 and f"one of: {' '.join(RECIPES)}." in result.stderr
 
 
 @pytest.mark.slow
-def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
+def test_trainer_accepts_flags_of_quickstart(tmp_path):
     for name in ("data_text_document.bin", "data_text_document.idx", "tokenizer.model"):
         (tmp_path / name).touch()
     (tmp_path / ".quickstart").write_text("text= iters=9 workers=4\n")  # a run begun, and so continued
@@ -203,7 +203,7 @@ def test_trainer_accepts_the_flags_of_quickstart(tmp_path):
 
 
 @pytest.mark.slow
-def test_trainer_accepts_the_flags_of_the_smoke_test(tmp_path):
+def test_trainer_accepts_flags_of_smoke_test(tmp_path):
     (tmp_path / "pretrain_gpt_moe.py").touch()
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     srun = 'while [ "$1" != smoke_cpu.sbatch ]; do shift; done; shift; printf "%q " "$@"'
@@ -221,7 +221,7 @@ def test_trainer_accepts_the_flags_of_the_smoke_test(tmp_path):
     assert found["data_parallel_size"] == 2
 
 
-def test_quickstart_keeps_a_finished_run(tmp_path):
+def test_quickstart_keeps_finished_run(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "loss.png").touch()
     (tmp_path / "run" / ".quickstart").write_text("text= iters=9 workers=4\n")
@@ -230,7 +230,7 @@ def test_quickstart_keeps_a_finished_run(tmp_path):
 
 
 @each_row("arguments", [("--iters", "2"), ("--workers", "6"), ("--text", "/no/such"), ("--iters",)])
-def test_quickstart_refuses_in_one_sentence(arguments, tmp_path):
+def test_quickstart_refuses_in_one_line(arguments, tmp_path):
     result = run(ROOT / "scripts" / "quickstart.sh", "--dry-run", "--out", tmp_path, *arguments)
     assert result.returncode == 1
     assert arguments[0] in result.stderr and len(result.stderr.splitlines()) == 1

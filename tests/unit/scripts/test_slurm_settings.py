@@ -44,7 +44,7 @@ OWN = {"TEMPLATE", "CHECKPOINTS", "SNAPSHOTS", "MEMORY"}  # of the templates the
 OF_SLURM = re.compile("SLURM_|SBATCH_")
 
 
-def test_every_variable_that_a_template_reads_is_documented():
+def test_every_template_variable_is_documented():
     names = {name for name in names_read() | set(settings()) if not OF_SLURM.match(name)} - OWN
     assert {"SPARES", "TMPDIR", "NODE_SETUP", "LOST_S"} <= names
     assert [name for name in sorted(names) if f"`{name}`" not in DOCUMENTED] == []
@@ -56,7 +56,7 @@ def test_every_variable_that_a_template_reads_is_documented():
     + ["LOST_S=20", "LOOK_S=x", "CONTAINER=docker:x", "KEEP_MEMORY=maybe", "LAUNCHER=mpi", "NODE_SETUP=/no/such/file"]
     + ["SPARE=1"],
 )
-def test_a_setting_that_cannot_be_is_refused(mistake):
+def test_invalid_setting_is_refused(mistake):
     checks = '. scripts/slurm/settings.sh; settings_of "$MISTAKE"; check_settings'
     done = bash(checks, MISTAKE=mistake)
     assert done.returncode == 1 and mistake.partition("=")[0] in done.stderr
@@ -64,7 +64,7 @@ def test_a_setting_that_cannot_be_is_refused(mistake):
 
 
 @both
-def test_settings_are_also_words(template, tmp_path):
+def test_settings_may_be_arguments(template, tmp_path):
     seen = 'echo "$GPUS_PER_NODE ${NCCL_SOCKET_IFNAME:-}|$1" >seen'
     words = "GPUS_PER_NODE=3", "NCCL_SOCKET_IFNAME=ib0 ib1", *RECIPE
     code, said = submitted(tmp_path, template, seen, *words, SLURM_EXPORT_ENV="NONE")
@@ -90,14 +90,14 @@ def test_dropped_variables_are_announced(template, passed, warns, tmp_path):
         ({}, ""),
     ],
 )
-def test_a_task_has_all_cores_of_its_node(template, slurm, flags, tmp_path):
+def test_task_gets_all_cores_of_node(template, slurm, flags, tmp_path):
     assert submitted(tmp_path, template, "exit 0", *RECIPE, **slurm)[0] == 0
     given = (tmp_path / "flags").read_text()
     assert "--cpu-bind=none" in given and flags in given and ("--cpus-per-task" in given) == bool(flags)
 
 
 @both
-def test_each_node_sources_its_set_up(template, tmp_path):
+def test_each_node_sources_its_setup_file(template, tmp_path):
     """As files of sites do, it uses a variable that is not set."""
     (tmp_path / "site.sh").write_text('echo "$NOT_SET" >/dev/null\nexport NCCL_SOCKET_IFNAME=ib0\n')
     code, _ = submitted(tmp_path, template, 'echo "$NCCL_SOCKET_IFNAME" >seen', *RECIPE, NODE_SETUP="site.sh")
@@ -105,13 +105,13 @@ def test_each_node_sources_its_set_up(template, tmp_path):
 
 
 @both
-def test_a_temporary_directory_that_is_not_on_the_node_is_replaced(template, tmp_path):
+def test_missing_temporary_directory_is_replaced(template, tmp_path):
     training = '[ -d "$TMPDIR" ] && [ -w "$TMPDIR" ] && touch usable'
     assert submitted(tmp_path, template, training, *RECIPE, TMPDIR="/no/such/directory")[0] == 0
     assert (tmp_path / "usable").exists()
 
 
-def test_a_port_in_use_is_not_chosen():
+def test_port_in_use_is_not_chosen():
     choose = ". scripts/slurm/settings.sh; choose_port; echo $MASTER_PORT"
     for family, host in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::1")):
         with socket.socket(family) as taken:
@@ -131,7 +131,7 @@ def _refuses(one: socket.socket, address) -> bool:
     return False
 
 
-def test_signs_of_life_are_read_from_content_and_not_from_cached_times(tmp_path):
+def test_heartbeats_are_read_from_content_not_mtime(tmp_path):
     """On NFS, the times of a file may be a minute old; its content is that of the last close when it is opened."""
     text = """
         . scripts/slurm/job_end.sh
@@ -147,13 +147,13 @@ def test_signs_of_life_are_read_from_content_and_not_from_cached_times(tmp_path)
     "words, seconds",
     [(("100", "2"), 330), (("100", "2", "30"), 350), (("0.5", "1"), 132)],  # iteration + 4 state / speed + 120
 )
-def test_the_time_of_the_signal_follows_from_state_and_storage(words, seconds):
+def test_signal_time_follows_from_state_and_storage(words, seconds):
     done = subprocess.run([SCRIPTS / "signal_time.sh", *words], capture_output=True, text=True)
     assert done.returncode == 0 and f"USR1@{seconds} " in done.stdout and f"B:USR1@{seconds} " in done.stdout
 
 
 @each_row("words", [("100",), ("100", "0"), ("x", "1"), ("100", "1", "1", "1"), ("1000000", "0.1")])
-def test_a_time_of_the_signal_that_cannot_be_is_refused(words):
+def test_invalid_signal_time_input_is_refused(words):
     done = subprocess.run([SCRIPTS / "signal_time.sh", *words], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("signal_time.sh: ")
 
@@ -169,7 +169,7 @@ def test_requeues_without_progress_are_limited(template, tmp_path):
 
 
 @both
-def test_a_saved_checkpoint_allows_more_requeues(template, tmp_path):
+def test_saved_checkpoint_allows_more_requeues(template, tmp_path):
     saves = "sleep 0.1; mkdir -p c; echo 2 >c/latest_checkpointed_iteration.txt; exit 75"
     for life in range(3):
         assert submitted(tmp_path, template, saves, *RECIPE, SLURM_RESTART_COUNT=str(life), MAX_REQUEUES="1")[0] == 0
@@ -178,7 +178,7 @@ def test_a_saved_checkpoint_allows_more_requeues(template, tmp_path):
 
 
 @both
-def test_mocrun_gets_three_candidates_for_the_controller(template, tmp_path):
+def test_mocrun_gets_three_controller_candidates(template, tmp_path):
     slurm = Slurm(tmp_path, 'echo "$RDZV_ENDPOINT" >seen', template, SRUN[template])
     (tmp_path / "scontrol").write_text(
         '#!/usr/bin/env bash\n[ "$1" = show ] && printf "127.0.0.1\\nb\\nc\\nd\\n"; true\n'

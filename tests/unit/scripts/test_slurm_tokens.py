@@ -53,7 +53,7 @@ def left(directory: Path) -> set[str]:
 OWN, DEAD, LIVE, OTHER = ".mocrun-7-abcdef", ".mocrun-5-abcdef", ".mocrun-6-abcdef", ".mocrun-x-abcdef"
 
 
-def test_tokens_of_killed_jobs_and_of_its_own_last_time_are_removed(tmp_path):
+def test_job_tokens_of_killed_and_earlier_jobs_are_removed(tmp_path):
     leave(tmp_path, OWN, f"{OWN}.over", DEAD, LIVE, OTHER)
     submit(tmp_path, "echo 6; echo 7")
     assert left(tmp_path) == {LIVE, OTHER}
@@ -62,14 +62,14 @@ def test_tokens_of_killed_jobs_and_of_its_own_last_time_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo 6"], ids=["no answer", "it does not know this job"])
-def test_nothing_is_removed_where_slurm_does_not_say_who_lives(tmp_path, squeue):
+def test_tokens_stay_if_slurm_cannot_list_jobs(tmp_path, squeue):
     leave(tmp_path, DEAD, LIVE)
     submit(tmp_path, squeue)
     assert left(tmp_path) == {DEAD, LIVE}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_what_others_have_made_is_not_removed(tmp_path):
+def test_token_of_other_user_is_not_removed(tmp_path):
     leave(tmp_path, DEAD)
     os.chown(tmp_path / DEAD, 65534, 65534)
     submit(tmp_path, "echo 7")
@@ -85,7 +85,7 @@ WAYS = {  # template: (words before the hostile ones, of which so many are passe
 
 
 @pytest.mark.parametrize("template", WAYS)
-def test_no_name_is_run_on_the_way_to_the_launcher(tmp_path, template):
+def test_hostile_names_are_not_executed(tmp_path, template):
     """Neither an argument nor the name of the directory that a job is submitted from."""
     directory = tmp_path / "it's $(touch ran) & `touch ran`; touch ran"
     directory.mkdir()

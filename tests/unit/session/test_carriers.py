@@ -39,7 +39,7 @@ def contents(store: Store) -> dict[str, bytes]:
     }
 
 
-def test_the_same_files_as_without_a_process(carriers, tmp_path):
+def test_process_writes_same_files_as_thread(carriers, tmp_path):
     claim = Claim("job", (1, 2), "run")
     here, there = store_at(tmp_path / "here", claim), store_at(tmp_path / "there", claim)
     local, remote = Carrier(here, ONES), RemoteCarrier(carriers, there, ONES)
@@ -49,7 +49,7 @@ def test_the_same_files_as_without_a_process(carriers, tmp_path):
     assert newest(there)["layers.0.expert.7"] == (6, 6)
 
 
-def test_one_that_was_killed_is_started_again_and_nothing_is_lost(carriers, tmp_path):
+def test_killed_server_restarts_and_loses_nothing(carriers, tmp_path):
     store = store_at(tmp_path / "memory")
     remote = RemoteCarrier(carriers, store, ONES)
     for iteration, plan in enumerate(PLANS[:3], 1):
@@ -64,7 +64,7 @@ def test_one_that_was_killed_is_started_again_and_nothing_is_lost(carriers, tmp_
     }
 
 
-def test_one_that_dies_during_a_call_is_named(carriers, tmp_path):
+def test_process_that_dies_during_call_is_named(carriers, tmp_path):
     store = store_at(tmp_path / "memory")
     remote = RemoteCarrier(carriers, store, ONES)
     take(store, remote, 1, PLANS[0])
@@ -75,7 +75,7 @@ def test_one_that_dies_during_a_call_is_named(carriers, tmp_path):
     take(store, remote, 2, PLANS[1])  # by another one
 
 
-def test_what_fails_there_fails_here(carriers, tmp_path):
+def test_error_in_process_is_raised_in_caller(carriers, tmp_path):
     older = store_at(tmp_path / "memory", Claim("job", (1, 1)))
     remote = RemoteCarrier(carriers, older, ONES)
     take(older, remote, 1, PLANS[0])
@@ -85,7 +85,7 @@ def test_what_fails_there_fails_here(carriers, tmp_path):
         take(older, remote, 3, PLANS[2])
 
 
-def test_nothing_is_carried_after_the_end(carriers, tmp_path):
+def test_nothing_is_retained_after_close(carriers, tmp_path):
     remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
     carriers.start()
     process = carriers._helper._process
@@ -95,14 +95,14 @@ def test_nothing_is_carried_after_the_end(carriers, tmp_path):
         remote.drop(1)
 
 
-def test_one_that_cannot_be_started_is_named(tmp_path, monkeypatch):
+def test_unstartable_process_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
     remote = RemoteCarrier(Carriers(), store_at(tmp_path / "memory"), ONES)
     with raises("helper-lost", str(tmp_path / "gone")):
         remote.drop(1)
 
 
-def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path):
+def test_training_does_not_wait_for_running_call(carriers, tmp_path):
     carriers.start()
     carriers._helper._process.send_signal(signal.SIGSTOP)  # a call takes as long as it likes
     remote = RemoteCarrier(carriers, store_at(tmp_path / "memory"), ONES)
@@ -116,7 +116,7 @@ def test_training_does_not_wait_for_a_call_that_is_under_way(carriers, tmp_path)
         call.result()
 
 
-def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
+def test_stopped_process_is_killed_and_restarted(carriers, tmp_path):
     store = store_at(tmp_path / "memory")
     remote = RemoteCarrier(carriers, store, ONES)
     take(store, remote, 1, PLANS[0])
@@ -128,7 +128,7 @@ def test_one_that_is_stopped_is_ended_and_started_again(carriers, tmp_path):
     take(store, remote, 2, PLANS[1])
 
 
-def test_the_process_shares_this_session_but_not_its_process_group(carriers, tmp_path):
+def test_process_shares_session_not_process_group(carriers, tmp_path):
     """Linux may share processors out between sessions first; a terminal signals a group."""
     assert carriers.processes == []
     store = store_at(tmp_path / "memory")

@@ -17,13 +17,13 @@ class Left(LocalStorage):
 
 
 @each_row(("free", "gives"), [(0, True), (4096, True), (1 << 30, False)])
-def test_spare_memory_is_given_up_only_if_the_file_system_is_full(free, gives, tmp_path):
+def test_reserve_is_released_only_on_full_file_system(free, gives, tmp_path):
     place = Left(tmp_path, free)
     place.reserve.allocate(1 << 16)
     make_room_for_files(place)
     assert ((tmp_path / ".spare").stat().st_size < 1 << 16) == gives
 
 
-def test_a_new_directory_has_no_spare_memory(tmp_path):
+def test_new_directory_has_no_spare_memory(tmp_path):
     make_room_for_files(Left(tmp_path / "new", 0))
     assert not (tmp_path / "new").exists()

@@ -24,13 +24,13 @@ def compared(*parts: LocalPart, total=RIGHT, reference=None, **more):
     return compare_digests(7, [{"embedding": [part]} for part in parts], total, reference, **more)
 
 
-def test_known_digests_verify_the_complete_state():
+def test_known_digests_verify_complete_state():
     assert compared(LOADED, REST, reference=RIGHT).verified == 1
     wrong = compared(LOADED, REST, reference={("embedding", "master"): 6})
     assert (wrong.verified, wrong.wrong, wrong.unverified) == (0, ("embedding",), ())
 
 
-def test_without_them_the_workers_that_keep_their_state_verify_it():
+def test_survivors_verify_kept_state_without_copies():
     assert compared(KEPT, LOADED).verified == 1  # a replica of what the other has kept
     assert compared(KEPT, REST).unverified == ("embedding",)  # the rest is loaded, and nothing is known of it
     assert compared(LOADED, LOADED).unverified == ("embedding",)
@@ -54,7 +54,7 @@ def test_padding_of_another_layout_is_not_compared():
     assert found.unverified == ("embedding",)
 
 
-def test_state_of_user_modules_that_a_conversion_omits_is_not_compared():
+def test_omitted_user_module_state_is_not_compared():
     total = RIGHT | {("embedding", MODULE): 7}
     assert compared(LOADED, total=total, reference=RIGHT).unverified == ("embedding",)
     assert compared(LOADED, total=total, reference=RIGHT | {("embedding", MODULE): 8}).wrong == ("embedding",)
@@ -108,7 +108,7 @@ def test_changed_schedules_and_counters_are_named():
     assert known.changed_scalars(8, {}, {}) == []  # of another iteration
 
 
-def test_few_iterations_are_remembered():
+def test_only_newest_digests_are_retained():
     known = KnownDigests()
     for iteration in range(9):
         known.add(iteration, {})

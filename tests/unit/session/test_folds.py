@@ -49,7 +49,7 @@ def renew(folds: Folds, run: Run) -> list[dict]:
     return go_on(folds, run, 4)
 
 
-def test_nothing_is_folded_before_a_comparison_and_then_everything_a_part_at_a_time(folds, run):
+def test_folding_starts_after_comparison_in_parts(folds, run):
     assert go_on(folds, run, 5) == [] and run.comes_back() == dict.fromkeys(NAMES, 1)
     told, *reports = renew(folds, run) + go_on(folds, run, 6)
     assert told["equal"] == 1 and not told["differing"] and not told["folded"]
@@ -57,7 +57,7 @@ def test_nothing_is_folded_before_a_comparison_and_then_everything_a_part_at_a_t
     assert min(run.comes_back().values()) > 10
 
 
-def test_a_difference_ends_it_on_all_nodes(folds, run, monkeypatch):
+def test_digest_difference_stops_apply_on_all_nodes(folds, run, monkeypatch):
     update = folding.update
     monkeypatch.setattr(folding, "update", lambda s, g, step, rule, f: update(s, g, step, replace(rule, lr=0.1), f))
     go_on(folds, run, 3)
@@ -73,7 +73,7 @@ def test_a_difference_ends_it_on_all_nodes(folds, run, monkeypatch):
     assert other._over
 
 
-def test_what_cannot_be_folded_is_said_once(folds, run, monkeypatch, capsys):
+def test_unsupported_optimizer_is_reported_once(folds, run, monkeypatch, capsys):
     monkeypatch.setattr(folding, "update", lambda *_: (_ for _ in ()).throw(ValueError("its state is not Adam's")))
     go_on(folds, run, 3)
     assert renew(folds, run) == [] and go_on(folds, run, 6) == []
@@ -81,7 +81,7 @@ def test_what_cannot_be_folded_is_said_once(folds, run, monkeypatch, capsys):
     assert run.comes_back() == {NAMES[0]: 5, NAMES[1]: 1, NAMES[2]: 1}
 
 
-def test_a_folder_that_always_dies_is_given_up(folds, run, monkeypatch, capsys):
+def test_repeatedly_dying_applier_is_disabled(folds, run, monkeypatch, capsys):
     def die(*_):
         raise CheckpointError("the folder has died", code="helper-lost")
 

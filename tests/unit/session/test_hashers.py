@@ -35,7 +35,7 @@ def filled(path=None) -> HostBuffer:
     return buffer
 
 
-def test_the_process_gives_the_hashes_that_the_thread_would(hasher, tmp_path):
+def test_process_and_thread_compute_same_hashes(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
@@ -45,7 +45,7 @@ def test_the_process_gives_the_hashes_that_the_thread_would(hasher, tmp_path):
     assert hasher.processes == [process] and process != os.getpid()
 
 
-def test_it_holds_no_memory_that_is_given_back(hasher, tmp_path):
+def test_hashing_process_keeps_no_memory_mapped(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
@@ -53,18 +53,18 @@ def test_it_holds_no_memory_that_is_given_back(hasher, tmp_path):
     assert not psutil.Process(process).open_files()
 
 
-def test_a_buffer_without_a_file_is_hashed_by_the_thread(hasher):
+def test_buffer_without_file_is_hashed_by_thread(hasher):
     buffer = filled()
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher.processes == []
 
 
-def test_until_it_has_started_the_thread_hashes(hasher, tmp_path, monkeypatch):
+def test_thread_hashes_until_process_is_ready(hasher, tmp_path, monkeypatch):
     buffer = filled(tmp_path / "slot")
     monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["sleep", "600"])
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS) and hasher._helper.is_running and not hasher.processes
 
 
-def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher, tmp_path, monkeypatch, capfd):
+def test_hasher_lost_before_start_is_replaced_by_thread(hasher, tmp_path, monkeypatch, capfd):
     buffer = filled(tmp_path / "slot")
     monkeypatch.setattr(child_processes, "module_command", lambda *_, **__: ["true"])
     while not hasher._failed:
@@ -73,7 +73,7 @@ def test_when_it_dies_before_it_has_started_the_thread_hashes_and_says_so(hasher
     assert only_code(said) == "helper-lost" and "has died" in said
 
 
-def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, capfd):
+def test_thread_hashes_after_process_death_with_one_warning(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
@@ -85,7 +85,7 @@ def test_when_it_has_died_the_thread_hashes_and_says_so_once(hasher, tmp_path, c
     assert said.count("WARNING") == 1 and only_code(said) == "helper-lost"
 
 
-def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
+def test_thread_hashes_if_process_does_not_reply(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     (process,) = hasher.processes
@@ -96,7 +96,7 @@ def test_when_it_does_not_answer_the_thread_hashes(hasher, tmp_path, capfd):
     assert not psutil.pid_exists(process) and only_code(said) == "helper-lost" and "0.1 s" in said
 
 
-def test_what_is_being_hashed_when_it_is_closed_the_thread_hashes_without_a_word(hasher, tmp_path, capfd):
+def test_thread_finishes_hashing_after_close(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     os.kill(hasher.processes[0], signal.SIGSTOP)
@@ -109,7 +109,7 @@ def test_what_is_being_hashed_when_it_is_closed_the_thread_hashes_without_a_word
     assert not capfd.readouterr().err
 
 
-def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_path, capfd):
+def test_file_of_different_size_is_not_hashed(hasher, tmp_path, capfd):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     buffer.path.unlink()
@@ -119,14 +119,14 @@ def test_a_file_of_another_size_in_its_place_is_not_taken_for_it(hasher, tmp_pat
     assert only_code(said) == "helper-lost" and "9,000" in said and "1,048,576" in said
 
 
-def test_when_the_file_has_lost_its_name_the_thread_hashes(hasher, tmp_path):
+def test_thread_hashes_if_file_was_unlinked(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
     start(hasher, buffer)
     buffer.path.unlink()
     assert hasher.digests(buffer, SPANS) == hashed(buffer, SPANS)
 
 
-def test_it_ends_with_the_thread_that_has_started_it(hasher, tmp_path):
+def test_hashing_process_ends_with_thread_that_started_it(hasher, tmp_path):
     buffer = filled(tmp_path / "slot")
     with ThreadPoolExecutor(1) as one:
         process = one.submit(lambda: (start(hasher, buffer), hasher.processes[0])[1]).result()

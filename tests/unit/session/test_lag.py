@@ -172,7 +172,7 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     rests=st.lists(st.booleans(), max_size=9).map(lambda later: [False, *later]),
     lag=st.none() | st.integers(1, 9),
 )
-def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, speeds, fails, rests, lag):
+def test_uncommitted_snapshots_are_at_most_two_more_than_buffers(name, tier, speeds, fails, rests, lag):
     model, policy = Model(speeds, fails), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
@@ -200,7 +200,7 @@ def test_unpublished_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     fails=st.lists(st.booleans(), min_size=1, max_size=9),
     lacks=st.lists(st.booleans(), min_size=1, max_size=9),
 )
-def test_buffers_are_bounded_and_lack_of_memory_ends_nothing(name, tier, speeds, fails, lacks):
+def test_buffers_are_bounded_and_memory_shortage_is_harmless(name, tier, speeds, fails, lacks):
     model, policy = Model(speeds, fails, lacks), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
@@ -230,7 +230,7 @@ class Remover:
         self.removed.append(iteration)
 
 
-def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
+def test_failed_removal_is_retried_and_blocks_no_other():
     storage = Remover()
     tiers = SimpleNamespace(storage=storage)
     committer = Committer(Mock(), SimpleNamespace(operators=[]), tiers, {}, Mock(spec=Listener), {})
@@ -242,10 +242,10 @@ def test_a_removal_that_fails_holds_up_no_other_and_is_tried_again():
 
 
 @given(st.integers(0, 99), st.integers(1, 99))
-def test_one_more_may_begin_up_to_the_bound(outstanding, buffers):
+def test_next_snapshot_may_start_up_to_bound(outstanding, buffers):
     assert may_begin(outstanding, buffers) == (outstanding + 1 <= buffers + 2)
 
 
 @each_row("writes, ending, may", [(False, 0, True), (False, 1, True), (False, 2, False), (True, 0, False)])
-def test_a_window_goes_to_storage_if_no_other_is_written_and_few_end_there(writes, ending, may):
+def test_window_is_stored_if_storage_is_idle(writes, ending, may):
     assert window_may_begin(writes, ending) is may

@@ -42,7 +42,7 @@ def snapshots_of(policy: str, window: int) -> SnapshotWindow:
 
 @each_row("window", [2, 3, 8])
 @each_row("policy", ["full", "sparse", "gradient", "pec", "selective", "auto"])
-def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
+def test_table_matches_number_of_allocated_buffers(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of, carries = snapshots_of(policy, window), policy in ("pec", "selective")
     for tier, cell in (("memory", memory), ("peers", peers)):
@@ -56,7 +56,7 @@ def test_the_table_has_the_number_of_buffers_that_are_allocated(policy, window):
 
 @each_row("window", [2, 3, 8])
 @each_row("policy", ["full", "sparse", "gradient"])
-def test_the_planner_predicts_what_is_allocated(policy, window):
+def test_planner_predicts_allocated_memory(policy, window):
     _, memory, peers, copy, *_ = columns()[policy]
     of = snapshots_of(policy, window)
     kept = of.kept if of.snapshot else None
@@ -66,13 +66,13 @@ def test_the_planner_predicts_what_is_allocated(policy, window):
     assert host_bytes("disk", 2, S, 0, price) == 2 * 2 * S
 
 
-def test_every_policy_has_a_row():
+def test_every_policy_has_row():
     assert columns().keys() == {*POLICIES, "auto"}
 
 
 @each_row("behind", [0, 1, 2])
 @each_row("k", [1, 2, 3])
-def test_experts_are_carried_once_and_those_of_each_snapshot_that_may_not_be_safe(k, behind):
+def test_experts_are_retained_once_until_durable(k, behind):
     policy = policy_named("pec")(EIGHT, Every(1), k=k)
     before = policy.state_dict()
     names = [one.name for one in EIGHT if one.expert is not None]
@@ -82,7 +82,7 @@ def test_experts_are_carried_once_and_those_of_each_snapshot_that_may_not_be_saf
     assert files == {"expert_full": [100] * (8 + behind * k)} and policy.state_dict() == before
 
 
-def test_a_node_reserves_files_for_the_experts_that_it_saves():
+def test_node_reserves_files_for_experts_it_saves():
     policy = policy_named("pec")(EIGHT, Every(100), k=1)
     assert carried_files(policy, [{"full": {"layers.1.expert.0": 60}}], 1, Now()) == {
         "expert_full": [60, 60]
@@ -90,7 +90,7 @@ def test_a_node_reserves_files_for_the_experts_that_it_saves():
     assert carried_files(policy, [{"full": {}}], 1, Now()) == {}
 
 
-def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
+def test_fewer_busy_experts_have_longer_gradient_chains():
     policy = policy_named("selective")(EIGHT, Every(1), experts=1, gradients=True, score="tokens")
     experts = {one.expert_id: one.name for one in EIGHT if one.expert_id is not None}
     full, gradients = ({place: {0: size} for place in experts} for size in (60, 20))
@@ -107,7 +107,7 @@ def test_chains_of_gradients_are_the_longer_the_fewer_experts_are_busy():
 
 @each_row("window", [2, 3])
 @each_row("policy", KEPT)
-def test_windows_are_known_before_the_first_snapshot(policy, window):
+def test_windows_are_known_before_first_snapshot(policy, window):
     of = policy_named(policy)(OPERATORS, Every(1), window=window)
     before = of.state_dict()
     share = lambda operators, compared: SimpleNamespace(layout=SimpleNamespace(nbytes=len(operators)))  # noqa: E731
@@ -116,7 +116,7 @@ def test_windows_are_known_before_the_first_snapshot(policy, window):
     assert found.snapshot == len(OPERATORS) and of.state_dict() == before
 
 
-def test_the_node_that_needs_most_counts():
+def test_node_with_largest_memory_need_counts():
     sizes = [
         RankMemory([10, 10], [5], 1, 0, {"expert_full": [2, 2]}),
         RankMemory([20, 20], [7], 1, 3, {"expert_full": [3], "expert_grad": [1]}),

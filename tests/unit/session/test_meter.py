@@ -17,7 +17,7 @@ def totals_of(meters):
     return {name: sum(one[name] for one in mine) for name in mine[0]}
 
 
-def test_an_iteration_is_told_with_all_that_was_heard_since_the_one_before():
+def test_iteration_event_has_all_reports_since_last():
     meters = [Meter(2), Meter(2)]
     for meter in meters:
         assert meter.completed(time.perf_counter() - 1.0) is None
@@ -40,7 +40,7 @@ def test_an_iteration_is_told_with_all_that_was_heard_since_the_one_before():
         assert meter.completed(time.perf_counter()) is None  # once
 
 
-def test_waits_of_an_iteration_are_told_with_it():
+def test_waits_are_reported_with_their_iteration():
     meter = Meter(2, iter([3.0, 4.0]).__next__)
     meter.completed(time.perf_counter())
     meter.ended(started=False, busy=False)
@@ -50,14 +50,14 @@ def test_waits_of_an_iteration_are_told_with_it():
     assert meter.completed(time.perf_counter()).bubble_s == 4.0
 
 
-def test_the_first_iteration_is_not_one_to_learn_from():
+def test_first_iteration_is_not_measured():
     meter = Meter(1)
     totals = totals_of([meter])
     meter.receive(totals)
     assert meter.trained(totals) is None and meter.completed(time.perf_counter()) is None
 
 
-def test_a_stall_is_told_once():
+def test_stall_is_reported_once():
     meter = Meter(1)
     with meter.stalling():
         time.sleep(0.01)

@@ -119,7 +119,7 @@ class Nodes:
 
 
 @each_row("names", ["abcd", "aabb", "abab", "aaaa"])
-def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, names):
+def test_nodes_hold_their_ranks_state_and_storage_one_copy(tmp_path, names):
     nodes = Nodes(tmp_path, names)
     for rank in range(4):
         nodes.check(rank, nodes.memory[names[rank]])
@@ -131,7 +131,7 @@ def test_each_node_has_what_its_ranks_hold_and_storage_has_it_once(tmp_path, nam
 
 @pytest.mark.slow
 @each_row(("names", "groups"), [("abcd", ((0, 2), (1, 3))), ("aabb", ((0, 1),)), ("abab", ((0, 1),))])
-def test_copies_are_of_what_is_not_alike_and_a_lost_node_gets_its_own_back(tmp_path, names, groups):
+def test_lost_node_restores_distinct_copies(tmp_path, names, groups):
     nodes, told = Nodes(tmp_path, names), list(dict.fromkeys(names))
     alike = {frozenset(map(told.index, of)): amount for of, amount in nodes.alike.nbytes.items()}
     placement = place(len(told), 1, alike)
@@ -156,7 +156,7 @@ def test_copies_are_of_what_is_not_alike_and_a_lost_node_gets_its_own_back(tmp_p
 
 
 @each_row("names", ["abcd", "abab", "aaaa"])
-def test_copied_from_memory_storage_has_each_element_once(tmp_path, names, monkeypatch):
+def test_storage_copied_from_memory_has_each_element_once(tmp_path, names, monkeypatch):
     nodes, threads = Nodes(tmp_path, names), []
     told, barrier, me = [None] * 4, threading.Barrier(4), threading.local()
 

@@ -33,7 +33,7 @@ def tiers(*nodes):
     return Tiers(None, None, nodes, True, (0,), None, 2)
 
 
-def test_as_many_copies_as_there_are_other_nodes_up_to_two():
+def test_default_number_of_copies_is_other_nodes_up_to_two():
     assert [copies_wanted(None, nodes) for nodes in (1, 2, 3, 4, 9)] == [0, 1, 2, 2, 2]
     assert copies_wanted(3, 4) == 3
     with raises("too-many-replicas", "--replicas 4"):
@@ -43,7 +43,7 @@ def test_as_many_copies_as_there_are_other_nodes_up_to_two():
 
 
 @each_row(("fewest", "most"), [(1, 0), (2, 1), (4, 3)])
-def test_copies_that_fewer_nodes_cannot_keep_are_refused_at_the_start(fewest, most):
+def test_replicas_impossible_at_min_nodes_are_refused(fewest, most):
     assert copies_wanted(None, 6, fewest) == 2
     with raises("too-many-replicas", f"--replicas {most + 1}", f"--nnodes {fewest}:", f"MIN to {most + 2}"):
         copies_wanted(most + 1, 6, fewest)
@@ -52,18 +52,18 @@ def test_copies_that_fewer_nodes_cannot_keep_are_refused_at_the_start(fewest, mo
         assert copies_wanted(most, 6, fewest) == most
 
 
-def test_another_tier_has_no_peers():
+def test_memory_tier_has_no_peers():
     in_memory = Settings("nowhere", 1, tier="memory")
     assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False) is None
 
 
-def test_torchrun_has_nothing_that_keeps_copies(monkeypatch):
+def test_peers_under_torchrun_are_refused(monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with raises("launcher-missing", "--ckpt-tier peers", "python -m moc.launch"):
         join_peers(PEERS, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False)
 
 
-def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_path):
+def test_diverged_or_damaged_worker_is_named_with_remedy(tmp_path):
     store = Store(LocalStorage(tmp_path, in_memory=True))
     peers = Peers(Tiers(store, store, ("0", "1"), True, (0,), None, 2), FULL, ["0", "1"], place(2, 1), None, Carriers())
     names = [f"layers.{number}.attention" for number in range(5)]
@@ -75,7 +75,7 @@ def test_who_drifts_apart_or_has_damaged_memory_is_named_with_the_remedy(tmp_pat
     peers.close()
 
 
-def test_one_node_has_no_peers_and_that_is_said_once(monkeypatch):
+def test_single_node_without_peers_is_reported_once(monkeypatch):
     monkeypatch.setenv(environment.REPLICA_SERVER, "unix:nowhere")
     said = Said()
     for again in (False, True):

@@ -32,7 +32,7 @@ def repair(request, tmp_path):
     return Repair(world, contents, tiers, saver), memory if request.param == "memory" else storage
 
 
-def test_what_is_torn_is_saved_and_nothing_else(repair):
+def test_only_torn_snapshots_are_repaired(repair):
     repair, store = repair
     with repair.of(TORN):
         for iteration in (4, 5, 6, 7):
@@ -43,7 +43,7 @@ def test_what_is_torn_is_saved_and_nothing_else(repair):
         repair.comes_by(5)
 
 
-def test_where_there_is_no_room_it_is_said(repair, monkeypatch):
+def test_repair_without_room_reports_failure(repair, monkeypatch):
     def full(*args, **kwargs):
         raise CheckpointError("no room", code="memory-full")
 

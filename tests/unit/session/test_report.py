@@ -7,7 +7,7 @@ from moc.events import EventLog, problems
 from moc.session.saving.metrics import SnapshotReport
 
 
-def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):
+def test_too_many_tokens_at_risk_are_reported_once(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "memory")
     said = lambda plt, train_iters: ("too-many", {"plt": plt}) if plt * train_iters > 1 else None  # noqa: E731
@@ -19,7 +19,7 @@ def test_too_many_tokens_at_risk_are_warned_of_once(tmp_path):
     assert (event["type"], event["iteration"], event["plt"]) == ("at_risk", 1, 0.2)
 
 
-def test_a_report_that_fails_does_not_end_training(tmp_path):
+def test_failing_report_does_not_end_training(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "memory")
     for _ in range(3):
@@ -30,7 +30,7 @@ def test_a_report_that_fails_does_not_end_training(tmp_path):
     assert line.startswith("WARNING") and "AttributeError" in line
 
 
-def test_what_is_not_sent_and_what_should_be_alike_and_is_not(tmp_path):
+def test_unsent_bytes_and_differing_replicas_are_reported(tmp_path):
     lines = []
     report = SnapshotReport(SimpleNamespace(message=lines.append, events=EventLog(tmp_path)), "peers")
     report.replicated(3, 10, 90, 0.5)

@@ -56,14 +56,14 @@ REFUSED = [
 
 
 @each_row(("given", "code", "named"), REFUSED, ids=str)
-def test_settings_that_are_wrong_are_named(given, code, named):
+def test_invalid_settings_are_named(given, code, named):
     with pytest.raises(SettingsError) as refused:
         Settings(**{"directory": "x", "train_iters": 1} | given)
     assert code is None or code_of(refused.value) == code
     assert all(name in str(refused.value) for name in named)
 
 
-def test_what_flags_allow_is_allowed():
+def test_settings_allowed_by_flags_are_accepted():
     assert Settings("", 1).policy is None  # no snapshots need no directory
     assert Settings("x", 1, "full", snapshot_interval=7).snapshot_interval == "7"
     Settings(
@@ -73,14 +73,14 @@ def test_what_flags_allow_is_allowed():
 
 @each_row("engine", [Bare, Inherits])
 @each_row("policy", ["pec", "selective"])
-def test_counting_policies_need_an_engine_that_counts(policy, engine):
+def test_counting_policies_require_counting_engine(policy, engine):
     with raises("engine-incomplete", f"--ckpt-policy {policy}", "router_tally", engine.__name__):
         make_policy(Settings("x", 1, policy), engine())
     assert make_policy(Settings("x", 1, policy), Counts()).name == policy
     assert make_policy(Settings("x", 1, "full"), engine()).name == "full"
 
 
-def test_replaying_policies_need_an_engine_that_replays(monkeypatch):
+def test_replaying_policies_require_replaying_engine(monkeypatch):
     frozen = []
     monkeypatch.setattr(session, "check_freezing", frozen.append)
     with raises("engine-incomplete", "--ckpt-policy sparse", "replay"):
@@ -88,7 +88,7 @@ def test_replaying_policies_need_an_engine_that_replays(monkeypatch):
     assert frozen == [None] and POLICIES[Sparse.name].can_replay
 
 
-def test_options_that_a_policy_does_not_have_are_named():
+def test_unknown_policy_options_are_named():
     with raises("policy-option-unknown", "--ckpt-policy full", "'window'"):
         make_policy(Settings("x", 1, "full", options={"window": 3}), Bare())
 
@@ -104,7 +104,7 @@ def test_options_that_a_policy_does_not_have_are_named():
     ],
     ids=str,
 )
-def test_a_refusal_creates_nothing(given, named, tmp_path, monkeypatch):
+def test_refused_settings_create_no_files(given, named, tmp_path, monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     monkeypatch.setattr("moc.session.tiers.gather", lambda mine: [mine])  # as in a world of one
     monkeypatch.setattr("moc.session.tiers.run_on_rank0", lambda work, _: work())

@@ -55,7 +55,7 @@ def contribution(*done: bool) -> dict[str, float]:
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4))
-def test_totals_count_the_work_that_all_workers_have_done_in_order(workers):
+def test_totals_count_work_in_order(workers):
     contributions = [contribution(*done) for done in workers]
     totals = {name: sum(mine[name] for mine in contributions) for name in contributions[0]}
     common = min([*done, False].index(False) for done in workers)
@@ -65,7 +65,7 @@ def test_totals_count_the_work_that_all_workers_have_done_in_order(workers):
             assert (of_place[f"snapshot_{what}"] == len(workers)) == (place < common)
 
 
-def test_one_that_was_late_does_not_make_the_next_one_late():
+def test_late_snapshot_does_not_delay_next_one():
     mine = contribution(True, True)
     assert [totals_at(mine, place)["snapshot_copied"] for place in range(2)] == [1, 1]
     assert [totals_at(mine, place)["snapshot_bytes"] for place in range(2)] == [1, 2]
@@ -74,11 +74,11 @@ def test_one_that_was_late_does_not_make_the_next_one_late():
     assert not any(contribution().values())
 
 
-def test_entries_are_in_the_same_order_whatever_is_done():
+def test_contribution_entries_have_fixed_order():
     assert list(contribution()) == list(contribution(True, False)) == list(contribution(True, True))
 
 
-def test_an_error_ends_the_run_unless_its_stage_tolerates_it():
+def test_error_ends_run_unless_its_stage_tolerates_it():
     mine = stages()
     lost, full = in_progress(1, False), in_progress(2, False)
     mine.copying.queue.append(lost)

@@ -32,7 +32,7 @@ def failed_with(error: BaseException) -> Future:
     return done
 
 
-def test_what_is_under_way_for_too_long_is_told_once_and_counted():
+def test_slow_write_is_reported_once_and_skips_are_counted():
     log = Log()
     disk = storage(log)
     assert not disk.is_due(9) and disk.is_due(10)
@@ -50,7 +50,7 @@ def test_what_is_under_way_for_too_long_is_told_once_and_counted():
 
 
 @each_row("window", [1, 2, 4])
-def test_a_window_that_is_written_at_once_is_not_slow(window):
+def test_window_written_at_once_is_not_slow(window):
     log = Log()
     disk = storage(log, every=1, late_after=1, publishes_in=lambda: window - 1 + 3)
     for iteration in range(1, 60):
@@ -58,7 +58,7 @@ def test_a_window_that_is_written_at_once_is_not_slow(window):
     assert log.said == [] and log.told == []
 
 
-def test_storage_that_is_slow_in_turns_is_told_once_a_minute():
+def test_intermittently_slow_storage_is_reported_once_a_minute():
     log = Log()
     disk = storage(log, every=2, late_after=2)
     for iteration in range(10, 60, 5):
@@ -68,7 +68,7 @@ def test_storage_that_is_slow_in_turns_is_told_once_a_minute():
     assert sum(kind == "save_skipped" for kind, _ in log.told) == 10
 
 
-def test_what_fails_is_told_once_tried_again_later_and_counted():
+def test_failed_write_is_reported_once_retried_and_counted():
     log = Log()
     disk = storage(log, newest=7)
     disk.begins(20)
@@ -82,7 +82,7 @@ def test_what_fails_is_told_once_tried_again_later_and_counted():
     assert not disk.rests and len(log.said) == 2
 
 
-def test_nothing_goes_there_before_it_is_ready():
+def test_nothing_is_written_before_storage_is_ready():
     thread, ready, log = Background("test"), threading.Event(), Log()
     disk = storage(log, prepare=lambda: thread.submit(ready.wait))
     assert disk.closed and disk.contribution()["storage_closed"] == 1.0
@@ -94,7 +94,7 @@ def test_nothing_goes_there_before_it_is_ready():
     assert disk.problem() is None and not log.said
 
 
-def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
+def test_failed_preparation_is_retried_unless_owned():
     log, tries = Log(), [failed_with(OSError(28, "full")), Future()]
     tries[1].set_result(None)
     disk = storage(log, prepare=lambda: tries.pop(0))
@@ -108,18 +108,18 @@ def test_what_cannot_be_made_ready_is_tried_again_unless_it_is_another_jobs():
     "error, is_tolerable",
     [(OSError(28, "full"), True), (CheckpointError("lacks"), True), (TakenError("taken"), False), (KeyError(1), False)],
 )
-def test_mistakes_and_other_jobs_are_not_tolerated(error, is_tolerable):
+def test_user_errors_and_other_jobs_are_not_tolerated(error, is_tolerable):
     assert (tolerable(failed_with(error)) is not None) == is_tolerable
 
 
-def test_what_is_under_way_or_well_has_not_failed():
+def test_pending_or_successful_write_is_no_failure():
     well = Future()
     assert tolerable(well) is None
     well.set_result(None)
     assert tolerable(well) is None
 
 
-def test_state_that_is_missing_is_a_gauge_and_a_warning_that_is_not_repeated():
+def test_missing_state_is_a_metric_and_one_warning():
     log = Log()
     disk = storage(log)
     disk.lags(None)
@@ -136,7 +136,7 @@ def test_state_that_is_missing_is_a_gauge_and_a_warning_that_is_not_repeated():
     assert len(log.said) == 2  # within a minute of the first warning
 
 
-def test_storage_that_does_not_answer_is_closed_and_reported_once(monkeypatch):
+def test_unresponsive_storage_is_closed_and_reported_once(monkeypatch):
     monkeypatch.setattr("moc.session.saving.storage.LOOKING_S", 0.0)
     log, answers = Log(), Future()
     disk = storage(log, prepare=lambda: answers)

@@ -198,7 +198,7 @@ def needed_rate(case: str, beside: bool) -> float:
 @pytest.mark.slow
 @each_row("beside", [True, False], ids=["memory", "disk"])
 @each_row("case", CASES)
-def test_storage_that_keeps_up_is_not_reported(case, beside):
+def test_fast_enough_storage_is_not_reported(case, beside):
     if not beside and "gradient" in case:
         pytest.skip("gradients need a memory tier")
     run = Run(made(case), 1.5 * needed_rate(case, beside), beside).train(60 * EVERY)
@@ -215,7 +215,7 @@ def test_storage_that_keeps_up_is_not_reported(case, beside):
     ids=["slow", "slow and failing", "slow, every second one fails"],
 )
 @each_row("case", CASES)
-def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
+def test_storage_at_one_third_of_needed_speed_keeps_promise(case, fails, beside):
     """No state is older than promised for the interval at which storage really took snapshots."""
     if not beside and ("gradient" in case):
         pytest.skip("gradients need a memory tier")
@@ -238,7 +238,7 @@ def test_storage_at_a_third_of_the_needed_speed(case, fails, beside):
 
 
 @each_row("case", CASES)
-def test_storage_that_hangs(case):
+def test_hanging_storage_is_reported_and_keeps_its_state(case):
     """Everything is missing since then, and is reported; what was there is still of use."""
     run = Run(made(case), 1.5 * needed_rate(case, True)).train(40 * EVERY)
     before, at = run.survives, run.ledger.iteration
@@ -251,14 +251,14 @@ def test_storage_that_hangs(case):
     assert sum("lags behind" in text for text in run.said) == 1
 
 
-def test_every_policy_is_in_the_table():
+def test_every_policy_is_in_table():
     ours = {name for name, kind in POLICIES.items() if kind.__module__.startswith("moc.")}
     assert {name for name, _ in CASES.values()} == ours
 
 
 @each_row("gradients", [True, False])
 @each_row("slower", [1, 3, 9])
-def test_selective_loses_no_more_tokens_than_the_speed_of_storage_requires(gradients, slower):
+def test_selective_token_loss_is_bounded_by_storage_speed(gradients, slower):
     """The optimum: with n = experts / (experts of a write) writes in a cycle, a cycle takes n times the interval.
 
     Of equally busy experts, half a cycle is lost on average; :func:`steady_risk` is that for any popularity.  The

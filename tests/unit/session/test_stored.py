@@ -62,7 +62,7 @@ def stored(every=5, has_memory_tier=True, policy=None):
     return StorageTier(policy or Policy(), health, ResumePoint(Position()), has_memory_tier)
 
 
-def test_without_memory_every_snapshot_goes_to_storage():
+def test_every_snapshot_goes_to_storage_without_memory_tier():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
     assert there.part_of(plan(3), has_room=False) == plan(3)
@@ -71,7 +71,7 @@ def test_without_memory_every_snapshot_goes_to_storage():
     assert there.plan(3, None, has_room=False) == (plan(3), plan(3))
 
 
-def test_without_memory_a_snapshot_stays_due_while_storage_is_closed():
+def test_snapshot_without_memory_stays_due_until_storage():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
     assert not there.owes(plan(3))
@@ -83,7 +83,7 @@ def test_without_memory_a_snapshot_stays_due_while_storage_is_closed():
     assert there.plan(4, None, has_room=True) == (plan(4), plan(4))  # that of iteration 3 was due
 
 
-def test_beside_memory_a_window_goes_there_from_its_first_snapshot_on_or_not_at_all():
+def test_window_reaches_storage_completely_or_not_at_all():
     there = stored(every=5)
 
     def part_of(plan, has_room):
@@ -98,7 +98,7 @@ def test_beside_memory_a_window_goes_there_from_its_first_snapshot_on_or_not_at_
     assert part_of(plan(9, since=8), False) == plan(9, since=8)
 
 
-def test_the_policy_plans_for_storage_only_what_goes_there():
+def test_policy_plans_for_storage_only_due_snapshots():
     policy = Policy()
     policy.given = plan(4, complete=False)
     there = stored(every=5, policy=policy)
@@ -113,7 +113,7 @@ def test_the_policy_plans_for_storage_only_what_goes_there():
     assert there.plan(8, None, True) == (policy.given, None)
 
 
-def test_without_memory_what_was_due_while_storage_failed_is_taken_as_soon_as_it_may():
+def test_due_snapshot_is_taken_when_storage_works_again():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
     there.begins(plan(4), plan(4))
@@ -132,7 +132,7 @@ def test_without_memory_what_was_due_while_storage_failed_is_taken_as_soon_as_it
     assert there.plan(9, None, True) == (plan(9), plan(9))
 
 
-def test_the_policy_knows_what_was_published():
+def test_policy_is_notified_of_committed_snapshots():
     policy = Policy()
     there = stored(policy=policy)
     there.committed(in_progress(plan(5)))
@@ -140,7 +140,7 @@ def test_the_policy_knows_what_was_published():
     assert policy.told == [(5, True), (6, False)]
 
 
-def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete():
+def test_storage_is_complete_with_newest_snapshot():
     there = stored()
     assert there.has(0)
     there.begins(plan(4), plan(4))
@@ -152,7 +152,7 @@ def test_storage_has_everything_once_the_newest_snapshot_is_there_and_complete()
 
 
 @each_row("has_memory_tier", [True, False])
-def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(has_memory_tier):
+def test_failure_without_memory_starts_new_window(has_memory_tier):
     policy = Policy()
     there, lost = stored(5 if has_memory_tier else None, has_memory_tier, policy), plan(6, False, since=5)
     there.begins(lost, lost)
@@ -165,7 +165,7 @@ def test_a_failure_breaks_the_window_and_without_memory_begins_another_one(has_m
     assert there.newest == 8 and not there.problem
 
 
-def test_partial_snapshots_count_only_on_top_of_a_full_one_which_is_asked_for_once():
+def test_partial_snapshots_need_one_full_snapshot():
     policy = Policy()
     there = stored(policy=policy)
     there.failed(in_progress(plan(5)))

@@ -4,7 +4,7 @@ from moc.session.tiers import Tiers, check_nodes
 from tests.errors import raises
 
 
-def test_tensor_parallel_ranks_may_not_be_on_several_nodes():
+def test_tensor_parallel_ranks_on_several_nodes_are_refused():
     def check(*nodes):
         node = tuple(rank for rank, name in enumerate(nodes) if name == nodes[0])
         check_nodes([0, 1], Tiers(None, None, nodes, True, node, None, 2), "memory")

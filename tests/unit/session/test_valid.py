@@ -26,7 +26,7 @@ def manifest(steps, **state):
         ([None, None], {"optimizer_step": None}), ([None, None], {"optimizer_step": 7}), ([], {}),
     ],
 )  # fmt: skip
-def test_updates_that_agree(steps, state):
+def test_consistent_updates_are_accepted(steps, state):
     check_state(manifest(steps, **state), "it", ENGINE, POLICY)
 
 
@@ -39,13 +39,13 @@ def test_updates_that_agree(steps, state):
         ([7, 7], {"optimizer_step": [7]}),
     ],
 )  # fmt: skip
-def test_updates_that_cannot_be_are_refused(steps, state):
+def test_inconsistent_updates_are_refused(steps, state):
     with pytest.raises(ValueError):
         check_state(manifest(steps, **state), "it", ENGINE, POLICY)
 
 
 @each_row("name", POSITION)
-def test_a_state_without_a_part_of_its_position_is_refused(name):
+def test_state_without_part_of_position_is_refused(name):
     whole = manifest([7])
     del whole.state[name]
     with pytest.raises(ValueError, match=name):

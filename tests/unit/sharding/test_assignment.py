@@ -21,12 +21,12 @@ from tests.unit.sharding.strategies import models_in_layouts
 SHAPE = ModelShape((1, 1), 8, 16, 8, 8, 8, 32, num_experts=4, expert_ffn_hidden_size=16)
 
 
-def test_equation_8_by_hand():
+def test_equation_8_matches_manual_calculation():
     # 100 + 800 parameters, 2 + 12 bytes: optimizer 900 x 12 / 4, weights 100 x 2 / 8 and 800 x 2 / 4
     assert equation_8(100, 800, 2, 12, dp=8, ep=4) == 2700 + 25 + 400
 
 
-def test_with_one_expert_parallel_group_equation_8_is_the_mean():
+def test_equation_8_is_mean_with_one_expert_parallel_group():
     operators = model_operators(SHAPE)
     expert = sum(o.parameters for o in operators if o.kind == "expert")
     other = sum(o.parameters for o in operators) - expert
@@ -35,7 +35,7 @@ def test_with_one_expert_parallel_group_equation_8_is_the_mean():
     assert equation_8(other, expert, 2, 12, 4, 4) == 14 * (other + expert) / 4
 
 
-def test_bounds_by_hand():
+def test_bounds_match_manual_calculation():
     items = [
         SaveItem("layers.0.attention", "weights", 0, 0, 6, (0, 1)),
         SaveItem("layers.1.attention", "weights", 0, 0, 10, (2, 3)),
@@ -58,13 +58,13 @@ def test_bounds_by_hand():
         (1, 4, 3, 3, True),  # Figure 4: one rank saves two experts, the others one
     ],
 )
-def test_equation_9_by_hand(k, layers, dp, ep, unequal):
+def test_equation_9_matches_manual_calculation(k, layers, dp, ep, unequal):
     assert pec_leaves_ranks_unequal(k, layers, dp, ep) == unequal
 
 
 @settings(max_examples=40)
 @given(models_in_layouts())
-def test_no_scheme_goes_below_the_bounds(case):
+def test_no_scheme_is_below_bounds(case):
     shape, layout = case
     items = list_save_items(model_operators(shape), layout)
     for scheme in SCHEMES.values():

@@ -21,7 +21,7 @@ def groups(ranks) -> set:
 
 
 @given(layouts())
-def test_groups_are_those_of_megatron_core(layout):
+def test_groups_match_megatron_core(layout):
     dense = RankGenerator(layout.tp, 1, layout.dp, layout.pp, 1, ORDER)
     stages, slices = range(layout.pp), range(layout.tp)
     assert groups(dense.get_ranks("dp")) == {layout.replicas(tp, pp) for tp in slices for pp in stages}
@@ -33,7 +33,7 @@ def test_groups_are_those_of_megatron_core(layout):
 
 
 @given(layouts())
-def test_groups_of_experts_are_those_of_megatron_core(layout):
+def test_expert_groups_match_megatron_core(layout):
     experts = RankGenerator(layout.etp, layout.ep, layout.expert_dp, layout.pp, 1, ORDER)
     stages, slices, owners = range(layout.pp), range(layout.etp), range(layout.ep)
     assert groups(experts.get_ranks("dp")) == {
@@ -48,7 +48,7 @@ def test_groups_of_experts_are_those_of_megatron_core(layout):
 
 
 @given(layouts(), st.integers(1, 3), st.integers(1, 3))
-def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, per_chunk, vpp):
+def test_stages_get_equal_layers_and_virtual_stages_alternate(layout, per_chunk, vpp):
     layout = ParallelLayout(layout.world, layout.tp, layout.pp, layout.ep, layout.expert_tp, vpp)
     layers = layout.pp * vpp * per_chunk
     stages = [layout.stage_of_layer(layer, layers) for layer in range(layers)]
@@ -63,11 +63,11 @@ def test_every_stage_gets_as_many_layers_and_virtual_stages_alternate(layout, pe
         (dict(world=4, ep=3), "workers-not-divisible", "expert_tp x ep x pp = 3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, code, named):
+def test_mismatched_sizes_are_refused(sizes, code, named):
     with raises(code, named):
         ParallelLayout(**sizes)
 
 
-def test_layers_that_do_not_divide_are_refused():
+def test_indivisible_layers_are_refused():
     with raises("layers-not-divisible", "5 layers"):
         ParallelLayout(2, pp=2).stage_of_layer(0, 5)

@@ -39,7 +39,7 @@ def test_every_item_is_saved_by_one_of_its_holders(scheme, items):
 
 @settings(max_examples=20)
 @given(models_in_layouts(), st.booleans())
-def test_every_byte_of_a_model_is_saved_once(case, zero):
+def test_every_byte_of_model_is_saved_once(case, zero):
     shape, layout = case
     items = list_save_items(model_operators(shape), layout, uses_zero=zero)
     for scheme in SCHEMES.values():
@@ -48,7 +48,7 @@ def test_every_byte_of_a_model_is_saved_once(case, zero):
         )
 
 
-def test_the_result_does_not_depend_on_hash_seeds():
+def test_assignment_does_not_depend_on_hash_seed():
     program = """
 from moc.sharding import *
 items = [SaveItem(f"layers.{i}.mlp", "weights", 0, 0, i % 3 + 1, (0, 1, 2)) for i in range(20)]
@@ -67,35 +67,35 @@ def items(*sizes: int, holders=(0, 1), kind="mlp") -> list[SaveItem]:
     return [SaveItem(f"layers.{i}.{kind}", "weights", 0, 0, size, holders) for i, size in enumerate(sizes)]
 
 
-def test_baseline_is_rank_0_and_the_first_expert_parallel_group():
+def test_baseline_uses_rank_0_and_first_expert_parallel_group():
     here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, holders=(0, 2), kind="expert.0")
     here += items(3, holders=(1, 3), kind="expert.1")
     assert assign_items(here, SCHEMES["baseline"]) == [0, 0, 0, 1]
 
 
-def test_equal_experts_leave_the_rest_where_it_was():
+def test_equal_experts_do_not_move_other_items():
     """MoC, Figure 7: half of what the first group saved goes to the second."""
     here = items(5, 5, holders=(0, 1, 2, 3)) + items(3, 3, holders=(0, 2), kind="expert.0")
     assert assign_items(here, SCHEMES["EE"]) == [0, 0, 0, 2]
 
 
-def test_equal_does_not_look_at_what_else_there_is_and_adaptive_does():
+def test_only_adaptive_sharding_considers_other_state():
     here = items(4, 4) + items(8, holders=(0,), kind="expert.0")
     assert assign_items(here, SCHEMES["EE+EN"]) == [0, 1, 0]
     assert assign_items(here, SCHEMES["EE+AN"]) == [1, 1, 0]
 
 
-def test_adaptive_takes_the_largest_first():
+def test_adaptive_assigns_largest_item_first():
     assert assign_items(items(2, 3, 7, 4), SCHEMES["EE+AN"]) == [0, 1, 0, 1]
 
 
-def test_ties_go_to_the_first_item_and_the_lowest_rank():
+def test_ties_use_first_item_and_lowest_rank():
     assert assign_items(items(4, 4, 4, 4, holders=(1, 2, 5)), SCHEMES["EE+AN"]) == [1, 2, 5, 1]
 
 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
-def test_greedy_is_within_grahams_bound_of_the_best(sizes, ranks):
+def test_greedy_is_within_grahams_bound_of_optimum(sizes, ranks):
     here = items(*sizes, holders=tuple(range(ranks)))
     best = min(max(bytes_by_rank(here, savers, ranks)) for savers in itertools.product(range(ranks), repeat=len(here)))
     bottleneck = max(bytes_by_rank(here, assign_items(here, SCHEMES["EE+AN"]), ranks))
@@ -112,7 +112,7 @@ def test_greedy_from_any_load_is_within_one_item_of_even(sizes, before):
 
 
 @given(item_lists(), st.lists(st.integers(0, 60), min_size=8, max_size=8))
-def test_greedy_always_takes_the_least_loaded_holder(here, before):
+def test_greedy_always_takes_least_loaded_holder(here, before):
     fixed = [SaveItem(f"layers.99.expert.{r}", "optimizer", 0, 0, size, (r,)) for r, size in enumerate(before) if size]
     expected, total = {}, dict(enumerate(before))
     for item in (item for item in here if len(item.holders) == 1):
@@ -127,11 +127,11 @@ def test_greedy_always_takes_the_least_loaded_holder(here, before):
 
 
 @each_row("name", SCHEMES)
-def test_a_flag_names_a_scheme(name):
+def test_flag_names_scheme(name):
     assert parse_scheme(name) == SCHEMES[name]
 
 
-def test_a_flag_names_two_rules():
+def test_flag_names_two_rules():
     assert (
         parse_scheme("baseline,adaptive")
         == parse_scheme("baseline, adaptive")
@@ -149,12 +149,12 @@ def test_a_flag_names_two_rules():
         (",", ["''"]),
     ],
 )
-def test_a_flag_that_names_nothing_is_refused(text, named):
+def test_flag_with_unknown_rule_is_refused(text, named):
     with raises("sharding-rule-unknown", *named):
         parse_scheme(text)
 
 
-def test_a_rule_in_one_file_is_known_and_cannot_break_the_contract():
+def test_rule_file_is_registered_and_checked():
     @rule("last")
     def last(items, load):
         return [item.holders[-1] for item in items]

@@ -28,7 +28,7 @@ def covered(items) -> dict:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=10), st.integers(1, 8))
-def test_zero_gives_every_element_to_one_part_and_equal_parts_to_all(sizes, parts):
+def test_zero_splits_elements_equally_without_overlap(sizes, parts):
     seen, of_part = defaultdict(list), Counter()
     for segment, part, start, stop in partition_flat_buffer(sizes, parts):
         assert start < stop and part < parts
@@ -39,7 +39,7 @@ def test_zero_gives_every_element_to_one_part_and_equal_parts_to_all(sizes, part
 
 
 @given(models_in_layouts(), st.booleans())
-def test_every_byte_of_the_model_is_there_once(case, zero):
+def test_every_byte_of_model_is_one_item(case, zero):
     shape, layout = case
     items = list_save_items(model_operators(shape), layout, STATE, uses_zero=zero)
     total = Counter()
@@ -64,7 +64,7 @@ def test_holders_are_replicas_and_zero_leaves_one_of_each(case):
 EXPERTS = ModelShape((1, 0), 8, 8, 8, 8, 8, 8, num_experts=4, expert_ffn_hidden_size=8)
 
 
-def test_operators_are_where_megatron_core_puts_them():
+def test_operators_are_on_ranks_of_megatron_core():
     """Two stages of four ranks; two expert-parallel groups of two ranks in each."""
     weights = list_save_items(model_operators(EXPERTS), ParallelLayout(8, pp=2, ep=2), StateBytes(master=0, moments=0))
     holders = {item.operator: item.holders for item in weights}
@@ -83,7 +83,7 @@ def test_only_chosen_experts_are_saved():
     assert [item for item in items if not item.is_expert] == others
 
 
-def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
+def test_master_weights_of_unselected_experts_can_be_kept():
     items = list_save_items(
         model_operators(EXPERTS),
         ParallelLayout(4, ep=2),
@@ -107,13 +107,13 @@ def test_master_weights_of_experts_that_were_not_chosen_can_be_kept():
         (ParallelLayout(4, pp=4), "layers-not-divisible", "4 pipeline stages"),
     ],
 )
-def test_what_does_not_divide_is_refused(layout, code, named):
+def test_indivisible_model_is_refused(layout, code, named):
     with raises(code, named):
         list_save_items(model_operators(EXPERTS), layout, STATE)
 
 
 @each_row("begin", [0, 4096])
-def test_pieces_are_a_64th_of_an_even_share_in_whole_pages(begin):
+def test_chunks_are_a_64th_of_even_share_in_full_pages(begin):
     item = SaveItem("embedding", "weights", None, begin, begin + (64 << 20), (0, 1))
     size = 32 * 1024 * 1024 // 64
     starts = [piece.start for piece in cut_large_items([item])]
@@ -123,7 +123,7 @@ def test_pieces_are_a_64th_of_an_even_share_in_whole_pages(begin):
 
 
 @given(item_lists(holders=(0, 1, 2)), st.integers(1, 50_000))
-def test_cutting_keeps_every_byte_and_leaves_nothing_larger_than_an_even_share(items, factor):
+def test_split_keeps_bytes_and_limits_part_size(items, factor):
     items = [type(i)(i.operator, i.slot, i.slice, 0, i.stop * factor, i.holders) for i in items]
     pieces = cut_large_items(items)
     assert covered(pieces) == covered(items)

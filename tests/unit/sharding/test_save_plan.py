@@ -122,7 +122,7 @@ def test_nodes_save_equal_chunks_and_storage_gets_each_once(world, plan, scheme,
 
 @settings(max_examples=30, deadline=None)
 @given(worlds(), plans(), st.sampled_from(EVERY_SCHEME))
-def test_every_rank_finds_the_same(world, plan, scheme):
+def test_every_rank_computes_same_plan(world, plan, scheme):
     here = told(world)
     elsewhere = {rank: unpack_descriptors(pack_descriptors(holdings)) for rank, holdings in reversed(here.items())}
     backwards = dict(reversed(plan.items()))
@@ -131,7 +131,7 @@ def test_every_rank_finds_the_same(world, plan, scheme):
 
 @settings(max_examples=30, deadline=None)
 @given(worlds(), plans())
-def test_a_rank_saves_as_many_bytes_as_the_rules_counted(world, plan):
+def test_rank_saves_as_many_bytes_as_rules_counted(world, plan):
     """So what ZeRO gives to one rank alone is load to them."""
     stage, scheme = StageReplicas(told(world)), SCHEMES["AE+AN"]
     items, counted = stage.items(plan), dict.fromkeys(world.ranks, 0)
@@ -164,7 +164,7 @@ def world(tp: int = 1, dp: int = 2, zero: bool = False) -> World:
 FULL = {"layers.0.attention": Detail.FULL}
 
 
-def test_slices_and_what_is_not_sliced_are_items_with_the_holders_of_their_own():
+def test_sliced_and_unsliced_items_have_own_holders():
     items = StageReplicas(told(world(tp=2, dp=2))).items(FULL)
     assert {(i.slice, i.nbytes, i.holders) for i in items} == {
         (None, 6 * 12, (0, 1, 2, 3)), (0, 1500 * 12, (0, 2)), (1, 1500 * 12, (1, 3))
@@ -172,7 +172,7 @@ def test_slices_and_what_is_not_sliced_are_items_with_the_holders_of_their_own()
     assert {(item.operator, item.slot) for item in items} == {("layers.0.attention", "optimizer")}
 
 
-def test_a_large_operator_is_cut_and_the_parts_of_a_rank_are_joined():
+def test_large_operator_is_split_and_rank_parts_joined():
     here = world(dp=2)
     parts = plan_shards(StageReplicas(told(here)), FULL, SCHEMES["EE+EN"])
     by_rank = [select_fragments(here.fragments(rank, FULL), parts[rank]) for rank in (0, 1)]
@@ -187,7 +187,7 @@ def test_a_large_operator_is_cut_and_the_parts_of_a_rank_are_joined():
 
 
 @each_row("sharded", [False, True])
-def test_only_copies_on_the_first_stage_that_holds_any_are_candidates(sharded):
+def test_candidates_are_copies_on_first_holding_stage(sharded):
     """Tied embeddings: the last pipeline stage has copies too."""
 
     def holdings(replica: tuple[int, ...]) -> list[ReplicaDescriptor]:
@@ -200,7 +200,7 @@ def test_only_copies_on_the_first_stage_that_holds_any_are_candidates(sharded):
     assert holdings((1, 0, 0)) == holdings((1, 0, 1)) == []
 
 
-def test_holdings_that_do_not_fit_together_are_refused():
+def test_inconsistent_replica_descriptors_are_refused():
     everyone = told(world(tp=2))
     with raises("holdings-misfit", "layers.0.attention", "18000 of 36000"):
         StageReplicas({rank: everyone[rank] for rank in (0, 2)})  # the first slice alone
@@ -209,7 +209,7 @@ def test_holdings_that_do_not_fit_together_are_refused():
         StageReplicas({0: other[0], 1: [h._replace(replica_id="something else") for h in other[1]]})
 
 
-def test_a_part_of_what_was_not_described_is_refused():
+def test_chunk_of_undescribed_tensor_is_refused():
     fragments = world().fragments(0, FULL)
     with raises("holdings-misfit", "layers.9.mlp"):
         select_fragments(fragments, [ByteRange("layers.9.mlp", "abc", 0, 8)])
@@ -218,7 +218,7 @@ def test_a_part_of_what_was_not_described_is_refused():
         select_fragments(world().fragments(0, {"layers.0.attention": Detail.COMPUTE}), parts)
 
 
-def test_the_order_of_items_does_not_depend_on_the_way_of_the_holdings():
+def test_item_order_is_independent_of_replica_order():
     """Ties would go another way on a rank that does not unpack its own."""
     biases = [ReplicaDescriptor(f"layers.{n}.router", "full", "weights", f"copy {n}", 4, 4) for n in (1, 2)]
     here = {0: [ReplicaDescriptor("layers.2.router", "full", "optimizer", "", 8, 0), *biases], 1: biases}
@@ -230,7 +230,7 @@ def test_the_order_of_items_does_not_depend_on_the_way_of_the_holdings():
     assert [item.operator for item in items if item.slot == "weights"] == ["layers.1.router", "layers.2.router"]
 
 
-def test_on_the_wire_what_has_copies_comes_first_and_replicas_send_the_same_of_it():
+def test_replicated_state_is_sent_first_in_equal_shares():
     copies = [ReplicaDescriptor(f"layers.{n}.router", "full", "weights", f"copy {n}", 4, 4) for n in (1, 2)]
     alone = [ReplicaDescriptor("output", "full", "optimizer", "", size, 0) for size in (8, 12)]
     texts = [pack_descriptors([one, *copies]) for one in alone]
@@ -239,6 +239,6 @@ def test_on_the_wire_what_has_copies_comes_first_and_replicas_send_the_same_of_i
     assert texts[0][:middle] == texts[1][:middle] and texts[0][middle:] != texts[1][middle:]
 
 
-def test_an_unknown_rule_is_refused():
+def test_unknown_rule_is_refused():
     with raises("sharding-rule-unknown", "'x'", "adaptive", "baseline", "equal"):
         plan_shards(StageReplicas(told(world())), FULL, ShardingScheme("equal", "x"))

@@ -14,20 +14,20 @@ from tests.errors import raises
 from tests.unit.simulate.setups import small_setup
 
 
-def test_the_formula_of_section_2_4():
+def test_expected_ettr_matches_formula_of_section_2_4():
     saving = SimulatedCosts("full", interval=20, stall_s=6, replay_s=3)
     expected = 1 / (1 + 6 / (3 * 20)) / (1 + 0.5 * 20 * 3 / 600)
     assert expected_ettr(saving, 3, 600) == pytest.approx(expected)
     assert expected_ettr(saving, 3, math.inf) == pytest.approx(1 / 1.1)
 
 
-def test_a_sparse_window_recovers_in_one_and_a_half_of_it():
+def test_sparse_recovery_takes_one_and_a_half_windows():
     assert recovery_s(SimulatedCosts("sparse", 6, lag=6, replay_s=2)) == 1.5 * 6 * 2
 
 
 @settings(deadline=None)
 @given(st.floats(0.1, 60), st.floats(0.5, 10), st.floats(120, 1e5), st.floats(0, 600))
-def test_no_other_interval_is_better_and_young_is_near(stall_s, iteration_s, mtbf_s, restart_s):
+def test_best_interval_is_optimal_and_near_young(stall_s, iteration_s, mtbf_s, restart_s):
     saving = SimulatedCosts("full", 1, stall_s, restart_s=restart_s, replay_s=iteration_s + stall_s)
     best = best_interval(saving, iteration_s, mtbf_s)
 
@@ -41,14 +41,14 @@ def test_no_other_interval_is_better_and_young_is_near(stall_s, iteration_s, mtb
         assert young / 1.2 < best < 1.2 * young
 
 
-def test_an_interval_is_not_shorter_than_a_checkpoint_takes():
+def test_interval_is_not_shorter_than_checkpoint_time():
     saving = SimulatedCosts("full", 1, 0.0, replay_s=1)
     assert best_interval(saving, 1, 600, at_least=7) == 7
     with raises("interval-unlimited"):
         best_interval(saving, 1, math.inf)
 
 
-def test_the_cap_on_overhead():
+def test_interval_respects_overhead_cap():
     interval = capped_interval(stall_s=9, iteration_s=3, cap=0.03)
     assert interval == 100 and 9 / (99 * 3) > 0.03 >= 9 / (100 * 3)
     assert capped_interval(0, 3, 0.03, at_least=14) == 14
@@ -57,13 +57,13 @@ def test_the_cap_on_overhead():
 
 
 @each_row("change", [{"interval": 0}, {"lag": -1}, {"stall_s": -1}, {"restart_s": math.nan}], ids=str)
-def test_a_policy_that_cannot_be_is_refused(change):
+def test_invalid_policy_costs_are_refused(change):
     with pytest.raises(ValueError, match="full: "):
         SimulatedCosts("full", **change)
 
 
 @given(st.integers(0, 40), st.floats(0.1, 5), st.floats(0.1, 5), st.floats(0, 300))
-def test_replayed_iterations_and_their_seconds_agree(conversion, conversion_s, replay_s, iterations):
+def test_replayed_iterations_and_seconds_agree(conversion, conversion_s, replay_s, iterations):
     saving = SimulatedCosts("sparse", 10, replay_s=replay_s, conversion_s=conversion_s, conversion=conversion)
     assert saving.replayed(saving.replay_total_s(iterations)) == pytest.approx(iterations, abs=1e-6)
 
@@ -76,7 +76,7 @@ def test_replayed_iterations_and_their_seconds_agree(conversion, conversion_s, r
     mtbf_s=st.floats(60, 1e5),
     rarer=st.floats(1, 100),
 )
-def test_rarer_failures_are_never_expected_to_cost_more(name, iteration_s, snapshot_s, mtbf_s, rarer):
+def test_expected_cost_decreases_with_rarer_failures(name, iteration_s, snapshot_s, mtbf_s, rarer):
     setup = small_setup(iteration_s, snapshot_s)
 
     def ettr(chosen_for_s, mtbf_s):

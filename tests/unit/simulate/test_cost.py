@@ -22,7 +22,7 @@ from tests.unit.simulate.setups import OPERATORS, small_cluster
 WORK = Work(global_batch=64, micro_batch=4, seq_length=512, hidden_size=256, topk=2, pipelines=1)
 
 
-def test_a_pipeline_takes_m_plus_s_minus_1_times_its_slowest_stage():
+def test_pipeline_takes_m_plus_s_minus_1_slowest_stages():
     timing = estimate(OPERATORS, ParallelLayout(world=16, pp=4, ep=4), small_cluster(), WORK)
     assert (timing.micro_batches, timing.stages) == (16, 4)
     assert timing.pipeline_s == pytest.approx((16 + 4 - 1) * timing.slowest_s)
@@ -30,14 +30,14 @@ def test_a_pipeline_takes_m_plus_s_minus_1_times_its_slowest_stage():
     assert timing.without_bubbles == 16 / 19
 
 
-def test_virtual_stages_shorten_the_warm_up():
+def test_virtual_stages_shorten_warm_up():
     plain, interleaved = (
         estimate(OPERATORS, ParallelLayout(16, pp=4, ep=4, vpp=v), small_cluster(), WORK) for v in (1, 3)
     )
     assert interleaved.pipeline_s == pytest.approx((16 + 3 / 3) * plain.slowest_s)
 
 
-def test_computation_is_six_operations_for_each_active_parameter_and_token():
+def test_flops_are_six_per_active_parameter_and_token():
     cluster = small_cluster(gpus=1, utilisation=0.5)
     work = dataclasses.replace(WORK, topk=2)
     timing = estimate(OPERATORS, ParallelLayout(world=1), cluster, work)
@@ -47,7 +47,7 @@ def test_computation_is_six_operations_for_each_active_parameter_and_token():
     assert timing.pipeline_s == pytest.approx(6 * 64 * 512 * active / (0.5 * 312e12))
 
 
-def test_a_message_costs_alpha_and_beta():
+def test_message_costs_latency_and_bandwidth():
     cluster = small_cluster(latency_s=1e-3)
     assert message_s(cluster, 1e9, 1, False) == 0
     near, far = (message_s(cluster, 1e9, 8, across) for across in (False, True))
@@ -55,7 +55,7 @@ def test_a_message_costs_alpha_and_beta():
     assert far == pytest.approx(3e-3 + 7 / 8 * 1e9 / (cluster.inter_bandwidth / 4))
 
 
-def test_more_of_anything_takes_longer_or_shorter_as_it_should():
+def test_estimated_time_changes_monotonically_with_inputs():
     layout, cluster = ParallelLayout(world=16, pp=4, ep=4), small_cluster()
     base = estimate(OPERATORS, layout, cluster, WORK).iteration_s
     assert estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, global_batch=128)).iteration_s > base
@@ -65,7 +65,7 @@ def test_more_of_anything_takes_longer_or_shorter_as_it_should():
     assert hidden.sync_s == 0 < estimate(OPERATORS, layout, cluster, dataclasses.replace(WORK, overlap=0.0)).sync_s
 
 
-def test_stages_hold_neighbours_as_evenly_as_they_go():
+def test_stages_contain_contiguous_balanced_layers():
     stages = split_stages(OPERATORS, 4)
     assert [o.name for stage in stages for o in stage] == [o.name for o in OPERATORS]
     layers = [{o.layer for o in stage} - {None} for stage in stages]
@@ -74,7 +74,7 @@ def test_stages_hold_neighbours_as_evenly_as_they_go():
         split_stages(OPERATORS, 7)
 
 
-def test_what_does_not_fit_is_refused():
+def test_unsupported_work_is_refused():
     with raises("batch-not-divisible", "64", "5"):
         estimate(
             OPERATORS, ParallelLayout(world=16, pp=4, ep=4), small_cluster(), dataclasses.replace(WORK, micro_batch=5)
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused():
         Work(overlap=2)
 
 
-def test_only_a_name_that_says_so_has_bandwidths_that_were_fitted():
+def test_only_fitted_presets_have_fitted_bandwidths():
     """A GPU reaches no less than tens of GB/s over PCIe, whatever makes a paper's figures come out."""
     for name in ("a100-80gb", "h100-80gb"):
         assert 20e9 <= CLUSTERS[name].host_bandwidth <= 64e9 and CLUSTERS[name].replay_slowdown == 1
@@ -94,7 +94,7 @@ def test_only_a_name_that_says_so_has_bandwidths_that_were_fitted():
     assert slow == set(FITTED) and all(name in EXPLAINED for name in CLUSTERS)
 
 
-def test_clusters_by_name():
+def test_cluster_is_found_by_name():
     assert cluster_named("h100-80gb") == CLUSTERS["h100-80gb"]
     assert cluster_named("a100-80gb:16384").nodes == 2048
     with raises("cluster-unknown", "b200"):

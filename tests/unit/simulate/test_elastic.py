@@ -21,7 +21,7 @@ def four_nodes(**changes) -> ElasticMembers:
     return ElasticMembers(2, 4, **given)
 
 
-def test_survival_is_that_of_the_plan():
+def test_survival_matches_placement_plan():
     members = four_nodes()
     assert [members.survival(4, lost) for lost in range(6)] == pytest.approx([1, 1, 4 / 6, 0, 0, 0])
     several = four_nodes(stages=((EQUAL, (10**6, 2 * 10**6, 10**6, 2 * 10**6)),))  # one order of nodes for all layers
@@ -30,7 +30,7 @@ def test_survival_is_that_of_the_plan():
     assert [everywhere.survival(4, lost) for lost in (1, 2, 3, 4)] == [1, 1, 1, 0]
 
 
-def test_a_stage_dies_with_all_of_its_nodes():
+def test_stage_is_lost_with_all_of_its_nodes():
     members = four_nodes(stages=((EQUAL[:2],), ()))  # all experts on each node; the other stage is dense
     assert [members.survival(4, lost) for lost in range(5)] == pytest.approx([1, 1, 4 / 6, 0, 0])
     assert members.survival(3, 1) == pytest.approx(2 / 3)  # 2 nodes and 1
@@ -40,7 +40,7 @@ def test_a_stage_dies_with_all_of_its_nodes():
     assert [crowded.trained_on(nodes) for nodes in (4, 3, 2)] == [8, 6, 4]
 
 
-def test_of_many_nodes_survival_is_known_or_bounded_from_below():
+def test_survival_of_many_nodes_is_bounded_from_below():
     loads = tuple(range(1, 17))
     members = ElasticMembers(20, 40, stages=((loads, loads[::-1]),), settings=ElasticSettings(slots=2))
     chances = [members.survival(40, lost) for lost in range(41)]
@@ -54,19 +54,19 @@ def test_ranks_round_micro_batches_up():
     assert piped.slowdown(4) == 1 and piped.slowdown(3) == pytest.approx((8 + 1) / (4 + 1))  # 2 + 1 nodes: D is 1
 
 
-def test_the_busiest_rank_is_waited_for():
+def test_busiest_rank_determines_load_factor():
     uneven = ElasticMembers(2, 2, stages=(((3, 1),),), share=0.5, settings=ElasticSettings(slots=1, least=1))
     assert uneven.load_factor(2) == pytest.approx(1 + 0.5 * (3 / 2 - 1))
 
 
-def test_slots_hold_all_replicas_on_the_fewest_nodes():
+def test_default_slots_fit_all_replicas_on_fewest_nodes():
     assert four_nodes(settings=ElasticSettings()).slots == 4  # 2 of each of 4 experts on 2 nodes
     assert four_nodes(settings=ElasticSettings(), ranks=4).slots == 1
     with pytest.raises(ValueError, match="2 slots"):
         four_nodes(settings=ElasticSettings(slots=1))
 
 
-def test_loads_of_another_number_of_experts():
+def test_loads_are_stretched_to_other_number_of_experts():
     assert stretched([1, 4, 2, 3], 4) == [4, 3, 2, 1]
     assert stretched([40, 20], 4) == [40, 35, 25, 20] and stretched([40, 30, 20, 10], 2) == [35, 15]
 
@@ -81,13 +81,13 @@ def run(*events: ClusterEvent, members: VaryingNodes | None = None, seed: int = 
     return simulate(job, Faults(trace=events), saving)
 
 
-def test_a_loss_that_leaves_every_expert_replays_nothing():
+def test_loss_that_leaves_every_expert_replays_nothing():
     result = run(ClusterEvent(31, lost=1))
     assert result.recovery_s == 5 and result.replayed == 0 and not result.fallbacks
     assert result.samples == pytest.approx(512 * (31 + 64 / 1.5)) and result.nodes_s == pytest.approx({3: 69, 4: 31})
 
 
-def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
+def test_two_losses_use_storage_only_if_an_expert_is_lost():
     found = [run(ClusterEvent(31, lost=2), seed=seed) for seed in range(100)]
     fatal = [result for result in found if result.fallbacks]
     assert len(fatal) / len(found) == pytest.approx(2 / 6, abs=0.12)
@@ -98,7 +98,7 @@ def test_two_at_once_go_back_to_storage_as_often_as_an_expert_is_lost():
     assert {result.recovery_s for result in found if not result.fallbacks} == {5}
 
 
-def test_a_second_loss_counts_with_the_first_until_training_goes_on():
+def test_second_loss_joins_incident_until_training_resumes():
     """Until then, new replicas are nowhere; afterwards, three nodes hold all experts twice or once."""
     together = [run(ClusterEvent(31, lost=1), ClusterEvent(33, lost=1), seed=seed) for seed in range(100)]
     assert sum(bool(result.fallbacks) for result in together) / 100 == pytest.approx(2 / 6, abs=0.12)
@@ -108,13 +108,13 @@ def test_a_second_loss_counts_with_the_first_until_training_goes_on():
     )
 
 
-def test_nodes_that_wait_keep_what_they_hold():
+def test_waiting_nodes_keep_their_state():
     events = ClusterEvent(31, lost=1), ClusterEvent(40, lost=2), ClusterEvent(60, gained=1)
     result = run(*events, members=four_nodes(settings=ElasticSettings(slots=4)))
     assert result.idle_s == 20 and not result.fallbacks and result.replayed == 0
 
 
-def test_checkpoints_are_as_rare_as_the_losses_that_need_them():
+def test_checkpoint_interval_follows_rate_of_fatal_losses():
     setup = dataclasses.replace(small_setup(pp=1), members=VaryingNodes(2, 4))
     whole_s = setup.total_iterations * setup.iteration_s
 

@@ -37,20 +37,20 @@ def assert_adds_up(result):
     assert sum(result.goodput) * result.wall_s / len(result.goodput) == pytest.approx(result.samples, rel=1e-6, abs=1)
 
 
-def test_a_rollback_replays_from_the_newest_checkpoint():
+def test_rollback_replays_from_newest_checkpoint():
     result = run(DENSE, ClusterEvent(27.5, lost=1))
     assert result.recovery_s == pytest.approx(0.5 + 5 + 7)  # the iteration cut short, the restart, iterations 20 to 27
     assert result.replayed == 7 and result.longest_s == 12
     assert result.useful_s == pytest.approx(100 - 12.5) and result.iterations == 87
 
 
-def test_a_checkpoint_that_is_not_safe_yet_is_passed_over():
+def test_undurable_checkpoint_is_skipped():
     lagging = dataclasses.replace(DENSE, lag=8)
     assert run(lagging, ClusterEvent(27.5, lost=1)).replayed == 17
     assert run(lagging, ClusterEvent(28.5, lost=1)).replayed == 8
 
 
-def test_a_failure_during_a_rollback_starts_over_from_what_was_replayed():
+def test_failure_during_rollback_resumes_from_replayed_state():
     # 27.5: back to 20; at 32.5 the replay begins; 4 iterations later, nothing newer than 20 is there.
     result = run(DENSE, ClusterEvent(27.5, lost=1), ClusterEvent(36.5, lost=1))
     assert result.recovery_s == pytest.approx(0.5 + 9 + 5 + 7)
@@ -60,7 +60,7 @@ def test_a_failure_during_a_rollback_starts_over_from_what_was_replayed():
     assert result.replayed == (27 - 16) + (27 - 16)
 
 
-def test_a_window_replays_its_iterations_and_those_since():
+def test_window_recovery_replays_its_and_later_iterations():
     # 11 iterations: the newest whole window is that of 4 to 7, so 7 iterations, 4 of them with frozen operators.
     result = run(WINDOW, ClusterEvent(11.25, lost=1))
     assert result.replayed == 7
@@ -86,7 +86,7 @@ def test_neighbouring_stages_restart_together():
     assert found == {1, 2, 3}
 
 
-def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
+def test_too_many_lost_nodes_restore_from_storage():
     storage = SimulatedCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
     assert run(saving, ClusterEvent(31.0, lost=2)).replayed == 31 - 24
@@ -94,21 +94,21 @@ def test_more_nodes_at_once_than_memory_survives_come_back_from_storage():
     assert far.replayed == 31 - 25 and far.recovery_s == pytest.approx(20 + 6)
 
 
-def test_while_everybody_replays_one_more_failure_makes_all_of_them_start_over():
+def test_failure_during_full_replay_restarts_replay():
     storage = SimulatedCosts("full", interval=25, restart_s=20, replay_s=1)
     saving = dataclasses.replace(WINDOW, survives=2, beyond=storage)
     result = run(saving, ClusterEvent(31.0, lost=3), ClusterEvent(54.0, lost=1))
     assert result.recovery_s == pytest.approx(20 + 3 + 20 + 6) and result.failures == 2
 
 
-def test_without_spares_the_job_waits_for_a_node():
+def test_job_without_spares_waits_for_node():
     result = run(DENSE, ClusterEvent(20.0, lost=1), ClusterEvent(50.0, gained=1), available=4)
     assert result.idle_s == pytest.approx(30) and result.recovery_s == pytest.approx(5)
     spare = run(DENSE, ClusterEvent(20.0, lost=1), ClusterEvent(50.0, gained=1), available=5)
     assert spare.idle_s == 0
 
 
-def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
+def test_elastic_job_shrinks_and_grows_again():
     elastic = SimulatedCosts("elastic", interval=1, restart_s=5, replay_s=1, members=VaryingNodes(1, 4, grow_s=5))
     result = run(elastic, ClusterEvent(20.0, lost=1), ClusterEvent(65.0, gained=1), available=4)
     assert result.idle_s == 0 and result.recovery_s == pytest.approx(5 + 5, abs=1.4)
@@ -121,7 +121,7 @@ def test_an_elastic_job_goes_on_with_what_is_left_and_grows_again():
     assert run(pairs, ClusterEvent(20.0, lost=1), available=4).samples == pytest.approx(512 * (20 + 75 / 2), rel=0.01)
 
 
-def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
+def test_fewer_nodes_count_by_computed_samples():
     """So a job that goes on with half of its nodes is not as good as one that has all of them."""
     elastic = SimulatedCosts("elastic", interval=10, stall_s=2, restart_s=5, replay_s=1, members=VaryingNodes(1, 4))
     halved = run(elastic, ClusterEvent(0.0, lost=2), available=4, wall_s=1000)
@@ -134,7 +134,7 @@ def test_what_fewer_nodes_compute_is_as_useful_as_the_samples_that_it_makes():
     assert_adds_up(halved)
 
 
-def test_lost_nodes_come_back_after_repair():
+def test_lost_nodes_return_after_repair():
     faults = Faults(trace=(ClusterEvent(10**9, lost=1),))
     one = SimulatedJob(1.0, nodes=4, wall_s=1000, spares=0, repair_s=50, seed=3)
     result = simulate(one, Faults(300.0), DENSE)
@@ -153,7 +153,7 @@ def test_lost_nodes_come_back_after_repair():
     repair_s=st.sampled_from([60.0, 3600.0, math.inf]),
     seed=st.integers(0, 10**6),
 )
-def test_time_is_neither_lost_nor_made(name, mtbf_s, evenly, together, while_training, spares, repair_s, seed):
+def test_simulated_time_adds_up(name, mtbf_s, evenly, together, while_training, spares, repair_s, seed):
     setup = small_setup()
     job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=repair_s, seed=seed)
     faults = Faults(mtbf_s, evenly, together, while_training=while_training)
@@ -169,7 +169,7 @@ def test_time_is_neither_lost_nor_made(name, mtbf_s, evenly, together, while_tra
     changes=st.lists(st.integers(-4, 4).filter(bool), min_size=30, max_size=30),
     available=st.integers(0, 8),
 )
-def test_traces_add_up_too(name, gaps, changes, available):
+def test_simulated_traces_add_up(name, gaps, changes, available):
     times = itertools.accumulate(gaps)
     events = [ClusterEvent(at, max(0, -n), max(0, n)) for at, n in zip(times, changes, strict=False)]
     job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, available=available)
@@ -179,7 +179,7 @@ def test_traces_add_up_too(name, gaps, changes, available):
 
 
 @each_row("name", sorted(POLICIES))
-def test_the_same_seed_gives_the_same_run(name):
+def test_same_seed_gives_same_run(name):
     def once(seed):
         job = SimulatedJob(2.0, nodes=4, stages=4, seed=seed, spares=2, repair_s=900)
         return simulate(job, Faults(900.0), POLICIES[name](small_setup(), Options()))
@@ -188,7 +188,7 @@ def test_the_same_seed_gives_the_same_run(name):
 
 
 @each_row("name", sorted(set(POLICIES) - {"none"}))
-def test_rarer_failures_leave_more_time(name):
+def test_ettr_increases_with_rarer_failures(name):
     ettr = [
         fmean(
             simulate(
@@ -204,7 +204,7 @@ def test_rarer_failures_leave_more_time(name):
 
 
 @each_row("name", sorted(POLICIES))
-def test_without_failures_the_overhead_alone_is_lost(name):
+def test_run_without_failures_loses_only_overhead(name):
     strategy = POLICIES[name](small_setup(), Options(mtbf_s=900))
     stall_s = strategy.saving.per_iteration_s()
     result = simulate(SimulatedJob(2.0, nodes=4), Faults(math.inf), strategy)
@@ -213,14 +213,14 @@ def test_without_failures_the_overhead_alone_is_lost(name):
 
 
 @each_row("saving", [dataclasses.replace(DENSE, stall_s=3), WINDOW], ids=lambda s: s.name)
-def test_failures_in_training_time_come_to_the_closed_form(saving):
+def test_failures_in_training_time_match_closed_form(saving):
     saving = dataclasses.replace(saving, replay_s=saving.replay_s + (0 if saving.local else saving.per_iteration_s()))
     faults = Faults(100.0, while_training=True)
     ettr = fmean(simulate(SimulatedJob(1.0, nodes=4, wall_s=200_000, seed=s), faults, saving).ettr for s in range(5))
     assert ettr == pytest.approx(expected_ettr(saving, 1.0, 100.0), abs=0.01)
 
 
-def test_the_work_follows_from_the_failures_alone():
+def test_simulation_work_depends_only_on_failures():
     """So twelve hours of 16,384 GPUs take as long as of 16."""
 
     def steps(iteration_s, nodes):
@@ -237,7 +237,7 @@ def test_the_work_follows_from_the_failures_alone():
     assert more == failures and many <= 2 * failures + 1 and few <= 2 * failures + 1
 
 
-def test_k_rises_when_failures_have_cost_its_share():
+def test_k_increases_when_failures_consume_its_share():
     options = Options(k=1, plt_limit=0.01, interval=5)
     result = simulate(SimulatedJob(2.0, nodes=4), Faults(600.0), POLICIES["pec"](small_setup(), options))
     assert result.k > 1 and 0 < result.plt <= 0.01
@@ -249,12 +249,12 @@ def test_k_rises_when_failures_have_cost_its_share():
 
 
 @each_row("change", [{"iteration_s": 0}, {"nodes": 0}, {"wall_s": -1}, {"spares": -1}, {"parts": 0}], ids=str)
-def test_a_job_that_cannot_be_is_refused(change):
+def test_invalid_job_is_refused(change):
     with raises("value-out-of-range", str(*change.values())):
         SimulatedJob(**{"iteration_s": 1.0, **change})
 
 
-def test_a_trace_in_training_time_names_places_of_the_run():
+def test_trace_in_training_time_names_positions_of_run():
     places = (
         ClusterEvent(27.5, lost=1),
         ClusterEvent(28.25, lost=1),

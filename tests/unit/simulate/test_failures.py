@@ -18,28 +18,28 @@ def first(faults: Faults, count: int, seed: int = 0) -> list[ClusterEvent]:
     return list(itertools.islice(faults.events(random.Random(seed)), count))
 
 
-def test_failures_at_random_have_the_mean_distance():
+def test_random_failures_have_mean_distance_mtbf():
     times = [event.at_s for event in first(Faults(600.0), 4000)]
     gaps = [b - a for a, b in itertools.pairwise([0.0, *times])]
     assert min(gaps) > 0 and fmean(gaps) == pytest.approx(600, rel=0.05)
     assert fmean(gap > 600 for gap in gaps) == pytest.approx(0.368, abs=0.03)  # 1 / e: a Poisson process
 
 
-def test_evenly_is_one_in_each_mtbf():
+def test_even_failures_occur_once_per_mtbf():
     times = [event.at_s for event in first(Faults(600.0, evenly=True, together=2), 72)]
     assert [int(at // 600) for at in times] == list(range(72))
     assert len({round(at % 600, 3) for at in times}) == 72
     assert first(Faults(600.0, together=2), 1)[0].lost == 2
 
 
-def test_both_formats_of_traces(tmp_path):
+def test_both_trace_formats_are_read(tmp_path):
     (tmp_path / "nodes.csv").write_text(BY_NODE)
     assert read_trace(tmp_path / "nodes.csv") == Trace(3, (ClusterEvent(60.0, lost=2), ClusterEvent(90.5, gained=1)))
     (tmp_path / "counts.txt").write_text(BY_COUNT)
     assert read_trace(tmp_path / "counts.txt") == Trace(8, (ClusterEvent(120.0, lost=3), ClusterEvent(150.0, gained=1)))
 
 
-def test_changes_that_are_out_of_order_are_sorted_with_a_warning(tmp_path):
+def test_unordered_trace_changes_are_sorted_with_warning(tmp_path):
     lines = BY_NODE.splitlines(keepends=True)
     (tmp_path / "nodes.csv").write_text("".join(lines[:3] + [lines[5], lines[3], lines[4]]))
     (tmp_path / "sorted.csv").write_text(BY_NODE)
@@ -48,7 +48,7 @@ def test_changes_that_are_out_of_order_are_sorted_with_a_warning(tmp_path):
     assert found.doubt is not None and re.findall(r"\d+", found.doubt) == ["1", "6", "5"]  # which lines are early
 
 
-def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
+def test_later_line_of_overlapping_counts_is_used(tmp_path):
     """As Bamboo's recorder wrote them: each count for two minutes ahead, and the next one when it changed."""
     seen = (
         "13:07:45, 80",
@@ -78,14 +78,14 @@ def test_of_counts_that_overlap_the_later_line_is_right(tmp_path):
         (BY_COUNT + f"2021-12-10, 10:00:00, {'9' * 400}\n", "line 5 is neither"),
     ],
 )
-def test_a_trace_that_makes_no_sense_is_refused_with_its_line(tmp_path, text, message):
+def test_invalid_trace_is_refused_with_line(tmp_path, text, message):
     path = tmp_path / "trace"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_trace(path)
 
 
-def test_failures_need_one_source():
+def test_failures_require_exactly_one_source():
     for wrong in (
         {},
         {"mtbf_s": 1.0, "trace": (ClusterEvent(1.0, 1),)},

@@ -19,14 +19,14 @@ def lasting(least: int, most: int, settings: ElasticSettings = TWO) -> Lasting:
     return Lasting(least, most, ranks=1, experts=4, settings=settings)
 
 
-def test_fewer_than_f_lost_at_once_are_survived_and_the_riskiest_members_count():
+def test_losses_below_f_survive_with_riskiest_nodes():
     one, two, *_ = lasting(3, 6).survivals(HOT)
     assert one == 1.0 and two < 1.0
     assert lasting(3, 3).survivals(HOT)[1] == two  # more nodes survive no less
     assert lasting(6, 6).survivals(HOT)[1] > two
 
 
-def test_a_checkpoint_is_needed_when_a_second_node_is_lost_before_all_have_gone_on():
+def test_second_lost_node_before_resume_needs_checkpoint():
     job, mtbf_s = lasting(3, 6), 3600.0
     again = REGROUP_S / mtbf_s
     two = job.survivals()[1]
@@ -35,12 +35,12 @@ def test_a_checkpoint_is_needed_when_a_second_node_is_lost_before_all_have_gone_
     assert job.rarer(REGROUP_S / 2) == pytest.approx(1.0)  # all are lost before any has gone on
 
 
-def test_with_one_holder_each_loss_needs_a_checkpoint():
+def test_each_loss_needs_checkpoint_with_single_replicas():
     alone = lasting(2, 2, ElasticSettings(slots=2, least=1, everywhere=0))
     assert alone.survivals()[0] == 0.0 and alone.rarer(1e9) == pytest.approx(1.0)
 
 
-def test_a_policy_whose_workers_go_on_is_rarely_needed_and_saves_less_often():
+def test_policy_with_localized_recovery_saves_less_often():
     run = Running("disk", 4, 1, SavedBytes(1e9, {1: 5e8, 4: 1e9}, []), 1.0, 0.8, copy_rate=5e8, write_rate=1e9)
     policies = ("full", "pec")
     usual, rarely = (PlanLimits(policies=policies, plt=1.0, rarer=rarer) for rarer in (1.0, lasting(3, 4).rarer(600.0)))
@@ -76,7 +76,7 @@ def choices(parts, nodes, lost, least):
 
 @each_row(("count", "nodes", "least"), [(2, 4, 2), (2, 7, 4), (3, 8, 3), (3, 9, 6), (2, 6, 6)])
 @each_row("lost", range(1, AT_ONCE + 1))
-def test_parts_of_a_model_keep_what_the_controllers_seats_leave_them(count, nodes, least, lost):
+def test_model_parts_follow_controller_assignment(count, nodes, least, lost):
     def smoothly(copies, number):
         return (1 - number / copies) ** 2
 
@@ -86,7 +86,7 @@ def test_parts_of_a_model_keep_what_the_controllers_seats_leave_them(count, node
         assert found == pytest.approx(tried) or (count > 2 and 0.95 * tried < found < tried)  # whose node moves is open
 
 
-def test_a_node_takes_an_expert_along_only_if_no_holder_is_left_in_its_part():
+def test_node_brings_expert_only_if_its_part_has_no_holder():
     assert loss_survival([likely, likely], 4, 1, 2) == 1.0
     assert loss_survival([likely, likely], 4, 2, 2) == pytest.approx(4 / 6)  # one of each part: of 6 pairs, 4 are such
     assert loss_survival([likely, likely], 5, 1, 2) == 1.0  # one waits, and has nothing to lose
@@ -95,7 +95,7 @@ def test_a_node_takes_an_expert_along_only_if_no_holder_is_left_in_its_part():
     assert loss_survival([likely, likely], 2, 3, 2) == 0.0
 
 
-def test_a_model_on_two_nodes_is_as_rarely_lost_as_its_parts():
+def test_survival_of_two_node_model_matches_its_parts():
     """Of 6 nodes, 3 have each part, with its own plan for its own layers."""
     loads = HOT | {1: [10, 10, 10, 10], 2: [10, 40, 900, 10]}
     both = Lasting(6, 6, ranks=1, experts=4, settings=TWO, parts=((0, 1), (2,)))

@@ -79,7 +79,7 @@ def all_settings(run, mtbf_s, limits):
 
 
 @each_row("number", range(30))
-def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
+def test_choice_is_within_one_point_of_best(number):
     rng = random.Random(number)
     tier, iteration_s = rng.choice(["disk", "memory", "peers"]), rng.uniform(0.5, 8)
     copy_s, write_s = (iteration_s * 10 ** rng.uniform(-0.5, high) for high in (1, 1.7))
@@ -95,36 +95,36 @@ def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
     assert best >= max(others.values()) - 0.01, (others, best)
 
 
-def test_a_slow_disk_makes_intervals_long():
+def test_slow_disk_lengthens_intervals():
     slow, fast = (chosen(running(write_s=write_s), policies=("full",)).best for write_s in (160.0, 1.0))
     assert slow.saving.interval == 162 > fast.saving.interval  # one is copied and written before the next begins
 
 
-def test_what_hides_is_saved_as_often_as_it_goes():
+def test_hidden_snapshots_are_saved_as_often_as_possible():
     found = chosen(running("memory", copy_s=0.5, write_s=40.0), exact_only=True, policies=("full",)).best
     assert found.saving.interval == 1 and found.saving.stall_s == 0
     assert found.options.persist_interval == 50  # as often as storage can follow, with a quarter to spare
 
 
-def test_experts_go_to_storage_with_each_snapshot():
+def test_experts_are_stored_with_each_snapshot():
     found = chosen(running("memory", write_s=20.0), policies=("pec",)).best
     assert found.options.persist_interval == found.saving.interval
     assert found.saving.interval >= SAVED.by_k[found.options.k] / SAVED.full * 20.0
 
 
-def test_a_limit_on_lost_tokens_makes_intervals_short():
+def test_lost_token_limit_shortens_intervals():
     found = [chosen(running(copy_s=20.0, write_s=2.0), policies=("pec",), plt=plt).best for plt in (1.0, 0.001)]
     assert found[0].saving.interval > found[1].saving.interval and found[0].plt > 0.001 >= found[1].plt
 
 
-def test_without_experts_only_what_is_exact_is_proposed():
+def test_only_exact_policies_are_proposed_without_experts():
     dense = dataclasses.replace(SAVED, by_k={}, stages=[[OperatorBytes(REST / 4, REST / 24)] * 4])
     found = every_candidate(running("memory", saved=dense), 3600.0, LIMITS)
     exact = {name for name in NAMES if POLICIES[name].is_exact}
     assert {one.saving.name for one in found} == {"full", "sparse"} == exact - {"gradient"}
 
 
-def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
+def test_policy_may_have_own_lost_token_limit():
     run, limit = running(copy_s=20.0, write_s=2.0), {"selective": 0.01}
     free, own = (chosen(run, policies=("selective",), plt=1.0, plt_by_policy=of).best for of in ({}, limit))
     assert free.plt > 0.01 >= own.plt and free.saving.interval > own.saving.interval
@@ -132,7 +132,7 @@ def test_a_policy_may_have_a_limit_on_lost_tokens_of_its_own():
 
 
 @each_row("tier", ["memory", "disk"])
-def test_where_few_experts_are_busy_those_with_the_most_to_lose_are_saved(tier):
+def test_experts_with_most_to_lose_are_saved(tier):
     """At the same cost, and with fewer tokens lost than in turn; without counts, both are expected to lose as many."""
     few, equal = ({layer: row for layer in range(3)} for row in ([900, 90, 9, 1, 1, 1, 1, 1], [7] * EXPERTS))
     run, both = running(tier, write_s=4.0), dict(mtbf_s=300.0, policies=("pec", "selective"))
@@ -158,7 +158,7 @@ def of_experts(run, mtbf_s=3600.0, **limits):
     return {(run.price("selective", one.options).k, "bytes" in one.options.own): one for one in found}
 
 
-def test_gradients_lose_fewer_tokens_and_hide_as_states_do():
+def test_gradients_lose_fewer_tokens_and_hide_as_states():
     saved = dataclasses.replace(SAVED, gradient=1 / 3)
     run = running("peers", copy_s=1.5, write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
     found = of_experts(run)
@@ -172,7 +172,7 @@ def test_gradients_lose_fewer_tokens_and_hide_as_states_do():
     assert gradients.saving.restart_s - states.saving.restart_s == pytest.approx(folded * 0.1)
 
 
-def test_gradients_are_of_snapshots_in_every_iteration_that_other_nodes_have():
+def test_gradients_need_snapshots_each_iteration_on_peers():
     saved = dataclasses.replace(SAVED, gradient=1 / 3)
     run = running("peers", write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
     for (_, has), one in of_experts(run).items():
@@ -187,7 +187,7 @@ def test_gradients_are_of_snapshots_in_every_iteration_that_other_nodes_have():
         assert {has for _, has in of_experts(other)} == {False}
 
 
-def test_gradients_are_chosen_with_and_without_a_limit_on_lost_tokens():
+def test_gradients_are_selected_with_and_without_token_limit():
     saved = dataclasses.replace(SAVED, gradient=1 / 3)
     run = running("peers", copy_s=1.5, write_s=30.0, loads=FEW, saved=saved, replicate_rate=200 * SAVED.full)
     free, limited = (
@@ -196,14 +196,14 @@ def test_gradients_are_chosen_with_and_without_a_limit_on_lost_tokens():
     assert "gradients" not in free and "gradients" not in limited
 
 
-def test_everybody_replays_a_window():
+def test_sparse_window_is_replayed_by_all():
     run = running(copy_s=1.2, write_s=1.2)
     found = chosen(run, policies=("sparse",)).best
     assert found.saving.exact and not found.saving.local and found.saving.stall_s == 0
     assert found.saving.replay_s == run.iteration_s and found.saving.lag > found.saving.interval > 1
 
 
-def test_copies_on_other_nodes_take_memory_and_time():
+def test_peer_copies_cost_memory_and_time():
     run = running("peers")
     one, two = (priced(run, "full", options_of({"replicas": n, "snapshot_interval": "5"}, 60.0)) for n in (1, 2))
     assert two.host_bytes - one.host_bytes == 4 * run.ranks * SAVED.full
@@ -213,7 +213,7 @@ def test_copies_on_other_nodes_take_memory_and_time():
     assert chosen(running("memory")).best.options.replicas == 0
 
 
-def test_memory_keeps_the_experts_that_the_newest_snapshot_lacks():
+def test_memory_retains_experts_missing_in_newest_snapshot():
     """Of the node, and of the one that it keeps copies for; a disk keeps whole snapshots.
 
     With each buffer but one that is not known to be safe, as many experts are carried as a snapshot has, or lacks.
@@ -237,7 +237,7 @@ def test_memory_keeps_the_experts_that_the_newest_snapshot_lacks():
         assert everything == full
 
 
-def test_memory_has_two_windows_where_a_disk_would_have_them():
+def test_memory_tier_needs_buffers_of_several_windows():
     options = options_of({"sparse_window": "4"}, 60.0)
     on_disk, in_memory = (priced(running(tier), "sparse", options) for tier in ("disk", "memory"))
     assert on_disk.host_bytes == priced(running(), "full", options_of({}, 60.0)).host_bytes
@@ -249,7 +249,7 @@ CHOICES = [(policy, tier) for policy in NAMES if policy != "gradient" for tier i
 
 
 @each_row("policy, tier", [*CHOICES, ("gradient", "peers")])
-def test_flags_say_all_of_a_choice(policy, tier):
+def test_flags_describe_complete_choice(policy, tier):
     run = running(tier, saved=dataclasses.replace(SAVED, gradient=1 / 3 if policy == "gradient" else None))
     found = chosen(run, policies=(policy,)).best
     flags = flags_of_candidate(found)
@@ -258,7 +258,7 @@ def test_flags_say_all_of_a_choice(policy, tier):
     assert (again.saving, again.ettr) == (found.saving, found.ettr)
 
 
-def test_gradients_of_everything_are_offered_with_copies_alone():
+def test_gradient_policy_is_offered_only_with_peer_copies():
     saved = dataclasses.replace(SAVED, gradient=1 / 3)
     limits = dataclasses.replace(LIMITS, policies=("gradient",), replicas=(1,))
     assert list(every_candidate(running("memory", saved=saved), 3600.0, limits)) == []
@@ -290,12 +290,12 @@ def test_any_number_of_experts_can_be_priced(tier, experts):
                 assert priced(run, name, options_of({}, 3600.0)).ettr > 0
 
 
-def test_bytes_of_any_number_of_experts():
+def test_bytes_are_interpolated_by_number_of_experts():
     saved = dataclasses.replace(SAVED, by_k={1: 30.0, 2: 40.0, 4: 60.0, 6: 100.0})
     assert [saved.with_experts(k) for k in range(1, 7)] == [30.0, 40.0, 50.0, 60.0, 80.0, 100.0]
 
 
-def test_sizes_by_the_sharding_rules():
+def test_sizes_follow_sharding_rules():
     layout = ParallelLayout(world=16, pp=4, ep=4)
     saved = saved_by_rules(OPERATORS, layout)
     assert saved.full == full_sizes(OPERATORS, layout).busiest == saved.by_k[16] > saved.by_k[1]
@@ -309,6 +309,6 @@ def test_sizes_by_the_sharding_rules():
     ("changes", "code", "named"),
     [(dict(tier="tape"), "value-not-a-choice", "tape"), (dict(copy_rate=0.0), "value-out-of-range", "copy_rate")],
 )
-def test_what_cannot_be_is_refused(changes, code, named):
+def test_invalid_run_is_refused(changes, code, named):
     with raises(code, named):
         running(**changes)

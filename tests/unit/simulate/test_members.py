@@ -32,7 +32,7 @@ def run(saving: SimulatedCosts, *events: ClusterEvent, available: int | None = 4
 NOTHING = ClusterEvent(1e9, lost=1)
 
 
-def test_when_all_nodes_are_there_it_grows_at_once():
+def test_job_grows_at_once_when_all_nodes_are_ready():
     result = run(
         live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)), ClusterEvent(20, lost=1), ClusterEvent(40, gained=1)
     )
@@ -43,7 +43,7 @@ def test_when_all_nodes_are_there_it_grows_at_once():
     assert result.failures == 1  # a node that comes is none
 
 
-def test_while_nodes_are_missing_it_waits_for_more_of_them():
+def test_job_waits_to_grow_while_nodes_are_missing():
     result = run(
         live(VaryingNodes(2, 4, grow_wait_s=10, grow_s=3)), ClusterEvent(20, lost=2), ClusterEvent(40, gained=1)
     )
@@ -59,7 +59,7 @@ def test_while_nodes_are_missing_it_waits_for_more_of_them():
     assert both.nodes_s == pytest.approx({2: 24, 4: 76})
 
 
-def test_a_node_that_goes_again_before_it_is_taken_in_costs_nothing():
+def test_joining_node_that_leaves_early_costs_nothing():
     events = ClusterEvent(20, lost=2), ClusterEvent(40, gained=1), ClusterEvent(45, lost=1)
     found = [
         simulate(
@@ -73,19 +73,19 @@ def test_a_node_that_goes_again_before_it_is_taken_in_costs_nothing():
     assert {result.recovery_s for result in found if result.failures == 1} == {5.0}
 
 
-def test_nodes_that_come_while_others_are_connected_are_taken_in_afterwards():
+def test_nodes_joining_during_connection_are_added_later():
     result = run(live(VaryingNodes(1, 4, grow_s=3)), ClusterEvent(20, lost=1), ClusterEvent(22, gained=1))
     assert result.recovery_s == pytest.approx(5 + 3) and result.nodes_s == pytest.approx({3: 5, 4: 95})
 
 
-def test_it_begins_with_fewer_nodes_after_a_wait():
+def test_job_starts_with_fewer_nodes_after_wait():
     result = run(live(VaryingNodes(2, 4, grow_wait_s=10)), NOTHING, available=3)
     assert result.idle_s == 10 and result.samples == pytest.approx(512 * 85 * 3 / 4)
     all_there = run(live(VaryingNodes(2, 4, grow_wait_s=10)), NOTHING)
     assert all_there.idle_s == 0 and all_there.samples == 512 * 100
 
 
-def test_with_fewer_than_min_it_waits():
+def test_job_with_fewer_than_min_nodes_waits():
     result = run(live(VaryingNodes(3, 4, grow_wait_s=10)), ClusterEvent(20, lost=2), ClusterEvent(50, gained=1))
     assert result.idle_s == 30 and result.samples == pytest.approx(512 * (20 + 45 * 3 / 4))
     assert result.nodes_s == pytest.approx({0: 30, 3: 50, 4: 20})
@@ -100,7 +100,7 @@ def assert_fell_back(result, *words):
     assert times == result.fell_back == 1 and all(word in why for word in words)
 
 
-def test_losses_add_up_until_what_is_lost_has_been_replaced():
+def test_losses_add_up_until_replaced():
     saving = live(VaryingNodes(4, 4), survives=1, beyond=STORED)
     apart = run(saving, ClusterEvent(31, lost=1), ClusterEvent(40, lost=1), available=None)
     assert apart.recovery_s == pytest.approx(5 + 5) and not apart.fallbacks
@@ -110,7 +110,7 @@ def test_losses_add_up_until_what_is_lost_has_been_replaced():
     assert_fell_back(together, "copy", "2 of 4")
 
 
-def test_what_is_lost_while_it_waits_counts_too():
+def test_loss_while_waiting_counts():
     saving = live(None, survives=1, beyond=STORED)
     events = ClusterEvent(31, lost=1), ClusterEvent(40, lost=1), ClusterEvent(50, gained=2)
     result = run(saving, *events)
@@ -118,7 +118,7 @@ def test_what_is_lost_while_it_waits_counts_too():
     assert_fell_back(result, "copy", "2 of 4")
 
 
-def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
+def test_memory_snapshots_need_same_node_count():
     changed = dataclasses.replace(STORED, why="other number of nodes")
     saving = live(VaryingNodes(2, 4, grow_s=7), changed=changed)
     fewer = run(saving, ClusterEvent(31, lost=1))
@@ -132,7 +132,7 @@ def test_snapshots_in_memory_are_of_no_use_on_another_number_of_nodes():
     assert grown.recovery_s == pytest.approx(20 + 8 + 7, abs=4 / 3)
 
 
-def test_pipelines_divide_the_batch():
+def test_pipelines_divide_batch():
     members = CompletePipelines(1, 6, work=Work(global_batch=60, micro_batch=1, pipelines=6), stages=3)
     assert [members.usable(nodes) for nodes in (None, 9, 6, 5, 4, 3, 2, 1, 0)] == [6, 6, 6, 5, 4, 3, 2, 1, 0]
     assert members.slowdown(6) == 1 and members.slowdown(5) == pytest.approx((12 + 2) / (10 + 2))
@@ -141,12 +141,12 @@ def test_pipelines_divide_the_batch():
     assert odd.slowdown(4) == pytest.approx(6 / 4)
 
 
-def test_a_job_needs_a_range():
+def test_invalid_node_range_is_refused():
     with raises("value-out-of-range", "5", "4"):
         VaryingNodes(5, 4)
 
 
-def test_ordinary_policies_start_anew_on_what_is_left():
+def test_ordinary_policies_restart_on_remaining_nodes():
     setup = dataclasses.replace(
         small_setup(pp=2), shrinks=True, members=VaryingNodes(2, 4, 60.0), work=Work(512, 32, 2048)
     )

@@ -45,7 +45,7 @@ def scenario(number):
 
 
 @each_row("number", range(30))
-def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
+def test_choice_is_within_one_point_of_best(number):
     setup, mtbf_s, limits = scenario(number)
     chosen = measured(setup, mtbf_s, plan(setup, mtbf_s, limits).best)
     if chosen > 0.99:
@@ -59,7 +59,7 @@ def test_the_choice_is_within_a_point_of_the_best_of_all_settings(number):
     assert chosen >= max(others.values()) - 0.01, others
 
 
-def test_only_exact_policies_where_nothing_may_be_lost():
+def test_only_exact_policies_are_chosen_if_loss_is_forbidden():
     setup = small_setup()
     limits = PlanLimits(policies=("full", "pec"))
     assert plan(setup, 600.0, limits).best.saving.name == "pec"
@@ -67,7 +67,7 @@ def test_only_exact_policies_where_nothing_may_be_lost():
     assert exact.best.saving.name == "full" and not exact.others
 
 
-def test_a_limit_on_host_memory_takes_fewer_replicas():
+def test_host_memory_limit_reduces_replicas():
     setup, limits = small_setup(), PlanLimits(policies=("full",))
     two = next(found for found in every_candidate(setup, 600.0, limits) if found.options.replicas == 2)
     found = plan(setup, 600.0, dataclasses.replace(limits, host_bytes=0.9 * two.host_bytes)).best
@@ -76,20 +76,20 @@ def test_a_limit_on_host_memory_takes_fewer_replicas():
         plan(setup, 600.0, dataclasses.replace(limits, host_bytes=1.0))
 
 
-def test_of_equal_ones_the_one_that_survives_most():
+def test_most_survivable_of_equal_candidates_is_chosen():
     setup = small_setup(inter_bandwidth=1e15)
     found = plan(setup, 600.0, PlanLimits(policies=("full",), replicas=(1, 2)))
     assert found.best.options.replicas == 2 and found.best.survives == 2
 
 
-def test_a_limit_on_lost_tokens_takes_more_experts():
+def test_lost_token_limit_increases_number_of_experts():
     setup = small_setup(iteration_s=1.0, snapshot_s=10.0)  # even one expert of each layer does not hide
     free, limited = (plan(setup, 7200.0, PlanLimits(policies=("pec",), plt=limit)).best for limit in (1.0, 0.01))
     assert 1 < free.options.k < limited.options.k and free.saving.interval > 1
     assert free.ettr > limited.ettr and limited.plt <= 0.01 < free.plt
 
 
-def test_the_reason_names_what_decided():
+def test_reason_names_decisive_figures():
     found = plan(small_setup(), 600.0)
     assert found.best.name in found.reason and found.others[0].name in found.reason
     assert f"{found.best.ettr:.3f}" in found.reason
@@ -97,7 +97,7 @@ def test_the_reason_names_what_decided():
         PlanLimits(policies=("sparze",))
 
 
-def test_gradients_count_only_with_a_snapshot_in_every_iteration():
+def test_gradients_require_snapshot_in_every_iteration():
     setup = small_setup()
     setup = dataclasses.replace(setup, timing=dataclasses.replace(setup.timing, update_s=0.5))
     four = round(4 * setup.machine(1).expert_bytes)

@@ -18,7 +18,7 @@ def iteration(number, seconds):
     return {"type": "iteration", "iteration": number, "elapsed_s": seconds}
 
 
-def test_quiet_iterations_and_bandwidths(tmp_path):
+def test_profile_measures_quiet_iterations_and_bandwidths(tmp_path):
     saved = [{"type": "snapshot", "iteration": n, "bytes": 4000, "copy_s": 0.5} for n in range(8, 20, 2)]
     written = {"type": "persist", "iteration": 12, "bytes": 4000, "write_s": 2.0}
     quiet = [iteration(n, 9.0 if n <= 5 else 1.0 if n < 8 else 5.0) for n in range(1, 20)]
@@ -29,7 +29,7 @@ def test_quiet_iterations_and_bandwidths(tmp_path):
     assert (found.host_bandwidth, found.storage_bandwidth, found.snapshot_bytes) == (2000, 2000, 4000)
 
 
-def test_what_a_snapshot_and_a_recovery_take(tmp_path):
+def test_profile_measures_snapshot_and_recovery_times(tmp_path):
     def at(kind, time, **fields):
         return {"type": kind, "time": time, **fields}
 
@@ -47,7 +47,7 @@ def test_what_a_snapshot_and_a_recovery_take(tmp_path):
     assert found.recoveries == ((1, RecoveryCosts(0.0, 1.5, 0.5, 3.5 - 1.5)),)
 
 
-def test_where_every_iteration_saves_their_stalls_are_left_out(tmp_path):
+def test_stalls_are_excluded_if_every_iteration_saves(tmp_path):
     run = []
     for n in range(1, 13):
         stall = {"type": "stall", "iteration": n - 1, "seconds": 0.25}
@@ -56,7 +56,7 @@ def test_where_every_iteration_saves_their_stalls_are_left_out(tmp_path):
     assert read_profile(tmp_path).iteration_s == 1.0
 
 
-def test_what_is_no_profile_is_refused(tmp_path):
+def test_invalid_profile_is_refused(tmp_path):
     path = write(tmp_path / "short.jsonl", iteration(1, 1.0))
     with raises("run-too-short", "short.jsonl", "5"):
         read_profile(path)

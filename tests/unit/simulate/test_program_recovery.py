@@ -32,13 +32,13 @@ def assert_adds_up(result):
     assert sum(parts) == pytest.approx(result.wall_s, abs=1e-6) and min(parts) >= -1e-6
 
 
-def test_those_that_are_left_keep_their_state_where_the_lost_worker_s_is_there():
+def test_survivors_keep_state_if_lost_state_is_available():
     result = run(EACH, 27.5)
     assert result.replayed == 0 and result.recovery_s == pytest.approx(0.5 + PARTS.restart_s)
     assert PARTS.restart_s == 5.0
 
 
-def test_else_all_go_back_to_the_newest_snapshot():
+def test_workers_return_to_newest_snapshot_otherwise():
     assert run(EACH, 27.125).recovery_s == pytest.approx(0.125 + PARTS.restart_s + 1)  # that of 27 is not copied yet
     # An iteration takes 1.1 s with what is saved: 27.5 of them; the newest snapshot is that of 24.
     result = run(EIGHTH, 27.5 * 1.1)
@@ -46,7 +46,7 @@ def test_else_all_go_back_to_the_newest_snapshot():
     assert run(EIGHTH, 25.0 * 1.1).replayed == 25 - 16  # that of 24 is not written yet
 
 
-def test_a_window_is_computed_again_by_all():
+def test_window_is_replayed_by_all():
     # The window of 6, 7 and 8 is whole, that of 9, 10 and 11 is not: two iterations with frozen operators, then two.
     result = run(WINDOW, 10.5)
     assert result.replayed == 10 - 6 and result.recovery_s == pytest.approx(0.5 + PARTS.restart_s + 2 * 0.75 + 2)
@@ -54,7 +54,7 @@ def test_a_window_is_computed_again_by_all():
     assert run(WINDOW, 1.5).replayed == 1  # nothing is there yet: from the start
 
 
-def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
+def test_lost_stage_replays_window_without_others():
     parts = dataclasses.replace(PARTS, alone_s=0.5)
     alone = program_recovery(SimulatedCosts("sparse", interval=3), parts, 1.0, 0.25, sparse=True)
     assert alone.local and not WINDOW.local
@@ -63,14 +63,14 @@ def test_the_stage_of_what_was_lost_computes_it_again_by_itself():
     assert run(alone, 10.5, 11.5).recovery_s == pytest.approx(0.5 + 1 + PARTS.restart_s + 2 * 0.75 + 2 * 0.5)
 
 
-def test_each_further_worker_that_is_lost_at_once_takes_its_time():
+def test_each_simultaneously_lost_worker_adds_time():
     saving = dataclasses.replace(EACH, more_s=2.0)
     faults = Faults(trace=(ClusterEvent(27.5, lost=3),))
     assert simulate(SimulatedJob(1.0, nodes=4, wall_s=100), faults, saving).recovery_s == pytest.approx(0.5 + 5 + 2 * 2)
     assert run(saving, 27.5).recovery_s == pytest.approx(0.5 + 5)
 
 
-def test_replicas_give_what_they_hold_and_nothing_is_computed_again():
+def test_replicas_send_state_without_replay():
     for saving in (EACH, EIGHTH, WINDOW):
         alike = dataclasses.replace(saving, replicas=True)
         assert [alike.restored(n) for n in (0, 0.5, 10.1, 11, 26.9)] == [0, 0, 10, 11, 26]
@@ -83,7 +83,7 @@ def test_replicas_give_what_they_hold_and_nothing_is_computed_again():
     sparse=st.booleans(),
     exact=st.booleans(),
 )
-def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterations, sparse, exact):
+def test_plan_function_resumes_where_formula_predicts(interval, lag, iterations, sparse, exact):
     saving = program_recovery(SimulatedCosts("any", interval=interval, exact=exact), PARTS, 1.0, lag, sparse=sparse)
     if exact or not sparse:  # no policy is both
         assert saving.restored(iterations) == SimulatedCosts.restored(saving, iterations)
@@ -98,7 +98,7 @@ def test_the_plan_function_goes_on_where_the_formula_says(interval, lag, iterati
     parts=st.builds(RecoveryCosts, *[st.floats(0, 60)] * 4, *[st.one_of(st.none(), st.floats(0, 5))] * 2),
     seed=st.integers(0, 10**6),
 )
-def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, seed):
+def test_simulated_time_adds_up(name, mtbf_s, together, spares, parts, seed):
     setup = dataclasses.replace(small_setup(), program=parts)
     job = SimulatedJob(2.0, nodes=4, stages=4, wall_s=20_000, spares=spares, repair_s=600.0, seed=seed)
     result = simulate(job, Faults(mtbf_s, together=together), POLICIES[name](setup, Options(mtbf_s=mtbf_s)))
@@ -107,7 +107,7 @@ def test_time_is_neither_lost_nor_made(name, mtbf_s, together, spares, parts, se
 
 
 @each_row("name", ["blocking", "checkfreq", "full", "pec", "sparse"])
-def test_policies_come_back_as_the_program_does_where_that_is_wanted(name):
+def test_policy_state_resumes_with_the_program(name):
     papers, program = (
         POLICIES[name](dataclasses.replace(small_setup(), program=parts), Options(mtbf_s=900)).saving
         for parts in (None, PARTS)
@@ -119,7 +119,7 @@ def test_policies_come_back_as_the_program_does_where_that_is_wanted(name):
     assert few.ettr == pytest.approx(2 / (2 + program.per_iteration_s()))
 
 
-def test_which_nodes_are_lost_decides_whether_copies_are_left():
+def test_lost_nodes_determine_whether_copies_survive():
     copies = place(4, 1)
     saving = dataclasses.replace(EACH, survives=1, copies=copies, beyond=EIGHTH)
     chance = survival(copies, 2)
@@ -136,6 +136,6 @@ def test_which_nodes_are_lost_decides_whether_copies_are_left():
 
 
 @each_row("wrong", [-1.0, math.nan, math.inf])
-def test_parts_that_cannot_be_are_refused(wrong):
+def test_invalid_recovery_costs_are_refused(wrong):
     with raises("value-out-of-range", "regroup_s", str(wrong)):
         dataclasses.replace(PARTS, regroup_s=wrong)

@@ -39,7 +39,7 @@ def trains_on(monkeypatch):
     return lambda processor: monkeypatch.setattr(copying, "_processor", lambda: processor)
 
 
-def test_threads_for_snapshots_leave_the_processor_that_trains_and_others_stay(trains_on):
+def test_snapshot_threads_leave_training_core(trains_on):
     here, there, *_ = sorted(ALL)
     beside = Aside(workers=1)
     with thread("snapshot-seal_0") as seal, thread("event-log") as log, thread("other") as other:
@@ -53,7 +53,7 @@ def test_threads_for_snapshots_leave_the_processor_that_trains_and_others_stay(t
         assert os.sched_getaffinity(other) == os.sched_getaffinity(0) == ALL
 
 
-def test_one_that_has_begun_since_is_moved_too(trains_on):
+def test_later_thread_is_moved_too(trains_on):
     here = min(ALL)
     trains_on(here)
     beside = Aside(workers=1)
@@ -63,7 +63,7 @@ def test_one_that_has_begun_since_is_moved_too(trains_on):
         assert os.sched_getaffinity(capture) == ALL - {here}
 
 
-def test_processes_run_elsewhere_and_only_when_no_thread_wants_to(trains_on, process):
+def test_helper_processes_use_idle_time_of_other_cores(trains_on, process):
     here = min(ALL)
     trains_on(here)
     Aside(workers=1).move([process.pid])
@@ -71,20 +71,20 @@ def test_processes_run_elsewhere_and_only_when_no_thread_wants_to(trains_on, pro
     assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
 
 
-def test_nothing_moves_where_every_processor_trains(process):
+def test_threads_stay_if_every_processor_trains(process):
     with thread("snapshot-seal_0") as seal:
         Aside(workers=len(ALL)).move([process.pid])
         assert os.sched_getaffinity(seal) == os.sched_getaffinity(process.pid) == ALL
     assert os.sched_getscheduler(process.pid) == os.SCHED_OTHER
 
 
-def test_a_process_that_has_ended_is_no_error(process):
+def test_ended_process_is_ignored(process):
     process.kill()
     process.wait()
     Aside(workers=1).move([process.pid])
 
 
-def test_the_processor_is_that_of_the_calling_thread():
+def test_processor_is_that_of_calling_thread():
     found = []
 
     def look():
@@ -97,7 +97,7 @@ def test_the_processor_is_that_of_the_calling_thread():
     assert found == [max(ALL)]
 
 
-def test_whoever_waits_for_the_interpreter_asks_for_it_soon():
+def test_share_interpreter_shortens_switch_interval():
     before = sys.getswitchinterval()
     try:
         share_interpreter()

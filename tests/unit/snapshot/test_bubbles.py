@@ -54,11 +54,11 @@ def iterate(bubbles: BubbleGate, clock: Clock, *waits: float) -> float:
         (1 << 20, float(1 << 40), GateSplit(bytes_while_closed=0, piece=PIECE)),  # all fits
     ],
 )
-def test_algorithm_4_splits_by_what_bubbles_have_time_for(amount, fitting, split):
+def test_algorithm_4_splits_copies_by_bubble_time(amount, fitting, split):
     assert split_of(amount, fitting) == split
 
 
-def test_waits_count_and_computation_does_not(clock):
+def test_waits_count_as_bubbles_and_computation_does_not(clock):
     bubbles = BubbleGate()
     assert iterate(bubbles, clock, 1.0, 2.0, 0.5) == 3.5
     with bubbles.computing(), bubbles.waiting():
@@ -66,7 +66,7 @@ def test_waits_count_and_computation_does_not(clock):
     assert iterate(bubbles, clock, 1.0, 1.0) == 2.0
 
 
-def test_the_gate_is_open_but_where_a_stage_computes():
+def test_gate_is_open_except_during_computation():
     bubbles = BubbleGate()
     with bubbles.waiting():
         assert bubbles.is_open
@@ -85,7 +85,7 @@ def test_the_gate_is_open_but_where_a_stage_computes():
     assert bubbles.is_open
 
 
-def test_on_a_device_the_gate_is_open_but_where_the_stream_computes():
+def test_device_gate_closes_only_while_stream_computes():
     stream = Stream()
     bubbles = StreamBubbles(stream.mark)
     with bubbles.computing():
@@ -108,7 +108,7 @@ def test_on_a_device_the_gate_is_open_but_where_the_stream_computes():
     assert bubbles.take() == 2.5
 
 
-def test_on_a_device_copies_pass_when_the_stream_gets_to_a_wait():
+def test_device_copies_pass_when_stream_reaches_wait():
     stream, copies = Stream(), [Copy(torch.ones(6), torch.zeros(6))]
     bubbles = StreamBubbles(stream.mark)
     bubbles.copied(10**9, 1.0)
@@ -124,7 +124,7 @@ def test_on_a_device_copies_pass_when_the_stream_gets_to_a_wait():
     assert capture.bubble_bytes == 24 and copies[0].target.all()
 
 
-def test_on_a_device_a_cut_off_iteration_leaves_the_gate_open():
+def test_interrupted_iteration_on_device_leaves_gate_open():
     stream = Stream()
     bubbles = StreamBubbles(stream.mark)
     with pytest.raises(ConnectionError), bubbles.computing(), bubbles.waiting():
@@ -133,7 +133,7 @@ def test_on_a_device_a_cut_off_iteration_leaves_the_gate_open():
     assert bubbles.is_open and bubbles.take() == 0.0
 
 
-def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
+def test_copies_that_exceed_bubbles_pass_during_computation(clock, monkeypatch):
     monkeypatch.setattr(module, "_LEAST_PIECE", 4)
     bubbles, copies = BubbleGate(), [Copy(torch.ones(100), torch.zeros(100))]
     capturer = ThreadCapturer(bubbles)
@@ -155,7 +155,7 @@ def test_what_does_not_fit_passes_beside_the_computation(clock, monkeypatch):
     assert copies[0].target.all() and second.bubble_bytes == 160
 
 
-def test_bytes_count_that_are_copied_in_waits():
+def test_bytes_copied_in_waits_are_counted():
     bubbles, copies = BubbleGate(), [Copy(torch.ones(6), torch.zeros(6))]
     capture = ThreadCapturer(bubbles).start(copies)
     capture.wait()

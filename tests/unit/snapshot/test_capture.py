@@ -13,12 +13,12 @@ from moc.snapshot.device_copy import Both, Copy, FromDevice, Gate, ThreadCapture
 from tests.cases import each_row
 
 
-def test_the_processor_has_a_thread():
+def test_cpu_capturer_is_thread():
     assert isinstance(capturer(torch.device("cpu")), ThreadCapturer)
 
 
 @each_row("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_what_changes_after_waiting_does_not_arrive(dtype):
+def test_changes_after_wait_are_not_captured(dtype):
     sources = [torch.arange(n).to(dtype) for n in (1, 1000, 100_000)]
     held = [source.clone() for source in sources]
     targets = [torch.zeros_like(source) for source in sources]
@@ -34,7 +34,7 @@ def test_what_changes_after_waiting_does_not_arrive(dtype):
     assert all(map(torch.equal, targets, held))
 
 
-def test_what_a_device_and_the_host_hold_is_captured_by_one_each():
+def test_device_and_host_copies_use_separate_capturers():
     taken = []
 
     class Device(ThreadCapturer):
@@ -50,13 +50,13 @@ def test_what_a_device_and_the_host_hold_is_captured_by_one_each():
     assert taken == [on_device, on_device] and target.tolist() == [1, 1, 1]
 
 
-def test_parameters_that_want_gradients_are_read_without_a_graph():
+def test_parameters_are_captured_without_autograd_graph():
     source, target = torch.nn.Parameter(torch.ones(3)), torch.zeros(3)
     ThreadCapturer().start([Copy(source, target)]).wait()
     assert target.tolist() == [1, 1, 1] and not target.requires_grad
 
 
-def test_captures_run_in_the_order_in_which_they_were_started():
+def test_captures_run_in_start_order():
     source, target, last = torch.zeros(50_000), torch.zeros(50_000), None
     copies = capturer(torch.device("cpu"))
     for value in range(20):
@@ -76,13 +76,13 @@ def test_any_thread_may_wait():
     assert target.sum() == 1000
 
 
-def test_who_waits_hears_of_an_error():
+def test_waiting_thread_receives_error():
     capture = ThreadCapturer().start([Copy(torch.ones(3), torch.zeros(2))])
     with pytest.raises(RuntimeError, match="size"):
         capture.wait()
 
 
-def test_what_a_device_holds_is_not_copied_without_a_gate():
+def test_device_copies_without_gate_are_refused():
     with pytest.raises(ValueError, match="pass a gate"):
         ThreadCapturer(copier=FromDevice(torch.device("cuda", 0), lambda: None))
 
@@ -106,7 +106,7 @@ def ones(count: int) -> list[Copy]:
     return [Copy(torch.ones(1), torch.zeros(1)) for _ in range(count)]
 
 
-def test_who_waits_and_cannot_go_on_makes_copies_too(by_thread):
+def test_wait_that_opens_gate_helps_copying(by_thread):
     copies = ones(50)
     capture = ThreadCapturer().start(copies)
     capture.wait()
@@ -115,20 +115,20 @@ def test_who_waits_and_cannot_go_on_makes_copies_too(by_thread):
     assert capture.seconds >= 50 * 0.002  # of both threads: so much would one take
 
 
-def test_who_waits_and_can_leave_it_to_others_does_so(by_thread):
+def test_wait_without_opening_gate_makes_no_copies(by_thread):
     copies = ones(20)
     ThreadCapturer().start(copies).wait(opens=False)
     assert all(arrived(copies)) and threading.current_thread() not in by_thread
 
 
-def test_who_waits_makes_none_before_those_that_were_started_earlier(by_thread):
+def test_waiting_start_is_queued_behind_earlier_starts(by_thread):
     capturing, earlier, later = ThreadCapturer(), ones(20), ones(20)
     capturing.start(earlier)
     capturing.start(later).wait()
     assert all(arrived(earlier + later)) and threading.current_thread() not in by_thread
 
 
-def test_another_who_waits_does_so_for_the_pieces_of_the_first(monkeypatch):
+def test_second_waiting_thread_waits_for_piece_of_first(monkeypatch):
     copy, goes_on, other = module._copy_all, threading.Event(), []
 
     def held_here(copies, **how):
@@ -149,7 +149,7 @@ def test_another_who_waits_does_so_for_the_pieces_of_the_first(monkeypatch):
     assert goes_on.is_set() and all(arrived(copies))
 
 
-def test_all_who_wait_hear_of_an_error_of_one_who_helped(monkeypatch):
+def test_all_waiting_threads_receive_error_of_helping_thread(monkeypatch):
     copies = [Copy(torch.ones(3), torch.zeros(2)) for _ in range(8)]
     monkeypatch.setattr(module, "HOST_PIECE", 12)
     capture = ThreadCapturer().start(copies)
@@ -192,7 +192,7 @@ def until(condition) -> None:
         time.sleep(0.001)
 
 
-def test_a_closed_gate_lets_no_piece_pass_and_an_open_one_all(small_pieces):
+def test_closed_gate_blocks_copies_and_open_gate_passes_them(small_pieces):
     gate = Gate()
     gate.close()
     copies = [Copy(torch.ones(6), torch.zeros(6))]
@@ -206,7 +206,7 @@ def test_a_closed_gate_lets_no_piece_pass_and_an_open_one_all(small_pieces):
     assert not following.is_alive() and copies[0].target.all()
 
 
-def test_a_gate_that_closes_lets_the_piece_under_way_pass_and_no_other(small_pieces):
+def test_closing_gate_lets_only_current_piece_pass(small_pieces):
     gate = Gate()
     copies = closed_after(gate, 3)
     capture = ThreadCapturer(gate).start(copies)
@@ -217,7 +217,7 @@ def test_a_gate_that_closes_lets_the_piece_under_way_pass_and_no_other(small_pie
     assert all(arrived(copies)) and capture.seconds < 60
 
 
-def test_closing_a_capturer_opens_the_gate(small_pieces):
+def test_closing_capturer_opens_gate(small_pieces):
     gate, copies = Gate(), [Copy(torch.ones(6), torch.zeros(6))]
     gate.close()
     capturing = ThreadCapturer(gate)
@@ -227,7 +227,7 @@ def test_closing_a_capturer_opens_the_gate(small_pieces):
     assert copies[0].target.all()
 
 
-def test_waits_for_the_gate_are_no_part_of_the_time_that_copies_took(small_pieces, monkeypatch):
+def test_gate_waits_are_not_copy_time(small_pieces, monkeypatch):
     gate, now = Gate(), [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     gate.close()
@@ -272,7 +272,7 @@ def from_device(gate: Gate, check=lambda: None) -> ThreadCapturer:
     return ThreadCapturer(gate, FromDevice(torch.device("cuda", 1), check))
 
 
-def test_a_device_is_asked_for_pieces_by_a_thread_of_its_own(cuda):
+def test_device_pieces_are_copied_by_separate_thread(cuda):
     """The thread that trains records one event, however many tensors there are; nothing is queued behind a piece."""
     copies = [Copy(torch.ones(3), torch.zeros(3)) for _ in range(4)]  # of 12 bytes
     capturing = from_device(Gate(piece=20))
@@ -287,7 +287,7 @@ def test_a_device_is_asked_for_pieces_by_a_thread_of_its_own(cuda):
     )]  # fmt: skip
 
 
-def test_a_gate_holds_a_device_s_copies_up_between_two_pieces(cuda):
+def test_gate_delays_device_copies_between_pieces(cuda):
     gate = Gate(piece=4)
     copies = closed_after(gate, 3)
     capturing = from_device(gate)
@@ -300,7 +300,7 @@ def test_a_gate_holds_a_device_s_copies_up_between_two_pieces(cuda):
     capturing.close()
 
 
-def test_what_a_device_has_of_an_aborted_generation_is_not_copied(cuda):
+def test_values_of_aborted_generation_are_not_copied(cuda):
     """Weights whose gathering was cut off: the copies would be taken for whole."""
 
     def check() -> None:

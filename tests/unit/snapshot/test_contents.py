@@ -66,7 +66,7 @@ def written(directory, seed):
     return {path.name: path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
 
 
-def test_files_do_not_follow_the_seed_of_hashes(tmp_path):
+def test_files_do_not_depend_on_hash_seed(tmp_path):
     one, other = (written(tmp_path / str(seed), seed) for seed in (1, 2))
     assert list(one) == list(other) == sorted(one) and len(one) == 4  # of each rank its file, and word of it
     for name in one:
@@ -88,7 +88,7 @@ def fragments_in(memories, addresses):
 
 
 @given(st.permutations(range(6)), st.permutations(range(3)), st.randoms())
-def test_the_order_is_that_of_each_memory_and_not_of_addresses(numbers, addresses, random):
+def test_entries_follow_order_within_memory_not_addresses(numbers, addresses, random):
     memories = numbers[:3], numbers[3:5], numbers[5:]
     fragments = fragments_in(memories, addresses)
     random.shuffle(fragments)
@@ -128,7 +128,7 @@ def contents_of(rank):
     return Contents(state, stage, rank, parse_scheme("EE+AN")), state, stage
 
 
-def test_what_ranks_save_of_a_plan_is_all_of_it():
+def test_shards_of_all_ranks_cover_plan():
     plan = dict.fromkeys(NAMES, Detail.FULL)
     reports = []
     for rank in (0, 1):
@@ -146,7 +146,7 @@ def test_what_ranks_save_of_a_plan_is_all_of_it():
     assert merge_reports(reports)[1] == expected
 
 
-def test_what_falls_to_a_rank_is_found_once_for_a_plan(monkeypatch):
+def test_shard_of_rank_is_cached_per_plan(monkeypatch):
     monkeypatch.setattr(of_ranks, "_REMEMBERED", 3)
     contents, state, _ = contents_of(0)
     plans = [{name: Detail.FULL} for name in list(NAMES)[:4]]

@@ -22,7 +22,7 @@ def cut_storages(draw):
 
 
 @given(cut_storages())
-def test_what_follows_in_both_memories_is_joined_and_all_arrives(case):
+def test_adjacent_copies_are_joined_and_all_bytes_arrive(case):
     sizes, dtype, pieces, gaps = case
     sources = [torch.randint(1, 100, (size,)).to(dtype) for size in sizes]
     width, position, parts, places = dtype.itemsize, 0, [], []
@@ -48,7 +48,7 @@ def test_what_follows_in_both_memories_is_joined_and_all_arrives(case):
     assert torch.equal(target, expected)
 
 
-def test_neighbours_in_one_memory_alone_are_not_joined():
+def test_copies_adjacent_in_only_one_memory_are_not_joined():
     source = torch.arange(8.0)
     assert len(list(coalesced([source[:4], source[4:]], [(0, 16), (16, 32)]))) == 1
     assert len(list(coalesced([source[:4], source[4:]], [(0, 16), (20, 36)]))) == 2
@@ -56,13 +56,13 @@ def test_neighbours_in_one_memory_alone_are_not_joined():
     assert len(list(coalesced([source[4:], source[:4]], [(0, 16), (16, 32)]))) == 2
 
 
-def test_other_dtypes_are_not_joined():
+def test_copies_of_different_dtypes_are_not_joined():
     source = torch.zeros(16, dtype=torch.uint8)
     parts = [source[:4].view(torch.float32), source[4:8].view(torch.bfloat16)]
     assert len(list(coalesced(parts, [(0, 4), (4, 8)]))) == 2
 
 
-def test_nothing_to_copy():
+def test_empty_copies_are_joined_to_no_copy():
     assert list(coalesced([], [])) == []
     assert list(coalesced([torch.empty(0)], [(8, 8)])) == []
 
@@ -71,7 +71,7 @@ def test_nothing_to_copy():
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float64, torch.bfloat16, torch.uint8])), max_size=6),
     st.integers(8, 100),
 )
-def test_pieces_are_bounded_follow_each_other_and_hold_all(sizes, nbytes):
+def test_copy_pieces_are_bounded_ordered_and_complete(sizes, nbytes):
     sources = [torch.arange(1, size + 1).to(dtype) for size, dtype in sizes]
     copies = [Copy(source, torch.zeros_like(source)) for source in sources]
     cut = list(cut_copies(copies, nbytes))

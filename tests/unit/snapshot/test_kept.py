@@ -35,7 +35,7 @@ def inode(buffer: HostBuffer) -> int:
     return buffer.path.stat().st_ino
 
 
-def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memory, kept, no_new_buffer):
+def test_next_generation_reuses_buffers_and_keeps_committed(memory, kept, no_new_buffer):
     state = state_of(6, 2)
     expected = values(state)
     before = Saver(0, CPU, memory, None, kept=kept)
@@ -62,7 +62,7 @@ def test_the_next_generation_allocates_nothing_and_keeps_what_is_published(memor
     after.close()
 
 
-def test_what_is_published_is_not_taken_even_if_no_slot_adopts_it(memory, kept):
+def test_committed_buffer_is_not_reused(memory, kept):
     """Such as by a run that resumes from elsewhere; its memory is given back once there is no slot for it."""
     state = state_of(6, 2)
     expected = values(state)
@@ -80,7 +80,7 @@ def test_what_is_published_is_not_taken_even_if_no_slot_adopts_it(memory, kept):
     after.close()
 
 
-def test_a_buffer_that_storage_still_reads_is_not_used_again(storage, kept):
+def test_buffer_read_by_storage_is_not_reused(storage, kept):
     state, begun, goes_on = state_of(6, 2), threading.Event(), threading.Event()
     saver = Saver(0, CPU, None, storage, kept=kept)
     with mock.patch.object(storage, "write_file", side_effect=lambda *_: (begun.set(), goes_on.wait(60))):
@@ -91,7 +91,7 @@ def test_a_buffer_that_storage_still_reads_is_not_used_again(storage, kept):
         goes_on.set()
 
 
-def test_without_a_memory_tier_buffers_are_kept_too(storage, kept, no_new_buffer):
+def test_buffers_are_kept_without_memory_tier(storage, kept, no_new_buffer):
     state = state_of(6, 2)
     Saver(0, CPU, None, storage, kept=kept).close()
     before = Saver(0, CPU, None, storage, kept=kept)
@@ -101,7 +101,7 @@ def test_without_a_memory_tier_buffers_are_kept_too(storage, kept, no_new_buffer
         Saver(0, CPU, None, storage, kept=kept).reserve(0, share(state).layout.nbytes)
 
 
-def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, kept):
+def test_smallest_fitting_buffer_is_used(tmp_path, kept):
     kept.keep(HostBuffer(nbytes, tmp_path / str(nbytes)) for nbytes in (4096, 8192, 1024))
     assert kept.take(1, tmp_path / "elsewhere") is None and kept.take(1, None) is None
     taken = kept.take(2000, tmp_path)
@@ -112,7 +112,7 @@ def test_the_smallest_that_fits_is_taken_and_one_too_small_makes_room(tmp_path, 
     assert not (tmp_path / "1024").exists()
 
 
-def test_names_left_by_dead_processes_are_removed_and_no_others(memory, kept):
+def test_only_names_left_by_dead_processes_are_removed(memory, kept):
     state, slots = state_of(6, 2), memory.storage.root / "slots"
     Saver(1, CPU, memory, None, kept=KeptBuffers()).reserve(0, share(state).layout.nbytes)  # alive, of another rank
     Saver(7, CPU, memory, None).reserve(0, share(state).layout.nbytes)  # not on this node any more

@@ -37,7 +37,7 @@ ROWS = [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name 
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_there_is_always_a_whole_snapshot(name):
+def test_valid_snapshot_always_exists(name):
     setting = SETTINGS[name]
     states = explore(setting)
     assert len(states) > 1000, "the model explores too little to say anything"
@@ -48,13 +48,13 @@ def test_there_is_always_a_whole_snapshot(name):
 
 
 @pytest.mark.slow
-def test_storage_that_hangs_costs_nothing_but_age():
+def test_hanging_storage_only_increases_snapshot_age():
     """Whenever it stops, snapshots that become due are taken, in no more buffers than were promised."""
     waiting = [s for s in explore(HANGS) if any(rank.waiting and rank.writing for rank in s.ranks)]
     assert waiting and all(model.takes_what_is_due(state, HANGS, frozen=True) for state in waiting)
 
 
-def test_the_model_finds_who_waits_for_storage():
+def test_model_detects_wait_for_storage():
     setting, chance = Setting(stores=True, waits_for_storage=True), Random(1)
     state = setting.begin()
     while model.takes_what_is_due(state, setting, frozen=True):  # as long as the test may take
@@ -63,7 +63,7 @@ def test_the_model_finds_who_waits_for_storage():
 
 @settings(max_examples=15, deadline=None)
 @given(st.booleans(), st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_same_with_peers_and_windows_in_random_runs(peers, stores, window, random):
+def test_random_runs_with_peers_and_windows_keep_invariants(peers, stores, window, random):
     setting = Setting(TWO_NODES, stores=stores, window=window, peers=peers, spare=2 + peers, fails=stores)
     state = setting.begin()
     for _ in range(200):
@@ -156,13 +156,13 @@ BROKEN = {
 
 
 @each_row("name", BROKEN)
-def test_the_model_finds_what_is_wrong(name):
+def test_model_detects_violations(name):
     setting, found = BROKEN[name]
     with pytest.raises(Violation, match=found):
         model.explore(setting)
 
 
-def test_the_model_finds_who_waits_forever():
+def test_model_detects_infinite_wait():
     setting = Setting(machine=NeverComplete)
     waiting = [s for s in model.explore(setting) if all(rank.waiting and rank.at == "vote" for rank in s.ranks)]
     assert not all(model.takes_what_is_due(state, setting) for state in waiting)
@@ -173,7 +173,7 @@ FOUR = st.sampled_from([((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((
 
 @settings(max_examples=40, deadline=None)
 @given(FOUR, st.booleans(), st.booleans(), st.booleans(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_random_runs_of_four_ranks(nodes, memory, stores, recovered, window, random):
+def test_random_runs_of_four_ranks_keep_invariants(nodes, memory, stores, recovered, window, random):
     setting = Setting(nodes, memory, stores and memory, recovered and memory, window if memory else 1)
     state = setting.begin()
     for _ in range(250):
@@ -185,7 +185,7 @@ def test_random_runs_of_four_ranks(nodes, memory, stores, recovered, window, ran
         state = random.choice(after)
 
 
-def test_buffers_are_taken_in_order_and_given_back():
+def test_buffers_are_taken_in_order_and_released():
     rotation = Rotation.of(2, keep=True)
     assert (rotation.free(), rotation.recovery, rotation.persisting) == (0, None, False)
     rotation = rotation.begin(10, False, 10).complete(10).begin(20, False, 20)
@@ -199,7 +199,7 @@ def test_buffers_are_taken_in_order_and_given_back():
 
 
 @each_row("spare", [2, 3])
-def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
+def test_one_commit_completes_window_and_starts_next(spare):
     rotation, newest = Rotation.of(spare, keep=True, stores=False), 0
     for iteration in range(1, 6):
         rotation = rotation.begin(iteration, False, iteration - 2 if iteration == 3 else None)
@@ -215,7 +215,7 @@ def test_one_vote_can_complete_a_window_and_the_beginning_of_the_next(spare):
     assert rotation.committed().free() == 0
 
 
-def test_what_goes_to_storage_is_kept_until_it_is_there():
+def test_buffer_is_kept_until_storage_has_it():
     rotation = Rotation.of(1, keep=False).begin(10, True, 10).complete(10)
     assert rotation.slots == (Slot(Use.FREE, 10, persisting=True, supersedes=10),)
     assert rotation.free() is None and rotation.persisting
@@ -227,7 +227,7 @@ def test_what_goes_to_storage_is_kept_until_it_is_there():
     assert rotation.persisted(10).free() == 0
 
 
-def test_what_an_earlier_job_left_in_memory_counts():
+def test_recovered_snapshots_occupy_buffers():
     rotation = Rotation.of(2, keep=True, recovered=[7, 8])
     assert rotation.slots == (Slot(Use.RECOVERY, 7, supersedes=7), Slot(Use.RECOVERY, 8, supersedes=8))
     assert (rotation.free(), rotation.recovery, rotation.holds(8), rotation.holds(9)) == (2, 8, True, False)
@@ -238,7 +238,7 @@ def uses(rotation: Rotation) -> dict[int, Use]:
     return {slot.iteration: slot.use for slot in rotation.slots if not slot.free}
 
 
-def test_a_window_stays_until_another_one_is_whole():
+def test_window_is_kept_until_next_window_is_complete():
     rotation = Rotation.of(2, keep=True)
     for iteration, supersedes in ((1, 1), (2, None), (3, None), (4, 2), (5, None)):
         rotation = rotation.begin(iteration, False, supersedes)
@@ -251,7 +251,7 @@ def test_a_window_stays_until_another_one_is_whole():
     assert uses(everything) == {6: Use.RECOVERY} and len(everything.slots) == 5
 
 
-def test_one_vote_can_complete_two_snapshots():
+def test_one_commit_can_complete_two_snapshots():
     rotation = Rotation.of(2, keep=True).begin(9, False, 9).committed().complete(9).committed()
     rotation = rotation.begin(10, False, 10).committed().begin(11, False, 11)
     rotation = rotation.committed().complete(10).complete(11)
@@ -260,12 +260,12 @@ def test_one_vote_can_complete_two_snapshots():
 
 
 @each_row("number", [2, 3, 4, 5])
-def test_free_buffers_go_until_those_are_left_that_are_needed(number):
+def test_free_buffers_are_trimmed_to_required_number(number):
     rotation = Rotation((Slot(),) * number, spare=2, keep=False)
     assert len(rotation.trimmed(rotation.max_buffers(1, 1)).slots) == 2
 
 
-def test_buffers_that_shorter_windows_do_not_need_go():
+def test_buffers_unused_by_shorter_windows_are_trimmed():
     rotation = Rotation.of(2, keep=True)
     assert (
         Rotation.of(2, keep=True, stores=False).max_buffers(4, 7) == rotation.max_buffers(4, 7) - 3
@@ -279,7 +279,7 @@ def test_buffers_that_shorter_windows_do_not_need_go():
     assert len(rotation.trimmed(3).slots) == 3 and rotation.trimmed(3).free() == 1
 
 
-def test_a_recovered_snapshot_that_is_taken_again_supersedes_only_itself():
+def test_retaken_snapshot_supersedes_only_itself():
     """The window of iterations 5 to 7 needs the snapshots of 5 and 6 from before the recovery."""
     rotation = Rotation.of(3, keep=True, recovered=[2, 3, 4, 5, 6])
     taken = rotation.begin(6, persisting=False, supersedes=None)

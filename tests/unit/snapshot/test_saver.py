@@ -75,7 +75,7 @@ def assert_holds(path, part, fragments, expected):
         assert digest == compute_digest(value.view(torch.uint8).numpy().data)
 
 
-def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
+def test_snapshot_is_written_as_file_of_format(storage):
     fragments = state_of(6, 2, 12)
     expected = values(fragments)
     saver, begun = Saver(3, CPU, None, storage), time.perf_counter()
@@ -96,7 +96,7 @@ def test_a_snapshot_reaches_storage_as_a_file_of_the_format(storage):
     assert storage.iterations() == []  # to publish is somebody else's
 
 
-def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
+def test_closed_gate_delays_snapshot_until_training_waits(storage):
     fragments, gate = state_of(6, 2), Gate()
     gate.close()
     snapshot = Saver(0, CPU, None, storage, gate).take(0, 1, share(fragments), OPERATORS)
@@ -108,7 +108,7 @@ def test_a_gate_holds_a_snapshot_up_until_training_waits_for_it(storage):
     assert snapshot.hashes[0] != compute_digest(bytes(24))
 
 
-def test_a_part_goes_on_as_it_was_taken(storage):
+def test_shard_is_written_as_captured(storage):
     """What is written is what this rank has, whatever a rule would have given it, with the updates of that moment."""
     expert = "decoder.layers.0.mlp.experts.experts.{}.linear_fc1.weight"
     fragments = [
@@ -136,7 +136,7 @@ def test_a_part_goes_on_as_it_was_taken(storage):
     assert snapshot.persisted_bytes == path.stat().st_size
 
 
-def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
+def test_buffer_of_memory_tier_is_checkpoint_file(storage, memory):
     fragments = state_of(6, 2)
     expected = values(fragments)
     saver = Saver(1, CPU, memory, storage)
@@ -152,7 +152,7 @@ def test_with_a_memory_tier_the_buffer_itself_is_the_file(storage, memory):
     assert next(iter(read_stored_boxes(LocalBlob(path)))).find_damage()
 
 
-def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(storage, memory):
+def test_buffer_is_reused_if_it_fits_and_replaced_otherwise(storage, memory):
     saver = Saver(0, CPU, memory, storage)
     saver.reserve(0, share(state_of(6, 2)).layout.nbytes)
     slot = memory.storage.root / "slots" / "rank_00000.0"
@@ -180,7 +180,7 @@ def test_a_buffer_is_used_again_when_it_fits_and_replaced_when_it_does_not(stora
     assert (memory.storage.root / "iter_0000002" / "rank_00000.safetensors").stat().st_ino == reserved
 
 
-def test_shares_take_turns_in_a_buffer(storage):
+def test_shards_share_one_buffer_in_turn(storage):
     saver, windows = Saver(0, CPU, None, storage), [state_of(6, 2, 12), state_of(4), state_of(2, 2)]
     turns = [(fragments, share(fragments)) for fragments in windows]
     for iteration, (fragments, its) in enumerate(turns * 2):
@@ -193,7 +193,7 @@ def test_shares_take_turns_in_a_buffer(storage):
         assert_holds(path, snapshot.finalized.result(), fragments, values(fragments))
 
 
-def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
+def test_smallest_free_buffer_that_fits_is_taken(storage, memory):
     saver, sizes = Saver(0, CPU, memory, storage), (4096, 2, 1024)
     shares = [share(state_of(size)) for size in sizes]
     buffers = [saver.take(slot, slot + 1, shares[slot], OPERATORS).buffer for slot in range(3)]
@@ -208,7 +208,7 @@ def test_the_smallest_free_buffer_that_fits_is_taken(storage, memory):
     assert [path.name for path in (memory.storage.root / "slots").iterdir()] == [buffers[1].path.name]
 
 
-def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
+def test_snapshot_is_finalized_after_its_prerequisite(storage):
     saver, after = Saver(0, CPU, None, storage), Future()
     first = saver.take(0, 7, share(state_of(6, 2)), OPERATORS, after=after)
     first.capture.wait()
@@ -222,7 +222,7 @@ def test_a_snapshot_is_not_sealed_before_what_it_waits_for(storage):
         saver.take(0, 8, share(state_of(6, 2)), OPERATORS, after=failed).finalized.result()
 
 
-def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
+def test_buffer_is_shared_by_more_shards_than_cached(storage):
     saver, fragments = Saver(0, CPU, None, storage), [state_of(2) for _ in range(18)]
     turns = [share(some) for some in fragments]
     saver.reserve(0, turns[0].layout.nbytes)
@@ -233,7 +233,7 @@ def test_more_shares_than_are_remembered_take_turns_in_a_buffer(storage):
         assert data == [tensor_bytes(view) for view in its.sources] and len(data) == len(some)
 
 
-def test_storage_alone_may_get_it(storage, memory):
+def test_snapshot_can_be_written_to_storage_only(storage, memory):
     fragments = state_of(6, 2)
     saver = Saver(0, CPU, memory, storage)
     snapshot = saver.take(0, 7, share(fragments), OPERATORS, in_memory=False)
@@ -244,7 +244,7 @@ def test_storage_alone_may_get_it(storage, memory):
     assert memory.storage.list_names() == ["slots"]
 
 
-def test_slots_do_not_share_memory(storage):
+def test_buffers_do_not_share_memory(storage):
     saver, fragments = Saver(0, CPU, None, storage), state_of(6, 2)
     taken, expected = [], []
     for slot in range(3):
@@ -260,7 +260,7 @@ def test_slots_do_not_share_memory(storage):
         assert_holds(path, snapshot.finalized.result(), fragments, held)
 
 
-def test_a_rank_that_saves_nothing_has_a_file_too(storage):
+def test_rank_without_state_has_file(storage):
     saver = Saver(5, CPU, None, storage)
     snapshot = saver.take(0, 1, share([]), {})
     saver.persist(snapshot)
@@ -275,7 +275,7 @@ def one_sentence(error):
     return text
 
 
-def test_a_storage_that_fails_is_named_with_a_remedy(tmp_path):
+def test_storage_failure_is_reported_with_remedy(tmp_path):
     (tmp_path / "storage").write_text("a file where a directory should be")
     saver = Saver(0, CPU, None, Store(LocalStorage(tmp_path / "storage")))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
@@ -300,7 +300,7 @@ class Fails(LocalStorage):
 
 
 @each_row("failures", [0, 1, 2])
-def test_a_failed_write_is_repeated_while_the_buffer_is_held(failures, tmp_path):
+def test_failed_write_is_retried_while_buffer_is_kept(failures, tmp_path):
     saver, fragments = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", failures))), state_of(6, 2)
     snapshot = saver.take(0, 40, share(fragments), OPERATORS)
     saver.persist(snapshot, pauses_s=(0.0, 0.0))
@@ -310,7 +310,7 @@ def test_a_failed_write_is_repeated_while_the_buffer_is_held(failures, tmp_path)
     assert snapshot.retries == failures
 
 
-def test_a_write_that_always_fails_is_repeated_as_often_as_there_are_pauses(tmp_path):
+def test_failing_write_is_repeated_once_per_pause(tmp_path):
     place = Fails(tmp_path / "storage", 9)
     saver = Saver(0, CPU, None, Store(place))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
@@ -320,7 +320,7 @@ def test_a_write_that_always_fails_is_repeated_as_often_as_there_are_pauses(tmp_
     assert place.left == 6
 
 
-def test_a_pause_ends_when_the_write_is_given_up(tmp_path):
+def test_retry_pause_ends_when_write_is_cancelled(tmp_path):
     saver = Saver(0, CPU, None, Store(Fails(tmp_path / "storage", 1)))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
     saver.persist(snapshot, pauses_s=(600.0,))
@@ -338,7 +338,7 @@ class Full(LocalStorage):
         return 100
 
 
-def test_a_storage_without_room_is_named_before_anything_is_written(tmp_path):
+def test_full_storage_is_named_before_writing(tmp_path):
     saver = Saver(2, CPU, None, Store(Full(tmp_path / "storage")))
     snapshot = saver.take(0, 40, share(state_of(6, 2)), OPERATORS)
     saver.persist(snapshot)
@@ -348,7 +348,7 @@ def test_a_storage_without_room_is_named_before_anything_is_written(tmp_path):
     assert not (tmp_path / "storage").exists()
 
 
-def test_what_fails_while_sealing_fails_the_writing_too(tmp_path, storage):
+def test_finalizing_error_fails_write(tmp_path, storage):
     memory = Store(LocalStorage(tmp_path / "memory"))
     saver = Saver(0, CPU, memory, storage)
     (tmp_path / "memory").mkdir()
@@ -382,7 +382,7 @@ def test_close_finalizes_copies_and_drops_pending_writes(storage, memory, monkey
     assert storage.is_publishable(5, [1]) and taken[1].persisted.cancelled() and not storage.is_publishable(7, [1])
 
 
-def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monkeypatch):
+def test_hanging_write_is_cancelled_and_never_reported(storage, memory, monkeypatch):
     """It keeps its memory; what the next generation writes of the same iteration comes after it, and is not mixed."""
     written, goes_on = threading.Event(), threading.Event()
 
@@ -414,7 +414,7 @@ def test_a_write_that_hangs_is_given_up_and_never_reported(storage, memory, monk
     saver.close()
 
 
-def test_what_was_given_up_writes_no_more(storage, monkeypatch):
+def test_cancelled_write_leaves_no_files(storage, monkeypatch):
     """Between two pieces of a file it notices; nothing of it is left."""
     begun, goes_on = threading.Event(), threading.Event()
     fragments, write = state_of(6, 2), storage.write_file
@@ -435,7 +435,7 @@ def test_what_was_given_up_writes_no_more(storage, monkeypatch):
     assert list((storage.storage.root / "iter_0000005").iterdir()) == []
 
 
-def test_a_snapshot_whose_buffer_is_in_use_again_can_be_told_by_its_header(memory):
+def test_header_reveals_reused_snapshot_buffer(memory):
     """Before the first byte of its data is overwritten."""
     gate, state = Gate(), state_of(6, 8)
     saver = Saver(0, CPU, memory, None, gate)
@@ -461,7 +461,7 @@ def recorded_copies(monkeypatch):
     return copied
 
 
-def test_gradients_may_be_cleared_at_once_and_are_copied_last(memory, monkeypatch):
+def test_gradients_can_be_cleared_at_once_and_are_copied_last(memory, monkeypatch):
     """Also those of the next snapshot, which waits until the second buffer is free; the gate holds up all copies."""
     gate, state, copied = Gate(), state_of(6, 8), recorded_copies(monkeypatch)
     gradient = torch.randn(8)
@@ -491,7 +491,7 @@ def test_gradients_may_be_cleared_at_once_and_are_copied_last(memory, monkeypatc
         saver.close()
 
 
-def test_on_a_device_the_delay_by_the_second_buffer_is_that_of_its_stream(monkeypatch):
+def test_device_second_buffer_delay_is_stream_time(monkeypatch):
     """5 ms on the stream, and what the host took to enqueue the copy; also if it is read twice."""
     mark = SimpleNamespace(query=lambda: True, elapsed_time=lambda end: 5.0)
     monkeypatch.setattr(staging, "marker_of", lambda device: lambda: mark)
@@ -501,7 +501,7 @@ def test_on_a_device_the_delay_by_the_second_buffer_is_that_of_its_stream(monkey
     assert 0.005 < delay() == delay()
 
 
-def test_gradients_without_a_second_buffer_are_copied_first(memory, monkeypatch):
+def test_gradients_without_second_buffer_are_copied_first(memory, monkeypatch):
     """The device lacks memory, once; they may be cleared after a wait."""
     attempts = []
 

@@ -52,7 +52,7 @@ def equal(one: dict, other: dict) -> bool:
 
 @each_row("adam", [torch.optim.AdamW, torch.optim.Adam])
 @each_row("dtype", [torch.float32, torch.bfloat16])
-def test_updates_from_gradients_give_the_bits_of_the_optimizer(adam, dtype):
+def test_updates_from_gradients_match_optimizer_bit_by_bit(adam, dtype):
     state, told = trained(adam, dtype)
     assert sum(norm > CLIP for _, norm, _ in told) > 5 and equal(state, folded(told))
 
@@ -72,12 +72,12 @@ def test_updates_from_gradients_give_the_bits_of_the_optimizer(adam, dtype):
     ],
     ids=["bias", "clip", "scale", "skip", "decay", "decay schedule", "rate schedule", "decoupled", "eps"],
 )
-def test_nothing_may_be_left_out(omission):
+def test_each_part_of_update_rule_is_required(omission):
     state, told = trained(torch.optim.AdamW)
     assert not equal(state, folded(told, **omission))
 
 
-def test_cutting_a_parameter_anywhere_changes_no_bit():
+def test_splitting_parameter_anywhere_changes_no_bit():
     state, told = trained(torch.optim.AdamW)
     rule, norm, gradient = told[-1]
     whole = {slot: values.clone().view(-1) for slot, values in state.items()}
@@ -90,7 +90,7 @@ def test_cutting_a_parameter_anywhere_changes_no_bit():
     assert all(torch.equal(whole[slot], torch.cat([part[slot] for part in parts])) for slot in whole)
 
 
-def test_other_state_is_refused():
+def test_unsupported_state_is_refused():
     state = {slot: torch.zeros(2) for slot in ("master", "exp_avg", "exp_avg_sq")}
     rule = Rule(1e-3, 0.1, 0.9, 0.999, 1e-8, True)
     with pytest.raises(ValueError, match="not Adam's in fp32"):
@@ -101,7 +101,7 @@ def test_other_state_is_refused():
         update(state, torch.ones(2), 0, rule, float("nan"))
 
 
-def test_kinds_of_parameters_are_told_apart_from_their_numbers():
+def test_parameter_kinds_are_distinguished_from_numbers():
     assert kind_of(NAME) == "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     one, other = Rule(1e-3, 0.1, 0.9, 0.999, 1e-8, True), Rule(1e-3, 0.0, 0.9, 0.999, 1e-8, True)
     bias = NAME.replace("weight", "bias")

@@ -17,5 +17,5 @@ SLOTS = ("param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "grad")
     ],
     ids=lambda value: value.name if isinstance(value, Detail) else "",
 )
-def test_slots_of_a_detail(detail, slots):
+def test_state_subset_has_expected_slots(detail, slots):
     assert {slot for slot in SLOTS if detail.holds(slot)} == slots

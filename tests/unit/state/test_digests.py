@@ -46,7 +46,7 @@ def some(shape, dtype) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=150)
 @given(Shapes, st.sampled_from(DTYPES), st.data())
-def test_chunks_add_up_to_the_tensor(shape, dtype, data):
+def test_chunk_digests_add_up_to_tensor_digest(shape, dtype, data):
     tensor = some(shape, dtype)
     regions, shift = whole(tensor), data.draw(st.integers(0, 3))
     for _ in range(data.draw(st.integers(0, 4))):  # tensor, expert and pipeline parallelism
@@ -62,7 +62,7 @@ def test_chunks_add_up_to_the_tensor(shape, dtype, data):
 
 @settings(deadline=None, max_examples=100)
 @given(Shapes, st.sampled_from(DTYPES), st.data())
-def test_ranges_of_the_flattened_tensor_add_up(shape, dtype, data):
+def test_range_digests_add_up_to_tensor_digest(shape, dtype, data):
     tensor = some(shape, dtype)
     cuts = sorted(data.draw(st.lists(st.integers(0, tensor.numel()), max_size=4)))  # ZeRO
     ranges = zip([0, *cuts], [*cuts, tensor.numel()], strict=True)
@@ -72,14 +72,14 @@ def test_ranges_of_the_flattened_tensor_add_up(shape, dtype, data):
 
 @settings(deadline=None, max_examples=150)
 @given(Shapes, st.sampled_from(DTYPES), st.data())
-def test_each_changed_bit_changes_the_digest(shape, dtype, data):
+def test_each_changed_bit_changes_digest(shape, dtype, data):
     tensor = some(shape, dtype)
     before, bits = digest(tensor, whole(tensor)), tensor.view(-1).view(torch.uint8)
     bits[data.draw(st.integers(0, len(bits) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert digest(tensor, whole(tensor)) != before
 
 
-def test_exchanged_elements_rows_and_tensors_change_the_digest():
+def test_exchanged_elements_rows_and_tensors_change_digest():
     tensor = torch.arange(24.0).view(4, 6)
     before = digest(tensor, whole(tensor))
     for other in (tensor.flip(0), tensor.flip(1), tensor.roll(1)):
@@ -87,7 +87,7 @@ def test_exchanged_elements_rows_and_tensors_change_the_digest():
     assert digest(tensor, whole(tensor), name="decoder.final_layernorm.bias") != before
 
 
-def test_large_tensors_are_read_in_parts():
+def test_large_tensors_are_hashed_in_parts():
     tensor = some((300, 1000), torch.float32)
     halves = [Region((0, 0), (300, 402)), Region((0, 402), (300, 598))]
     rows = [Region((0, 0), (133, 1000)), Region((133, 0), (167, 1000))]
@@ -106,7 +106,7 @@ def test_sums_of_all_ranks_are_exact(ranks):
 
 
 @each_row("unknown, expected", (((), ["embedding", "output"]), (("output",), ["embedding"])))
-def test_operators_that_differ(unknown, expected):
+def test_differing_operators_are_found(unknown, expected):
     now = {("embedding", "master"): 1, ("layers.0.router", "master"): 3}
     before = {("output", "master"): 1, ("layers.0.router", "master"): 3, ("layers.0.router", "param"): 0}
     assert differing_operators(now, before, unknown) == expected

@@ -41,7 +41,7 @@ def test_random_ranges_cover_each_element_once(seed):
     ((0, 0, 0), False, True), ((0, 0, 1), False, False), ((0, 0, 1), True, True), ((0, 1, 0), True, False),
     ((1, 0, 0), False, False),
 ])  # fmt: skip
-def test_one_copy_is_the_first(replica, sharded, first):
+def test_only_one_copy_is_first(replica, sharded, first):
     local = torch.zeros(4)
     piece = Piece("w", (4,), Region((0,), (4,)), local, 0, replica, False)
     (fragment,) = fragments_of(OwnedSlice(local, 0, 4, {"param": local}, sharded), [piece])

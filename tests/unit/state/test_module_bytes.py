@@ -62,14 +62,14 @@ def test_existing_tensors_and_generators_are_filled_in_place():
 
 
 @each_row("value", [{}, {"deque": [], "maxlen": 1 << 70}, {"list": [{}]}, {"dict": [[{}, 1]]}, {"": 0}])
-def test_a_header_of_other_values_is_refused(value):
+def test_header_with_invalid_values_is_refused(value):
     header = json.dumps({"values": {"a": value}, "tensors": []}).encode()
     text = len(header).to_bytes(8, "little") + header
     with pytest.raises(ModuleStateError):
         unpack(torch.frombuffer(bytearray(text), dtype=torch.uint8), {})
 
 
-def test_zeros_are_no_values():
+def test_zeros_contain_no_values():
     assert unpack(torch.zeros(64, dtype=torch.uint8), {}) == {}
 
 
@@ -86,7 +86,7 @@ Point = collections.namedtuple("Point", "x y")
 
 
 @each_row("value", [object(), Color.RED, Point(1, 2), [Point(1, 2)]])
-def test_values_of_other_types_are_refused_and_need_no_memory(value):
+def test_unsupported_types_are_refused_and_need_no_memory(value):
     assert size_of({"value": value}) == size_of({})
     with pytest.raises(ModuleStateError, match="value"):
         pack({"value": value}, torch.zeros(200, dtype=torch.uint8))

@@ -28,7 +28,7 @@ from moc.state.operators import OPERATORS, operator_of  # noqa: E402
         ("output_layer.weight", "output"),
     ],
 )
-def test_operator_of_a_parameter(parameter, operator):
+def test_parameter_belongs_to_expected_operator(parameter, operator):
     assert operator_of(parameter) == operator
 
 
@@ -44,7 +44,7 @@ def test_operator_of_a_parameter(parameter, operator):
         "",
     ],
 )
-def test_an_unknown_name_is_an_error_that_names_it(name):
+def test_unknown_parameter_name_is_refused(name):
     with raises("parameter-unknown", name) as error:
         operator_of(name)
     assert all(known in str(error.value) for known in OPERATORS)

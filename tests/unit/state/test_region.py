@@ -26,7 +26,7 @@ def flat_positions(shape, region):
 
 
 @given(ranges())
-def test_boxes_cover_the_range_exactly_in_order_and_contiguously(case):
+def test_boxes_cover_range_exactly_in_order(case):
     shape, start, stop = case
     covered = []
     for position, box in regions_of_range(shape, start, stop):
@@ -37,12 +37,12 @@ def test_boxes_cover_the_range_exactly_in_order_and_contiguously(case):
 
 
 @given(ranges())
-def test_boxes_are_few(case):
+def test_range_needs_few_boxes(case):
     shape, start, stop = case
     assert len(list(regions_of_range(shape, start, stop))) <= 2 * len(shape) - 1
 
 
-def test_a_scalar_is_one_box():
+def test_scalar_is_one_box():
     assert list(regions_of_range((), 0, 1)) == [(0, Region((), ()))]
 
 
@@ -59,7 +59,7 @@ def elements(region):
 
 
 @given(two_boxes())
-def test_intersection(boxes):
+def test_intersection_contains_common_elements(boxes):
     one, other = boxes
     common, shared = one.intersect(other), elements(one) & elements(other)
     assert elements(common) == shared if shared else common is None
@@ -67,7 +67,7 @@ def test_intersection(boxes):
 
 
 @given(two_boxes())
-def test_shifting_back_and_slices(boxes):
+def test_shift_is_reversible_and_slices_match_region(boxes):
     one, other = boxes
     assert one.shifted(other.offset).shifted(tuple(-o for o in other.offset)) == one
     assert one.slices(one.offset) == tuple(slice(0, n) for n in one.shape)
@@ -75,7 +75,7 @@ def test_shifting_back_and_slices(boxes):
 
 
 @given(two_boxes())
-def test_what_is_left_without_a_part_is_covered_once(boxes):
+def test_remainder_without_part_is_covered_once(boxes):
     one, other = boxes
     common = one.intersect(other)
     if common is not None:
@@ -84,7 +84,7 @@ def test_what_is_left_without_a_part_is_covered_once(boxes):
 
 
 @given(two_boxes(), st.integers(1, 70))
-def test_a_box_is_cut_into_bounded_ones_in_the_order_of_its_elements(boxes, most):
+def test_chunk_is_split_in_element_order(boxes, most):
     cut = list(boxes[0].cut(most))
     assert all(box.numel <= most for box in cut)
     assert [element for box in cut for element in sorted(elements(box))] == sorted(elements(boxes[0]))

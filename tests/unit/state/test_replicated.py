@@ -26,7 +26,7 @@ def update(parameters, optimizer):
     optimizer.step()
 
 
-def test_operators_are_told_by_names():
+def test_operators_follow_from_parameter_names():
     state = made()[2]
     assert state.operators() == OPERATORS
     described = state.described()
@@ -49,7 +49,7 @@ def test_operators_are_told_by_names():
     ],
     ids=str,
 )
-def test_fragments_are_live_and_whole(detail, slots):
+def test_chunks_are_complete_views_of_live_state(detail, slots):
     parameters, optimizer, state = made()
     update(parameters, optimizer)
     found = list(state.fragments(OPERATORS[1:3], detail))
@@ -61,11 +61,11 @@ def test_fragments_are_live_and_whole(detail, slots):
         assert one.view.data_ptr() == live[one.slot].data_ptr() and one.view.numel() == live[one.slot].numel()
 
 
-def test_another_rank_holds_copies():
+def test_other_rank_has_no_first_copies():
     assert not any(one.first_copy for one in made(rank=1)[2].fragments(OPERATORS, Detail.FULL))
 
 
-def test_what_is_loaded_goes_on_as_it_was():
+def test_loaded_state_trains_identically():
     parameters, optimizer, state = made()
     update(parameters, optimizer)
     saved = {(one.name, one.slot): one.view.clone() for one in state.fragments(OPERATORS, Detail.FULL)}
@@ -85,7 +85,7 @@ def test_what_is_loaded_goes_on_as_it_was():
         fresh.load(one, torch.zeros(6, dtype=torch.float64))
 
 
-def test_nothing_can_be_frozen():
+def test_freezing_is_refused():
     state = made()[2]
     state.freeze([])
     state.activate(state.frozen)
@@ -93,7 +93,7 @@ def test_nothing_can_be_frozen():
         state.freeze(["layers.0.router"])
 
 
-def test_gradients_can_be_loaded_where_none_were_computed():
+def test_gradients_can_be_loaded_without_backward_pass():
     parameters, optimizer, _ = made()
     fresh, other, state = made()
     kept = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
@@ -122,7 +122,7 @@ def bits(parameters, optimizer):
 
 @each_row(("kind", "more"), OPTIMIZERS, ids=str)
 @each_row("updates", [0, 1, 2])
-def test_the_optimizers_state_is_that_of_torch(kind, more, updates):
+def test_optimizer_state_trains_and_restores_as_torch(kind, more, updates):
     def begun():
         parameters = made()[0]
         return parameters, kind(parameters.values(), lr=0.1, **more)
@@ -156,13 +156,13 @@ def test_the_optimizers_state_is_that_of_torch(kind, more, updates):
     [(torch.optim.RMSprop, {}, "RMSprop"), (torch.optim.SGD, dict(momentum=0.9, dampening=0.1), "dampening")],
     ids=str,
 )
-def test_an_optimizer_whose_state_is_not_known_is_refused(kind, more, said):
+def test_unknown_optimizer_is_refused(kind, more, said):
     parameters = made()[0]
     with raises("optimizer-unsupported", said, "TrainingState"):
         ReplicatedState(parameters, kind(parameters.values(), lr=0.1, **more), 0)
 
 
-def test_a_parameter_that_is_updated_and_not_named_is_refused():
+def test_unnamed_updated_parameter_is_refused():
     parameters = made()[0]
     named = {name: one for name, one in parameters.items() if name != NAMES[2]}
     with raises("parameter-unnamed", "2 of group 0", "(4, 3)"):
@@ -171,7 +171,7 @@ def test_a_parameter_that_is_updated_and_not_named_is_refused():
         ReplicatedState(named, torch.optim.SGD(parameters.items(), lr=0.1), 0)
 
 
-def test_what_is_not_updated_is_saved_alone():
+def test_buffers_are_saved_without_optimizer_state():
     buffer = {"decoder.layers.0.mlp.router.bias": torch.ones(3)}
     parameters, optimizer, _ = made()
     state = ReplicatedState(parameters | buffer, optimizer, 0)
@@ -180,7 +180,7 @@ def test_what_is_not_updated_is_saved_alone():
                      Detail.COMPUTE: ["param"], Detail.GRAD: []}  # fmt: skip
 
 
-def test_a_parameter_without_gradients_does_not_hide_the_updates_of_others():
+def test_parameter_without_gradient_hides_no_other_update():
     parameters = made()[0] | {"output_layer.bias": torch.nn.Parameter(torch.zeros(3))}
     optimizer = torch.optim.Adam(parameters.values())
     state = ReplicatedState(parameters, optimizer, 0)

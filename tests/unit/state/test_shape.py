@@ -6,7 +6,7 @@ from moc.state.shape import ModelShape, model_operators
 PLAIN = ModelShape((0, 1), 8, 16, 8, 4, 2, 100, num_experts=2, expert_ffn_hidden_size=5)
 
 
-def test_operators_of_a_model_with_biases_by_hand():
+def test_operators_with_biases_match_manual_count():
     norm, attention = 16, 8 * (16 + 8) + 16  # qkv of 8 + 2 x 4 rows and the projection; the bias of qkv
     expert = 8 * 10 + 5
     assert model_operators(PLAIN) == [
@@ -22,7 +22,7 @@ def test_operators_of_a_model_with_biases_by_hand():
     ]
 
 
-def test_a_dense_model_has_no_experts():
+def test_dense_model_has_no_experts():
     dense = ModelShape((0, 0), 8, 16, 8, 4, 2, 100)
     assert (dense.positions, dense.num_experts, dense.expert_ffn_hidden_size, dense.shared_ffn_hidden_size) == (0,) * 4
     kinds = [one.kind for one in model_operators(dense)]
@@ -35,7 +35,7 @@ def sizes(**settings):
     return {one.name.removeprefix("layers.0."): (one.parameters, one.unsliced) for one in model_operators(shape)}
 
 
-def test_operators_of_a_model_without_biases_by_hand():
+def test_operators_without_biases_match_manual_count():
     found = sizes(gated=True, linear_bias=False, norm_bias=False, qk_norm=True, tied=False, shared_ffn_hidden_size=3)
     assert found == {
         "embedding": (800, 0),
@@ -47,7 +47,7 @@ def test_operators_of_a_model_without_biases_by_hand():
     }
 
 
-def test_one_more_setting_one_more_part():
+def test_additional_setting_adds_its_parameters():
     plain = sizes(linear_bias=False)
     assert sizes(linear_bias=False, positions=7)["embedding"] == (plain["embedding"][0] + 56, 56)
     assert sizes(linear_bias=False, qkv_bias=True)["attention"] == (plain["attention"][0] + 16, plain["attention"][1])

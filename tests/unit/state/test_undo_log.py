@@ -137,7 +137,7 @@ def test_first_late_change_in_discarded_iteration_is_refused():
         log.discard()
 
 
-def test_late_change_in_committed_iteration_is_recorded_from_then_on():
+def test_late_change_in_committed_iteration_is_recorded():
     module = Stateful()
     log = UndoLog([module])
     for iteration in range(FULL_RECORDS + SCANS + 2):
@@ -152,7 +152,7 @@ def test_late_change_in_committed_iteration_is_recorded_from_then_on():
     assert field_values(module) == before
 
 
-def test_evaluation_with_full_record_restores_values_that_never_changed():
+def test_evaluation_with_full_record_restores_values():
     module = Stateful()
     log = UndoLog([module])
     for _ in range(FULL_RECORDS):
@@ -191,7 +191,7 @@ def test_holder_with_dataclass_entries_is_restored():
     assert tracker.entries["a"].group is group and counts["calls"].tolist() == [0] and "new" not in counts
 
 
-def test_parameters_and_training_mode_are_left_alone():
+def test_parameters_and_training_mode_are_unchanged():
     module = Stateful()
     log = UndoLog([module])
     log.begin()
@@ -202,7 +202,7 @@ def test_parameters_and_training_mode_are_left_alone():
     assert not module.training and module.weight.unique().tolist() == [7]
 
 
-def test_attributes_of_opaque_packages_are_left_alone():
+def test_attributes_of_opaque_packages_are_unchanged():
     class Engine(torch.nn.Module):
         def __init__(self):
             super().__init__()

@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[3]
         ("odd:name", "odd:name"),
     ],
 )
-def test_directories(address, root):
+def test_path_means_local_directory(address, root):
     place = storage_at(address)
     assert isinstance(place, LocalStorage)
     assert place.root == Path(root)
 
 
-def test_object_storage():
+def test_url_means_object_storage():
     place = storage_at("memory://run/one/")
     assert isinstance(place, ObjectStorage)
     assert (place.name, place.display_path("a/b")) == ("memory://run/one", "memory://run/one/a/b")
@@ -45,13 +45,13 @@ def test_object_storage():
         (Path("s3://bucket/run"), "s3://bucket/prefix"),
     ],
 )
-def test_what_means_no_place_is_refused(address, remedy):
+def test_invalid_address_is_refused(address, remedy):
     with raises("address-invalid", str(address), remedy):
         storage_at(address)
 
 
 @pytest.mark.parametrize("address, library", [("s3://b/r", "s3fs"), ("gs://b/r", "gcsfs")])
-def test_a_missing_library_is_named(address, library):
+def test_missing_library_is_named(address, library):
     without = (
         f"import sys; sys.modules[{library!r}] = None; from moc.store.object_storage import storage_at\n"
         f"from moc.cli_output import refused\ntry:\n    storage_at({address!r})\nexcept Exception as error:\n"

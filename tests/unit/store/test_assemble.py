@@ -23,7 +23,7 @@ def made(parts, planned=(EXPERT,), writers=None):
     return assemble(parts, 20, "full", writers or len(parts), planned, {"world": 2}, {"scale": 1.0})
 
 
-def test_parts_that_are_whole_together_make_a_manifest():
+def test_complete_reports_form_manifest():
     manifest = made([part(0, expert=full()), part(1, expert=full())])
     assert (manifest.iteration, manifest.policy, manifest.writers) == (20, "full", 2)
     assert manifest.operators[EXPERT.name] == OperatorEntry("full", 7, dict.fromkeys(FULL, 10))
@@ -38,24 +38,24 @@ def test_parts_that_are_whole_together_make_a_manifest():
         (full(exp_avg_sq=6), "exp_avg_sq of layers.0.expert.1"),  # saved twice
     ],
 )
-def test_an_operator_that_is_not_whole_is_named(entry, lack):
+def test_incomplete_operator_is_named(entry, lack):
     with raises("operator-incomplete", "iteration 20", lack):
         made([part(0, expert=full()), part(1, expert=entry)])
 
 
-def test_an_operator_that_nobody_wrote_is_named():
+def test_unwritten_operator_is_named():
     with raises("operator-incomplete", "layers.0.router"):
         made([part(0, expert=full()), part(1, expert=full())], planned=(EXPERT, ROUTER))
 
 
-def test_a_slot_that_only_others_have_is_missed():
+def test_slot_missing_in_one_operator_is_named():
     router = OperatorEntry("full", 7, {"master": 4, "exp_avg": 4})
     whole = OperatorEntry("full", 7, dict.fromkeys(FULL, 10))
     with raises("operator-incomplete", "4 of 4 exp_avg_sq of layers.0.router"):
         made([part(0, expert=whole, router=router)], planned=(EXPERT, ROUTER))
 
 
-def test_biases_of_routers_alone_are_not_a_router():
+def test_router_with_only_biases_is_incomplete():
     biases = OperatorEntry("full", 7, {"param": 2})
     with raises("operator-incomplete", "layers.0.router"):
         made([part(0, router=biases)], planned=(ROUTER,))
@@ -63,23 +63,23 @@ def test_biases_of_routers_alone_are_not_a_router():
     assert made([part(0, router=whole)], planned=(ROUTER,)).is_complete
 
 
-def test_compute_weights_have_to_be_whole_too():
+def test_compute_weights_must_be_complete():
     assert made([part(0, expert=OperatorEntry("compute", None, {"param": 10}))]).is_complete
     with raises("operator-incomplete", "1 of 10 param of"):
         made([part(0, expert=OperatorEntry("compute", None, {"param": 9}))])
 
 
-def test_one_node_names_its_own_files_and_lacks_nothing():
+def test_manifest_of_one_node_lists_its_own_files():
     manifest = made([part(0, expert=full())], writers=2)
     assert not manifest.is_complete and list(manifest.files) == ["rank_0"]
 
 
-def test_ranks_that_disagree_are_refused():
+def test_contradictory_ranks_are_refused():
     with raises("parts-contradictory"):
         made([part(0, expert=full()), part(1, expert=OperatorEntry("full", 8, FULL))])
 
 
-def test_the_manifests_of_all_nodes_are_joined():
+def test_manifests_of_all_nodes_are_merged():
     parts = [part(rank, expert=full(), router=OperatorEntry("full", 7, dict.fromkeys(FULL, 1))) for rank in range(4)]
     nodes = [made(parts[:2], writers=4), made(parts[2:3], writers=4), made(parts[3:], writers=4)]
     whole = merge_manifests(nodes)

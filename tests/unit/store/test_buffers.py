@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_named_buffer_outlives_the_process_and_another_does_not(tmp_path):
+def test_only_named_buffer_outlives_process(tmp_path):
     path = tmp_path / "slots" / "rank_00000.0"
     done = subprocess.run([sys.executable, "-c", WRITES_AND_DIES, str(path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -40,7 +40,7 @@ def test_a_named_buffer_outlives_the_process_and_another_does_not(tmp_path):
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [path]
 
 
-def test_bytes_and_tensors_are_the_same_memory(tmp_path):
+def test_bytes_and_tensors_share_memory(tmp_path):
     buffer = HostBuffer(64, tmp_path / "buffer")
     buffer.view(8, 24, torch.bfloat16).fill_(1)
     assert bytes(buffer.memory[8:24]) == torch.ones(8, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
@@ -48,7 +48,7 @@ def test_bytes_and_tensors_are_the_same_memory(tmp_path):
     assert (tmp_path / "buffer").stat().st_mode & 0o777 == 0o600
 
 
-def test_views_follow_each_other():
+def test_views_are_contiguous():
     buffer = HostBuffer(64)
     first, second = buffer.views(8, [4, 12], torch.float32)
     first.fill_(1)
@@ -56,7 +56,7 @@ def test_views_follow_each_other():
     assert buffer.view(4, 28, torch.float32).tolist() == [0, 1, 2, 2, 2, 0]
 
 
-def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_path):
+def test_close_removes_only_its_own_name(tmp_path):
     buffer = HostBuffer(16, tmp_path / "buffer")
     buffer.memory[:4] = b"kept"
     os.link(tmp_path / "buffer", tmp_path / "published")
@@ -66,7 +66,7 @@ def test_closing_removes_the_name_but_not_another_one_of_the_same_memory(tmp_pat
     HostBuffer(16).close()
 
 
-def test_an_empty_buffer():
+def test_empty_buffer_is_supported():
     buffer = HostBuffer(0, pin=True)  # there is nothing to lock
     assert buffer.nbytes == 0 and not buffer.view(0, 0, torch.float32).numel()
     buffer.close()
@@ -74,14 +74,14 @@ def test_an_empty_buffer():
 
 @each_row("nbytes", [1, 2, 4097])
 @each_row("name", ["buffer", None])
-def test_a_buffer_has_the_size_that_was_asked_for(tmp_path, nbytes, name):
+def test_buffer_has_requested_size(tmp_path, nbytes, name):
     buffer = HostBuffer(nbytes, name and tmp_path / name)
     assert len(buffer.memory) == buffer.values.numel() == buffer.nbytes == nbytes
     assert not buffer.values.any()
     assert name is None or (tmp_path / name).stat().st_size == nbytes
 
 
-def test_a_buffer_is_never_laid_over_a_file_that_is_there(tmp_path):
+def test_buffer_never_overwrites_existing_file(tmp_path):
     (tmp_path / "buffer").write_bytes(b"somebody's")
     with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
         HostBuffer(4, tmp_path / "buffer")
@@ -100,7 +100,7 @@ def small_memory(tmp_path):
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def test_too_little_memory_is_an_error_now_and_not_a_signal_later(small_memory):
+def test_too_little_memory_is_an_early_error(small_memory):
     remedies = ("--shm-size", "--ckpt-memory-dir", "--ckpt-tier disk")
     with raises("memory-full", f"{small_memory}/slots", "2,097,152", *remedies):
         HostBuffer(2 << 20, small_memory / "slots" / "rank_00000.0")
@@ -108,7 +108,7 @@ def test_too_little_memory_is_an_error_now_and_not_a_signal_later(small_memory):
     assert HostBuffer(1 << 19, small_memory / "slots" / "rank_00000.0").nbytes == 1 << 19
 
 
-def test_more_than_the_machine_has_is_refused_before_anything_is_taken():
+def test_memory_above_capacity_is_refused_before_allocation():
     nbytes = 2 * psutil.virtual_memory().total
     with raises("memory-full", f"{nbytes:,}", "a log", "--without"):
         HostBuffer(nbytes, purpose="a log", remedy="pass --without")

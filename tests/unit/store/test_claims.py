@@ -10,7 +10,7 @@ from tests.errors import raises
 OURS = Claim("launch", (1, 2), "run")
 
 
-def test_the_tag_of_a_name():
+def test_claim_is_encoded_in_file_name():
     assert OURS.tag == "launch-1-2" and OURS.generation == "1.2"
     assert term_in(".file.launch-1-2.77-a.tmp") == term_in(".rank_00000.launch-1-2") == ("launch", (1, 2))
     assert term_in(".file.77-a.tmp") is term_in("launch-1-2") is term_in(".x.launch-1") is None
@@ -33,18 +33,18 @@ def test_the_tag_of_a_name():
         ("none", False, False),
     ],
 )
-def test_older_terms_and_other_launches_are_superseded(tag, superseded, made):
+def test_older_generations_and_other_launches_are_superseded(tag, superseded, made):
     assert (OURS.supersedes(f".file.{tag}.x.tmp"), OURS.made(f".file.{tag}.x.tmp")) == (superseded, made)
 
 
-def test_who_has_a_place_is_read_as_it_was_written_and_from_older_programs():
+def test_rank_assignment_reads_own_and_older_format():
     holder = Holder.this(OURS, ("first", "second"))
     assert Holder.from_json(holder.to_json()) == holder
     old = Holder.from_json('{"job": "first"}')
     assert (old.claim, old.pid, old.before) == (Claim("first", (0, 0), ""), 0, ())
 
 
-def test_nothing_newer_may_have_a_place():
+def test_older_claim_is_refused_by_newer_owner():
     refuse_superseded(OURS, None, "here")
     for term in ((0, 9), (1, 1), (1, 2)):
         refuse_superseded(OURS, Holder(Claim("launch", term), "host", 7), "here")
@@ -55,7 +55,7 @@ def test_nothing_newer_may_have_a_place():
         refuse_superseded(OURS, Holder(Claim("other", (0, 0)), "host", 7), "here")
 
 
-def test_a_launch_comes_after_those_before_it_and_they_do_not_come_back():
+def test_new_launch_supersedes_earlier_launches():
     assert successors(OURS, None, "here") == ()
     assert successors(OURS, Holder(Claim("launch"), "host", 7, ("first",)), "here") == ("first",)
     assert successors(OURS, Holder(Claim("second"), "host", 7, ("first",)), "here") == ("first", "second")

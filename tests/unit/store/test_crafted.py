@@ -28,7 +28,7 @@ def manifest():
     return Manifest(3, "full", 1, {"rank_00000.safetensors": entry}, operators, {"dp": 1}, state, "run", "job", (1, 2))
 
 
-def test_manifests(tmp_path):
+def test_crafted_manifests_are_read_or_refused(tmp_path):
     rng, plain, read = random.Random(0), json.loads(manifest().to_json()), 0
     for _ in range(ROUNDS):
         crafted = changed(rng, plain)
@@ -46,7 +46,7 @@ def test_manifests(tmp_path):
     assert 0 < read < ROUNDS / 2
 
 
-def test_reports():
+def test_crafted_reports_are_read_or_refused():
     rng, plain = (
         random.Random(1),
         json.loads(RankReport("rank_00000.safetensors", FileEntry(9, 9, "0" * 32), {}).to_json()),
@@ -58,7 +58,7 @@ def test_reports():
             pass
 
 
-def test_headers():
+def test_crafted_headers_are_read_or_refused():
     rng, data = random.Random(2), bytes(64)
     index = {"0": ["w", "master", [4, 4], [0, 0], "0" * 32], "1": ["b", "master", [8], [4], "1" * 32]}
     described = {"0": dict(dtype="F32", shape=[2, 4], data_offsets=[0, 32]),
@@ -86,7 +86,7 @@ DEEP = "[" * 100_000
 
 
 @each_row("deep", [DEEP, '{"a":' * 100_000, f'{{"format": "{FORMAT}", "state": {"[" * 990}{"]" * 990}}}'])
-def test_what_is_nested_too_deeply(tmp_path, deep):
+def test_too_deeply_nested_json_is_refused(tmp_path, deep):
     with raises("checkpoint-damaged"):
         Manifest.from_json(deep, "it")
     for name in ("iter_0000003/manifest.json", ".run.json", ".fence"):
@@ -107,7 +107,7 @@ def test_what_is_nested_too_deeply(tmp_path, deep):
 
 
 @each_row("name", ["../../outside", "/outside", "a/../../b", "..", "a/b", ".hidden", "a\nb", ""])
-def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
+def test_no_file_name_leads_out_of_checkpoint(tmp_path, name):
     store, target = Store(LocalStorage(tmp_path / "a" / "b")), Store(LocalStorage(tmp_path / "c" / "d"))
     plain = json.loads(manifest().to_json())
     plain["files"] = {name: plain["files"].popitem()[1]}
@@ -130,7 +130,7 @@ def test_no_name_leads_out_of_a_checkpoint(tmp_path, name):
     assert not list(tmp_path.glob("outside*"))
 
 
-def test_an_older_checkpoint_is_there_for_one_that_cannot_be_read(tmp_path):
+def test_older_checkpoint_replaces_unreadable_one(tmp_path):
     from moc.recovery.inventory import look
 
     store = Store(LocalStorage(tmp_path))
@@ -141,7 +141,7 @@ def test_an_older_checkpoint_is_there_for_one_that_cannot_be_read(tmp_path):
     assert len(found[1]) >= 2
 
 
-def test_regions_of_a_crafted_checkpoint(tmp_path):
+def test_crafted_checkpoint_regions_are_read_or_reported(tmp_path):
     directory = tmp_path / "iter_0000003"
     store = Store(LocalStorage(tmp_path))
     store.storage.write("iter_0000003/manifest.json", [manifest().to_json().encode()])
@@ -153,7 +153,7 @@ def test_regions_of_a_crafted_checkpoint(tmp_path):
 @each_row(
     ("spans", "told"), [([[0, 8], [12, 16]], "byte 8 .* no box"), ([[0, 8], [4, 16]], "byte 4 .* more than one box")]
 )
-def test_data_that_no_box_or_several_boxes_claim_are_told(spans, told):
+def test_unclaimed_or_overlapping_data_is_reported(spans, told):
     with pytest.raises(ValueError, match=told):
         header.check_spans(
             [header.StoredTensor("U8", (1,), (start, stop)) for start, stop in spans], 16, allows_slack=False

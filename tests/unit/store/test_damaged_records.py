@@ -94,7 +94,7 @@ def owned(root, claim):
 
 
 @damaged
-def test_a_run_is_named_by_its_newest_checkpoint_instead(damage, capfd):
+def test_damaged_run_record_is_replaced_from_newest_checkpoint(damage, capfd):
     with checkpoints() as root:
         with_checkpoints(root, 10, 20)
         damage(root / RUN)
@@ -108,7 +108,7 @@ def test_a_run_is_named_by_its_newest_checkpoint_instead(damage, capfd):
 
 
 @damaged
-def test_without_a_checkpoint_a_damaged_name_begins_a_new_run(damage):
+def test_damaged_run_record_without_checkpoint_starts_new_run(damage):
     with checkpoints() as root:
         damage(root / RUN)
         run = begin_run(LocalStorage(root), "/data")
@@ -116,7 +116,7 @@ def test_without_a_checkpoint_a_damaged_name_begins_a_new_run(damage):
         assert begin_run(LocalStorage(root), "/data").run == run.run
 
 
-def test_a_lost_name_is_that_of_the_newest_valid_checkpoint(root):
+def test_lost_run_name_is_that_of_newest_valid_checkpoint(root):
     store = with_checkpoints(root, 10)
     with_checkpoints(root, 20, run="f" * 16)
     saved(Store(LocalStorage(root)), 30)  # by a tool, which has no run
@@ -124,7 +124,7 @@ def test_a_lost_name_is_that_of_the_newest_valid_checkpoint(root):
     assert find_run(store.storage).run == begin_run(store.storage, "/data").run == OLD
 
 
-def test_every_flipped_bit_of_a_run(root):
+def test_every_flipped_bit_of_run_record_is_detected(root):
     with_checkpoints(root, 10)
     place = LocalStorage(root)
     record_run(place, Run(OLD, "/data", 1.5))
@@ -194,7 +194,7 @@ def replace(path, damage):
 
 
 @damaged
-def test_a_damaged_fence_admits_no_second_live_job(damage, capfd):
+def test_damaged_fence_admits_no_second_live_job(damage, capfd):
     with checkpoints() as root, a_job(root) as first:
         replace(root / FENCE, damage)
         cli_output.print_once.cache_clear()
@@ -209,13 +209,13 @@ def test_a_damaged_fence_admits_no_second_live_job(damage, capfd):
         assert not (root / FENCE).is_symlink() and not list(root.glob(".fence.*"))
 
 
-def test_the_owner_replaces_a_damaged_fence(root, first):
+def test_owner_replaces_damaged_fence(root, first):
     (root / FENCE).write_bytes(b"")
     assert first.does("take") == "done"
     assert Fence(root, Claim("second")).read().claim == Claim("first", (0, 3))
 
 
-def test_every_flipped_bit_of_a_fence_while_its_owner_lives(root, first):
+def test_live_owner_is_kept_after_any_flipped_fence_bit(root, first):
     whole = (root / FENCE).read_bytes()
     for changed in flips(whole):
         (root / FENCE).write_bytes(changed)
@@ -225,14 +225,14 @@ def test_every_flipped_bit_of_a_fence_while_its_owner_lives(root, first):
     (root / FENCE).write_bytes(whole)
 
 
-def test_every_flipped_bit_of_a_fence_without_a_live_owner(root, first):
+def test_fence_with_flipped_bit_is_replaced_without_live_owner(root, first):
     first.end()
     for number, changed in enumerate(flips((root / FENCE).read_bytes())):
         (root / FENCE).write_bytes(changed)
         assert takes(root, f"second{number}").read().claim == Claim(f"second{number}")
 
 
-def test_a_superseded_job_publishes_nothing_although_the_fence_is_damaged(root, first):
+def test_superseded_job_commits_nothing_with_damaged_fence(root, first):
     (root / FENCE).unlink()
     second = takes(root)  # a removed fence is no damage: the directory has no owner
     (root / FENCE).write_bytes(b"\0")
@@ -240,7 +240,7 @@ def test_a_superseded_job_publishes_nothing_although_the_fence_is_damaged(root, 
     second.check()
 
 
-def test_a_newer_term_owns_a_directory_with_a_damaged_fence(root, first):
+def test_newer_generation_keeps_directory_with_damaged_fence(root, first):
     newer = Fence(root, Claim("first", (0, 4)))
     newer.take()
     (root / FENCE).write_bytes(b"\0")
@@ -248,7 +248,7 @@ def test_a_newer_term_owns_a_directory_with_a_damaged_fence(root, first):
     newer.check()
 
 
-def test_jobs_that_start_at_once_with_a_damaged_fence_have_one_owner(root):
+def test_concurrent_starts_with_damaged_fence_have_one_owner(root):
     (root / FENCE).write_bytes(b"\0")
     script = OWNS.replace('"first", (0, 3)', "sys.argv[2]").replace("lock_timeout_s=0.0", "lock_timeout_s=60.0")
     jobs = [
@@ -280,7 +280,7 @@ def test_jobs_that_start_at_once_with_a_damaged_fence_have_one_owner(root):
 
 @each_row("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("../victim")])
 @each_row("owner", ["second", "other"])
-def test_a_lock_file_that_is_no_file_does_not_block(make, owner):
+def test_non_regular_lock_file_does_not_block(make, owner):
     """Neither the lock file of the job itself, nor that of the owner that the fence names."""
     with checkpoints() as root:
         make(root / f".lock.{Claim(owner).tag}")
@@ -326,17 +326,17 @@ def locker(root):
         process.communicate("")
 
 
-def test_who_locks_the_file_of_a_dead_owner_is_named(root, locker):
+def test_process_locking_file_of_dead_owner_is_named(root, locker):
     with pytest.raises(TakenError, match=str(locker("write").pid)):
         takes(root)
 
 
-def test_a_lock_for_reading_which_any_user_can_take_does_not_keep_the_directory(root, locker):
+def test_shared_lock_of_any_user_does_not_own_directory(root, locker):
     locker("read")
     assert takes(root).read().claim == Claim("second")
 
 
-def test_a_job_of_an_earlier_version_which_locks_all_of_its_file_is_an_owner(root, first):
+def test_whole_file_lock_of_old_version_counts_as_owner(root, first):
     lock = root / f".lock.{Claim('older').tag}"
     first.end()
     lock.touch()
@@ -350,7 +350,7 @@ def test_a_job_of_an_earlier_version_which_locks_all_of_its_file_is_an_owner(roo
     assert takes(root).read().claim == Claim("second")
 
 
-def test_a_job_whose_directory_was_taken_does_not_take_it_back_after_damage(root, first):
+def test_superseded_job_does_not_retake_damaged_directory(root, first):
     (root / FENCE).unlink()
     second = takes(root)
     (root / FENCE).write_bytes(b"\0")
@@ -382,7 +382,7 @@ except OSError as error:
         (0o755, 0o644, "PermissionError"),
     ],
 )
-def test_a_fence_of_another_user(root, first, mode, fence, ends):
+def test_fence_of_another_user_is_replaced_only_if_permitted(root, first, mode, fence, ends):
     first.end()
     root.chmod(mode)
     root.parent.chmod(0o755)

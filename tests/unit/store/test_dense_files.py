@@ -41,7 +41,7 @@ def newest(root):
     return iteration, (directory / "optimizer" / "a").read_text()
 
 
-def test_a_saved_checkpoint_is_found_whole(tmp_path):
+def test_saved_checkpoint_is_found_complete(tmp_path):
     assert files.latest_iteration(tmp_path) is None
     assert save(tmp_path, 3, "three").name == "iter_0000003"
     save(tmp_path, 12, "twelve")
@@ -52,7 +52,7 @@ def test_a_saved_checkpoint_is_found_whole(tmp_path):
 
 
 @each_row("target", ["nothing", "iter_0000003", "../outside"])
-def test_a_link_under_the_name_of_a_checkpoint_stops_no_save(tmp_path, target):
+def test_link_named_like_checkpoint_does_not_prevent_save(tmp_path, target):
     root = tmp_path / "checkpoints"
     (tmp_path / "outside").mkdir()
     (root / ".iter_0000003.replaced").mkdir(parents=True)
@@ -83,7 +83,7 @@ def die_at(monkeypatch, step):
 
 
 @each_row("again", [False, True], ids=["a new iteration", "the same iteration again"])
-def test_killed_at_any_step_of_a_save(again, memory):
+def test_kill_at_any_step_of_save_keeps_valid_checkpoint(again, memory):
     killed = completed = 0
     for step in range(40):
         root = memory / f"{again}, {step}"
@@ -124,20 +124,20 @@ def test_damage_is_named(tmp_path):
         ('{"format": "something else"}', "checkpoint-format-unknown"),
     ],
 )
-def test_a_damaged_manifest(text, code, tmp_path):
+def test_damaged_manifest_is_refused(text, code, tmp_path):
     directory = save(tmp_path, 1, "content")
     (directory / "manifest.json").write_text(text)
     with raises(code, "manifest.json"):
         files.read_manifest(directory)
 
 
-def test_a_damaged_tracker(tmp_path):
+def test_damaged_tracker_is_refused(tmp_path):
     (tmp_path / files.TRACKER_FILE).write_text("latest")
     with raises("tracker-invalid", files.TRACKER_FILE, "'latest'"):
         files.latest_iteration(tmp_path)
 
 
-def test_a_release_has_no_iteration(tmp_path):
+def test_release_has_no_iteration(tmp_path):
     (tmp_path / files.TRACKER_FILE).write_text("release\n")
     assert files.latest_iteration(tmp_path) is None
 
@@ -160,7 +160,7 @@ def saves(root, claim, iteration, content):
 
 
 @each_row("iteration", [1, 2], ids=["the same iteration again", "a new iteration"])
-def test_a_generation_that_was_superseded_anywhere_in_a_save_completes_nothing(iteration, memory):
+def test_superseded_generation_commits_nothing(iteration, memory):
     done = refused = 0
     for step in itertools.count():
         root = memory / f"{iteration}, {step}"

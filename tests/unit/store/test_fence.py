@@ -111,7 +111,7 @@ def steps_of(pristine, *actions):
 
 
 @each_row("what", WHAT)
-def test_who_stands_still_anywhere_while_another_term_begins(pristine, what):
+def test_old_generation_paused_anywhere_keeps_consistent_state(pristine, what):
     many = steps_of(pristine, lambda root: old_term(root, what))[0]
     ends = set()
     for done in range(many + 1):
@@ -126,7 +126,7 @@ def test_who_stands_still_anywhere_while_another_term_begins(pristine, what):
 
 
 @each_row("what", ["publishes", "removes"])
-def test_both_stand_still_anywhere(pristine, what):
+def test_both_generations_paused_anywhere_keep_consistency(pristine, what):
     old_steps, begins = steps_of(
         pristine, lambda root: old_term(root, what, begun=True), lambda root: store_of(root, NEW).take
     )
@@ -144,7 +144,7 @@ def test_both_stand_still_anywhere(pristine, what):
 
 @given(what=st.sampled_from(WHAT), order=st.lists(st.sampled_from([0, 1, 1]), max_size=80))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_in_any_order(pristine, what, order):
+def test_any_interleaving_of_generations_keeps_consistent_state(pristine, what, order):
     with copy_of(pristine) as root:
         old, new = in_turns([old_term(root, what), new_term(root)], order)
         assert_kept(root, old, new)
@@ -152,7 +152,7 @@ def test_in_any_order(pristine, what, order):
 
 @given(order=st.lists(st.sampled_from([0, 1, 2]), max_size=120))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_of_three_terms_that_begin_at_once_the_newest_has_the_place(pristine, order):
+def test_newest_of_three_concurrent_epochs_owns(pristine, order):
     def begins(root, claim):
         return lambda: (store := store_of(root, claim), store.take(), saved(store, 30))
 
@@ -167,7 +167,7 @@ def test_of_three_terms_that_begin_at_once_the_newest_has_the_place(pristine, or
             publish(store_of(root, NEW), 30)
 
 
-def test_a_file_that_was_written_over_before_the_term_began_is_not_published(pristine):
+def test_file_overwritten_before_epoch_is_not_committed(pristine):
     with copy_of(pristine) as root:
         new = store_of(root, NEW)
         written(new, 30)  # by workers that do not wait for the one who begins the term
@@ -193,7 +193,7 @@ publish(Store(LocalStorage(sys.argv[1], claim=Claim("launch", (0, 7)))), 30)
 """
 
 
-def test_a_process_that_is_stopped_between_look_and_rename_publishes_nothing(pristine):
+def test_process_stopped_before_rename_commits_nothing(pristine):
     with copy_of(pristine) as root:
         command = [sys.executable, "-c", STALLS, str(root)]
         old = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -249,7 +249,7 @@ def end(process):
     process.wait()
 
 
-def test_another_launch_is_refused_while_the_owner_lives_and_never_a_newer_term(tmp_path, lives):
+def test_other_launch_is_refused_while_owner_lives(tmp_path, lives):
     root, first = tmp_path / "place", lives("first", 3)
     with raises("directory-in-use", str(root), str(first.pid), "--ckpt-dir"):
         LocalStorage(root, lock_timeout_s=0.0, claim=Claim("second", (0, 9))).lock()
@@ -273,7 +273,7 @@ def test_directory_of_live_owner_is_refused_without_change(tmp_path, lives):
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, lives):
+def test_superseded_launch_does_not_retake_ownership(tmp_path, lives):
     root, first = tmp_path / "place", lives("first")
     end(first)
     end(lives("second"))
@@ -287,7 +287,7 @@ def test_a_launch_whose_place_another_has_taken_does_not_take_it_back(tmp_path, 
     assert stale.list_names("iter_0000001") == []
 
 
-def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
+def test_planted_link_creates_no_file_elsewhere(tmp_path):
     root = tmp_path / "place"
     root.mkdir()
     (root / f".lock.{OLD.tag}").symlink_to(tmp_path / "outside")
@@ -296,7 +296,7 @@ def test_a_planted_link_makes_no_file_elsewhere(tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
-def test_what_is_published_tells_by_whom(tmp_path):
+def test_manifest_names_run_job_and_generation(tmp_path):
     store = Store(LocalStorage(tmp_path, claim=Claim("a-launch", (2, 5), "the-run")))
     saved(store, 10)
     manifest = store.read_manifest(10)
@@ -309,7 +309,7 @@ def test_what_is_published_tells_by_whom(tmp_path):
     assert (plain.read_manifest(10).run, plain.read_manifest(10).job, plain.read_manifest(10).term) == ("", "", (0, 0))
 
 
-def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
+def test_files_of_two_launches_never_form_one_checkpoint(tmp_path):
     first, second = (store_of(tmp_path, Claim(job)) for job in ("first", "second"))
     second.take()
     for rank in (0, 1):
@@ -325,7 +325,7 @@ def test_parts_of_two_launches_are_never_one_checkpoint(tmp_path):
         second.read_reports(30, [0, 1])
 
 
-def test_a_report_that_its_writer_still_has_is_not_read_again(tmp_path):
+def test_report_cached_by_writer_is_not_read_again(tmp_path):
     store = store_of(tmp_path, Claim("job"))
     store.take()
     parts, part = file_parts(30, 0)

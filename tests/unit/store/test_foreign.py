@@ -29,24 +29,24 @@ def place(tmp_path):
 
 
 @each_row("run", ["x/../../../../elsewhere", "..", "/etc", "0123456789ABCDEF", "0" * 15, "", 7, None])
-def test_a_run_cannot_name_a_path(place, run):
+def test_run_record_with_path_is_ignored(place, run):
     place.write(RUN, [json.dumps({"run": run, "address": "/data", "made": 1.0}).encode()])
     assert find_run(place) is None
 
 
-def test_a_changed_name_of_a_run_is_refused(place):
+def test_changed_run_name_is_refused(place):
     run = begin_run(place, "/data")
     text = place.read(RUN)
     place.write(RUN, [text.replace(run.run.encode(), b"0123456789abcdef")])
     assert find_run(place) is None
 
 
-def test_a_run_of_an_earlier_version_is_read(place):
+def test_run_of_earlier_version_is_read(place):
     place.write(RUN, [b'{"run": "0123456789abcdef", "address": "/data", "made": 1.5}'])
     assert find_run(place).run == "0123456789abcdef"
 
 
-def test_a_checkpoint_that_is_a_link_is_ignored_and_kept(place):
+def test_linked_checkpoint_is_ignored_and_kept(place):
     store = Store(place)
     saved(store, 10)
     os.symlink("../victim", place.root / "iter_0000100")
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_a_link_is_ignored_and_kept(place):
     assert sorted(os.listdir(place.root.parent / "victim")) == ["precious"]
 
 
-def test_a_link_in_a_checkpoint_is_removed_and_its_target_is_not(place):
+def test_link_in_checkpoint_is_removed_without_its_target(place):
     store = Store(place)
     place.write("iter_0000100/rank_00000.safetensors", [b"x"])
     os.symlink("../../victim", place.root / "iter_0000100" / "more")
@@ -69,7 +69,7 @@ def test_a_link_in_a_checkpoint_is_removed_and_its_target_is_not(place):
 
 
 @pytest.mark.parametrize("name", [RUN, FENCE, "iter_0000010/manifest.json"])
-def test_a_special_file_does_not_stop_a_reader(place, name):
+def test_special_file_does_not_block_reader(place, name):
     store = Store(place)
     saved(store, 10)
     (place.root / name).unlink(missing_ok=True)
@@ -79,14 +79,14 @@ def test_a_special_file_does_not_stop_a_reader(place, name):
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("../victim/precious"), os.mkfifo, os.mkdir])
-def test_a_tracker_that_is_no_file_is_refused(place, make):
+def test_non_regular_tracker_file_is_refused(place, make):
     place.root.mkdir()
     make(place.root / dense_files.TRACKER_FILE)
     with pytest.raises(CheckpointError):
         dense_files.latest_iteration(place.root)
 
 
-def test_a_removal_that_another_worker_has_finished_leaves_nothing(place, monkeypatch):
+def test_concurrent_removal_leaves_nothing(place, monkeypatch):
     store = Store(place)
     saved(store, 10)
 
@@ -105,13 +105,13 @@ def test_a_removal_that_another_worker_has_finished_leaves_nothing(place, monkey
     assert place.list_names() == []
 
 
-def test_a_directory_that_does_not_exist_behind_a_link_is_named(place):
+def test_link_to_missing_directory_is_named(place):
     os.symlink("nowhere", place.root)
     with pytest.raises(NotADirectoryError, match="place"):
         LocalStorage(place.root, claim=Claim("job")).lock()
 
 
-def test_an_unfinished_file_of_an_older_term_is_swept_wherever_the_sweep_ended(place):
+def test_unfinished_file_of_older_epoch_is_swept(place):
     place.write("iter_0000010/part", [b"x"])
     names = [".manifest.json.job-0-1.0123456789abcdef.tmp", ".iter_0000020.job-0-1.incomplete.given-up"]
     (place.root / "iter_0000010" / names[0]).write_bytes(b"")
@@ -120,6 +120,6 @@ def test_an_unfinished_file_of_an_older_term_is_swept_wherever_the_sweep_ended(p
     assert place.list_names("iter_0000010") == ["part"] and names[1] not in place.list_names()
 
 
-def test_an_error_message_sends_no_command_to_a_terminal(capsys):
+def test_error_message_contains_no_terminal_commands(capsys):
     assert refused("program", CheckpointError("\x1b[2J\x9b31m is damaged")) == 1
     assert "\x1b" not in (said := capsys.readouterr().err) and "\x9b" not in said

@@ -24,7 +24,7 @@ boxes = st.sets(st.sampled_from([(tensor.name, tensor.slot) for tensor in TENSOR
 
 @settings(max_examples=60, deadline=None)
 @given(boxes, boxes)
-def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept):
+def test_sub_file_matches_file_of_same_boxes(tmp_path_factory, saved, kept):
     directory = tmp_path_factory.mktemp("files")
     of = lambda chosen: [tensor for tensor in TENSORS if (tensor.name, tensor.slot) in chosen]  # noqa: E731
     entry, alone = (write_shard_file(directory / name, of(c)) for name, c in (("all", saved), ("some", saved & kept)))
@@ -41,7 +41,7 @@ def test_it_has_the_bytes_of_a_file_of_these_boxes(tmp_path_factory, saved, kept
 
 
 @each_row("harm", [lambda h: h[:100], lambda h: b"\xff" * 8 + h[8:], lambda h: h.replace(b"F32", b"F31")])
-def test_a_header_that_cannot_be_read_is_refused(harm, tmp_path: Path):
+def test_unreadable_header_is_refused(harm, tmp_path: Path):
     entry = write_shard_file(tmp_path / "all", TENSORS)
     header = harm((tmp_path / "all").read_bytes()[: entry.header_bytes])
     with pytest.raises(ValueError):

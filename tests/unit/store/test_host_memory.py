@@ -36,7 +36,7 @@ def home(tmp_path):
     return tmp_path / f"moc-{os.geteuid()}"
 
 
-def test_jobs_have_directories_of_their_own(tmp_path, monkeypatch):
+def test_jobs_have_separate_directories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     jobs = "/a/ckpt", "/b/ckpt", "s3://a/ckpt", "s3://b/ckpt"
     roots = {job: memory_storage(tmp_path, job, "run").root for job in jobs}
@@ -48,7 +48,7 @@ def test_jobs_have_directories_of_their_own(tmp_path, monkeypatch):
     assert memory_storage(tmp_path, "ckpt", "run").root == memory_storage(tmp_path, str(tmp_path / "ckpt"), "run").root
 
 
-def test_runs_at_one_address_have_directories_of_their_own(tmp_path):
+def test_runs_at_one_address_have_separate_directories(tmp_path):
     storage = LocalStorage(tmp_path / "ckpt")
     first = begin_run(storage, "/data/ckpt")
     assert begin_run(storage, "/mnt/ckpt") == find_run(storage) == first  # as long as it is not removed
@@ -65,7 +65,7 @@ def test_runs_at_one_address_have_directories_of_their_own(tmp_path):
     assert find_memory_storage(tmp_path, str(storage.root)).root.name.endswith(second.run)
 
 
-def test_of_two_that_begin_a_run_at_once_one_does(tmp_path):
+def test_concurrent_run_starts_create_one_run(tmp_path):
     actions = [lambda: begin_run(LocalStorage(tmp_path / "ckpt"), "ckpt")] * 2
     orders = itertools.product([0, 1], repeat=6)
     for order in orders:
@@ -109,7 +109,7 @@ UNUSABLE = {f"mode {mode:o}": with_mode(mode) for mode in (0o770, 0o707, 0o710, 
 
 
 @each_row("make", UNUSABLE.values(), ids=UNUSABLE)
-def test_another_name_is_used_and_printed_where_the_first_cannot_be(tmp_path, make, capsys):
+def test_unusable_name_is_replaced_and_printed(tmp_path, make, capsys):
     make(home(tmp_path))
     before = home(tmp_path).lstat()
     chosen = memory_storage(tmp_path, "job", "run").root.parent
@@ -120,7 +120,7 @@ def test_another_name_is_used_and_printed_where_the_first_cannot_be(tmp_path, ma
     assert capsys.readouterr().err == ""  # once is enough
 
 
-def test_one_worker_of_a_node_prints_the_name(tmp_path, capsys, monkeypatch):
+def test_only_first_local_rank_prints_name(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     home(tmp_path).touch()
     user_directory(tmp_path)
@@ -134,7 +134,7 @@ def test_memory_directory_is_kept_when_first_name_is_free(tmp_path):
     assert memory_storage(tmp_path, "job", "run").root == root and not home(tmp_path).exists()
 
 
-def test_of_several_own_directories_the_first_is_used_and_all_are_searched(tmp_path):
+def test_first_own_directory_is_used_and_all_are_searched(tmp_path):
     names = [tmp_path / f"{home(tmp_path).name}{end}" for end in ("", "-1", "-2")]
     names[1].touch()
     for own in (names[0], names[2]):
@@ -145,7 +145,7 @@ def test_of_several_own_directories_the_first_is_used_and_all_are_searched(tmp_p
     assert memory_paths_of_other_runs(tmp_path, "job", "run") == [names[2] / other.name]
 
 
-def test_a_job_is_refused_once_all_names_are_taken(tmp_path):
+def test_job_is_refused_if_all_names_are_taken(tmp_path):
     for number in range(100):
         (tmp_path / f"{home(tmp_path).name}{f'-{number}' if number else ''}").touch()
     refused(tmp_path)
@@ -153,7 +153,7 @@ def test_a_job_is_refused_once_all_names_are_taken(tmp_path):
     assert user_directory(tmp_path).name == f"{home(tmp_path).name}-99"
 
 
-def test_of_processes_that_begin_at_once_all_find_the_same(tmp_path):
+def test_concurrent_processes_find_same_directory(tmp_path):
     home(tmp_path).touch()
     orders = itertools.product([0, 1], repeat=6)
     for order in orders:
@@ -163,7 +163,7 @@ def test_of_processes_that_begin_at_once_all_find_the_same(tmp_path):
         one.result.rmdir()
 
 
-def test_a_memory_file_system_that_is_not_there_is_named(tmp_path):
+def test_missing_memory_file_system_is_named(tmp_path):
     refused(tmp_path / "missing")
 
 
@@ -188,7 +188,7 @@ def places(tmp_path):
     return made
 
 
-def test_a_node_gives_back_what_a_run_has_left_there(places, tmp_path):
+def test_node_releases_memory_of_its_run(places, tmp_path):
     give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
     assert [key for key, root in places.items() if root.exists()] == [
         ("aaaaaaaaaaaaaaaa", "10"),
@@ -197,14 +197,14 @@ def test_a_node_gives_back_what_a_run_has_left_there(places, tmp_path):
     give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")  # nothing is there
 
 
-def test_what_is_in_use_stays(places, tmp_path):
+def test_memory_in_use_is_kept(places, tmp_path):
     owner = LocalStorage(places["aaaaaaaaaaaaaaaa", "1"], claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
     owner.lock()
     give_back(memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa"), "1")
     assert Store(owner).iterations() == [10, 20]
 
 
-def test_nothing_else_is_removed(places, tmp_path):
+def test_other_directories_are_not_removed(places, tmp_path):
     for other in (tmp_path / "others", user_directory(tmp_path), tmp_path):
         other.mkdir(exist_ok=True)
         with raises("memory-of-no-run", str(other)):
@@ -212,7 +212,7 @@ def test_nothing_else_is_removed(places, tmp_path):
         assert other.exists()
 
 
-def test_what_jobs_have_left_is_listed(places, tmp_path):
+def test_leftovers_of_jobs_are_listed(places, tmp_path):
     (user_directory(tmp_path) / "notes").write_text("no directory")
     (user_directory(tmp_path) / SOCKETS_DIRECTORY / "of a job").mkdir(parents=True)
     found = {one.path: one for one in leftovers(tmp_path)}
@@ -225,7 +225,7 @@ def test_what_jobs_have_left_is_listed(places, tmp_path):
     )
 
 
-def test_a_file_with_several_names_counts_once(tmp_path):
+def test_file_with_several_names_counts_once(tmp_path):
     (tmp_path / "slot").write_bytes(bytes(10_000))
     taken = (tmp_path / "slot").stat().st_blocks * 512
     os.link(tmp_path / "slot", tmp_path / "rank_00000.safetensors")
@@ -233,7 +233,7 @@ def test_a_file_with_several_names_counts_once(tmp_path):
     assert leftover(tmp_path).bytes == taken >= 10_000
 
 
-def test_what_a_process_uses_is_not_removed(places):
+def test_memory_used_by_process_is_not_removed(places):
     path = places["aaaaaaaaaaaaaaaa", "1"]
     owner = LocalStorage(path, claim=Claim("next", (0, 0), "aaaaaaaaaaaaaaaa"))
     owner.lock()
@@ -248,7 +248,7 @@ def test_what_a_process_uses_is_not_removed(places):
     assert not other.exists() and path.exists()
 
 
-def test_where_there_is_no_memory_none_is_made(tmp_path):
+def test_releasing_missing_memory_creates_nothing(tmp_path):
     run = memory_path_of_run(tmp_path, JOB, "aaaaaaaaaaaaaaaa")
     shutil.rmtree(run.parent)
     give_back(run, "1")

@@ -202,7 +202,7 @@ def known(pristine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_no_operation_leaves_the_directory(pristine, known, batch, capsys):
+def test_no_operation_leaves_directory(pristine, known, batch, capsys):
     problems = []
     for number in range(batch * DIRECTORIES, (batch + 1) * DIRECTORIES):
         rng = random.Random(SEED * 1_000_003 + number)
@@ -220,7 +220,7 @@ def test_no_operation_leaves_the_directory(pristine, known, batch, capsys):
     assert not problems, f"{len(problems)} problems:\n" + "\n".join(problem[:2000] for problem in problems[:20])
 
 
-def test_the_record_finds_what_leaves(tmp_path):
+def test_record_finds_uses_outside(tmp_path):
     """The fuzzer itself: a use of each kind outside is found."""
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "victims").mkdir()

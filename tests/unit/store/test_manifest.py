@@ -46,17 +46,17 @@ SMALL = Manifest(
 
 
 @given(MANIFESTS)
-def test_what_is_written_is_read(manifest):
+def test_manifest_survives_json(manifest):
     assert Manifest.from_json(manifest.to_json(), "manifest.json") == manifest
 
 
 @given(st.builds(RankReport, FILE_NAME, FILE, OPERATORS))
-def test_what_a_rank_says_is_read(part):
+def test_rank_report_survives_json(part):
     assert RankReport.from_json(part.to_json()) == part
 
 
 @each_row("character", ["0", "9", "a", '"', "{", "}", ",", "\\", "é", "\0"])
-def test_every_character_counts(character):
+def test_every_changed_character_is_detected(character):
     text = SMALL.to_json()
     for position, before in enumerate(text):
         # white space between the tokens of JSON is all that may differ
@@ -67,7 +67,7 @@ def test_every_character_counts(character):
 
 @settings(max_examples=300)
 @given(st.data())
-def test_a_damaged_manifest_is_refused_or_says_the_same(data):
+def test_damaged_manifest_is_refused_or_equal(data):
     text = SMALL.to_json()
     position = data.draw(st.integers(0, len(text) - 1))
     kind, character = data.draw(st.sampled_from(["change", "drop", "insert"])), data.draw(st.characters())
@@ -80,7 +80,7 @@ def test_a_damaged_manifest_is_refused_or_says_the_same(data):
 
 
 @each_row("keep", range(0, 400, 13))
-def test_half_a_manifest_is_refused(keep):
+def test_truncated_manifest_is_refused(keep):
     with raises("checkpoint-damaged", "here"):
         Manifest.from_json(SMALL.to_json()[:keep], "here")
 
@@ -91,13 +91,13 @@ def test_other_json_is_refused(text):
         Manifest.from_json(text, "here")
 
 
-def test_another_format_is_named():
+def test_other_format_is_named():
     text = SMALL.to_json().replace("moc-megatron checkpoint 1", "moc-megatron checkpoint 2")
     with raises("checkpoint-format-unknown", "'moc-megatron checkpoint 2'"):
         Manifest.from_json(text, "here")
 
 
-def test_the_fields_are_those_of_the_format():
+def test_manifest_has_documented_fields():
     plain = json.loads(SMALL.to_json())
     documented = ["format", "iteration", "policy", "layout", "writers", "files", "operators", "state", "xxh3_128"]
     assert sorted(plain) == sorted(documented)
@@ -105,7 +105,7 @@ def test_the_fields_are_those_of_the_format():
     assert sorted(plain["operators"]["output"]) == ["detail", "elements", "step"]
 
 
-def test_sizes_and_completeness():
+def test_manifest_has_size_and_completeness():
     assert SMALL.nbytes == 8193
     assert SMALL.is_complete
     assert not replace(SMALL, writers=3).is_complete
@@ -115,7 +115,7 @@ def part(rank, **operators):
     return RankReport(f"rank_{rank}", FileEntry(rank, 1, "aa"), operators)
 
 
-def test_parts_add_up():
+def test_reports_are_summed():
     files, operators = merge_reports(
         [
             part(0, output=OperatorEntry("full", 3, {"master": 4, "exp_avg": 4})),
@@ -135,17 +135,17 @@ def test_parts_add_up():
     [OperatorEntry("full", 4, {"master": 1}), OperatorEntry("compute", 3, {"master": 1})],
     ids=["step", "detail"],
 )
-def test_ranks_that_disagree_are_refused(other):
+def test_contradictory_ranks_are_refused(other):
     with raises("parts-contradictory", "output"):
         merge_reports([part(0, output=OperatorEntry("full", 3, {"master": 1})), part(1, output=other)])
 
 
-def test_parts_of_two_launches_are_refused():
+def test_reports_of_two_launches_are_refused():
     with raises("parts-contradictory", "one, two"):
         merge_reports([replace(part(0), job="one"), replace(part(1), job="two")])
 
 
-def test_a_signed_manifest_that_repeats_a_key_is_refused():
+def test_signed_manifest_with_repeated_key_is_refused():
     text = SMALL.to_json()
     assert text.count('"writers":2') == 1
     repeated = text.replace('"writers":2', '"writers":3,"writers":2')  # the last value counts, so its hash is right
@@ -154,5 +154,5 @@ def test_a_signed_manifest_that_repeats_a_key_is_refused():
         Manifest.from_json(repeated, "manifest.json")
 
 
-def test_a_manifest_in_another_layout_of_text_is_read():
+def test_manifest_with_other_whitespace_is_read():
     assert Manifest.from_json(json.dumps(json.loads(SMALL.to_json()), indent=2), "manifest.json") == SMALL

@@ -71,7 +71,7 @@ def is_read(store, iteration):
 
 
 @each_row("what", [*OF_SNAPSHOT, *OF_DIRECTORY])
-def test_a_job_starts_from_a_valid_snapshot(pristine, what, capsys):
+def test_job_starts_from_valid_snapshot(pristine, what, capsys):
     rng, starts, root = random.Random(f"signed {what}"), Counter(), pristine.parent / "ckpt"
     for number in range(MUTATIONS):
         shutil.copytree(pristine, root)

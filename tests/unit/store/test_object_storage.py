@@ -116,7 +116,7 @@ def read(store, iteration):
     )
 
 
-def test_what_is_written_is_read_listed_and_removed(any_place):
+def test_written_objects_are_read_listed_and_removed(any_place):
     assert any_place.list_names() == []
     any_place.write("iter_1/b", [b"12", memoryview(b"345"), bytearray(b"")])
     any_place.write("iter_1/a", [])
@@ -140,7 +140,7 @@ def test_what_is_written_is_read_listed_and_removed(any_place):
     assert any_place.free_bytes() is None
 
 
-def test_an_object_that_is_too_large_is_not_fetched(any_place, monkeypatch):
+def test_too_large_object_is_not_fetched(any_place, monkeypatch):
     any_place.write("large", [bytes(1000)])
     any_place.write("empty", [])
     fetched, kind = [], type(any_place._fs)
@@ -169,7 +169,7 @@ def test_ranges_are_read_like_slices(any_place, monkeypatch):
     assert any_place.read("file") == data
 
 
-def test_large_files_go_in_parts(place, bucket):
+def test_large_files_are_uploaded_in_parts(place, bucket):
     data = os.urandom(2 * PART + 1000)
     place.write("file", [data[:10], data[10 : PART + 7], memoryview(data)[PART + 7 :]])
     assert place.read("file") == data
@@ -180,7 +180,7 @@ def test_large_files_go_in_parts(place, bucket):
     assert uploads(bucket) == []
 
 
-def test_published_values_come_back_bit_by_bit(any_place):
+def test_committed_values_are_restored_bit_identically(any_place):
     store = Store(any_place)
     save(store, 7)
     assert store.iterations() == [7]
@@ -198,7 +198,7 @@ def test_published_values_come_back_bit_by_bit(any_place):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # from closing what was given up
 @pytest.mark.parametrize("seen", [False, True], ids=["first", "again"])
-def test_what_fails_midway_leaves_the_object_as_it_was(place, bucket, seen):
+def test_failed_write_keeps_previous_object(place, bucket, seen):
     if seen:
         place.write("file", [b"before"])
 
@@ -230,7 +230,7 @@ store.write_file(7, 1, parts())
 
 
 @pytest.mark.recovery
-def test_a_killed_writer_leaves_nothing_that_counts(place, bucket):
+def test_killed_writer_leaves_no_visible_object(place, bucket):
     store = Store(place)
     save(store, 6)
     with subprocess.Popen([sys.executable, "-c", KILLED, place.name], cwd=ROOT, stdout=subprocess.PIPE) as writer:
@@ -248,7 +248,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(place, bucket):
 
 
 @pytest.mark.parametrize("offset, named", [(-1, r"param of w at \(0, 0\)"), (100, "its header does not match")])
-def test_a_flipped_bit_is_found_and_named(place, bucket, offset, named):
+def test_flipped_bit_is_found_and_named(place, bucket, offset, named):
     store = Store(place)
     save(store, 7)
     path = f"{bucket}/run/iter_0000007/rank_00000.safetensors"
@@ -265,7 +265,7 @@ def test_a_flipped_bit_is_found_and_named(place, bucket, offset, named):
         )
 
 
-def test_a_truncated_object_is_named(place, bucket):
+def test_truncated_object_is_named(place, bucket):
     store = Store(place)
     save(store, 7)
     path = f"{bucket}/run/iter_0000007/rank_00000.safetensors"
@@ -277,7 +277,7 @@ def test_a_truncated_object_is_named(place, bucket):
     assert "truncated" in store.find_header_damage(7, "rank_00000.safetensors", entry)
 
 
-def test_a_range_is_kept_until_another_is_read(place):
+def test_blob_range_is_cached_until_another_is_read(place):
     place.write("one", [b"12345"])
     place.write("two", [b"67890"])
     one, two = place.open_blob("one"), place.open_blob("two")
@@ -303,14 +303,14 @@ def test_listings_are_never_stale(place, bucket):
     assert place.list_names("iter_1") == ["b"]
 
 
-def test_a_bucket_without_a_prefix(bucket):
+def test_bucket_works_without_prefix(bucket):
     place = ObjectStorage(f"s3://{bucket}/")
     place.write("iter_1/a", [b"1"])
     place.write("b", [b"2"])
     assert (place.name, place.list_names(), place.list_names("iter_1")) == (f"s3://{bucket}", ["b", "iter_1"], ["a"])
 
 
-def test_the_job_that_starts_last_has_the_place(any_place):
+def test_newest_job_owns_prefix(any_place):
     first, second = Store(any_place), Store(ObjectStorage(any_place.name))
     first.storage.lock()
     save(first, 6)
@@ -334,7 +334,7 @@ def test_the_job_that_starts_last_has_the_place(any_place):
     assert second.iterations() == first.iterations() == [7]
 
 
-def test_newest_term_of_a_launch_owns_the_prefix(any_place):
+def test_newest_generation_of_launch_owns_prefix(any_place):
     def store(job, generation):
         return Store(type(any_place)(any_place.name, claim=Claim(job, (0, generation), "run")))
 
@@ -352,7 +352,7 @@ def test_newest_term_of_a_launch_owns_the_prefix(any_place):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[]", b'{"host": "elsewhere"}'])
-def test_without_a_readable_owner_nothing_is_published(any_place, content):
+def test_nothing_is_committed_without_readable_owner(any_place, content):
     store = Store(any_place)
     save(store, 6)  # a place that was never locked is nobody's
     any_place.lock()
@@ -364,7 +364,7 @@ def test_without_a_readable_owner_nothing_is_published(any_place, content):
     assert store.iterations() == [6]
 
 
-def test_a_removal_that_is_forbidden_is_loud(place, bucket):
+def test_forbidden_removal_raises_error(place, bucket):
     place.write("iter_1/a", [b"1"])
     statement = {
         "Effect": "Deny",
@@ -379,7 +379,7 @@ def test_a_removal_that_is_forbidden_is_loud(place, bucket):
 
 
 @pytest.mark.parametrize("name", ["*", "r*", "**", "[a-z]*", f"{MANIFEST}?versionId=1", "x[0]", "", "/x", "a b", ".*"])
-def test_no_name_of_an_object_makes_a_job_remove_other_objects(place, bucket, name):
+def test_unusual_object_name_removes_no_other_objects(place, bucket, name):
     store = Store(place)
     save(store, 10)
     planted = f"run/iter_0000010/{name}"
@@ -394,7 +394,7 @@ def test_no_name_of_an_object_makes_a_job_remove_other_objects(place, bucket, na
 
 
 @pytest.mark.parametrize("root", ["run[12]", "run*", "run?"])
-def test_a_prefix_is_no_pattern(bucket, root):
+def test_prefix_is_not_used_as_pattern(bucket, root):
     place, other = (ObjectStorage(f"s3://{bucket}/{name}") for name in (root, "run1"))
     for one in (place, other):
         one.write("iter_0000010/x", [b"1"])
@@ -402,7 +402,7 @@ def test_a_prefix_is_no_pattern(bucket, root):
     assert (place.list_names("iter_0000010"), other.list_names("iter_0000010")) == ([], ["x"])
 
 
-def test_it_works_in_threads_and_forks(place):
+def test_object_storage_works_in_threads_and_forks(place):
     place.write("parent", [b"1"])
     child = multiprocessing.get_context("fork").Process(target=place.write, args=("child", [bytes(PART + 1)]))
     child.start()
@@ -431,7 +431,7 @@ def refused(operation, url, because):
 
 
 @each_row("operation", OPERATIONS)
-def test_a_missing_bucket_is_one_sentence(server, operation):
+def test_missing_bucket_is_one_sentence(server, operation):
     refused(operation, "s3://no-such-bucket/run", "the bucket does not exist: make it, or correct the address")
 
 
@@ -443,7 +443,7 @@ def test_missing_credentials_are_one_sentence(bucket, operation, elsewhere):
 
 
 @pytest.mark.parametrize("operation", ["write", "names"])
-def test_a_wrong_endpoint_is_one_sentence(bucket, operation, elsewhere):
+def test_wrong_endpoint_is_one_sentence(bucket, operation, elsewhere):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         elsewhere.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
@@ -451,12 +451,12 @@ def test_a_wrong_endpoint_is_one_sentence(bucket, operation, elsewhere):
         refused(operation, f"s3://{bucket}/run", "it cannot be reached: check the network, and AWS_ENDPOINT_URL")
 
 
-def test_a_manifest_that_cannot_be_read_is_a_checkpoint_error(place):
+def test_unreadable_manifest_is_checkpoint_error(place):
     with raises("checkpoint-unreadable", "manifest.json"):
         Store(place).read_manifest(7)
 
 
-def test_memory_shows_no_half_of_a_file():
+def test_memory_file_system_shows_no_partial_file():
     place = ObjectStorage(f"memory://{uuid.uuid4().hex}", part_bytes=1)
 
     def parts():

@@ -9,7 +9,7 @@ from moc.store.storage import RESERVE_FILE, SpaceReserve
 from tests.cases import each_row
 
 
-def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_path):
+def test_buffer_is_free_only_without_name(tmp_path):
     first = find_free_file(tmp_path / "slots", "rank_00000", 100)
     assert first.stat().st_size == 100 and find_free_file(tmp_path / "slots", "rank_00000", 80) == first
     os.link(first, tmp_path / "named")
@@ -20,13 +20,13 @@ def test_a_slot_is_free_until_it_is_named_and_again_when_the_name_is_gone(tmp_pa
     assert find_free_file(tmp_path / "slots", "rank_00000", 100) == first and first.stat().st_ino == inode
 
 
-def test_one_that_is_too_small_makes_room(tmp_path):
+def test_too_small_file_is_replaced(tmp_path):
     small = find_free_file(tmp_path, "rank_00000", 10)
     assert find_free_file(tmp_path, "rank_00000", 11) == small and small.stat().st_size == 11
     assert list(tmp_path.iterdir()) == [small]
 
 
-def test_each_size_has_a_slot_and_others_are_removed_if_that_is_wanted(tmp_path):
+def test_each_size_has_a_buffer_and_others_are_removable(tmp_path):
     reserve_files(tmp_path, "rank_00000", [10, 30, 20])
     os.link(tmp_path / "rank_00000.2", tmp_path / "named")  # of 10 bytes
     reserve_files(tmp_path, "rank_00000", [25, 15])
@@ -36,7 +36,7 @@ def test_each_size_has_a_slot_and_others_are_removed_if_that_is_wanted(tmp_path)
     assert sizes() == [10, 30, 40]
 
 
-def test_a_slot_is_its_owners_alone(tmp_path):
+def test_allocated_file_is_private_to_its_owner(tmp_path):
     for nbytes in (0, 5):
         os.close(allocate_file(tmp_path / str(nbytes), nbytes))
         assert (tmp_path / str(nbytes)).stat().st_mode & 0o777 == 0o600
@@ -44,13 +44,13 @@ def test_a_slot_is_its_owners_alone(tmp_path):
         allocate_file(tmp_path / "5", 5)
 
 
-def test_nothing_is_left_where_there_is_no_room(tmp_path):
+def test_failed_allocation_leaves_no_file(tmp_path):
     with pytest.raises(OSError):
         allocate_file(tmp_path / "slots" / "rank_00000.0", 1 << 62)
     assert not list((tmp_path / "slots").iterdir())
 
 
-def test_room_is_given_up_until_there_is_too_little(tmp_path):
+def test_reserve_is_released_while_large_enough(tmp_path):
     room = SpaceReserve(tmp_path / RESERVE_FILE)
     assert not room.release(1)
     room.allocate(3 * 4096)
@@ -60,7 +60,7 @@ def test_room_is_given_up_until_there_is_too_little(tmp_path):
 
 
 @each_row("plant", ["link", "hard link", "FIFO"])
-def test_a_file_of_others_is_not_shortened(tmp_path, plant):
+def test_foreign_file_is_not_truncated(tmp_path, plant):
     precious, planted = tmp_path / "precious", tmp_path / "memory" / RESERVE_FILE
     precious.write_bytes(bytes(1 << 16))
     planted.parent.mkdir()

@@ -52,7 +52,7 @@ def saved_and_wanted(draw):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(saved_and_wanted())
-def test_any_split_reads_back_under_any_other(tmp_path, case):
+def test_any_split_is_readable_as_any_other_split(tmp_path, case):
     shape, saved, wanted, files = case
     whole = torch.randn(shape)
     entries = [BoxTensor("w", "master", shape, box, whole[box.slices()].contiguous()) for box in saved]
@@ -79,7 +79,7 @@ def file(tmp_path):
     return written_file(tmp_path)
 
 
-def test_what_is_missing_is_named(file):
+def test_missing_tensor_is_named(file):
     reader = ShardReader([file])
     with raises("tensor-missing", "3 of 6", "exp_avg of layer.weight at (1, 0)"):
         reader.read_into("layer.weight", "exp_avg", Region((1, 0), (2, 3)), into=torch.empty(6))
@@ -88,14 +88,14 @@ def test_what_is_missing_is_named(file):
 
 
 @each_row("keep", [0, 7, 100, -1])
-def test_a_truncated_file_is_named(tmp_path, keep):
+def test_truncated_file_is_named(tmp_path, keep):
     file = written_file(tmp_path)
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(MissingTensorError, match=re.escape(str(file))):
         ShardReader([file])
 
 
-def test_a_file_of_another_kind_is_named(tmp_path):
+def test_file_of_another_format_is_named(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
@@ -103,7 +103,7 @@ def test_a_file_of_another_kind_is_named(tmp_path):
         ShardReader([tmp_path / "other.safetensors"])
 
 
-def test_a_file_without_entries(tmp_path):
+def test_file_without_entries_has_no_tensors(tmp_path):
     write_shard_file(tmp_path / "empty.safetensors", [])
     with raises("tensor-missing", "master of w"):
         ShardReader([tmp_path / "empty.safetensors"]).global_shape("w", "master")
@@ -123,7 +123,7 @@ def mixed(path):
     return {tensor.name: tensor for tensor in tensors}
 
 
-def test_the_file_is_one_that_safetensors_reads(tmp_path):
+def test_file_is_readable_by_safetensors(tmp_path):
     from safetensors import safe_open
 
     held = mixed(tmp_path / "file")
@@ -145,7 +145,7 @@ def entries(draw):
 
 
 @given(st.lists(entries(), max_size=60))
-def test_a_header_is_the_json_of_its_entries(some):
+def test_header_is_json_of_its_entries(some):
     layout = FileLayout(some)
     digests = [f"{number:032x}" for number in range(len(some))]
     rows = [
@@ -164,7 +164,7 @@ def test_a_header_is_the_json_of_its_entries(some):
 
 
 @given(st.lists(entries(), max_size=60))
-def test_the_layout_is_known_before_the_data(some):
+def test_layout_is_known_before_data(some):
     layout = FileLayout(some)
     assert sorted(map(repr, layout.entries)) == sorted(map(repr, some))
     for digests in (["0" * 32] * len(some), ["f" * 32] * len(some)):
@@ -177,7 +177,7 @@ def test_the_layout_is_known_before_the_data(some):
     assert layout.nbytes == position
 
 
-def test_every_bit_of_the_data_counts(tmp_path):
+def test_every_changed_data_bit_is_detected(tmp_path):
     mixed(tmp_path / "file")
     whole = (tmp_path / "file").read_bytes()
     sources = read_stored_boxes(LocalBlob(tmp_path / "file"))
@@ -196,7 +196,7 @@ def test_every_bit_of_the_data_counts(tmp_path):
                 reader.read_region(*asked)
 
 
-def test_a_file_is_opened_when_it_is_needed(file, tmp_path):
+def test_file_is_opened_lazily(file, tmp_path):
     rest = tmp_path / "rank_00001.safetensors"  # not there yet
     reader = ShardReader([file, rest], opens_lazily=True)
     assert reader.read_region("layer.weight", "exp_avg", Region((0, 0), (2, 3))).sum() == 6
@@ -223,7 +223,7 @@ def test_a_file_is_opened_when_it_is_needed(file, tmp_path):
     ],
     ids=str,
 )
-def test_a_header_that_lies_is_refused(tmp_path, change):
+def test_inconsistent_header_is_refused(tmp_path, change):
     file = written_file(tmp_path)
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -258,7 +258,7 @@ def saved(path, rows, dtype=torch.float32):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 12), st.data())
-def test_rows_that_only_this_layout_has_are_zeros(tmp_path, there, here, data):
+def test_rows_missing_in_file_are_zeros(tmp_path, there, here, data):
     values = saved(tmp_path / "file", there)
     first = data.draw(st.integers(0, here - 1))
     rows = data.draw(st.integers(1, here - first))
@@ -270,21 +270,21 @@ def test_rows_that_only_this_layout_has_are_zeros(tmp_path, there, here, data):
     assert torch.equal(found, padded[region.slices()])
 
 
-def test_zeros_have_the_dtype_of_what_is_filled(tmp_path):
+def test_zero_rows_have_dtype_of_target(tmp_path):
     saved(tmp_path / "file", 2, torch.bfloat16)
     region = Region((2, 0), (2, 3))
     found = read_values(fragment((4, 3), region, dtype=torch.bfloat16), ShardReader([tmp_path / "file"]))
     assert found.dtype == torch.bfloat16 and not found.any()
 
 
-def test_another_shape_is_refused_where_nothing_is_padded(tmp_path):
+def test_other_shape_is_refused_for_unpadded_tensor(tmp_path):
     saved(tmp_path / "file", 4)
     with raises("checkpoint-of-another-model", "(4, 3)", "(6, 3)"):
         read_values(fragment((6, 3), Region((0, 0), (6, 3)), padded=False), ShardReader([tmp_path / "file"]))
 
 
 @each_row(("index", "expected"), [(2, [2, 2, 2]), (7, [1, 1, 1]), (10, [1, 1, 1])])
-def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, expected, tmp_path):
+def test_missing_worker_takes_module_state_of_lowest_index(index, expected, tmp_path):
     tensors = [
         BoxTensor(f"module_state.output.{i}", "param", (3,), Region((0,), (3,)), torch.full((3,), i).byte())
         for i in (10, 1, 2)
@@ -307,26 +307,26 @@ def test_module_state_of_a_missing_worker_is_that_of_the_lowest_index(index, exp
     assert read("embedding", 2) == [0, 0]
 
 
-def test_a_vocabulary_with_another_number_of_axes_is_refused(tmp_path):
+def test_vocabulary_with_other_number_of_axes_is_refused(tmp_path):
     write_shard_file(tmp_path / "file", [BoxTensor(NAME, "master", (6,), Region((0,), (6,)), torch.ones(6))])
     with raises("checkpoint-of-another-model", "(6,)"):
         read_values(fragment((2, 3), Region((0, 0), (2, 3))), ShardReader([tmp_path / "file"]))
 
 
-def test_files_that_contradict_each_other_are_refused(tmp_path):
+def test_contradictory_files_are_refused(tmp_path):
     saved(tmp_path / "one", 4)
     write_shard_file(tmp_path / "two", [BoxTensor(NAME, "master", (12,), Region((6,), (6,)), torch.ones(6))])
     with raises("checkpoint-damaged", "two"):
         ShardReader([tmp_path / "one", tmp_path / "two"])
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_missing_values_are_named(tmp_path):
     saved(tmp_path / "file", 4)
     with raises("tensor-missing", "master of other"):
         read_values(fragment((4, 3), Region((0, 0), (4, 3)), name="other"), ShardReader([tmp_path / "file"]))
 
 
-def test_damage_is_not_loaded(tmp_path):
+def test_damaged_values_are_not_loaded(tmp_path):
     saved(tmp_path / "file", 4)
     data = bytearray((tmp_path / "file").read_bytes())
     data[-1] ^= 1
@@ -338,7 +338,7 @@ def test_damage_is_not_loaded(tmp_path):
 
 
 @each_row("lead", [0, 12, 1 << 20])
-def test_reading_ahead_leaves_nothing_out(tmp_path, lead):
+def test_reading_ahead_omits_nothing(tmp_path, lead):
     values = saved(tmp_path / "file", 6)
     fragments = [fragment((8, 3), Region((row, 0), (1, 3))) for row in range(8)]
     reader = ShardReader([tmp_path / "file"], verifies=True, opens_lazily=True)
@@ -363,7 +363,7 @@ class Recorded(list):
 @each_row(
     ("lead", "beforehand"), [(0, [1, 2, 3, 4, 5]), (12, [1, 2, 3, 4, 5]), (13, [2, 3, 4, 5, 5]), (36, [3, 4, 5, 5, 5])]
 )
-def test_reading_ahead_keeps_to_its_lead(tmp_path, lead, beforehand):
+def test_reading_ahead_respects_its_limit(tmp_path, lead, beforehand):
     """Fragments of 12 bytes: those that begin within the lead are read in advance, and the next one in any case."""
     saved(tmp_path / "file", 5)
     fragments = Recorded(fragment((5, 3), Region((row, 0), (1, 3))) for row in range(5))

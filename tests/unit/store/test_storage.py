@@ -56,7 +56,7 @@ def owner(place):
         process.wait()
 
 
-def test_files_and_directories(place):
+def test_files_and_directories_are_written_listed_and_removed(place):
     assert place.list_names() == [] and place.list_names("nowhere") == []
     place.write("b/one", [b"he", memoryview(b"llo"), bytearray()])
     place.write("a", [])
@@ -75,7 +75,7 @@ def test_files_and_directories(place):
     assert place.free_bytes() > 0 and LocalStorage(place.root / "not" / "yet").free_bytes() > 0
 
 
-def test_a_blob_can_be_changed_without_changing_the_file(place):
+def test_changing_blob_does_not_change_file(place):
     place.write("file", [b"hello"])
     place.open_blob("file").read(0, 5)[0] = 0
     assert place.read("file") == b"hello"
@@ -86,7 +86,7 @@ def broken(parts):
     raise OSError("no more")
 
 
-def test_what_fails_midway_leaves_the_file_as_it_was(place):
+def test_failed_write_keeps_previous_file(place):
     place.write("file", [b"before"])
     with pytest.raises(OSError, match="no more"):
         place.write("file", broken([b"after"]))
@@ -96,7 +96,7 @@ def test_what_fails_midway_leaves_the_file_as_it_was(place):
     assert "other" not in place.list_names()
 
 
-def test_writing_killed_anywhere_leaves_one_or_the_other(place):
+def test_write_killed_anywhere_leaves_old_or_new_file(place):
     place.write("file", [b"before"])
 
     def parts():
@@ -114,7 +114,7 @@ def test_writing_killed_anywhere_leaves_one_or_the_other(place):
     assert place.read("file") == b"after"
 
 
-def test_a_second_process_is_refused_until_the_first_is_killed(place, owner):
+def test_second_process_is_refused_until_first_is_killed(place, owner):
     process = owner()
     with raises("directory-in-use", place.name, str(process.pid), "--ckpt-dir"):
         place.lock()
@@ -125,13 +125,13 @@ def test_a_second_process_is_refused_until_the_first_is_killed(place, owner):
     assert second.returncode == 1 and "TakenError" in second.stderr
 
 
-def test_who_waits_gets_the_place_of_one_that_is_dying(place, owner):
+def test_lock_is_acquired_after_owner_dies(place, owner):
     process = owner()
     process.send_signal(signal.SIGKILL)  # nobody waits for it yet
     LocalStorage(place.root, lock_timeout_s=60).lock()
 
 
-def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
+def test_child_that_survives_owner_does_not_own_directory(place, owner):
     process = owner("forks")
     with pytest.raises(CheckpointError):
         place.lock()
@@ -145,7 +145,7 @@ def test_a_child_that_outlives_the_owner_does_not_have_the_place(place, owner):
         os.kill(child, signal.SIGKILL)
 
 
-def test_what_others_remove_meanwhile_is_no_error(tmp_path, monkeypatch):
+def test_concurrent_removal_by_others_is_tolerated(tmp_path, monkeypatch):
     place, rmtree = LocalStorage(tmp_path, in_memory=True), shutil.rmtree
     for name in ("logs/rank_0/a", "logs/rank_1/b"):
         place.write(name, [b"x"])
@@ -179,7 +179,7 @@ def reads(monkeypatch):
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, 10), (3, 3), (5, PIECE + 5), (5, PIECE + 6), (PIECE - 1, 3 * PIECE), (7, 2 * PIECE)]
 )
-def test_reading_ahead_reads_each_byte_of_the_range_once_in_pieces(tmp_path, reads, start, stop):
+def test_read_ahead_reads_each_byte_once(tmp_path, reads, start, stop):
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 3 * PIECE)
     LocalBlob(tmp_path / "file").will_read(start, stop)
@@ -188,13 +188,13 @@ def test_reading_ahead_reads_each_byte_of_the_range_once_in_pieces(tmp_path, rea
     assert [last for _, last in reads] == [*(first for first, _ in reads[1:]), *([stop] if stop > start else [])]
 
 
-def test_nothing_is_read_ahead_of_what_is_in_memory(tmp_path, reads):
+def test_memory_files_are_not_read_ahead(tmp_path, reads):
     (tmp_path / "file").write_bytes(b"hello")
     LocalBlob(tmp_path / "file", in_memory=True).will_read(0, 5)
     assert reads == []
 
 
-def test_ranges_of_a_file(tmp_path):
+def test_ranges_of_file_are_read(tmp_path):
     (tmp_path / "file").write_bytes(b"hello")
     blob = LocalBlob(tmp_path / "file")
     assert (blob.name, blob.size) == (str(tmp_path / "file"), 5)

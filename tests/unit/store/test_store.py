@@ -118,7 +118,7 @@ def left_by_kills(store, action):
         assert_whole(store, iteration)
 
 
-def test_a_checkpoint_is_there_when_it_is_published(store):
+def test_checkpoint_is_visible_after_commit(store):
     written(store, 30)
     assert store.iterations() == [10, 20]
     with raises("checkpoint-unreadable", "iter_0000030/manifest.json"):
@@ -130,7 +130,7 @@ def test_a_checkpoint_is_there_when_it_is_published(store):
 
 
 @pytest.mark.slow
-def test_saving_killed_anywhere(store):
+def test_save_killed_anywhere_keeps_valid_checkpoint(store):
     def action(store):
         saved(store, 30)
         store.remove(10)
@@ -147,7 +147,7 @@ def test_saving_killed_anywhere(store):
     assert seen == {(10, 20), (10, 20, 30), (20, 30)}
 
 
-def test_removing_killed_anywhere(store):
+def test_removal_killed_anywhere_leaves_complete_or_none(store):
     store.write_file(10, 0, file_parts(10, 0)[0])  # so that no order of names has the manifest first by chance
     seen = set()
     for _ in left_by_kills(store, lambda store: store.remove(10)):
@@ -158,7 +158,7 @@ def test_removing_killed_anywhere(store):
     assert files(store) == files_of(20)
 
 
-def test_taking_anew_what_was_set_aside_killed_anywhere(store):
+def test_retake_of_hidden_checkpoint_survives_kill_anywhere(store):
     def action(store):
         store.hide(20)
         store.remove_unpublished()
@@ -176,13 +176,13 @@ def test_taking_anew_what_was_set_aside_killed_anywhere(store):
     assert seen == {(10,), (10, 20)}
 
 
-def test_clearing_killed_anywhere(store):
+def test_removal_of_all_can_be_repeated_after_kill(store):
     for _ in left_by_kills(store, lambda store: store.remove_all()):
         store.remove_all()
         assert files(store) == []
 
 
-def test_clearing_up_killed_anywhere(store):
+def test_sweep_killed_anywhere_keeps_committed_checkpoints(store):
     written(store, 30)
     written(store, 5)
     for _ in left_by_kills(store, lambda store: store.remove_unpublished()):
@@ -191,7 +191,7 @@ def test_clearing_up_killed_anywhere(store):
         assert files(store) == files_of(10, 20)
 
 
-def test_copying_to_another_place_killed_anywhere(store, tmp_path):
+def test_copy_to_other_storage_survives_kill_anywhere(store, tmp_path):
     target, manifest = Store(LocalStorage(tmp_path / "target")), store.read_manifest(20)
 
     def action():
@@ -207,7 +207,7 @@ def test_copying_to_another_place_killed_anywhere(store, tmp_path):
     assert files(target) == files_of(20)
 
 
-def test_what_was_set_aside_stays_and_does_not_count(store):
+def test_hidden_checkpoint_is_kept_and_not_listed(store):
     store.hide(20)
     assert store.iterations() == [10]
     store.remove_unpublished()
@@ -216,7 +216,7 @@ def test_what_was_set_aside_stays_and_does_not_count(store):
         store.read_manifest(20)
 
 
-def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
+def test_message_of_ended_process_is_not_attributed_to_next(store):
     """A rank writes over what was set aside, and all are killed; in the next life another rank does."""
     store.hide(20)
     for rank in range(WORLD):
@@ -233,7 +233,7 @@ def test_word_of_a_life_that_ended_is_not_taken_for_the_next_ones(store):
     assert files(store) == files_of(10, 20)
 
 
-def test_clearing_leaves_nothing(store):
+def test_remove_all_leaves_nothing(store):
     (store.storage.root / ".lock").touch()
     (store.storage.root / "slots").mkdir()
     (store.storage.root / "slots" / "rank_00000.0").touch()
@@ -242,7 +242,7 @@ def test_clearing_leaves_nothing(store):
     store.remove_all()
 
 
-def test_who_was_superseded_clears_nothing(store):
+def test_superseded_owner_cannot_remove_all(store):
     old, new = (Store(LocalStorage(store.storage.root, claim=Claim("job", (0, term), "run"))) for term in (0, 1))
     old.take()
     new.take()
@@ -251,7 +251,7 @@ def test_who_was_superseded_clears_nothing(store):
     assert new.iterations() == [10, 20]
 
 
-def test_other_directories_are_left_alone(store):
+def test_other_directories_are_kept(store):
     for name in ("iter_12", "iter_0000010.old", "xiter_0000010", "notes"):
         (store.storage.root / name).mkdir()
     assert store.iterations() == [10, 20]
@@ -260,7 +260,7 @@ def test_other_directories_are_left_alone(store):
     assert {"iter_12", "iter_0000010.old", "xiter_0000010", "notes"} < set(store.storage.list_names())
 
 
-def test_every_byte_of_a_header_and_the_size_count(store):
+def test_every_header_byte_and_file_size_are_verified(store):
     name, entry = shard_file_name(0), store.read_manifest(20).files[shard_file_name(0)]
     path = store.storage.root / checkpoint_name(20) / name
     whole = path.read_bytes()

@@ -46,7 +46,7 @@ def listed(operators, state, **how) -> int:
 
 @settings(deadline=None)
 @given(checkpoints(), st.sampled_from(TARGETS), st.booleans())
-def test_sizes_are_those_of_the_items(checkpoint, target, keep_master):
+def test_pec_size_equals_sum_of_save_items(checkpoint, target, keep_master):
     operators, experts, chosen, k, state = checkpoint
     weights = dataclasses.replace(state, master=0, moments=0)
     optimizer = dataclasses.replace(state, weights=0)
@@ -59,7 +59,7 @@ def test_sizes_are_those_of_the_items(checkpoint, target, keep_master):
 
 @settings(deadline=None)
 @given(checkpoints())
-def test_everything_is_equation_5(checkpoint):
+def test_saving_all_experts_equals_equation_5(checkpoint):
     operators, experts, _, _, state = checkpoint
     assert pec_size(*parameters(operators), experts, experts, state) == listed(operators, state)
 
@@ -69,7 +69,7 @@ def of_full(target, state=PAPER, **how) -> float:
     return pec_size(*count, 1, 16, state, target, **how) / pec_size(*count, 16, 16, state)
 
 
-def test_table_3_to_the_digit():
+def test_table_3_is_matched_to_two_digits():
     """Master weights of all experts are in it: "O" and "WO" are the moments, and they with the weights."""
     assert [round(of_full(target, keep_master=True), 2) for target in TARGETS] == [0.88, 0.54, 0.42]
     assert of_full("both", keep_master=True) == pytest.approx(0.423, abs=0.002)  # section 6.2.1: 57.7 % less
@@ -80,6 +80,6 @@ def test_equation_6_is_much_smaller_than_table_3():
     assert of_full("optimizer") == pytest.approx(0.306, abs=0.0005)
 
 
-def test_what_format_v1_holds():
+def test_format_v1_sizes_exclude_compute_weights():
     """Compute weights follow from the master's and are not saved: 4 bytes of weights and 8 of moments."""
     assert [round(of_full(target, OURS), 3) for target in TARGETS] == [0.73, 0.46, 0.191]

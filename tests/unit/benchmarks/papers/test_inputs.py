@@ -22,44 +22,44 @@ A100 = CLUSTERS["a100-moevement-fitted"]
 
 
 @each_row("model", [*papers.TABLE_3, *papers.TABLE_7], ids=lambda model: model.name)
-def test_what_is_predicted_is_no_input(model):
+def test_predicted_figures_are_not_inputs(model):
     where = moevement.Conditions(A100, moevement.AT_RANDOM)
     blind = dataclasses.replace(model, ettr={}, gemini_intervals={})
     assert moevement._systems(blind, where, 600.0, 3) == moevement._systems(model, where, 600.0, 3)
 
 
-def test_at_ten_minutes_recovery_times_tell_of_fewer_failures():
+def test_recovery_times_imply_fewer_failures_at_ten_minutes():
     for pairs in papers.TABLE_3_RECOVERY.values():
         assert all(51 < 36 * ten / twenty < 63 for twenty, ten in pairs)
     assert 51 < moevement._failures_at_ten_minutes() < 63
 
 
 @each_row("model", papers.TABLE_7, ids=lambda model: model.name)
-def test_a_checkpoint_to_disk_stalls_for_no_less_than_one_to_memory(model):
+def test_disk_save_stalls_at_least_as_long_as_memory_save(model):
     assert model.checkfreq_overhead_s * model.checkfreq_interval >= model.gemini_stall_s - 1e-9
     assert model.checkfreq_overhead_s >= 0.03 * model.iteration_s
 
 
 @each_row("law", ["AT_RANDOM", "ONE_IN_EACH", "WHILE_TRAINING"])
-def test_an_oracle_reckons_with_the_failures_that_come(law):
+def test_law_predicts_ettr_of_simulated_failures(law):
     law = getattr(moevement, law)
     saving = SimulatedCosts("full", interval=1, restart_s=300)
     runs = (simulate(SimulatedJob(1.0, wall_s=200_000, seed=seed), law.faults(1000.0), saving) for seed in range(20))
     assert fmean(run.ettr for run in runs) == pytest.approx(law.left(300 / 1000), abs=0.015)
 
 
-def test_the_oracle_s_interval_is_the_best():
+def test_oracle_interval_is_near_young_interval():
     model, where = papers.TABLE_3[0], moevement.Conditions(A100, moevement.WHILE_TRAINING)
     interval = moevement._systems(model, where, 600.0, 1)["full"].interval
     young = math.sqrt(2 * model.gemini_stall_s * 600) / model.iteration_s
     assert young / 1.2 < interval < 1.2 * young
 
 
-def test_figure_4_of_lazarus():
+def test_lazarus_figure_4_is_reproduced():
     assert [(row.paper, row.ours) for row in lazarus.figure_4().rows] == [(50, 50), (70, 70)]
 
 
-def test_figure_8_of_lazarus():
+def test_lazarus_figure_8_has_expected_shares():
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
     rows = {row.label: row.ours for row in lazarus.figure_8(moetion.read_loads(RECORDED)).rows}
@@ -68,7 +68,7 @@ def test_figure_8_of_lazarus():
     assert all(share == 0 for label, share in rows.items() if label.startswith("GPT-L") and "compact" in label)
 
 
-def test_figure_13_of_moc():
+def test_moc_figure_13_bounds_hold():
     others = 14 * sum(o.parameters for o in moc._operators(2048, 64) if o.kind != "expert")
     expert_bytes = 14 * 24 * 3 * 2048 * 8192  # of a GPU's experts, with a gate
     assert moc._busiest(2048, "Base-Async") == pytest.approx(expert_bytes + 2 / 14 * others, rel=0.02)
@@ -78,7 +78,7 @@ def test_figure_13_of_moc():
     assert sum(bool(row.excluded) for row in found.rows) == 7 and not any(row.errors() for row in found.rows)
 
 
-def test_sizes_of_moetion_s_models():
+def test_moetion_model_sizes_are_consistent():
     small = moetion._SMALL
     assert small.gb == pytest.approx(10 * small.parameters)  # 2 + 8 bytes (eq. 4)
     assert small.parameters - small.in_experts + small.in_experts / small.experts == pytest.approx(small.dense)
@@ -86,7 +86,7 @@ def test_sizes_of_moetion_s_models():
     assert moetion._LARGE.in_experts > moetion._LARGE.parameters  # cannot be: it is left out of Figure 4
 
 
-def test_figure_7_of_moetion():
+def test_moetion_figure_7_errors_are_bounded():
     checkfreq, often, rarely, *ours = moetion.figure_7().rows
     assert checkfreq.excluded and checkfreq.error == pytest.approx(1)
     assert [row.paper for row in ours] == [11.9, 9.8, 14.9] and max(row.error for row in ours) < 1.4
@@ -97,7 +97,7 @@ LOADS = [[[9, 3, 0, 0]] * 2] * 12
 """Two layers of four experts, of which the first one gets most tokens, and two get none."""
 
 
-def test_tokens_at_risk_by_hand():
+def test_tokens_at_risk_match_manual_count():
     saved_first = moetion.at_risk(LOADS, 1, lambda snapshot, number, unsaved, ages: {0: [0], 1: [0]})
     assert saved_first == pytest.approx([3 * 11 / 12, 3 * 12 / 12])  # of the second expert, from the 11th snapshot on
     # each expert every fourth time: at most three iterations of any are unsaved
@@ -106,7 +106,7 @@ def test_tokens_at_risk_by_hand():
     assert moetion.at_risk(LOADS, 4, moetion._in_turn) == moetion.at_risk(LOADS, 4, moetion._tokens_age) == [0, 0]
 
 
-def test_loads_that_are_none_are_refused(tmp_path):
+def test_invalid_loads_are_refused(tmp_path):
     np.savez(tmp_path / "loads.npz", tokens=np.array(LOADS))
     assert moetion.read_loads(tmp_path / "loads.npz") == LOADS
     np.savez(tmp_path / "flat.npz", tokens=np.array(LOADS)[0])
@@ -133,7 +133,7 @@ def test_loads_that_are_none_are_refused(tmp_path):
         (Row("", 0.9, 0.85, excluded="damaged"), [], [], "(-5.0)"),
     ],
 )
-def test_a_headline_counts_what_could_fail(row, errors, bounds, told):
+def test_headline_counts_errors_and_bounds(row, errors, bounds, told):
     assert row.errors() == pytest.approx(errors) and row.bounds() == bounds
     assert row.cells(common=False)[-1] == told
     headline = " ".join(Reproduction("", (row,), ()).summary())
@@ -143,7 +143,7 @@ def test_a_headline_counts_what_could_fail(row, errors, bounds, told):
     assert ("not counted: 1" in headline) == bool(row.excluded)
 
 
-def test_the_common_law_has_a_headline_of_its_own():
+def test_common_law_has_separate_headline():
     rows = (Row("", 0.9, 0.89, common=0.7), Row("", 0.9, 0.95, bound="least", common=0.8), Row("", 2, 3, "factor"))
     chosen, common = Reproduction("", rows, (), law="as chosen", fitted=("a", "b")).summary()[1::2][:2]
     assert "worst 1.0, of 1 " in chosen and "1 of 1 bounds" in chosen and "1.50" in chosen
@@ -157,6 +157,6 @@ def test_the_common_law_has_a_headline_of_its_own():
         *("moetion-fig4", "moetion-fig7", "moetion-fig9", "moetion-fig10"),
     ],
 )
-def test_every_headline_names_its_law_and_its_constants(name):
+def test_every_headline_names_law_and_constants(name):
     first, *_, last = REPRODUCTIONS[name]().summary()
     assert first.startswith("Failures: ") and last.startswith("Fitted or ") and "nothing" not in last

@@ -20,13 +20,13 @@ def errors(found):
     return [error for row in found.rows if row.kind == "ettr" for error in row.errors()]
 
 
-def test_table_3_of_moevement(table_3):
+def test_moevement_table_3_errors_are_bounded(table_3):
     ettr = errors(table_3)
     assert len(ettr) == 60 and sum(ettr) / 60 <= 2 and max(ettr) <= 5
     assert table_3.order_right == (20, 20)
 
 
-def test_every_row_with_failures_stands_under_the_common_law_too(table_3):
+def test_rows_with_failures_are_shown_under_common_law_too(table_3):
     """At 10 minutes, where the number of failures was fitted; elsewhere Table 3's law is the common one."""
     rows = [row for row in table_3.rows if row.kind == "ettr"]
     assert all((row.common != row.ours) == (", 10 min," in row.label) for row in rows)
@@ -37,13 +37,13 @@ def test_every_row_with_failures_stands_under_the_common_law_too(table_3):
     assert "0.24 GB/s" in headline and "155 s" in headline and "600 s" in headline
 
 
-def test_gemini_s_oracle_chooses_intervals_like_the_paper_s(table_3):
+def test_gemini_oracle_intervals_match_paper(table_3):
     intervals = [row for row in table_3.rows if "interval" in row.label]
     assert len(intervals) == 4 and max(row.error for row in intervals) <= 1.5
 
 
 @pytest.mark.slow
-def test_table_7_of_moevement():
+def test_moevement_table_7_errors_are_bounded():
     found = moevement.table_7()
     ettr = errors(found)
     assert len(ettr) == 44 and sum(ettr) / 44 <= 3 and max(ettr) <= 6
@@ -54,21 +54,21 @@ def test_table_7_of_moevement():
     assert max(row.error for row in intervals) < 1.6
 
 
-def test_figure_11_of_moevement():
+def test_moevement_figure_11_errors_are_bounded():
     found = moevement.figure_11()
     assert max(errors(found)) <= 4
     printed = {row.label: row.ours for row in found.rows}
     assert printed["671B, 10 min, MoEvement"] > printed["671B, 10 min, Gemini"] + 0.2
 
 
-def test_sizes_and_lost_tokens():
+def test_sizes_and_lost_tokens_are_near_those_of_papers():
     full, ours, partial = (REPRODUCTIONS[f"{name}"]() for name in ("moc-fig10", "moc-fig15", "moetion-fig9"))
     assert all(row.errors()[0] <= 1.5 for row in full.rows if "K = 1, " not in row.label)
     assert all(row.holds for row in ours.rows if row.bound)
     assert all(row.error <= 1.1 for row in partial.rows)
 
 
-def test_figure_4_of_moetion():
+def test_moetion_figure_4_is_reproduced():
     """587 to 61 GB, and the reduction of section 4.1 by its own share of experts."""
     everything, some, *_, reduction = moetion.figure_4().rows
     assert (everything.paper, some.paper) == (587, 61) and max(everything.error, some.error) < 1.02
@@ -77,7 +77,7 @@ def test_figure_4_of_moetion():
 
 
 @pytest.mark.slow
-def test_figure_11_of_moetion():
+def test_moetion_figure_11_has_expected_ratios():
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
     *rows, most = moetion.figure_11(moetion.read_loads(RECORDED)).rows
@@ -87,7 +87,7 @@ def test_figure_11_of_moetion():
     assert all(row.excluded for row in (*rows[1::2], most))
 
 
-def test_figure_10_of_moetion():
+def test_moetion_figure_10_rows_are_excluded():
     """No row counts, since all need what the paper does not state; gradients by the experts that recur elsewhere."""
     found = moetion.figure_10()
     assert [round(row.paper, 1) for row in found.rows] == [86.5, 64.2, 55.7, 31.0]
@@ -108,13 +108,13 @@ def test_figure_10_of_moetion():
     assert recur == pytest.approx(moetion._RECURRING, abs=0.01)
 
 
-def test_what_is_further_off_than_the_paper_s_figure_is_no_bound_that_holds():
+def test_deviation_above_paper_fails_the_bound():
     """59 % where the paper has 29 % is an error of 30 points, though the paper's reduction is reached."""
     worst = max(REPRODUCTIONS["moc-fig10"]().rows, key=lambda row: abs(row.error))
     assert (worst.paper, round(worst.ours)) == (29, 59) and worst.errors() == [pytest.approx(30.2, abs=0.1)]
 
 
-def test_the_command(capsys):
+def test_command_prints_figure_and_refuses_unknown_name(capsys):
     assert main(["moevement-fig1"]) == 0
     assert "absolute error" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -123,7 +123,7 @@ def test_the_command(capsys):
     assert all(name in said for name in (*REPRODUCTIONS, *OF_LOADS))
 
 
-def test_recorded_loads_are_asked_for(tmp_path, capsys):
+def test_recorded_loads_are_required_only_where_used(tmp_path, capsys):
     for command, sentence in (
         (["moetion-fig11"], "moetion-fig11 needs recorded loads of experts: give them by --routing FILE"),
         (["moetion-fig11", "--routing", str(tmp_path / "none")], "cannot read tokens"),

@@ -69,7 +69,7 @@ def arguments(options: dict, file) -> dict:
 
 
 @each_row("name", MODELS)
-def test_there_and_back_it_is_the_same_model(name, tmp_path):
+def test_model_flags_round_trip_through_family_config(name, tmp_path):
     family, flags = MODELS[name]
     model = arguments(RUN | SIZES | flags, tmp_path / "run.yaml")
     assert as_options(model) == as_options(model_of(**flags))
@@ -84,12 +84,12 @@ def test_there_and_back_it_is_the_same_model(name, tmp_path):
     assert (again["attention_dropout"], again["hidden_dropout"], again["padded_vocab_size"]) == (0, 0, 200)
 
 
-def test_an_earlier_release_had_another_option_for_norms_of_all_heads():
+def test_norm_option_of_earlier_release():
     model = model_of(ffn_hidden_size=40, qk_layernorm=True, qk_layernorm_full_width=True)
     assert family_for(model).name == "olmoe"
 
 
-def test_a_vocabulary_that_is_not_known_has_its_padding():
+def test_unknown_vocabulary_size_uses_padded_size():
     model, _ = recorded({"model": {"vocab_size": None, "padded_vocab_size": 256}}, (), "it")
     assert model["vocab_size"] == 256
 
@@ -98,7 +98,7 @@ def test_a_vocabulary_that_is_not_known_has_its_padding():
     ("option", "value"),
     [("multi_latent_attention", True), ("window_size", [16, 0]), ("mtp_num_layers", 1), ("softmax_type", "learnable")],
 )
-def test_what_no_family_computes_is_refused_by_name(option, value):
+def test_option_no_family_computes_is_refused_by_name(option, value):
     assert family_for(model_of(ffn_hidden_size=40, softmax_type="vanilla", window_size=None)).name == "mixtral"
     with raises("family-cannot-express", f"--{option.replace('_', '-')}"):
         family_for(model_of(ffn_hidden_size=40, **{option: value}))
@@ -114,12 +114,12 @@ def test_what_no_family_computes_is_refused_by_name(option, value):
         dict(swiglu=3),
     ],
 )
-def test_a_description_that_makes_no_sense(changes):
+def test_invalid_model_description_is_refused(changes):
     with raises("model-description-invalid"):
         described_model(model_of(**changes))
 
 
-def test_shared_experts_without_a_gate_are_said_with_one():
+def test_ungated_shared_experts_map_to_gated_family():
     model = model_of(**SHARED)
     family = family_for(model)
     assert (family.name, family.ungated_down, family.shared_width(model)) == ("qwen2_moe", 2.0, 80)
@@ -128,7 +128,7 @@ def test_shared_experts_without_a_gate_are_said_with_one():
     assert as_options(family.flags_of(config)) == as_options(model_of(**GATED) | dict(moe_aux_loss_coeff=0.01))
 
 
-def test_shared_experts_that_a_family_always_has_are_made_up():
+def test_shared_experts_required_by_family_are_added():
     model = model_of(add_qkv_bias=True)  # no other family has these biases without norms
     assert (family := family_for(model)).name == "qwen2_moe"
     assert family.shared_width(model) == family.config_of(model)["shared_expert_intermediate_size"] == 1
@@ -138,24 +138,24 @@ def test_shared_experts_that_a_family_always_has_are_made_up():
 
 
 @each_row("name", ["qwen-moe-14b", "deepseek-moe-16b"])
-def test_presets_that_a_family_can_say(name, tmp_path):
+def test_presets_are_expressible_in_one_family(name, tmp_path):
     model = arguments({key: RUN[key] for key in RUN if key != "seq_length"} | dict(model=name), tmp_path / "run.yaml")
     assert [family.name for family in families_for(model)] == ["qwen2_moe"]
 
 
-def test_a_family_that_makes_nothing_up_comes_first():
+def test_family_without_added_experts_comes_first():
     model = model_of(ffn_hidden_size=40)
     assert [family.name for family in families_for(model)] == ["mixtral"]
     assert FAMILIES["qwen2_moe"].config_of(model)["shared_expert_intermediate_size"] == 1
 
 
-def test_what_no_family_can_say_is_told_for_each():
+def test_inexpressible_model_names_every_family():
     with raises("family-cannot-express") as error:
         family_for(model_of(normalization="LayerNorm"))
     assert all(name in str(error.value) for name in FAMILIES)
 
 
-def test_names_that_are_not_known():
+def test_unknown_family_names_are_refused():
     for name in ("deepseek_v2", "deepseek_v3"):
         with raises("family-unknown", name, "MLA", "mixtral"):
             family_of({"model_type": name})
@@ -212,26 +212,26 @@ SOME = [  # family, flags that it cannot say, what the sentence names
 
 @each_row("name", FAMILIES)
 @each_row("flags", ANY)
-def test_what_no_family_can_say(name, flags):
+def test_option_outside_every_family_is_refused(name, flags):
     changes, words = ANY[flags]
     own = PLAIN[name] if flags != "no experts" else {}
     with raises("family-cannot-express", words):
         FAMILIES[name].config_of(model_of(**own | changes))
 
 
-def test_biases_of_all_layers_cannot_be_said():
+def test_linear_biases_are_refused():
     with raises("family-cannot-express", "mixtral", "without --disable-bias-linear"):
         FAMILIES["mixtral"].config_of(model_of(add_bias_linear=True))
 
 
 @each_row(("name", "flags", "words"), SOME)
-def test_what_a_family_cannot_say(name, flags, words):
+def test_option_outside_one_family_is_refused(name, flags, words):
     FAMILIES[name].config_of(model_of(**PLAIN[name]))
     with raises("family-cannot-express", words):
         FAMILIES[name].config_of(model_of(**PLAIN[name] | flags))
 
 
-def test_what_has_no_effect_is_no_hindrance():
+def test_option_without_effect_is_accepted():
     none = dict(moe_router_num_groups=2, moe_router_group_topk=2, moe_router_topk_scaling_factor=1.0)
     family = FAMILIES["mixtral"]
     assert family.config_of(model_of(**none)) == family.config_of(model_of())
@@ -277,7 +277,7 @@ KEYS = [  # family (or any), keys that we cannot compute, what the sentence name
 
 
 @each_row(("name", "keys", "words"), KEYS)
-def test_keys_that_we_cannot_compute_are_named(name, keys, words):
+def test_unsupported_config_keys_are_named(name, keys, words):
     for family in [FAMILIES[name]] if name else FAMILIES.values():
         config = family.config_of(model_of(**PLAIN[family.name]))
         family.flags_of(config)
@@ -285,7 +285,7 @@ def test_keys_that_we_cannot_compute_are_named(name, keys, words):
             family.flags_of(config | keys)
 
 
-def test_either_form_of_rotary_frequencies_is_read():
+def test_both_forms_of_rotary_frequencies_are_read():
     family = FAMILIES["glm4_moe"]
     config = family.config_of(model_of(**PLAIN["glm4_moe"], rotary_percent=0.25, rotary_base=50000))
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
@@ -298,7 +298,7 @@ def test_either_form_of_rotary_frequencies_is_read():
     assert FAMILIES["mixtral"].flags_of(FAMILIES["mixtral"].config_of(model_of()) | mixtral)["rotary_base"] == 1000000
 
 
-def test_windows_as_long_as_the_longest_sequence_are_none():
+def test_window_covering_longest_sequence_is_ignored():
     family = FAMILIES["mixtral"]
     config = family.config_of(model_of())
     assert family.flags_of(config | {"sliding_window": 48}) == family.flags_of(config)

@@ -129,14 +129,14 @@ def one_worker():
 
 
 @each_row("name", ALL)
-def test_the_map_has_what_the_real_model_has(name):
+def test_name_map_covers_real_model(name):
     with one_worker() as real:
         assert ours_of(mapped(name)[1]) == real(ALL[name][1])
 
 
 @each_row("name", MODELS)
 @each_row("dtype", [torch.float32, torch.bfloat16])
-def test_there_and_back_every_bit_is_the_same(name, dtype, tmp_path):
+def test_round_trip_preserves_every_bit(name, dtype, tmp_path):
     contents, names, family, model = drawn(name, dtype)
     written(contents, names, family, model, tmp_path / "hf", size=30_000)
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
@@ -147,7 +147,7 @@ def test_there_and_back_every_bit_is_the_same(name, dtype, tmp_path):
 
 
 @each_row("name", MODELS)
-def test_the_library_reads_the_same_files_as_we_do(name, tmp_path):
+def test_library_reads_same_files(name, tmp_path):
     contents, names, family, model = drawn(name)
     path = written(contents, names, family, model, tmp_path / "hf")
     theirs = load_file(path / "model.safetensors")
@@ -158,7 +158,7 @@ def test_the_library_reads_the_same_files_as_we_do(name, tmp_path):
 
 
 @given(groups=st.integers(1, 4), ratio=st.integers(1, 4), width=st.sampled_from([2, 4, 6]))
-def test_queries_keys_and_values_are_taken_out_of_their_groups(groups, ratio, width):
+def test_queries_keys_and_values_are_extracted_from_groups(groups, ratio, width):
     heads = groups * ratio
     model = model_of(num_attention_heads=heads, num_query_groups=groups, kv_channels=width, ffn_hidden_size=40)
     names = name_map(model, family_named("mixtral"))
@@ -175,7 +175,7 @@ def test_queries_keys_and_values_are_taken_out_of_their_groups(groups, ratio, wi
 
 
 @given(data=st.data())
-def test_any_box_of_ours_is_read_by_itself(data, tmp_path_factory):
+def test_any_chunk_is_read_separately(data, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "boxes"
     contents, names, family, model = drawn("qwen2")
     if not path.exists():
@@ -190,7 +190,7 @@ def test_any_box_of_ours_is_read_by_itself(data, tmp_path_factory):
     same(back.read(entry.name, "param", region), contents.values[entry.name][region.slices()].contiguous())
 
 
-def test_rows_are_read_in_blocks_where_a_tensor_is_huge(tmp_path, monkeypatch):
+def test_huge_tensor_rows_are_read_in_blocks(tmp_path, monkeypatch):
     contents, names, family, model = drawn("qwen2")
     one = written(contents, names, family, model, tmp_path / "one")
     monkeypatch.setattr(tensors, "_BLOCK", 1000)
@@ -199,7 +199,7 @@ def test_rows_are_read_in_blocks_where_a_tensor_is_huge(tmp_path, monkeypatch):
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def test_shared_experts_without_a_gate_have_one_of_zeros_and_count_twice(tmp_path):
+def test_shared_experts_without_gate_get_zero_gate(tmp_path):
     contents, names, family, model = drawn("qwen2 of shared experts without a gate")
     theirs = load_file(written(contents, names, family, model, tmp_path / "hf") / "model.safetensors")
     for layer in range(3):
@@ -209,7 +209,7 @@ def test_shared_experts_without_a_gate_have_one_of_zeros_and_count_twice(tmp_pat
         assert not theirs[f"{prefix}_gate.weight"].any() and theirs[f"{prefix}_gate.weight"].shape == (1, 64)
 
 
-def test_what_only_the_family_has_is_zeros(tmp_path):
+def test_tensors_only_in_family_are_zeros(tmp_path):
     contents, names, family, model = drawn("glm4 without shared experts or biases")
     theirs = load_file(written(contents, names, family, model, tmp_path / "hf", torch.bfloat16) / "model.safetensors")
     zeros = {name: values for name, values in theirs.items() if "shared_experts" in name or "correction" in name}
@@ -218,7 +218,7 @@ def test_what_only_the_family_has_is_zeros(tmp_path):
     assert {values.dtype for name, values in theirs.items() if "correction" not in name} == {torch.bfloat16}
 
 
-def test_twice_a_weight_that_is_out_of_range_is_refused(tmp_path):
+def test_doubled_weight_out_of_range_is_refused(tmp_path):
     contents, names, family, model = drawn("qwen2 of shared experts without a gate")
     contents.values["decoder.layers.0.mlp.shared_experts.linear_fc2.weight"][0, 0] = 60_000.0
     with raises("dtype-too-narrow", "shared_expert.down_proj.weight, 2 times", "--dtype bf16"):
@@ -226,7 +226,7 @@ def test_twice_a_weight_that_is_out_of_range_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_of_a_hub_cache_whose_files_are_links_is_read(tmp_path):
+def test_hub_cache_directory_of_links_is_read(tmp_path):
     repository = tmp_path / "models--org--name"
     blobs, directory = repository / "blobs", repository / "snapshots" / "4567"
     blobs.mkdir(parents=True), directory.mkdir(parents=True)
@@ -238,7 +238,7 @@ def test_a_directory_of_a_hub_cache_whose_files_are_links_is_read(tmp_path):
 
 
 @each_row("name", ["mixtral", "qwen2"])
-def test_the_norm_before_experts_has_two_names(name, tmp_path):
+def test_norm_before_experts_may_have_two_names(name, tmp_path):
     contents, names, family, model = drawn(name)
     one = written(contents, names, family, model, tmp_path / "one")
     shapes = {
@@ -250,7 +250,7 @@ def test_the_norm_before_experts_has_two_names(name, tmp_path):
 
 
 @each_row("name", MODELS)
-def test_each_of_our_tensors_that_is_missing_is_named(name):
+def test_each_missing_own_tensor_is_named(name):
     _, names, _ = mapped(name)
     shapes = ours_of(names)
     for one in shapes:
@@ -259,7 +259,7 @@ def test_each_of_our_tensors_that_is_missing_is_named(name):
 
 
 @each_row("name", MODELS)
-def test_each_of_their_tensors_that_is_missing_is_named(name):
+def test_each_missing_or_misshaped_family_tensor_is_named(name):
     _, names, _ = mapped(name)
     shapes = names.their_shapes()
     for one in shapes:
@@ -269,7 +269,7 @@ def test_each_of_their_tensors_that_is_missing_is_named(name):
             names.check_theirs(shapes | {one: (*shapes[one][:-1], shapes[one][-1] + 1)})
 
 
-def test_tensors_too_many_are_named():
+def test_unexpected_tensors_are_named():
     _, names, _ = mapped("mixtral")
     bias = "model.layers.0.self_attn.q_proj.bias"
     with raises("tensor-unexpected", bias):
@@ -280,7 +280,7 @@ def test_tensors_too_many_are_named():
         names.fitted(ours_of(names) | {stranger: (64, 40)})
 
 
-def test_only_the_vocabulary_may_be_padded():
+def test_only_vocabulary_may_be_padded():
     _, names, _ = mapped("mixtral")
     shapes = ours_of(names)
     names.fitted(shapes | {"output_layer.weight": (PADDED, 64)})
@@ -313,7 +313,7 @@ def refused(capsys, *argv):
     return error
 
 
-def test_the_program_converts_there_and_back(dense, tmp_path, capsys):
+def test_program_round_trips_checkpoint(dense, tmp_path, capsys):
     root, contents = dense
     convert(root, tmp_path / "hf", "--to", "hf", "--verify")
     convert(tmp_path / "hf", tmp_path / "back", "--verify")
@@ -325,7 +325,7 @@ def test_the_program_converts_there_and_back(dense, tmp_path, capsys):
     assert as_options(back.facts.state["model"]) == as_options(contents.facts.state["model"])
 
 
-def test_another_dtype_is_written_if_asked_for(dense, tmp_path):
+def test_requested_dtype_is_written(dense, tmp_path):
     root, contents = dense
     convert(root, tmp_path / "hf", "--to", "hf", "--family", "mixtral", "--dtype", "bf16", "--verify")
     theirs = load_file(tmp_path / "hf/model.safetensors")
@@ -333,7 +333,7 @@ def test_another_dtype_is_written_if_asked_for(dense, tmp_path):
     assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_conversion_that_was_killed_leaves_nothing_in_the_way(dense, tmp_path):
+def test_killed_conversion_does_not_block_next_conversion(dense, tmp_path):
     left = tmp_path / ".hf.incomplete"
     left.mkdir()
     (left / "model-00001-of-00009.safetensors").write_bytes(b"half")
@@ -365,7 +365,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_nothing_is_staged_where_another_user_could_change_it(dense, tmp_path, make):
+def test_staging_avoids_directories_others_can_change(dense, tmp_path, make):
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/precious").write_text("precious")
     left = tmp_path / ".hf.incomplete"
@@ -379,7 +379,7 @@ def test_nothing_is_staged_where_another_user_could_change_it(dense, tmp_path, m
     assert (tmp_path / "hf").stat().st_mode == (tmp_path / "victim").stat().st_mode  # as any new directory
 
 
-def test_what_is_there_is_never_replaced(dense, tmp_path, capsys):
+def test_existing_output_is_never_replaced(dense, tmp_path, capsys):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/mine").write_text("mine")
     assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "output-exists"
@@ -388,7 +388,7 @@ def test_what_is_there_is_never_replaced(dense, tmp_path, capsys):
     assert only_code(refused(capsys, tmp_path / "other", tmp_path / "back")) == "output-exists"
 
 
-def test_a_conversion_under_way_is_left_alone(dense, tmp_path, capsys):
+def test_conversion_in_progress_is_not_disturbed(dense, tmp_path, capsys):
     with conversions._staged(tmp_path / "hf"):
         assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "directory-in-use"
 
@@ -403,7 +403,7 @@ def test_pickles_are_never_read(dense, tmp_path, capsys):
     assert not (tmp_path / "back").exists()
 
 
-def test_damage_is_found(dense, tmp_path, capsys):
+def test_damaged_weights_are_refused(dense, tmp_path, capsys):
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     weights = tmp_path / "hf/model.safetensors"
     whole = weights.read_bytes()
@@ -416,7 +416,7 @@ def test_damage_is_found(dense, tmp_path, capsys):
     assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
 
 
-def test_a_missing_expert_is_named_and_nothing_is_written(dense, tmp_path, capsys):
+def test_missing_expert_is_named_and_nothing_written(dense, tmp_path, capsys):
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     os.remove(tmp_path / "hf/conversion.json")
     weights = load_file(tmp_path / "hf/model.safetensors")
@@ -427,7 +427,7 @@ def test_a_missing_expert_is_named_and_nothing_is_written(dense, tmp_path, capsy
     assert not (tmp_path / "back").exists()
 
 
-def test_an_index_that_lies_is_refused(dense, tmp_path, capsys):
+def test_wrong_weights_index_is_refused(dense, tmp_path, capsys):
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     os.remove(tmp_path / "hf/conversion.json")
     index = {name: "model.safetensors" for name in load_file(tmp_path / "hf/model.safetensors")}
@@ -443,7 +443,7 @@ def test_an_index_that_lies_is_refused(dense, tmp_path, capsys):
     assert only_code(refused(capsys, tmp_path / "hf", tmp_path / "back")) == "checkpoint-damaged"
 
 
-def test_a_checkpoint_that_does_not_record_its_model_takes_flags(tmp_path, capsys):
+def test_checkpoint_without_recorded_model_needs_flags(tmp_path, capsys):
     contents, *_ = drawn("mixtral")
     del contents.facts.state["model"], contents.facts.state["tokenizer"]
     contents.facts.state["shape"] = SHAPE
@@ -456,7 +456,7 @@ def test_a_checkpoint_that_does_not_record_its_model_takes_flags(tmp_path, capsy
     assert only_code(said) == "checkpoint-of-another-model" and "--ffn-hidden-size" in said
 
 
-def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
+def test_incompatible_flags_and_families_are_refused(dense, tmp_path, capsys):
     root = dense[0]
     assert only_code(refused(capsys, root, tmp_path / "hf", "--to", "hf", "--", "--swiglu")) == "flag-has-no-effect"
     assert (
@@ -472,7 +472,7 @@ def test_flags_and_families_that_do_not_fit(dense, tmp_path, capsys):
 
 
 @each_row("apart", [1.0, 2e-3, math.nan])
-def test_models_that_compute_something_else_are_told(apart):
+def test_differing_logits_are_refused(apart):
     theirs = numpy.full((2, 3, 4), 10.0, numpy.float32)
     assert "at most" in _judged(theirs + 1e-4, theirs)
     ours = theirs.copy()

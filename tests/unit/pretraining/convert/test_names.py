@@ -99,7 +99,7 @@ def memory(tensor) -> tuple:
 
 
 @each_row("name", MODELS)
-def test_places_are_those_of_the_real_model(name):
+def test_stock_names_equal_those_of_real_model(name):
     with one_worker() as build:
         model, shape = build(MODELS[name])
         boxes, objects = described(model)
@@ -121,7 +121,7 @@ WHOLE = {
 
 @each_row("stacked", [True, False])
 @each_row("name", WHOLE)
-def test_a_model_of_which_something_is_missing_or_differs(name, stacked):
+def test_missing_or_different_tensor_is_refused(name, stacked):
     filled = sum(place.region.numel for place in stock_places(WHOLE, stacked).values())
     assert filled == sum(map(math.prod, WHOLE.values()))
     with raises("checkpoint-incomplete", "linear_fc1.weight"):

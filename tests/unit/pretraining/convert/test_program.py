@@ -77,7 +77,7 @@ def tensors(draw):
 
 
 @given(tensors(), st.integers(1, 7))
-def test_parts_hold_everything_once_and_are_of_one_size(whole, parts):
+def test_parts_cover_all_tensors_once_in_equal_sizes(whole, parts):
     found = cut_tensors(whole, parts)
     assert len(found) == parts
     counts = {tensor.name: torch.zeros(tensor.global_shape) for tensor in whole}
@@ -88,7 +88,7 @@ def test_parts_hold_everything_once_and_are_of_one_size(whole, parts):
     assert max(sizes) - min(sizes) <= 8  # an element at either end
 
 
-def test_there_and_back(tmp_path):
+def test_snapshot_round_trips_through_dense_checkpoint(tmp_path):
     model = Model()
     snapshot(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b")
@@ -111,21 +111,21 @@ def test_facts_survive_in_format_v1(tmp_path):
     assert found.facts.writers == 3
 
 
-def test_dense_to_dense(tmp_path):
+def test_dense_checkpoint_converts_to_dense(tmp_path):
     dense(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", "--to", "torch_dist", "--writers", 3, "--max-file-size", 1)
     same(values(DenseContents(checkpoint(tmp_path / "b"))), values(Model()))
     assert len(list(checkpoint(tmp_path / "b").glob("optimizer/*"))) == 3
 
 
-def test_files_of_weights_are_not_too_large(tmp_path):
+def test_weight_files_respect_size_limit(tmp_path):
     snapshot(tmp_path / "a", Model(shapes(hidden=200, width=500), params_dtype="fp32"))
     convert(tmp_path / "a", tmp_path / "b", "--max-file-size", 1)
     sizes = [path.stat().st_size for path in checkpoint(tmp_path / "b").glob("*.distcp")]
     assert sum(sizes) > 3e6 and max(sizes) < 1.1e6  # with some for what torch writes around each tensor
 
 
-def test_weights_are_the_masters_rounded(tmp_path):
+def test_weights_are_rounded_masters(tmp_path):
     snapshot(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b")
     found = DenseContents(checkpoint(tmp_path / "b"))
@@ -136,7 +136,7 @@ def test_weights_are_the_masters_rounded(tmp_path):
             assert torch.equal(found.weight(name, whole_of(master.shape)), master)
 
 
-def test_dtype_from_the_command_line_where_the_checkpoint_has_none(tmp_path, capsys):
+def test_dtype_comes_from_flags_if_checkpoint_has_none(tmp_path, capsys):
     snapshot(tmp_path / "a", Model(params_dtype=None))
     assert only_code(refused(capsys, tmp_path / "a", tmp_path / "b")) == "dtype-missing"
     assert not (tmp_path / "b").exists()
@@ -146,7 +146,7 @@ def test_dtype_from_the_command_line_where_the_checkpoint_has_none(tmp_path, cap
     assert only_code(said) == "dtype-conflict" and "fp16" in said and "--dtype bf16" in said
 
 
-def test_weights_alone(tmp_path):
+def test_weights_convert_without_optimizer_state(tmp_path):
     snapshot(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", "--no-optim")
     assert not (checkpoint(tmp_path / "b") / "optimizer").exists()
@@ -160,7 +160,7 @@ def test_weights_alone(tmp_path):
     same(found[0], kept | {key: value for key, value in whole.items() if key[1] == "param"})
 
 
-def test_a_checkpoint_of_another_program(tmp_path, capsys):
+def test_foreign_checkpoint_requires_trust(tmp_path, capsys):
     """Without a manifest of ours: only if it is trusted, and weights alone."""
     directory = dense(tmp_path / "a")
     for name in ("manifest.json", "training_state.json"):
@@ -182,7 +182,7 @@ class Bomb:
         return open, (self.path, "w")
 
 
-def test_nothing_is_unpickled_before_hashes_are_compared(tmp_path, capsys):
+def test_hashes_are_compared_before_unpickling(tmp_path, capsys):
     directory, trace = dense(tmp_path / "a"), tmp_path / "exploded"
     (directory / ".metadata").write_bytes(pickle.dumps(Bomb(str(trace))))
     assert ".metadata" in refused(capsys, tmp_path / "a", tmp_path / "b")
@@ -193,7 +193,7 @@ def test_nothing_is_unpickled_before_hashes_are_compared(tmp_path, capsys):
 
 
 @each_row("target", ["snapshot", "torch_dist"])
-def test_damage_is_named_and_nothing_is_published(tmp_path, capsys, target):
+def test_damage_is_named_and_nothing_is_committed(tmp_path, capsys, target):
     path = snapshot(tmp_path / "a") / "rank_00001.safetensors"
     last = 8 * path.stat().st_size - 1
     flip(path, last)
@@ -210,7 +210,7 @@ def test_damage_is_named_and_nothing_is_published(tmp_path, capsys, target):
 
 
 @each_row("name", ["optimizer/rank_00001.safetensors", "__1_0.distcp", "common.pt", ".metadata"])
-def test_damage_in_dense_checkpoints(tmp_path, capsys, name):
+def test_damage_in_dense_checkpoint_is_named(tmp_path, capsys, name):
     path = dense(tmp_path / "a") / name
     flip(path, 8 * path.stat().st_size - 1)
     said = refused(capsys, tmp_path / "a", tmp_path / "b")
@@ -224,7 +224,7 @@ def test_damage_in_dense_checkpoints(tmp_path, capsys, name):
         ("rank_*", "there is no exp_avg and no exp_avg_sq and no master of"),
     ],
 )
-def test_optimizer_state_that_was_not_saved(tmp_path, capsys, lost, words):
+def test_missing_optimizer_state_is_named(tmp_path, capsys, lost, words):
     directory = dense(tmp_path / "a")
     for path in directory.glob(f"optimizer/{lost}"):
         path.unlink()
@@ -250,14 +250,14 @@ def without(pattern):
     ],
     ids=["layer", "expert", "weight", "half", "steps", "slot", "shape"],
 )
-def test_what_is_no_whole_model_is_not_written_as_one(tmp_path, capsys, model, words):
+def test_incomplete_model_is_not_written_as_dense_checkpoint(tmp_path, capsys, model, words):
     snapshot(tmp_path / "a", model)
     assert words in refused(capsys, tmp_path / "a", tmp_path / "b")
     assert not (tmp_path / "b").exists()
     convert(tmp_path / "a", tmp_path / "b", "--to", "snapshot")
 
 
-def test_a_weight_that_is_not_its_master(tmp_path, capsys):
+def test_weight_differing_from_master_is_refused(tmp_path, capsys):
     directory = dense(tmp_path / "a")
     fp16 = dense(tmp_path / "other", dtype=torch.float16)
     for path in [*fp16.glob("*.distcp"), fp16 / ".metadata"]:
@@ -287,7 +287,7 @@ def edited(directory, **changes):
     path.write_text(type(manifest)(**{**vars(manifest), **changes}).to_json())
 
 
-def test_manifests_that_promise_something_else(tmp_path, capsys):
+def test_contradicting_manifest_is_refused(tmp_path, capsys):
     directory = snapshot(tmp_path / "a")
     whole = Manifest.from_json((directory / "manifest.json").read_text(), "m")
     edited(directory, writers=3)
@@ -300,7 +300,7 @@ def test_manifests_that_promise_something_else(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target, limit", [("torch_dist", 3_000), ("snapshot", 400_000)])  # in a header, or in data
-def test_a_full_disk(tmp_path, target, limit, run_tool):
+def test_failed_write_is_reported_and_leaves_no_manifest(tmp_path, target, limit, run_tool):
     snapshot(tmp_path / "a", Model(shapes(hidden=128, width=300)))
     limits = dict(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     done = run_tool("convert_checkpoint", "a", "b", "--to", target, cwd=tmp_path, **limits)
@@ -311,7 +311,7 @@ def test_a_full_disk(tmp_path, target, limit, run_tool):
 
 
 @each_row("target, write", [("snapshot", snapshot), ("torch_dist", dense)])
-def test_nothing_is_replaced(tmp_path, capsys, target, write):
+def test_existing_output_is_not_replaced(tmp_path, capsys, target, write):
     snapshot(tmp_path / "a")
     there = write(tmp_path / "b")
     before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
@@ -320,7 +320,7 @@ def test_nothing_is_replaced(tmp_path, capsys, target, write):
 
 
 @each_row("target", ["snapshot", "torch_dist"])
-def test_nor_is_what_another_program_has_written(tmp_path, capsys, target):
+def test_output_of_other_program_is_not_replaced(tmp_path, capsys, target):
     snapshot(tmp_path / "a")
     other = checkpoint(tmp_path / "b") / "mp_rank_00" / "model.pt"
     other.parent.mkdir(parents=True)
@@ -329,7 +329,7 @@ def test_nor_is_what_another_program_has_written(tmp_path, capsys, target):
     assert other.read_text() == "precious"
 
 
-def test_a_save_that_goes_on_is_not_disturbed(tmp_path, capsys):
+def test_save_in_progress_is_not_disturbed(tmp_path, capsys):
     snapshot(tmp_path / "a")
     (tmp_path / "b" / ".iter_0000009.incomplete").mkdir(parents=True)
     assert only_code(refused(capsys, tmp_path / "a", tmp_path / "b")) == "save-in-progress"
@@ -348,7 +348,7 @@ def test_a_save_that_goes_on_is_not_disturbed(tmp_path, capsys):
     ],
     ids=str,
 )
-def test_usage(tmp_path, monkeypatch, argv):
+def test_usage_error_exits_with_code_2(tmp_path, monkeypatch, argv):
     snapshot(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -356,7 +356,7 @@ def test_usage(tmp_path, monkeypatch, argv):
     assert ended.value.code == 2
 
 
-def test_which_checkpoint(tmp_path, capsys):
+def test_newest_valid_checkpoint_is_converted(tmp_path, capsys):
     assert only_code(refused(capsys, tmp_path, tmp_path / "b")) == "checkpoint-missing"
     snapshot(tmp_path / "a")
     (tmp_path / "a" / "iter_0000007").mkdir()  # without a manifest it does not exist
@@ -397,7 +397,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_memory_holds_a_few_tensors(tmp_path):
+def test_conversion_holds_few_tensors_in_memory(tmp_path):
     """Of a checkpoint of 180 MB whose largest tensor has 1.6 MB; its own memory, since the kernel's cache is not it."""
     parameters = shapes(hidden=400, width=1000, layers=5)
     model = Model(parameters, biased=False, shape={"num_layers": 5, "num_experts": 2, "moe_layer_freq": 1})

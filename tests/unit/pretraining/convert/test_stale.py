@@ -73,7 +73,7 @@ def assert_newest(contents):
         assert torch.equal(contents.read(one.name, one.slot, one.region), expected), one
 
 
-def test_stale_experts_are_converted_only_if_they_may_be(root, capsys):
+def test_stale_experts_are_converted_only_if_allowed(root, capsys):
     for flags in ([], ["--no-optim"]):
         done, said = convert(capsys, root / "a", root / "b", *flags)
         assert done == 1 and OLDER in said and "pass --allow-stale" in said and not (root / "b").exists()
@@ -83,7 +83,7 @@ def test_stale_experts_are_converted_only_if_they_may_be(root, capsys):
     assert_newest(SnapshotContents(root / "c" / "iter_0000003"))
 
 
-def test_what_they_lost_is_in_the_ledger(root, capsys):
+def test_lost_tokens_are_recorded_in_ledger(root, capsys):
     assert convert(capsys, root / "a", root / "b", "--to", "snapshot", "--allow-stale")[0] == 0
     contents = SnapshotContents(root / "b" / "iter_0000003")
     assert_newest(contents)
@@ -92,13 +92,13 @@ def test_what_they_lost_is_in_the_ledger(root, capsys):
     assert ledger.lost == {0: (1 * 1, 2 * 2), 1: (11 * 2, 0)}  # tokens of an iteration, times iterations
 
 
-def test_without_leave_the_parts_of_a_partial_one_are_cut_anew(root, capsys):
+def test_partial_snapshot_is_resharded_without_stale_experts(root, capsys):
     assert convert(capsys, root / "a", root / "b", "--to", "snapshot", "--writers", 3)[0] == 0
     there = SnapshotContents(root / "b" / "iter_0000003").operators
     assert [name for name in there if ".expert." in name] == ["layers.1.expert.1"]
 
 
-def test_an_older_iteration_uses_nothing_newer(root, capsys):
+def test_older_iteration_uses_no_newer_experts(root, capsys):
     assert convert(capsys, root / "a", root / "b", "--iteration", 2, "--to", "snapshot", "--allow-stale")[0] == 0
     contents = SnapshotContents(root / "b" / "iter_0000002")
     name = "decoder.layers.1.mlp.experts.experts.1.linear_fc2.weight"
@@ -106,19 +106,19 @@ def test_an_older_iteration_uses_nothing_newer(root, capsys):
     assert torch.equal(contents.read(name, "master", tensor.region), Model().read(name, "master", tensor.region) + 1)
 
 
-def test_what_is_nowhere_is_named(root, capsys):
+def test_missing_operator_is_named(root, capsys):
     shutil.rmtree(root / "a" / "iter_0000001")
     done, said = convert(capsys, root / "a", root / "b", "--allow-stale")
     assert done == 1 and only_code(said) == "operator-missing" and "layers.0.expert.0" in said and " 2 " in said
 
 
-def test_ages_are_shown(root, capsys):
+def test_expert_ages_are_shown(root, capsys):
     assert inspect(capsys, root / "a")["stale"] == NEWEST and not inspect(capsys, root / "a", "--iteration", 1)["stale"]
     assert summary.main([str(root / "a")]) == 0
     assert OLDER in capsys.readouterr().out
 
 
-def test_gradients_are_left_to_a_run_which_can_apply_them(tmp_path, capsys):
+def test_saved_gradients_are_not_applied_by_conversion(tmp_path, capsys):
     """A checkpoint with the gradients of one expert, without another: both come from the full one before."""
     chain(tmp_path / "a")
     done, said = convert(capsys, tmp_path / "a", tmp_path / "b")

@@ -40,13 +40,13 @@ def windows(tmp_path):
     return tmp_path
 
 
-def test_the_newest_window_that_is_whole(windows):
+def test_newest_complete_window_is_selected(windows):
     for iteration in (None, 6):
         window = window_in(windows, iteration)
         assert list(window.manifests) == [4, 5, 6] and window.end.iteration == 6
 
 
-def test_a_snapshot_of_everything_is_a_window(windows):
+def test_full_snapshot_is_a_window(windows):
     snapshot(windows)
     assert list(window_in(windows, 3).manifests) == [3]
 
@@ -59,12 +59,12 @@ def test_a_snapshot_of_everything_is_a_window(windows):
         (8, "checkpoint-missing"),
     ],
 )
-def test_what_ends_no_window_is_named(windows, iteration, code):
+def test_iteration_ending_no_window_is_named(windows, iteration, code):
     with raises(code, str(iteration)):
         window_in(windows, iteration)
 
 
-def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
+def test_window_with_missing_snapshot_is_incomplete(windows):
     (windows / "iter_0000005" / "manifest.json").unlink()
     with raises("window-incomplete", str(windows)):
         window_in(windows, None)
@@ -73,18 +73,18 @@ def test_a_window_of_which_a_snapshot_is_gone_is_none(windows):
 
 
 @pytest.mark.parametrize(("iteration", "code"), [(4, "optimizer-state-missing"), (6, "operator-missing")])
-def test_without_flags_it_is_said_what_is_missing(windows, iteration, code, capsys):
+def test_missing_state_is_named_without_flags(windows, iteration, code, capsys):
     told = refused(capsys, windows, windows / "dense", "--iteration", iteration)
     assert only_code(told) == code and not (windows / "dense").exists()
 
 
-def test_what_is_there_already_is_refused_before_anything_is_computed(windows, capsys):
+def test_existing_output_is_refused_before_computation(windows, capsys):
     (windows / "dense" / "iter_0000006").mkdir(parents=True)
     (windows / "dense" / "iter_0000006" / "manifest.json").touch()
     assert only_code(refused(capsys, windows, windows / "dense", "--", "--no-flag-at-all")) == "output-exists"
 
 
-def test_processes_are_for_flags(windows, capsys):
+def test_process_count_requires_flags(windows, capsys):
     with pytest.raises(SystemExit, match="2"):
         program.main([str(windows), str(windows / "dense"), "--nproc-per-node", "2"])
     assert only_code(capsys.readouterr().err) == "flag-needs-another"
@@ -97,7 +97,7 @@ print("Traceback of a launcher")
 """
 
 
-def test_why_the_program_failed(capfd):
+def test_program_failure_reason_is_reported(capfd):
     places = Path("copies"), Path("snapshots")
     with raises("checkpoint-of-another-model", "--num-layers"):
         _run([sys.executable, "-c", f"{SAYS}exit(1)"], *places)
@@ -111,7 +111,7 @@ def test_why_the_program_failed(capfd):
     ("loss", "elsewhere", "taken"),
     [(5.0001, True, True), (4.9999, True, True), (5.0001, False, False), (5.1, True, False), (None, True, False)],
 )
-def test_a_loss_that_is_not_what_it_was(loss, elsewhere, taken):
+def test_changed_replay_loss_is_refused(loss, elsewhere, taken):
     manifest = SimpleNamespace(iteration=6, state={"record": {"loss": 5.0}})
     if taken:
         return _check_loss(loss, manifest, elsewhere)

@@ -50,7 +50,7 @@ def write(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_settings_and_ids(write, kind):
+def test_tokenizer_settings_and_ids_are_written(write, kind):
     path, ids, notes, model = write(**KINDS[kind])
     assert not notes and (path / "tokenizer.model").is_file()
     settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -61,7 +61,7 @@ def test_settings_and_ids(write, kind):
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_makes_the_same_tokens(write, kind):
+def test_transformers_encodes_same_tokens(write, kind):
     path, _, _, model = write(**KINDS[kind])
     texts = [*set(TEXT), "a", "\ttab \u00e9 \u6f22\u5b57", " <unk> </s> ", ""]
     command = [sys.executable, "-c", READ, str(path)]
@@ -79,7 +79,7 @@ def test_transformers_makes_the_same_tokens(write, kind):
         (SAME | dict(add_dummy_prefix=True), "changes text"),
     ],
 )
-def test_what_transformers_would_encode_otherwise_is_not_written(write, options, why):
+def test_tokenizer_encoded_differently_is_not_written(write, options, why):
     path, ids, (note,), _ = write(**options)
     assert why in note and not any(ids.values()) and not list(path.iterdir())
 
@@ -107,13 +107,13 @@ ADDED = {"added_tokens": [{"id": 7, "content": "<end>", "special": True}, {"id":
 NAMED = {"eos_token": {"content": "<end>"}, "pad_token": "<pad>", "bos_token": None}
 
 
-def test_files_and_special_tokens_of_a_tokenizer_are_copied(write_theirs):
+def test_tokenizer_files_and_special_tokens_are_copied(write_theirs):
     generation, files = write_theirs(tokenizer=ADDED, tokenizer_config=NAMED)
     assert files == {"tokenizer", "tokenizer_config"} and generation.settings is None
     assert generation.special == dict(bos_token_id=None, eos_token_id=7, pad_token_id=8)
 
 
-def test_ids_of_a_model_precede_those_of_its_tokenizer(write_theirs):
+def test_model_ids_precede_tokenizer_ids(write_theirs):
     config, settings = {"eos_token_id": [1, 7], "pad_token_id": None}, {"eos_token_id": 7, "top_k": 3}
     generation, files = write_theirs(tokenizer=ADDED, tokenizer_config=NAMED, config=config, generation_config=settings)
     assert files == {"tokenizer", "tokenizer_config"}
@@ -141,6 +141,6 @@ def test_invalid_generation_settings_are_refused(write_theirs, file, content, co
         (dict(type="HuggingFaceTokenizer", model="a/name", revision="f" * 40), f"a/name at {'f' * 40} is not on this"),
     ],
 )
-def test_where_there_is_none_it_is_told(recorded, words, tmp_path):
+def test_missing_tokenizer_is_noted(recorded, words, tmp_path):
     generation, (note,) = write_tokenizer(recorded, tmp_path)
     assert not any(generation.special.values()) and words in note and not list(tmp_path.iterdir())

@@ -38,28 +38,28 @@ def write(path, data) -> str:
 
 
 @each_row("suffix", ["", ".gz", ".zst"])
-def test_a_file_is_one_document_compressed_or_not(tmp_path, suffix):
+def test_text_file_is_one_document_with_any_compression(tmp_path, suffix):
     text = "\n  tabs\t and  \r\nlines \n\n" * 5 + "é中😀 no end of line"
     assert documents(write(tmp_path / f"a.txt{suffix}", text)) == [text]
 
 
 @each_row("suffix", ["", ".gz", ".zst"])
-def test_json_lines(tmp_path, suffix):
+def test_json_lines_are_read_as_documents(tmp_path, suffix):
     lines = '{"text": "one\\ntwo", "x": 1}\n\n  \n{"text": ""}\n{"text": "\\u00e9"}'
     assert documents(write(tmp_path / f"a.jsonl{suffix}", lines)) == ["one\ntwo", "", "é"]
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_byte_order_mark_is_removed(tmp_path):
     assert documents(write(tmp_path / "a.txt", b"\xef\xbb\xbfhello")) == ["hello"]
     assert documents(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "hello"}')) == ["hello"]
 
 
-def test_blank_lines_part_documents(tmp_path):
+def test_blank_lines_separate_documents(tmp_path):
     path = write(tmp_path / "a.txt", "\n\na\nb\n \n\nc\n\n")
     assert documents(path, split=reading.on_blank_lines) == ["a\nb\n", "c\n"]
 
 
-def test_a_match_begins_a_document(tmp_path):
+def test_regex_match_starts_document(tmp_path):
     path = write(tmp_path / "a.txt", "before\n = One = \ntext\n = = Sub = = \nmore\n = Two = \n")
     split = reading.on_regex("^ = [^=]+ = $")
     assert documents(path, split=split) == [
@@ -69,7 +69,7 @@ def test_a_match_begins_a_document(tmp_path):
     ]
 
 
-def test_a_bad_pattern_is_refused():
+def test_invalid_pattern_is_refused():
     with raises("value-unreadable", "--split-on-regex"):
         reading.on_regex("(")
 
@@ -84,7 +84,7 @@ def test_long_texts_are_cut_between_characters(tmp_path, text):
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60), st.integers(1, 7))
-def test_lines_never_lose_a_character(text, limit):
+def test_line_reader_loses_no_character(text, limit):
     original, reading.PIECE_BYTES = reading.PIECE_BYTES, limit
     try:
         lines = list(reading._lines(io.BytesIO(text.encode())))
@@ -118,7 +118,7 @@ def test_bad_text_is_named_with_file_and_line(tmp_path, name, data, message):
 
 @each_row("suffix", [".gz", ".zst"])
 @each_row("keep", [3, 0.5, -5])
-def test_a_truncated_file_is_noticed(tmp_path, suffix, keep):
+def test_truncated_file_is_detected(tmp_path, suffix, keep):
     path = tmp_path / f"a.txt{suffix}"
     whole = "".join(f"line {i} {i * i}\n" for i in range(2000))
     data = gzip.compress(whole.encode()) if suffix == ".gz" else zstandard.compress(whole.encode())
@@ -128,14 +128,14 @@ def test_a_truncated_file_is_noticed(tmp_path, suffix, keep):
 
 
 @each_row("suffix", [".gz", ".zst"])
-def test_a_file_that_is_not_compressed_after_all(tmp_path, suffix):
+def test_uncompressed_file_with_compressed_suffix_is_refused(tmp_path, suffix):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(b"just text\n")
     with raises("text-invalid", path.name):
         documents(path)
 
 
-def test_a_bomb_is_read_in_bounded_memory(tmp_path, monkeypatch):
+def test_decompression_bomb_uses_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.pretraining.data.documents.MOST_LINE", 1_000_000)
     path = tmp_path / "a.jsonl.zst"
     pressed = zstandard.ZstdCompressor().compressobj(size=1 << 28)
@@ -151,7 +151,7 @@ def test_a_bomb_is_read_in_bounded_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
 
 
-def test_what_stands_before_a_torn_end_can_be_kept(tmp_path):
+def test_documents_before_truncation_are_readable(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     lines = b"".join(b'{"text": "document %d"}\n' % i for i in range(20_000))
     path.write_bytes(gzip.compress(lines)[:-2000])
@@ -166,7 +166,7 @@ def test_directories_are_searched_in_order(corpus):
     assert find_files([str(corpus), str(corpus / "ignored.bin")])[-1] == str(corpus / "ignored.bin")
 
 
-def test_patterns_see_through_compression(tmp_path):
+def test_patterns_ignore_compression_suffix(tmp_path):
     for name in ("a.py", "b.py.gz", "c.py.zst", "d.pyc", "e.gz"):
         (tmp_path / name).touch()
     assert [p[-8:] for p in find_files([str(tmp_path)], ["*.py"])] == [
@@ -181,7 +181,7 @@ def test_missing_inputs_are_named(tmp_path):
         find_files([str(tmp_path)])
 
 
-def test_progress_reaches_the_size_of_the_files(corpus):
+def test_progress_reaches_total_file_size(corpus):
     reader = Reader(find_files([str(corpus)]))
     assert reader.bytes_done == 0
     list(reader)

@@ -75,7 +75,7 @@ def problems(prefix, tokenizer=ABC, limit=None):
 
 
 @given(st.integers(0, 1 << 50))
-def test_sampled_blocks_are_few_and_have_both_ends(size):
+def test_sampled_blocks_are_few_and_include_both_ends(size):
     blocks = sampled_blocks(size)
     assert sum(length for _, length in blocks) <= MOST + 8 * len(blocks)
     assert blocks[0][0] == 0 and sum(blocks[-1]) == size
@@ -83,7 +83,7 @@ def test_sampled_blocks_are_few_and_have_both_ends(size):
     assert all(start % 8 == 0 for start, _ in blocks)
 
 
-def test_a_fingerprint_reads_at_most_a_mebibyte_of_each_file(tmp_path, monkeypatch):
+def test_fingerprint_reads_at_most_one_mebibyte_per_file(tmp_path, monkeypatch):
     for suffix in (".bin", ".idx"):
         (tmp_path / f"x{suffix}").touch()
         os.truncate(tmp_path / f"x{suffix}", TERABYTE)  # sparse
@@ -98,12 +98,12 @@ def test_a_fingerprint_reads_at_most_a_mebibyte_of_each_file(tmp_path, monkeypat
         assert before.bin_xxh3_128 != after.bin_xxh3_128 and before.idx_xxh3_128 == after.idx_xxh3_128
 
 
-def test_copies_have_the_same_fingerprint(tmp_path):
+def test_copies_have_same_fingerprint(tmp_path):
     assert fingerprint(write_pair(tmp_path / "a")) == fingerprint(write_pair(tmp_path / "b"))
     assert fingerprint(write_pair(tmp_path / "c", ids=(0, 1, 2, 0, 2))) != fingerprint(f"{tmp_path}/a")
 
 
-def test_a_pair_as_recorded_has_no_problem(tmp_path):
+def test_unchanged_pair_has_no_problem(tmp_path):
     prefix = write_pair(tmp_path / "a")
     assert problems(prefix) == []
     write_fingerprint(prefix, vocabulary_of(ABC))
@@ -112,14 +112,14 @@ def test_a_pair_as_recorded_has_no_problem(tmp_path):
     assert problems(prefix, Words("x", "y", "z")) == []
 
 
-def test_a_pair_of_another_tokenizer_is_a_problem(tmp_path):
+def test_pair_of_other_tokenizer_is_reported(tmp_path):
     prefix = write_pair(tmp_path / "a")
     write_fingerprint(prefix, vocabulary_of(ABC))
     assert problems(prefix, Words("a", "c", "b")) == ["data-of-other-tokenizer"]
 
 
 @each_row("suffix", [".bin", ".idx"])
-def test_a_pair_with_other_contents_than_recorded_is_a_problem(tmp_path, suffix):
+def test_changed_pair_contents_are_reported(tmp_path, suffix):
     prefix = write_pair(tmp_path / "a")
     write_fingerprint(prefix, None)
     mark(f"{prefix}{suffix}", 3 if suffix == ".bin" else 34)  # a length that no size depends on
@@ -145,7 +145,7 @@ DAMAGES = {
 
 
 @each_row("damage", DAMAGES)
-def test_a_damaged_pair_is_refused(tmp_path, damage):
+def test_damaged_pair_is_refused(tmp_path, damage):
     prefix = write_pair(tmp_path / "a")
     write_fingerprint(prefix, None)
     suffix, change = DAMAGES[damage]
@@ -155,14 +155,14 @@ def test_a_damaged_pair_is_refused(tmp_path, damage):
         problems(prefix)
 
 
-def test_a_multimodal_index_is_complete(tmp_path):
+def test_multimodal_index_is_accepted(tmp_path):
     prefix = write_pair(tmp_path / "a")
     with open(f"{prefix}.idx", "ab") as file:
         file.write(bytes(2))
     assert problems(prefix) == []
 
 
-def test_an_unreadable_pair_is_refused(tmp_path):
+def test_unreadable_pair_is_refused(tmp_path):
     prefix = write_pair(tmp_path / "a")
     (tmp_path / f"a{identity.SUFFIX}").mkdir()
     with raises("data-damaged", prefix):
@@ -179,7 +179,7 @@ def test_an_unreadable_pair_is_refused(tmp_path):
         ((0, -7, -1), TokenIdLimit(3, padding=-1), -7),
     ],
 )
-def test_token_ids_are_within_the_vocabulary(ids, limit, wrong):
+def test_token_ids_are_checked_against_vocabulary(ids, limit, wrong):
     assert limit.find_wrong(numpy.array(ids)) == wrong
     limit.check({"tokens": numpy.zeros(1)})
     if wrong is not None:
@@ -187,20 +187,20 @@ def test_token_ids_are_within_the_vocabulary(ids, limit, wrong):
             limit.check({"tokens": numpy.array(ids)})
 
 
-def test_a_pair_with_ids_outside_of_the_vocabulary_is_refused(tmp_path):
+def test_pair_with_ids_outside_vocabulary_is_refused(tmp_path):
     prefix = write_pair(tmp_path / "a")
     assert problems(prefix, None, TokenIdLimit(3)) == problems(prefix, None, None) == []
     with raises("token-id-out-of-range", prefix, "token id 2"):
         problems(prefix, None, TokenIdLimit(2))
 
 
-def test_a_vocabulary_may_skip_ids():
+def test_vocabulary_may_skip_ids():
     words = Words("a", "b", "c")
     words.inv_vocab[7] = "d"
     assert size_of_vocabulary(words) == 8 and size_of_vocabulary(ABC) == 3
 
 
-def test_a_tokenizer_without_a_vocabulary_has_no_identity():
+def test_tokenizer_without_vocabulary_has_no_identity():
     class Null:
         @property
         def inv_vocab(self):
@@ -238,29 +238,29 @@ A, B = source("a"), source("b")
         (data(A, vocabulary=V), data(A, vocabulary=W), ["the tokenizer has another vocabulary"]),
     ],
 )
-def test_changes_of_training_data(saved, here, expected):
+def test_training_data_changes_are_listed(saved, here, expected):
     assert changes(saved, here) == expected
     assert changes_since({"data": saved.plain()}, here) == expected
 
 
-def test_changes_of_other_splits_do_not_include_the_tokenizer():
+def test_other_split_changes_exclude_tokenizer():
     saved, here = (data(A, source("v", name, "valid"), vocabulary=of) for name, of in (("a", V), ("b", W)))
     assert changes(saved, here, "valid") == ["v has other contents"]
 
 
-def test_a_state_without_identity_has_no_changes():
+def test_state_without_identity_has_no_changes():
     assert changes_since({}, data(A)) == changes_since({"data": None}, data(A)) == []
     assert changes_since({"data": data(A).plain()}, None) == []
 
 
-def test_a_stored_identity_is_the_same():
+def test_stored_identity_round_trips():
     known = data(A, source("b", order="3" * 32), vocabulary=V)
     assert identity_of({"data": known.plain()}) == known
     with pytest.raises(ValueError):
         identity_of({"data": known.plain() | {"sources": 1}})
 
 
-def test_the_digest_ignores_paths():
+def test_digest_ignores_paths():
     assert data(A).digest == data(source("moved", "a")).digest
     others = [data(B), data(A, A), data(A, vocabulary=V), data(dataclasses.replace(A, split="test"))]
     assert len({one.digest for one in (data(A), data(source("a", order="3" * 32)), *others)}) == 6
@@ -275,18 +275,18 @@ def test_the_digest_ignores_paths():
         (data(A, vocabulary=V), data(A, vocabulary=W), "tokenizers"),
     ],
 )
-def test_the_difference_between_nodes_is_named(first, other, named):
+def test_difference_between_nodes_is_named(first, other, named):
     assert first.digest != other.digest and named in difference(first, other)
 
 
-def test_words_name_the_same_contents():
+def test_same_words_compares_contents_not_paths():
     here, moved = data(A, B), data(source("c", "a"), source("d", "b"))
     assert same_words(["1", "a", "2", "b"], here, ["1", "c", "2", "d"], moved)
     assert not same_words(["1", "a", "2", "b"], here, ["2", "c", "1", "d"], moved)
     assert not same_words(["a"], None, ["c"], moved) and same_words(["a"], None, ["a"], None)
 
 
-def test_arrays_are_sampled():
+def test_array_digest_detects_change_at_end():
     array = bytearray(8 * MOST)
     before = digest_of_samples([array, array])
     array[-1] = 1
@@ -294,6 +294,6 @@ def test_arrays_are_sampled():
     assert digest_of_samples([]) == digest_of_samples([b""])
 
 
-def test_the_error_of_data_has_a_remedy():
+def test_data_error_names_remedy():
     error = identity.DataError("x is damaged")
     assert code_of(error) == "data-damaged" and "Fix: copy" in str(error)

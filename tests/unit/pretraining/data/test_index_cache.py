@@ -37,7 +37,7 @@ def load():
     gpt_dataset.safe_numpy_load = before
 
 
-def test_a_plain_array_is_mapped(tmp_path, load):
+def test_plain_array_is_memory_mapped(tmp_path, load):
     numpy.save(tmp_path / "plain.npy", numpy.arange(3), allow_pickle=True)
     read = load(tmp_path / "plain.npy")
     assert read.tolist() == [0, 1, 2] and isinstance(read, numpy.memmap)
@@ -45,7 +45,7 @@ def test_a_plain_array_is_mapped(tmp_path, load):
 
 
 @each_row("kind", ["object array", "pickle", "nothing", "text", "archive", "no archive"])
-def test_anything_else_is_refused_and_does_not_run(tmp_path, load, kind):
+def test_other_content_is_refused_and_not_run(tmp_path, load, kind):
     path, ran = tmp_path / "index.npy", tmp_path / "ran"
     if kind == "object array":
         numpy.save(path, numpy.array([Bomb(str(ran))], dtype=object), allow_pickle=True)
@@ -65,7 +65,7 @@ def test_anything_else_is_refused_and_does_not_run(tmp_path, load, kind):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @each_row("whose", ["directory", "file"])
-def test_what_belongs_to_another_user_is_refused(tmp_path, load, whose, monkeypatch):
+def test_cache_of_other_user_is_refused(tmp_path, load, whose, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     numpy.save(tmp_path / "plain.npy", numpy.arange(3))
     os.chown(tmp_path if whose == "directory" else tmp_path / "plain.npy", 1001, 1001)
@@ -104,7 +104,7 @@ def changed(rng: random.Random, whole: bytes) -> bytes:
     return bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
 
 
-def test_any_bytes_are_a_plain_array_or_an_error(tmp_path, load):
+def test_arbitrary_bytes_give_plain_array_or_error(tmp_path, load):
     rng, path, whole, read = random.Random(0), tmp_path / "index.npy", io.BytesIO(), 0
     numpy.save(whole, numpy.arange(12, dtype=numpy.int32).reshape(6, 2))
     for _ in range(10_000 if ALL else 1000):

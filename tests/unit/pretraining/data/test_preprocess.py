@@ -74,7 +74,7 @@ def tokenizer(model):
     workers=st.sampled_from([1, 1, 1, 2]),
     eod=st.booleans(),
 )
-def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model, tokenizer, capsys):
+def test_dataset_holds_tokens_of_its_documents(texts, workers, eod, model, tokenizer, capsys):
     wanted = [tokenizer.tokenize(text) + [tokenizer.eod] * eod for text in texts if text]
     with tempfile.TemporaryDirectory() as name:
         prefix = os.path.join(name, "out")
@@ -103,7 +103,7 @@ def test_a_dataset_holds_the_tokens_of_its_documents(texts, workers, eod, model,
 
 
 @each_row("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
-def test_nothing_is_written_into_a_foreign_file_with_a_second_name_nor_into_a_fifo(plant, tmp_path, capsys):
+def test_hard_linked_file_and_fifo_are_not_written(plant, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
     plant(tmp_path / "out_text_document.bin.partial", tmp_path / "precious")
     texts = write_json(tmp_path / "in.jsonl", ["1 2"])
@@ -113,7 +113,7 @@ def test_nothing_is_written_into_a_foreign_file_with_a_second_name_nor_into_a_fi
 
 
 @each_row("partial", ["bin", "idx"])
-def test_nothing_is_written_through_a_planted_link(partial, tmp_path, capsys):
+def test_planted_link_is_not_followed(partial, tmp_path, capsys):
     (tmp_path / "precious").write_text("precious")
     link = tmp_path / f"out_text_document.{partial}.partial"
     link.symlink_to(tmp_path / "precious")
@@ -126,7 +126,7 @@ def test_nothing_is_written_through_a_planted_link(partial, tmp_path, capsys):
     )  # a lock that another may hold is not removed
 
 
-def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, monkeypatch):
+def test_worker_count_does_not_change_output(tmp_path, corpus, model, tokenizer, monkeypatch):
     generator = random.Random(1)
     words = (corpus / "b.txt").read_text().split()
     texts = [" ".join(generator.choices(words, k=generator.randrange(300))) for _ in range(300)]
@@ -144,7 +144,7 @@ def test_workers_do_not_change_the_output(tmp_path, corpus, model, tokenizer, mo
     assert [tokenizer.detokenize(ids[:-1]) for ids in written] == [t for t in texts if t] + ["\n".join(texts) * 2]
 
 
-def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
+def test_dataset_is_readable_by_independent_program(tmp_path, corpus, model, run_tool):
     made = run_tool(
         "preprocess_data",
         "--input",
@@ -164,7 +164,7 @@ def test_a_program_without_us_reads_it(tmp_path, corpus, model, run_tool):
 
 
 @each_row("suffix", ["", ".gz", ".zst"])
-def test_compressed_input_makes_the_same_dataset(tmp_path, corpus, suffix):
+def test_compressed_input_gives_same_dataset(tmp_path, corpus, suffix):
     data = b'{"text": "1 2 3"}\n{"text": "4"}\n'
     data = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data)
     (tmp_path / f"in.jsonl{suffix}").write_bytes(data)
@@ -172,7 +172,7 @@ def test_compressed_input_makes_the_same_dataset(tmp_path, corpus, suffix):
     assert documents(tmp_path / "o_text_document") == [[1, 2, 3], [4]]
 
 
-def test_keys_make_datasets_of_their_own(tmp_path):
+def test_json_keys_give_separate_datasets(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"q": "1 2", "a": "3"}\n{"q": "4", "a": "5 6"}\n')
     args = ["--input", tmp_path / "in.jsonl", "--json-keys", "q", "a", "--output-prefix", tmp_path / "o"]
     assert preprocess(*args, *NUMBERS) == 0
@@ -188,13 +188,13 @@ def test_keys_make_datasets_of_their_own(tmp_path):
         (["--split-on-regex", "^[23]"], [[1, 10], [2], [3]]),
     ],
 )
-def test_plain_text_is_split_where_asked(tmp_path, flags, wanted):
+def test_plain_text_is_split_on_request(tmp_path, flags, wanted):
     (tmp_path / "in.txt").write_text("1\n10\n\n2\n\n\n3\n")
     assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *flags, *NUMBERS) == 0
     assert documents(tmp_path / "o_text_document") == wanted
 
 
-def test_a_very_long_line_is_cut_between_words(tmp_path):
+def test_long_line_is_cut_between_words(tmp_path):
     numbers = list(range(60_000))
     (tmp_path / "in.txt").write_text(" ".join(map(str, numbers)))
     write_json(tmp_path / "in.jsonl", [(tmp_path / "in.txt").read_text()])
@@ -203,7 +203,7 @@ def test_a_very_long_line_is_cut_between_words(tmp_path):
 
 
 @each_row(("size", "dtype"), [(65_499, numpy.uint16), (65_500, numpy.int32)])
-def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
+def test_tokens_use_two_bytes_if_possible(tmp_path, size, dtype):
     write_json(tmp_path / "in.jsonl", [f"{size - 2} 0"])
     args = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "o", "--append-eod"]
     assert preprocess(*args, *NUMBERS, "--vocab-size", size) == 0
@@ -233,7 +233,7 @@ def test_tokens_take_two_bytes_where_they_fit(tmp_path, size, dtype):
     ],
 )
 @each_row("workers", [1, 2])
-def test_bad_input_leaves_nothing_behind(tmp_path, capsys, name, data, message, workers):
+def test_bad_input_leaves_no_output(tmp_path, capsys, name, data, message, workers):
     (tmp_path / name).write_bytes(data)
     args = ["--input", tmp_path / name, "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", workers]
     assert preprocess(*args) == 1
@@ -276,7 +276,7 @@ def test_bad_documents_are_skipped_and_counted(tmp_path, capsys):
         (["--output-prefix", "in.txt/o"], "in.txt: File exists."),
     ],
 )
-def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch, args, message):
+def test_mistakes_are_reported_in_one_line(tmp_path, capsys, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.txt").write_text("1")
     assert preprocess("--input", "in.txt", "--output-prefix", "o", *NUMBERS, *args) == 1
@@ -285,7 +285,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, monkeypatch, args, message)
     assert os.listdir(tmp_path) == ["in.txt"]
 
 
-def test_says_what_is_not_installed(tmp_path, capsys, monkeypatch):
+def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.pretraining.data", None)
     (tmp_path / "in.txt").write_text("1")
     assert preprocess("--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS) == 1
@@ -293,7 +293,7 @@ def test_says_what_is_not_installed(tmp_path, capsys, monkeypatch):
     assert only_code(output) == "package-missing" and "megatron.pretraining.data" in output
 
 
-def test_a_dataset_is_replaced_only_when_asked(tmp_path, capsys):
+def test_dataset_is_replaced_only_on_request(tmp_path, capsys):
     args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
     assert preprocess(*args) == 0
     write_json(tmp_path / "in.jsonl", ["2"])
@@ -308,7 +308,7 @@ def test_a_dataset_is_replaced_only_when_asked(tmp_path, capsys):
     assert not stale.exists()
 
 
-def test_a_failed_replacement_keeps_the_old_dataset(tmp_path):
+def test_failed_replacement_keeps_old_dataset(tmp_path):
     args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
     assert preprocess(*args) == 0
     (tmp_path / "in.jsonl").write_text('{"text": "2"}\n{')
@@ -316,7 +316,7 @@ def test_a_failed_replacement_keeps_the_old_dataset(tmp_path):
     assert documents(tmp_path / "o_text_document") == [[1]]
 
 
-def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path):
+def test_writer_releasing_its_lock_is_awaited(tmp_path):
     with open(tmp_path / "o_text_document.bin.partial", "wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         threading.Timer(0.3, fcntl.flock, (other, fcntl.LOCK_UN)).start()
@@ -325,7 +325,7 @@ def test_a_writer_that_is_about_to_end_is_waited_for(tmp_path):
     assert documents(tmp_path / "o_text_document") == [[1]]
 
 
-def test_two_writers_do_not_mix(tmp_path, capsys):
+def test_concurrent_writer_is_refused(tmp_path, capsys):
     with PairWriter(f"{tmp_path}/o_text_document", numpy.uint16) as other:
         other.add(numpy.array([9]))
         other.end_document()
@@ -339,7 +339,7 @@ def test_two_writers_do_not_mix(tmp_path, capsys):
 
 @each_row("renames", [0, 1])
 @each_row("overwrite", [False, True])
-def test_stopped_between_renames_there_is_no_pair(tmp_path, monkeypatch, renames, overwrite):
+def test_stop_between_renames_leaves_no_pair(tmp_path, monkeypatch, renames, overwrite):
     args = ["--input", write_json(tmp_path / "in.jsonl", ["1"]), "--output-prefix", tmp_path / "o", *NUMBERS]
     if overwrite:
         assert preprocess(*args) == 0
@@ -404,7 +404,7 @@ def is_alive(pid) -> bool:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_while_writing_it_leaves_no_pair_and_no_workers(tmp_path, monkeypatch, workers):
+def test_kill_during_write_leaves_no_pair_and_no_workers(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(program, "BATCHES_AHEAD", 2)
     process, pipe = run_from_pipe(tmp_path, workers)
     pipe.write(b'{"text": "1 2 3"}\n' * 30_000)
@@ -426,7 +426,7 @@ def test_killed_while_writing_it_leaves_no_pair_and_no_workers(tmp_path, monkeyp
     assert not partial.exists()
 
 
-def test_killed_at_any_moment_a_pair_is_whole_or_none(tmp_path):
+def test_kill_at_any_time_leaves_no_partial_pair(tmp_path):
     texts = ["1 2 3"] * 5_000
     args = ["--input", write_json(tmp_path / "in.jsonl", texts), "--output-prefix", tmp_path / "o", *NUMBERS]
     start = time.monotonic()
@@ -442,7 +442,7 @@ def test_killed_at_any_moment_a_pair_is_whole_or_none(tmp_path):
             assert len(documents(tmp_path / "o_text_document")) == len(texts)
 
 
-def test_ended_by_sigterm_it_cleans_up(tmp_path):
+def test_sigterm_removes_partial_output(tmp_path):
     process, pipe = run_from_pipe(tmp_path, 2)
     wait_until(lambda: (tmp_path / "o_text_document.bin.partial").exists() and len(children(process.pid)) == 2)
     os.kill(process.pid, signal.SIGTERM)
@@ -452,7 +452,7 @@ def test_ended_by_sigterm_it_cleans_up(tmp_path):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_no_interrupt_comes_inside_a_method_of_the_pool(tmp_path, monkeypatch):
+def test_interrupt_is_deferred_during_pool_calls(tmp_path, monkeypatch):
     """There it could leave a lock of the pool taken."""
     delayed = []
 
@@ -469,7 +469,7 @@ def test_no_interrupt_comes_inside_a_method_of_the_pool(tmp_path, monkeypatch):
     assert len(delayed) == 1 and not multiprocessing.active_children() and os.listdir(tmp_path) == ["in.txt"]
 
 
-def test_a_pool_has_ended_when_it_is_left():
+def test_pool_is_terminated_on_exit():
     """A thread of a pool that is still ending uses descriptors that the interpreter closes at its exit."""
     before = set(threading.enumerate())
     with program.worker_pool(len, 8):
@@ -478,14 +478,14 @@ def test_a_pool_has_ended_when_it_is_left():
 
 
 @each_row("data, code", [(b"", 1), (b"1 2\n", 0)], ids=["empty", "one line"])
-def test_more_workers_than_lines(tmp_path, capsys, data, code):
+def test_workers_may_outnumber_lines(tmp_path, capsys, data, code):
     (tmp_path / "in.txt").write_bytes(data)
     args = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "o", *NUMBERS, "--workers", 8]
     assert preprocess(*args) == code
     assert capsys.readouterr().err.count("\n") == code
 
 
-def test_a_killed_worker_ends_the_run(tmp_path):
+def test_killed_worker_ends_run(tmp_path):
     process, pipe = run_from_pipe(tmp_path, 2)
     wait_until(lambda: len(children(process.pid)) == 2)
     os.kill(children(process.pid)[0], signal.SIGKILL)
@@ -499,7 +499,7 @@ def test_a_killed_worker_ends_the_run(tmp_path):
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
-def test_progress_lines_off_a_terminal(tmp_path, capsys):
+def test_progress_is_printed_in_lines_without_terminal(tmp_path, capsys):
     args = [
         "--input",
         write_json(tmp_path / "in.jsonl", ["1"] * 10),
@@ -511,7 +511,7 @@ def test_progress_lines_off_a_terminal(tmp_path, capsys):
     assert [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()] == ["4", "8"]
 
 
-def test_a_bar_on_a_terminal(tmp_path, corpus, monkeypatch, capsys, model):
+def test_progress_bar_is_shown_on_terminal(tmp_path, corpus, monkeypatch, capsys, model):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     args = ["--input", corpus, "--output-prefix", tmp_path / "o", "--tokenizer-model", model, "--workers", 2]
     assert preprocess(*args) == 0
@@ -529,7 +529,7 @@ TEXTS = ["a <end> b\n" * 20_000, "<end>", "", "c"]  # the first is encoded in se
         (["--tokenizer-hf-no-include-special-tokens"], [], [], [20_000, 1, 0]),
     ],
 )
-def test_templates_and_special_tokens_of_hugging_face(flags, begin, end, inside, tmp_path, capsys):
+def test_hugging_face_templates_and_special_tokens_are_applied(flags, begin, end, inside, tmp_path, capsys):
     path = hugging_face_directory(tmp_path / "tokenizer", template="<bos> $A")
     args = ["--output-prefix", tmp_path / "o", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
     assert preprocess("--input", write_json(tmp_path / "in.jsonl", TEXTS), *args, *flags, "--workers", "2") == 0

@@ -67,7 +67,7 @@ def settled(membership, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 
     return held, membership.settle(config, held, None, trained)
 
 
-def test_what_has_landed_on_one_worker_lands_on_all(membership, monkeypatch):
+def test_plan_landed_on_one_worker_lands_on_all(membership, monkeypatch):
     before, after, later = (plan_of(membership, 3, load) for load in ([1] * 8, [900, *[1] * 7], [1, 900, *[1] * 6]))
     places = (0, 1, 2)
     held, _ = settled(membership, monkeypatch, before, [after, (after, later)], after, places)
@@ -81,7 +81,7 @@ def test_what_has_landed_on_one_worker_lands_on_all(membership, monkeypatch):
     assert held.wanted is None  # nobody left or came
 
 
-def test_survivors_keep_what_they_hold_and_experts_move_from_there(membership, monkeypatch):
+def test_survivors_keep_state_and_send_experts(membership, monkeypatch):
     old = plan_of(membership, 4)
     held, told = settled(membership, monkeypatch, old, [old, old], places=(0, 2, 3))
     assert held.nodes[0].members == held.wanted[0].members == (0, 2, 3) and told.lost == ""
@@ -89,13 +89,13 @@ def test_survivors_keep_what_they_hold_and_experts_move_from_there(membership, m
     assert all(len(held.wanted[0].holders(layer, expert)) >= 2 for layer in range(4) for expert in range(8))
 
 
-def test_who_comes_holds_nothing_yet(membership, monkeypatch):
+def test_joining_worker_holds_no_experts(membership, monkeypatch):
     old = plan_of(membership, 2, among=(0, 2))
     held, _ = settled(membership, monkeypatch, old, [None, old], places=(0, 1, 2))
     assert held.plans[0].experts_of(0, 1) == () and held.wanted[0].experts_of(0, 1)
 
 
-def test_whoever_has_not_met_members_in_between_agrees_with_those_who_have(membership, monkeypatch):
+def test_absent_worker_agrees_on_membership_history(membership, monkeypatch):
     old = plan_of(membership, 4)
     between = old.restricted_to((0, 1, 2), [True] * 3)
     one, _ = settled(membership, monkeypatch, old, [between], places=(0, 2))
@@ -103,13 +103,13 @@ def test_whoever_has_not_met_members_in_between_agrees_with_those_who_have(membe
     assert one.plans == other.plans and one.wanted == other.wanted
 
 
-def test_a_layer_that_has_landed_with_others_lands_with_those_that_are_left(membership, monkeypatch):
+def test_landed_layer_lands_again_with_survivors(membership, monkeypatch):
     before, after = plan_of(membership, 4), plan_of(membership, 4, [900, *[1] * 7])
     held, _ = settled(membership, monkeypatch, before, [after, (before, after)], after, places=(1, 2, 3))
     assert held.landed == held.plans[0] == after.restricted_to((1, 2, 3), [True] * 3)
 
 
-def test_lost_experts_take_slots_and_the_others_stay(membership, monkeypatch):
+def test_lost_experts_take_slots_without_moving_others(membership, monkeypatch):
     old = plan_of(membership, 4)
     layer0 = old.tables[0].copy()
     layer0[:2] = range(6)
@@ -124,7 +124,7 @@ def test_lost_experts_take_slots_and_the_others_stay(membership, monkeypatch):
         assert {*now.holders(layer, expert)} <= {*gone.holders(layer, expert)}  # no other expert has moved
 
 
-def test_whoever_has_not_trained_and_has_built_for_others_starts_over(membership, monkeypatch):
+def test_untrained_worker_built_for_others_starts_over(membership, monkeypatch):
     fresh = plan_of(membership, 3)
     held, told = settled(membership, monkeypatch, fresh, [None, None], places=(0, 2, 5), trained=False)
     assert held.plans[0] == replace(fresh, members=(0, 2, 5)) and not told.under_way

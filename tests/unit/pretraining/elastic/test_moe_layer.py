@@ -40,7 +40,7 @@ def worlds(draw):
 
 
 @given(worlds())
-def test_every_token_reaches_a_holder_of_its_expert_and_comes_back(moe_layer, world):
+def test_every_token_is_dispatched_to_a_holder_and_combined(moe_layer, world):
     counts, replicas, slots, capacities = world
     shares, ranks = capacities(counts.sum(axis=1), replicas), range(counts.shape[1])
     routes = [moe_layer.route_of(exchange_of_rank(counts, shares, rank), slots[rank]) for rank in ranks]
@@ -112,12 +112,12 @@ def dispatch(moe_layer, monkeypatch):
 
 
 @pytest.mark.parametrize("dropped", [0, 3, TOKENS * TOPK])
-def test_a_layer_waits_for_its_device_once(dispatch, dropped):
+def test_layer_synchronizes_with_device_once(dispatch, dropped):
     counts = numpy.random.default_rng(0).multinomial(TOKENS * TOPK - dropped, [1 / EXPERTS] * EXPERTS, size=RANKS)
     assert dispatch(counts) == (TOKENS * TOPK - dropped, 1)
 
 
 @pytest.mark.parametrize("garbage", [-1, TOKENS + 1, 1 << 40])
-def test_counts_of_an_aborted_collective_reach_no_kernel(dispatch, garbage):
+def test_counts_of_aborted_collective_reach_no_kernel(dispatch, garbage):
     with pytest.raises(ValueError):
         dispatch(numpy.full((RANKS, EXPERTS), garbage))

@@ -23,19 +23,19 @@ def plans_for(elastic, workers, load, flags=FLAGS, previous=None):
     return elastic[0].plans_for(config, nodes, dict.fromkeys(range(4), load), previous)
 
 
-def test_stages_have_plans_of_their_own(elastic):
+def test_stages_have_separate_plans(elastic):
     plans = plans_for(elastic, 4, [1] * 8, f"{FLAGS} {PP2}")
     assert {stage: sorted(plan.tables) for stage, plan in plans.items()} == {0: [0, 1], 1: [2, 3]}
     assert {plan.num_ranks for plan in plans.values()} == {2}
 
 
-def test_experts_that_stay_keep_their_slots(elastic):
+def test_unmoved_experts_keep_their_slots(elastic):
     placement, _ = elastic
     assert placement.slots_after((3, 5, None, 1), [1, 2, 7, 3]) == (3, 2, 7, 1)
     assert placement.slots_after((0, 1, 2), [2]) == (None, None, 2)
 
 
-def test_a_plan_by_load_is_more_even(elastic):
+def test_plan_by_load_is_more_balanced(elastic):
     load, flags = [800, 50, 50, 20, 20, 20, 20, 20], f"{FLAGS} --elastic-slots 3 --elastic-min-replicas 1"
     first, later = plans_for(elastic, 4, [1] * 8, flags), plans_for(elastic, 4, load, flags)
     before, after = (elastic[1].imbalance(plans, dict.fromkeys(range(4), load)) for plans in (first, later))
@@ -43,7 +43,7 @@ def test_a_plan_by_load_is_more_even(elastic):
     assert elastic[1].imbalance(first, dict.fromkeys(range(4), [0] * 8)) == 1.0
 
 
-def test_each_domain_has_a_busiest_worker_of_its_own(elastic):
+def test_imbalance_is_measured_per_domain(elastic):
     placement, rebalancing = elastic
     flags = f"{FLAGS} --elastic-slots 3 --elastic-min-replicas 1 --elastic-everywhere 0"
     load = [800, 50, 50, 20, 20, 20, 20, 20]
@@ -60,14 +60,14 @@ def test_plans_of_other_domains_do_not_fit(elastic):
     assert placement.fit(two, two) and not placement.fit(one, two)
 
 
-def test_what_pays(elastic):
+def test_move_pays_if_savings_exceed_transfer_cost(elastic):
     _, rebalancing = elastic
     found = rebalancing.prospect(2.0, 0.5, (3.0, 1.0), moved=1000, second_per_byte=0.1)
     assert found.saves_s == pytest.approx(1.0)  # 1 s of experts at 1.0, and 0.5 s of the rest: experts take 1.5 s now
     assert found.pays(101) and not found.pays(100)
 
 
-def test_hashes_tell_plans_apart(elastic):
+def test_hashes_distinguish_plans(elastic):
     flags = FLAGS.replace("--elastic-slots 5", "--elastic-slots 6")
     one, same, other = (plans_for(elastic, 4, load, flags) for load in ([1] * 8, [1] * 8, [900] + [1] * 7))
     assert elastic[1].hash_of(one) == elastic[1].hash_of(same) != elastic[1].hash_of(other)

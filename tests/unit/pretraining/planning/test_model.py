@@ -19,7 +19,7 @@ def total(words="", *names):
     return sum(count for name, (count, _) in operators(words).items() if any(one in name for one in names or [""]))
 
 
-def test_a_dense_model_counted_by_hand():
+def test_dense_model_parameters_match_manual_count():
     attention = (16 + 8 * 24 + 24 + 8 * 8 + 8, 16 + 8)  # norm, queries with keys and values, projection
     feed_forward = (16 + 8 * 32 + 32 + 32 * 8 + 8, 16 + 8)
     assert operators() == {
@@ -30,7 +30,7 @@ def test_a_dense_model_counted_by_hand():
     }
 
 
-def test_experts_counted_by_hand():
+def test_expert_parameters_match_manual_count():
     words = (
         "--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq [0,1] "
         "--moe-shared-expert-intermediate-size 5 --swiglu --ffn-hidden-size 20 --disable-bias-linear "
@@ -49,7 +49,7 @@ def test_experts_counted_by_hand():
     }
 
 
-def test_experts_and_router_have_biases_if_linear_layers_have():
+def test_expert_and_router_biases_follow_linear_layers():
     attention, expert, router = 24 + 8, 32 + 8, 4
     difference = total("--num-experts 4") - total("--num-experts 4 --disable-bias-linear")
     assert difference == 2 * (attention + 4 * expert + router)
@@ -61,7 +61,7 @@ def test_grouped_queries_need_fewer_parameters():
     assert total(words) - total(grouped) == 2 * (2 * 8 * 8)
 
 
-def test_latent_attention_counted_by_hand():
+def test_latent_attention_parameters_match_manual_count():
     words = (
         "--multi-latent-attention --kv-lora-rank 4 --q-lora-rank 3 --qk-head-dim 4 --qk-pos-emb-head-dim 2 "
         "--v-head-dim 4 --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
@@ -70,7 +70,7 @@ def test_latent_attention_counted_by_hand():
     assert operators(words)["layers.0.attention"][0] == 8 + queries + keys_and_values + 2 * 4 * 8
 
 
-def test_a_depth_of_multi_token_prediction_is_a_layer_behind_the_others():
+def test_mtp_depth_is_layer_after_decoder_layers():
     words = "--num-experts 4 --disable-bias-linear --position-embedding-type rope"
     found = operators(f"{words} --mtp-num-layers 1")
     assert {name: found[name] for name in operators(words)} == operators(words)
@@ -88,13 +88,13 @@ def test_a_depth_of_multi_token_prediction_is_a_layer_behind_the_others():
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", 2),
     ],
 )
-def test_a_model_is_the_same_in_all_layouts(words, workers):
+def test_model_is_independent_of_layout(words, workers):
     model = "--num-experts 4 --disable-bias-linear"
     assert config_of(None, [*SMALL, *model.split(), *words.split()]).arguments.world_size == workers
     assert operators(f"{model} {words}") == operators(model)
 
 
-def test_options_of_a_run_do_not_change_the_model():
+def test_run_options_do_not_change_model():
     words = (
         "--bf16 --use-distributed-optimizer --overlap-grad-reduce --train-samples 1000 --lr 1e-3 --global-batch-size 6 "
         "--data-path data --tokenizer-type HuggingFaceTokenizer --tokenizer-model model --save here --ckpt-policy full "
@@ -103,7 +103,7 @@ def test_options_of_a_run_do_not_change_the_model():
     assert operators(words) == operators()
 
 
-def test_a_command_line_of_megatron_deepspeed_is_planned():
+def test_megatron_deepspeed_command_line_is_planned():
     """Its defaults: the last of every two layers has experts, which ZeRO does not change."""
     words = [*SMALL, *"--max-position-embeddings 4 --num-experts 4 --deepspeed --zero-stage 1".split()]
     config = config_of(None, [*words, *OF_MEGATRON_DEEPSPEED])
@@ -111,6 +111,6 @@ def test_a_command_line_of_megatron_deepspeed_is_planned():
     assert {o.layer for o in meta_operators(config, None, 10) if o.expert is not None} == {1}
 
 
-def test_a_model_that_cannot_be_built_without_cuda_is_refused():
+def test_model_requiring_cuda_is_refused():
     with raises("device-unsupported"):
         config_of(None, [*SMALL, "--hybrid-layer-pattern", "M*"])

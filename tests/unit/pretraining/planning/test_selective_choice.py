@@ -43,7 +43,7 @@ def write(path, tokens, name="tokens"):
     return path
 
 
-def test_experts_and_bytes_of_a_snapshot(capsys, nbytes, budget):
+def test_snapshot_experts_and_bytes_follow_budget(capsys, nbytes, budget):
     dense, expert = nbytes
     found = plan(capsys, *MODEL, "--tier", "memory", *budget("--snapshot-gbs", 4))["explain_selective"]
     assert found["local"] == {"nbytes": pytest.approx(dense + 4.1 * expert), "experts": 2.0}
@@ -54,7 +54,7 @@ def test_experts_and_bytes_of_a_snapshot(capsys, nbytes, budget):
     assert found["equally_busy"] == pytest.approx((2 - 1) / 2)  # each in every second iteration
 
 
-def test_the_smaller_budget_rules(capsys, nbytes, budget):
+def test_smaller_budget_limits_experts(capsys, nbytes, budget):
     dense, expert = nbytes
     on_disk = [*MODEL, *budget("--snapshot-gbs", 6), "--tier", "disk"]
     found = plan(capsys, *on_disk, "--persist-gbs", (dense + 2 * expert) / 2e9)["explain_selective"]  # of 2 s
@@ -68,7 +68,7 @@ def test_the_smaller_budget_rules(capsys, nbytes, budget):
     assert (slow["local"]["experts"], slow["experts"], slow["interval"]) == (4.0, 1.0, 1)
 
 
-def test_snapshots_are_further_apart_where_not_even_one_expert_hides(capsys, nbytes):
+def test_interval_grows_if_no_expert_overlaps(capsys, nbytes):
     dense, expert = nbytes
     slow = [*MODEL, "--tier", "memory", "--snapshot-gbs", (dense + expert) / 2e9]
     found = plan(capsys, *slow)["explain_selective"]
@@ -96,7 +96,7 @@ def test_recorded_loads_are_replayed(capsys, tmp_path, budget):
     assert "another shape" not in text
 
 
-def test_a_recording_of_another_shape_is_saved_by_the_same_share(capsys, tmp_path, budget):
+def test_recording_of_other_shape_scales_expert_share(capsys, tmp_path, budget):
     file = write(tmp_path / "loads.npz", numpy.full((40, 3, 16), 5, dtype=numpy.int32))
     argv = [*MODEL, "--tier", "memory", *budget("--snapshot-gbs", 2), "--routing", file]  # 1 of 4
     found = plan(capsys, *argv)["explain_selective"]["routing"]
@@ -106,7 +106,7 @@ def test_a_recording_of_another_shape_is_saved_by_the_same_share(capsys, tmp_pat
     assert "the model has another shape: S is the same share" in capsys.readouterr().out
 
 
-def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(capsys, budget):
+def test_recorded_loads_risk_fewer_tokens_than_algorithm_1(capsys, budget):
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
     eight = [*MODEL, "--num-experts", 8, "--tier", "memory", "--routing", RECORDED]
@@ -121,7 +121,7 @@ def test_of_recorded_loads_fewer_tokens_are_at_risk_than_by_algorithm_1(capsys, 
     assert found["rules"]["in turn"]["mlt"] == pytest.approx(24 * risks["in turn"])
 
 
-def test_gradients_take_the_place_of_states_where_flags_and_job_allow_it(capsys, nbytes, budget):
+def test_gradients_replace_states_if_flags_and_job_allow(capsys, nbytes, budget):
     dense, expert = nbytes
     memory, fast = [*MODEL, "--tier", "memory"], budget("--snapshot-gbs", 4)
     found = plan(capsys, *memory, *fast)["explain_selective"]
@@ -136,7 +136,7 @@ def test_gradients_take_the_place_of_states_where_flags_and_job_allow_it(capsys,
     assert "States only: --selective-gradients on needs a snapshot in each iteration." in capsys.readouterr().out
 
 
-def test_the_share_of_a_copy_that_bubbles_hide(capsys, nbytes):
+def test_report_gives_copy_share_hidden_by_bubbles(capsys, nbytes):
     """Two stages and 4 micro batches: a stage waits for 1 of 5; it saves half of the layers."""
     dense, expert = nbytes
     assert plan(capsys, *MODEL, "--tier", "memory", "--snapshot-gbs", 1)["explain_selective"]["bubbles"] is None
@@ -170,7 +170,7 @@ def test_recorded_loads_are_replayed_with_gradients(capsys, tmp_path, budget):
     assert states["gradients"] is None and states["rules"] == found["rules"]
 
 
-def test_of_recorded_loads_gradients_leave_what_the_policy_leaves(capsys, budget):
+def test_gradient_risk_equals_policy_on_recorded_loads(capsys, budget):
     if not RECORDED.exists():
         pytest.skip("the recorded loads are not at hand")
     argv = [*MODEL, "--num-experts", 8, "--tier", "memory", "--routing", RECORDED, *budget("--snapshot-gbs", 2)]
@@ -196,7 +196,7 @@ COUNTS = numpy.ones((20, 2, 4), dtype=numpy.int32)
         (numpy.array([None]), "tokens", "holds no numbers"),
     ],
 )
-def test_a_recording_of_no_use_is_refused_in_one_sentence(capsys, tmp_path, tokens, name, sentence):
+def test_unusable_recording_is_refused_in_one_line(capsys, tmp_path, tokens, name, sentence):
     file = write(tmp_path / "loads.npz", tokens, name)
     assert sizes.main([*MODEL, "--tier", "memory", "--snapshot-gbs", "1", "--routing", str(file)]) == 1
     error = capsys.readouterr().err
@@ -204,19 +204,19 @@ def test_a_recording_of_no_use_is_refused_in_one_sentence(capsys, tmp_path, toke
 
 
 @each_row("shape", [(1 << 22, 1, 1), (1 << 20, 1, 1), (12, 1 << 20, 1), (12, 1, 1 << 22)])
-def test_a_small_recording_of_many_numbers_is_refused(tmp_path, shape):
+def test_compressed_recording_of_many_numbers_is_refused(tmp_path, shape):
     numpy.savez_compressed(tmp_path / "loads.npz", tokens=numpy.zeros(shape, "u1"))
     with pytest.raises(ToolError):
         read_routing(str(tmp_path / "loads.npz"))
 
 
-def test_a_large_recording_is_read(tmp_path):
+def test_large_recording_is_read(tmp_path):
     numpy.savez(tmp_path / "loads.npz", tokens=numpy.ones((20_000, 4, 2), "i8"))
     assert len(read_routing(str(tmp_path / "loads.npz"))) == 20_000
 
 
 @each_row("content", [None, b"", b"no archive", b"PK\x03\x04 torn"])
-def test_what_is_no_recording_is_refused_in_one_sentence(capsys, tmp_path, content):
+def test_invalid_recording_file_is_refused_in_one_line(capsys, tmp_path, content):
     file = tmp_path / "loads.npz"
     if content is not None:
         file.write_bytes(content)
@@ -249,13 +249,13 @@ PEERS = [*MODEL, "--snapshot-gbs", "1", "--tier", "peers", "--replicate-gbs", "1
         ([*MODEL[:8], *MODEL[10:]], "take a model that has some"),
     ],
 )
-def test_flags_that_do_not_belong_together_are_refused_in_one_sentence(capsys, argv, sentence):
+def test_contradicting_flags_are_refused_together(capsys, argv, sentence):
     assert sizes.main(argv) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
 
 
-def test_the_command_that_the_docs_show(capsys):
+def test_documented_command_prints_documented_output(capsys):
     page = (REPOSITORY / "docs" / "how-to" / "choose-a-policy.md").read_text(encoding="utf-8")
     command, said = page.split("    python tools/plan_checkpoint.py ")[-1].split("\n\nprints, among others\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0

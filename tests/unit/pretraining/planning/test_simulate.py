@@ -24,7 +24,7 @@ def told(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_paper_s_figure_is_beside_ours(capsys):
+def test_reproduction_shows_paper_figure_and_own_result(capsys):
     assert simulate.main(["--reproduce", "moevement-fig1"]) == 0
     out = capsys.readouterr().out
     for part in ("paper", "ours", "common law", "mean absolute error", "Failures: ", "Fitted or chosen: 0.24 GB/s"):
@@ -33,13 +33,13 @@ def test_the_paper_s_figure_is_beside_ours(capsys):
     assert [row["paper"] for row in found["rows"]] == [195, 8.5]
 
 
-def test_figures_of_papers_need_the_repository(capsys, monkeypatch):
+def test_paper_figures_require_repository(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "benchmarks.papers.program", None)
     assert simulate.main(["--reproduce", "moevement-fig1"]) == 1
     assert only_code(capsys.readouterr().err) == "repository-missing"
 
 
-def test_the_example_of_the_help(capsys):
+def test_help_example_ranks_policies(capsys):
     found = told(capsys, *DEEPSEEK, "--mtbf", "10m", "--policy", "sparse,full,pec,checkfreq")["policies"]
     assert list(found) == ["sparse", "full", "pec", "checkfreq"]
     assert found["sparse"]["ettr"] > found["full"]["ettr"] > found["checkfreq"]["ettr"]
@@ -48,7 +48,7 @@ def test_the_example_of_the_help(capsys):
         assert parts == pytest.approx(one["wall_s"]) and one["wall_s"] == 12 * 3600
 
 
-def test_the_micro_batch_of_megatron_lm(capsys):
+def test_micro_batch_size_flag_has_megatron_meaning(capsys):
     of_one, of_all, other = (
         told(capsys, *SMALL, "--policy", "full", *words)["policies"]
         for words in (["--micro-batch-size", "2"], ["--micro-batch", "8"], [])
@@ -56,7 +56,7 @@ def test_the_micro_batch_of_megatron_lm(capsys):
     assert of_one == of_all != other  # with four expert-parallel ranks
 
 
-def test_no_snapshot_is_for_nothing(capsys):
+def test_every_snapshot_has_overhead(capsys):
     """Also where all of it hides, and for all policies that save beside training: what was measured, or the paper's."""
     calm = [*DEEPSEEK, "--mtbf", "1h", "--policy", "sparse,pec,full", "--interval", "2"]
     for flags, share in ([], 0.02), (["--snapshot-overhead", "0.05"], 0.05), (["--snapshot-overhead", "0"], 0.0):
@@ -66,7 +66,7 @@ def test_no_snapshot_is_for_nothing(capsys):
         assert overheads == pytest.approx([share, share / 2, share / 2])
 
 
-def test_bandwidths_that_were_measured_take_the_place_of_the_preset_s(capsys):
+def test_measured_bandwidths_replace_preset(capsys):
     calm = [*DEEPSEEK, "--policy", "sparse", "--mtbf", "1h"]
     measured = told(capsys, *calm, "--host-gbs", "1", "--network-gbs", "2", "--storage-gbs", "3")["setup"]["cluster"]
     rates = [measured[name] for name in ("host_bandwidth", "inter_bandwidth", "storage_bandwidth")]
@@ -74,7 +74,7 @@ def test_bandwidths_that_were_measured_take_the_place_of_the_preset_s(capsys):
 
 
 @each_row("flags", [[], ["--tp", "2"], ["--tp", "4", "--pp", "1", "--ep", "1"]], ids=str)
-def test_layouts_of_a_model_from_flags(capsys, flags):
+def test_model_from_flags_is_simulated_in_several_layouts(capsys, flags):
     shape = ["--num-layers", "6", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "128"]
     experts = ["--num-experts", "8", "--vocab-size", "1000", "--disable-bias-linear"]
     layout = ["--cluster", "h100-80gb:16", "--pp", "4", "--ep", "2", "--runs", "1", *flags]
@@ -90,7 +90,7 @@ LONG = {
 
 
 @each_row("form", ["words", "a file", "the dialect"])
-def test_the_layout_is_that_of_megatron_s_options(form, capsys, tmp_path):
+def test_layout_options_equal_those_of_megatron(form, capsys, tmp_path):
     short = told(capsys, *MICRO, "--tp", "2", "--pp", "2", "--ep", "2")
     words = [word for name, size in LONG.items() for word in (f"--{name}", str(size))]
     if form == "a file":
@@ -112,7 +112,7 @@ def test_context_parallelism_is_not_simulated(capsys):
     assert only_code(error) == "flag-has-no-effect" and words[0] in error
 
 
-def test_table_csv_and_picture(capsys, tmp_path):
+def test_table_csv_and_plot_are_written(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE)
     out = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), *out]) == 0
@@ -124,7 +124,7 @@ def test_table_csv_and_picture(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gcp.txt", "out.csv", "out.png", "out_dark.png"]
 
 
-def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):
+def test_trace_node_counts_limit_available_nodes(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 2").replace(" 6", " 1"))
     trace = ["--trace", str(tmp_path / "gcp.txt"), "--trace-nodes", "--policy", "full,elastic", "--num-experts", "16"]
     found = told(capsys, *SMALL, *trace)["policies"]
@@ -132,7 +132,7 @@ def test_a_trace_that_says_how_many_nodes_there_are(capsys, tmp_path):
     assert found["elastic"]["idle_s"] == 0 and found["elastic"]["samples"] > found["full"]["samples"]
 
 
-def test_jobs_that_go_on_with_fewer_nodes(capsys, tmp_path):
+def test_jobs_continue_with_fewer_nodes(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE.replace(" 8", " 4").replace(" 6", " 2"))
     job = [*SMALL, "--cluster", "a100-80gb:32", "--ep", "1", "--global-batch-size", "480", "--micro-batch", "1"]
     job += [
@@ -167,12 +167,12 @@ def test_jobs_that_go_on_with_fewer_nodes(capsys, tmp_path):
     ],
     ids=str,
 )
-def test_jobs_that_cannot_go_on(capsys, flags, why):
+def test_invalid_elastic_options_are_refused(capsys, flags, why):
     assert simulate.main([*SMALL, *flags]) == 1
     assert why in capsys.readouterr().err
 
 
-def test_a_trace_whose_time_steps_back_is_used_with_a_warning(capsys, tmp_path):
+def test_trace_with_decreasing_time_is_used_with_warning(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE + "2021-12-11, 10:59:00, 5\n")
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt"), "--policy", "full"]) == 0
     said = capsys.readouterr()
@@ -180,14 +180,14 @@ def test_a_trace_whose_time_steps_back_is_used_with_a_warning(capsys, tmp_path):
     assert " 2 losses" in said.out
 
 
-def test_auto_says_what_it_takes_and_why(capsys):
+def test_auto_reports_choice_and_reason(capsys):
     found = told(capsys, *DEEPSEEK, "--mtbf", "1h", "--policy", "auto", "--exact-only")
     assert found["choice"]["best"].startswith("sparse") and "ETTR" in found["choice"]["reason"]
     assert next(iter(found["policies"])) == found["choice"]["best"]
     assert not any(title.startswith("pec") for title in found["policies"])
 
 
-def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
+def test_profile_replaces_cost_model(capsys, tmp_path):
     start = {"type": "start", "world_size": 16}
     events = [{"type": "iteration", "iteration": n, "elapsed_s": 7.5} for n in range(20)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [start, *events]))
@@ -199,7 +199,7 @@ def test_a_profile_takes_the_place_of_the_cost_model(capsys, tmp_path):
     assert scaled["policies"]["sparse"]["samples"] == 1024 * small["samples"]
 
 
-def test_policies_come_back_as_the_program_does(capsys, tmp_path):
+def test_program_recovery_is_shorter_than_papers(capsys, tmp_path):
     calm = [{"type": "iteration", "time": n, "iteration": n, "elapsed_s": 1.0} for n in range(20)]
     lost = [{"type": "inject", "time": 20.0, "action": "kill"}, {"type": "resume", "time": 23.5, "seconds": 0.5}]
     back = [{"type": "start", "time": 24.0, "world_size": 4}, calm[0] | {"time": 26.0, "iteration": 20}]
@@ -228,13 +228,13 @@ def test_policies_come_back_as_the_program_does(capsys, tmp_path):
     ],
     ids=str,
 )
-def test_what_does_not_fit_together_is_one_sentence(capsys, flags, message):
+def test_incompatible_flags_are_refused_in_one_line(capsys, flags, message):
     assert simulate.main([*SMALL, *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("simulate: ") and message in error and error.count("\n") == 1
 
 
-def test_recorded_loads_say_what_selective_snapshots_lose(capsys, tmp_path):
+def test_recorded_loads_reduce_selective_token_loss(capsys, tmp_path):
     numpy.savez(tmp_path / "r.npz", tokens=numpy.tile([900, 90, 9, 1], (20, 2, 1)))
     flags = [*SMALL, "--policy", "pec,selective", "--mtbf", "10m", "--host-gbs", "0.003"]
     plain, by_load = told(capsys, *flags), told(capsys, *flags, "--routing", str(tmp_path / "r.npz"))
@@ -244,26 +244,26 @@ def test_recorded_loads_say_what_selective_snapshots_lose(capsys, tmp_path):
     assert only_code(capsys.readouterr().err) == "routing-unreadable"
 
 
-def test_a_trace_without_a_loss(capsys, tmp_path):
+def test_trace_without_loss_is_refused(capsys, tmp_path):
     (tmp_path / "gcp.txt").write_text(TRACE.splitlines(keepends=True)[0])
     assert simulate.main([*SMALL, "--trace", str(tmp_path / "gcp.txt")]) == 1
     assert only_code(capsys.readouterr().err) == "trace-without-losses"
 
 
-def test_durations():
+def test_durations_are_parsed_with_units():
     assert [simulate.duration(text) for text in ("90", "90s", "10m", "2h", "0.5d")] == [90, 90, 600, 7200, 43200]
     for wrong in ("", "m", "-1h", "soon"):
         with pytest.raises(simulate.argparse.ArgumentTypeError):
             simulate.duration(wrong)
 
 
-def test_the_global_batch_has_megatron_s_flag(capsys):
+def test_global_batch_size_flag_of_megatron_is_accepted(capsys):
     both = [told(capsys, *DEEPSEEK, flag, "1024") for flag in ("--global-batch-size", "--global-batch")]
     assert both[0] == both[1] != told(capsys, *DEEPSEEK)
 
 
 @each_row("flag", ["--plot", "--csv"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flag, tmp_path, monkeypatch, capsys):
+def test_unwritable_output_is_refused_before_simulation(flag, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("text")
     monkeypatch.setattr(simulate, "_faults", lambda *args: 1 / 0)
     assert simulate.main([*SMALL, flag, str(tmp_path / "file" / "plot.png")]) == 1

@@ -26,7 +26,7 @@ def rows(capsys, *argv) -> dict:
 
 
 @each_row("case", [1, 2, 3])
-def test_reductions_are_at_least_those_of_the_paper(capsys, case):
+def test_reductions_are_at_least_those_of_paper(capsys, case):
     table = rows(capsys, "--case", str(case))
     assert list(table) == [*range(1, 17), None]
     assert table[None]["reduction_percent"]["EE+EN"] >= WHOLE_SAVING[case]
@@ -38,19 +38,19 @@ def test_reductions_are_at_least_those_of_the_paper(capsys, case):
 
 @each_row("case", [1, 2, 3])
 @each_row("more", [[], ["--keep-master"], ["--checkpoint", "5"], ["--no-zero"]], ids=str)
-def test_the_bottleneck_is_within_3_percent_of_what_whole_experts_allow(capsys, case, more):
+def test_bottleneck_is_within_3_percent_of_bound(capsys, case, more):
     for row in rows(capsys, "--case", str(case), *more).values():
         assert 0 <= row["over_percent"] < 3
 
 
-def test_equal_sharding_of_experts_needs_several_expert_parallel_groups(capsys):
+def test_equal_expert_sharding_needs_several_ep_groups(capsys):
     for case, helps in ((1, False), (2, False), (3, True)):
         row = rows(capsys, "--case", str(case))[None]
         assert (row["reduction_percent"]["EE"] > 0) == helps
 
 
 @pytest.mark.slow
-def test_a_new_rule_is_one_file(tmp_path):
+def test_new_sharding_rule_needs_one_file(tmp_path):
     """The example of docs/how-to/own-sharding-rule.md, word by word."""
     text = (REPOSITORY / "docs" / "how-to" / "own-sharding-rule.md").read_text(encoding="utf-8")
     example = text.split("```python\n")[1].split("```")[0]
@@ -62,7 +62,7 @@ def test_a_new_rule_is_one_file(tmp_path):
     assert done.returncode == 0 and "equal+rotating" in done.stdout, done.stderr
 
 
-def test_volumes_are_those_of_the_paper(capsys):
+def test_volumes_match_those_of_paper(capsys):
     """Figure 2's shares, and the 42 % and 0.42 of Figure 10(a) and Table 3, which keep all master weights."""
     facts = plan(capsys, "--case", "1")
     count = facts["parameters"]
@@ -73,19 +73,19 @@ def test_volumes_are_those_of_the_paper(capsys):
     assert kept[1]["total"] / kept[None]["total"] == pytest.approx(0.423, abs=0.002)
 
 
-def test_whole_layers_make_the_embedding_the_bottleneck(capsys):
+def test_embedding_is_bottleneck_if_layers_are_not_split(capsys):
     whole = rows(capsys, "--case", "2", "--whole")[None]
     assert whole["over_percent"] > 3
 
 
-def test_ranks_of_one_k(capsys):
+def test_rank_sizes_add_up_for_one_k(capsys):
     result = plan(capsys, "--model", "gpt-350m-16e", "--world", "16", "--ep", "8", "--pec-k", "1")
     row = result["rows"][0]
     assert {name: max(sizes) for name, sizes in result["ranks"].items()} == row["bottleneck"]
     assert all(sum(sizes) == row["total"] for sizes in result["ranks"].values())
 
 
-def test_any_model_and_layout(capsys):
+def test_any_model_and_layout_are_planned(capsys):
     argv = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
     argv += ["--num-experts", "8", "--disable-bias-linear", "--vocab-size", "1000"]
     facts = plan(capsys, *argv, "--world", "16", "--tp", "2", "--pp", "2", "--ep", "2")
@@ -96,14 +96,14 @@ def test_any_model_and_layout(capsys):
     assert dense["rows"][0]["total"] == 12 * dense["parameters"]["others"]
 
 
-def test_a_rule_can_be_tried(capsys):
+def test_sharding_rule_is_selectable(capsys):
     assert sizes.main(["--case", "3", "--others", "baseline"]) == 0
     assert "equal+baseline" in capsys.readouterr().out
     assert sizes.main(["--case", "3", "--experts", "baseline"]) == 0
     assert "baseline+adaptive" in capsys.readouterr().out
 
 
-def test_table_for_people(capsys):
+def test_table_shows_layout_and_sizes(capsys):
     assert sizes.main(["--case", "3", "--pec-k", "1"]) == 0
     text = capsys.readouterr().out
     assert "16 ranks: DP 16, TP 1, PP 1, EP 8 in 2 groups" in text
@@ -126,7 +126,7 @@ def test_table_for_people(capsys):
         ),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_one_sentence(capsys, argv, sentence):
+def test_invalid_plan_arguments_are_refused_in_one_line(capsys, argv, sentence):
     assert sizes.main(argv) == 1
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
@@ -137,7 +137,7 @@ EXPLAIN = (
 ).split()
 
 
-def test_numbers_of_experts_are_chosen_as_by_auto_with_pec_only(capsys):
+def test_pec_k_is_chosen_within_plt_limit(capsys):
     policy = plan(capsys, *EXPLAIN, "--restart-s", "120")["policy"]  # an old flag, which has no effect
     (best,) = policy["policies"]
     assert best.startswith("pec, K ") and policy["flags"]["ckpt_policy"] == "pec"
@@ -147,7 +147,7 @@ def test_numbers_of_experts_are_chosen_as_by_auto_with_pec_only(capsys):
     assert plan(capsys, "--case", "1")["policy"] is None
 
 
-def test_the_choice_that_the_docs_show(capsys):
+def test_documented_choice_is_printed(capsys):
     page = (REPOSITORY / "docs" / "explanation" / "moc_system.md").read_text(encoding="utf-8")
     command, said = page.split("    python tools/plan_checkpoint.py ")[1].split("\n\nprints, among others\n\n")
     assert sizes.main(command.replace("\\\n", " ").split()) == 0
@@ -159,7 +159,7 @@ MEASURED = "--iteration-s 1.5 --forward-backward-s 1.2 --snapshot-gbs 1 --persis
 EXPLAIN_POLICY = ["--model", "gpt-350m-16e", "--world", "16", "--ep", "8", "--explain-policy"]
 
 
-def test_a_policy_is_chosen_and_explained(capsys):
+def test_policy_is_chosen_and_explained(capsys):
     policy = plan(capsys, *EXPLAIN_POLICY, *MEASURED)["policy"]
     best, *others = policy["policies"]
     assert best.startswith("pec") and policy["flags"].items() >= {"ckpt_policy": "pec", "ckpt_tier": "disk"}.items()
@@ -174,7 +174,7 @@ def test_a_policy_is_chosen_and_explained(capsys):
     assert plan(capsys, "--case", "1")["policy"] is None
 
 
-def test_a_cluster_s_sheet_says_what_was_not_measured(capsys):
+def test_cluster_sheet_supplies_unmeasured_rates(capsys):
     peers = [*EXPLAIN_POLICY, "--cluster", "a100-80gb", "--tier", "peers", "--mtbf-hours", "1", "--exact-only"]
     free = plan(capsys, *peers, "--global-batch", "64", "--micro-batch", "8")["policy"]
     assert free["flags"]["replicas"] == 1  # two nodes of eight
@@ -206,6 +206,6 @@ DENSE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
         ([*EXPLAIN_POLICY, *MEASURED, "--replicas", "2"], "--replicas is 2"),
     ],
 )
-def test_what_cannot_be_explained_is_said_in_one_sentence(capsys, argv, sentence):
+def test_invalid_explain_arguments_are_refused(capsys, argv, sentence):
     assert sizes.main(argv) == 1
     assert sentence in capsys.readouterr().err
