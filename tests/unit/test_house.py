@@ -147,3 +147,10 @@ def test_methods_without_docstrings_override_documented_ones():
                     elif not member.name.startswith("_") and not owner.name.startswith("_"):
                         lacking.append((member.name, f"{path}:{member.lineno}"))
     assert not [where for name, where in lacking if name not in documented]
+
+
+def test_test_names_have_at_most_60_characters():
+    names = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert not sorted(name for name in names if len(name) > 60)

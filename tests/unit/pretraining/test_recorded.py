@@ -135,7 +135,7 @@ def test_changed_flags_of_samples_are_named(change, is_named):
     assert warnings_of(change, change) == []
 
 
-def test_order_of_a_cyclic_loader_depends_on_the_number_of_workers():
+def test_cyclic_loader_order_depends_on_worker_count():
     cyclic = dict(dataloader_type="cyclic", global_batch_size=4)
     assert warnings_of(cyclic, cyclic) == [] and len(warnings_of(cyclic, cyclic, size=4)) == 1
     single = dict(dataloader_type="single", global_batch_size=4)

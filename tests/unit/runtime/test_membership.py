@@ -89,7 +89,7 @@ def test_losses_at_once_count_as_one():
 
 
 @each_row("begin", [begun, running])  # before the workers are connected, and before they report an iteration
-def test_losses_before_training_end_the_job_and_the_first_report_begins_the_count_again(begin):
+def test_losses_before_training_count_until_first_report(begin):
     membership, _ = begin()
     for iteration in (None, None, 0, None, None):  # 0: the workers have resumed
         assert not membership.end
