@@ -77,6 +77,7 @@ _FIELDS_BY_TYPE = {
     "k_persist snapshot_interval selective_experts selective_copies selective_gradients mlt mlt_peers bubble_share "
     "storage_age storage_overdue mlt_storage max_violation dropped_share mfu",
 }
+_MEASUREMENTS = frozenset(_FIELDS_BY_TYPE[_Measured].split())
 _KnownFields = msgspec.defstruct(
     "_Fields",
     [(name, kind | UnsetType, UNSET) for kind, names in _FIELDS_BY_TYPE.items() for name in names.split()],  # pyright: ignore[reportOperatorIssue]
@@ -144,7 +145,8 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 def _event_of(fields: dict[str, Any]) -> Event:
     """Returns a decoded line as an event; raises ValueError if a field has another type."""
-    decode.convert(fields, _KnownFields)
+    is_choice = fields.get("type") == "choice"  # its flags have the names of measurements, and may be words
+    decode.convert({n: v for n, v in fields.items() if n not in _MEASUREMENTS} if is_choice else fields, _KnownFields)
     if fields.get("schema", SCHEMA) > SCHEMA:
         raise EventsError(
             f"an event {short_repr(fields.get('type'))} has version {fields['schema']} of the schema, and this release "

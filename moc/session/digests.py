@@ -413,7 +413,8 @@ class Digests(CommitParticipant):
             self._known.add(iteration, before)
         else:  # after a recovery: an interrupted move may have left state on several workers
             before, stale = self._reference(iteration, {}, 0), self.stale
-        self._sums = self._unmoved = None  # an interrupted move leaves other parts on this worker
+        # an interrupted move leaves other parts, and another placement of experts, on this worker
+        self._sums = self._unmoved = self._known.scalars = None
         yield
         self.renew()
         assert self._digest is not None  # as before
