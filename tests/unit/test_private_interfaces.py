@@ -45,7 +45,7 @@ DOCUMENTED = {
 """Public functions and settings that the project assigns."""
 
 STANDARD = set("_exit _getframe _args_from_interpreter_flags _exit_function _replace _asdict _fields".split()) | {
-    "_action_groups", "_group_actions", "_actions", "_ArgumentGroup", "_option_string_actions",
+    "_action_groups", "_group_actions", "_actions", "_ArgumentGroup", "_option_string_actions", "_SubParsersAction",
 }  # fmt: skip
 """Names with an underscore of Python's standard library."""
 

@@ -67,4 +67,4 @@ def test_state_older_than_promised_is_overdue():
     assert EXPERT in overdue(persisted, promise, OPERATORS, 17, since=1)
     assert overdue(persisted, promise, OPERATORS, 17, since=15) == []
     assert EXPERT not in overdue(persisted, Promise(5, None), OPERATORS, 99, since=1)
-    assert overdue(Persisted(), promise, [SimpleNamespace(name="new", place=None)], 8, since=2) == ["new"]
+    assert overdue(Persisted(), promise, [SimpleNamespace(name="new", expert_id=None)], 8, since=2) == ["new"]

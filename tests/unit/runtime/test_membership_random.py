@@ -53,7 +53,7 @@ class Job(RuleBasedStateMachine):
             self.obey(self.membership.grow())
 
     def new(self):
-        return Membership(self.places * PER_NODE, PER_NODE, 10**6, self.least)
+        return Membership(self.places * PER_NODE, PER_NODE, 10**6, self.least, max_standstill=10**6)
 
     def node_of(self, rank):
         return self.membership.blocks.node_in(self.membership.blocks.members[rank // PER_NODE])

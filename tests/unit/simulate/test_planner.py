@@ -64,7 +64,7 @@ def test_only_exact_policies_are_chosen_if_loss_is_forbidden():
     limits = PlanLimits(policies=("full", "pec"))
     assert plan(setup, 600.0, limits).best.saving.name == "pec"
     exact = plan(setup, 600.0, dataclasses.replace(limits, exact_only=True))
-    assert exact.best.saving.name == "full" and not exact.others
+    assert exact.best.saving.name == "full" and not exact.alternatives
 
 
 def test_host_memory_limit_reduces_replicas():
@@ -91,7 +91,7 @@ def test_lost_token_limit_increases_number_of_experts():
 
 def test_reason_names_decisive_figures():
     found = plan(small_setup(), 600.0)
-    assert found.best.name in found.reason and found.others[0].name in found.reason
+    assert found.best.name in found.reason and found.alternatives[0].name in found.reason
     assert f"{found.best.ettr:.3f}" in found.reason
     with raises("value-not-a-choice", "sparze"):
         PlanLimits(policies=("sparze",))
