@@ -48,7 +48,7 @@ ROUTERS = {
     "z loss": dict(moe_router_load_balancing_type="none", moe_z_loss_coeff=0.1),
 }
 OF_USERS = POLICIES if ALL else ["gradient"]
-WITH_STATE = {"global_aux_loss": "gradient", "quantile_balancing": "sparse, by stage", "expert bias": "selective"}
+WITH_STATE = {"global_aux_loss": "selective", "quantile_balancing": "sparse, by stage", "expert bias": "selective"}
 """Routers that keep values from one iteration to the next, each with a policy."""
 PAIRS = [*(itertools.product(ROUTERS, POLICIES) if ALL else WITH_STATE.items())]
 

@@ -150,6 +150,7 @@ class MegatronEngine:
         """Updates the state from this worker's reduced gradients, or from ``gradients`` instead."""
         moving = set(self.state.operators() if operators is None else operators) - self.state.frozen
         if gradients is not None:
+            self._stepper.modules.forget()  # of an iteration that was interrupted, and is not the one applied
             self._stepper.optimizer.zero_grad()
             for fragment in self.state.fragments(moving, Detail.GRAD):
                 self.state.load(fragment, gradients(fragment))

@@ -145,10 +145,14 @@ class ModuleState:
             for operator, data in self.of_users.items()
         }
 
-    def take_over(self) -> None:
-        """Commits the modules' current values, after they were loaded into the modules."""
+    def forget(self) -> None:
+        """Drops the values of a suspended iteration, because the state is loaded from elsewhere."""
         self._after = None
         self._undo.forget()
+
+    def take_over(self) -> None:
+        """Commits the modules' current values, after they were loaded into the modules."""
+        self.forget()
         _copy(self.committed.values(), self.committed)
 
     def loaded(self, tensor: torch.Tensor) -> None:
@@ -157,8 +161,7 @@ class ModuleState:
         Raises:
             ModuleStateError: the bytes are invalid, or belong to other modules.
         """
-        self._after = None
-        self._undo.forget()
+        self.forget()
         if tensor in self.committed:
             tensor.detach().copy_(self.committed[tensor])
         for operator in [operator for operator, data in self.of_users.items() if data is tensor]:
