@@ -158,14 +158,17 @@ def test_device_failure_after_last_iteration_is_harmless(tmp_path, monkeypatch):
 def test_workers_lost_during_transfer_keep_other_state(data, rounds, store):  # noqa: F811
     size, parallel = LAYOUTS["DP3"]
     flags = TINY | parallel | data | ELASTIC | ZERO | dict(elastic_slots=4)
-    told = run_world(size, f"{BODIES_OF_MOVES}:moves", port=store.port, flags=flags, rounds=rounds, seed=rounds)
+    told = run_world(
+        size, f"{BODIES_OF_MOVES}:moves", port=store.port, flags=flags, rounds=rounds, seed=rounds, timeout=20 * rounds
+    )
     assert sum(worker["cut_off"] for worker in told) > 0 and sum(worker["landed"] for worker in told) > 0
     assert [worker["wrong"] for worker in told] == [0] * size
 
 
 @pytest.mark.recovery
-@pytest.mark.parametrize("point", ["landed", "rebalancing", "passing_on"] if ALL else ["landed"])
-@pytest.mark.parametrize("zero", [True, False] if ALL else [True])
+@pytest.mark.parametrize(
+    ("point", "zero"), [("landed", True), ("landed", False), ("rebalancing", False)] if ALL else [("landed", True)]
+)
 def test_nodes_lost_during_state_transfer_on_lying_device(data, tmp_path, point, zero):
     faults = ["kill node=2 iteration=4", f"kill node=3 iteration=4 point={point}"]
     more = dict(use_distributed_optimizer=zero, program="tests/integration/lying_losing_pretrain_gpt_moe.py")
