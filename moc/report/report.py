@@ -384,11 +384,11 @@ def _write_html(path: str, runs: Sequence[Report], events: Sequence[Sequence[Eve
 
 
 def _outcome(run: Report) -> str:
-    """Returns how far a run has come, why it ended, and what it lost on the way."""
-    lost = sum(len(one.losses) for one in run.each) + len(run.unrecovered)
-    said = f"iteration {run.last:,}, ETTR {run.ettr:.3f}, {counted(lost, 'incident')}"
+    """Returns a sentence with the iterations, losses and end of a run."""
+    lost = sum(len(recovery.losses) for recovery in run.each) + len(run.unrecovered)
+    progress = f"iteration {run.last:,}, ETTR {run.ettr:.3f}, {counted(lost, 'incident')}"
     fatal = f", {len(run.unrecovered):,} of them not recovered" if run.unrecovered else ""
-    return f"{said}{fatal}. Ended: {run.ended or _NOT_ENDED}"
+    return f"{progress}{fatal}. Ended: {run.ended or _NOT_ENDED}"
 
 
 EPILOG = """\

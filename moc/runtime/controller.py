@@ -681,6 +681,8 @@ def main() -> int:
         return asyncio.run(
             controller.run(arguments.listen, token_from_environment(), arguments.beyond_loopback, listener)
         )
+    except BrokenPipeError:
+        return 1  # its launcher has ended, for example by SIGINT, and reports the cause
     except (UserError, OSError) as error:
         return refused("controller", error, arguments.listen)
 
