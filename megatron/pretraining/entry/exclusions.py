@@ -12,39 +12,43 @@ from typing import Any
 
 from megatron.pretraining.config import Config
 from megatron.pretraining.config.deepspeed import BEFORE, OLDEST, WANTED
-from megatron.pretraining.config.flag import Problems, convert_value, refuse
+from megatron.pretraining.config.flag import Problems, convert_value, dashed, refuse
 from megatron.pretraining.config.groups import all_flags
 from megatron.pretraining.process.core import unchecked
 
+_WITH_ELASTIC: Mapping[str, tuple[Collection, str]] = {
+    "rampup_batch_size": ((), "the global batch has a constant size"),
+    "step_batch_size_schedule": ((), "the global batch has a constant size"),
+    "dataloader_type": (("single", "external"), "the order of samples must not depend on the number of workers"),
+    "optimizer": (("adam", "sgd"), "only the state of Adam and SGD can move between workers"),
+    "optimizer_cpu_offload": ((False,), "blocks of optimizer state move between workers on the device"),
+    "overlap_grad_reduce": ((False,), "gradients of replicas are summed after the backward pass"),
+    "overlap_param_gather": ((False,), "gradients of replicas are summed after the backward pass"),
+    "use_megatron_fsdp": ((False,), "gradients of replicas are summed by layer"),
+    "use_torch_fsdp2": ((False,), "gradients of replicas are summed by layer"),
+    "expert_model_parallel_size": ((1,), "experts are placed by --elastic itself"),
+    "expert_tensor_parallel_size": ((1,), "experts are placed completely"),
+    "moe_grouped_gemm": ((False,), "experts are computed one by one, with different numbers of tokens"),
+    "moe_token_dispatcher_type": (("alltoall",), "tokens have a dispatcher of their own"),
+    "moe_permute_fusion": ((False,), "the dispatcher has no fused kernels"),
+    "moe_pad_expert_input_to_capacity": ((False,), "tokens are sent without padding"),
+    "moe_shared_expert_overlap": ((False,), "shared experts are not computed during the dispatch"),
+    "mtp_num_layers": ((), "multi-token prediction was not tried with --elastic"),
+    "init_model_with_meta_device": ((False,), "weights are initialised by expert number when the model is built"),
+    "use_mup": ((False,), "optimizers of --elastic have no learning rates by width"),
+    "ckpt_format": (("torch_dist",), "other formats have the experts of one worker of each data-parallel group"),
+}
+"""By argument of Megatron-LM, the only values that work with elastic training, and the reason."""
+
 
 def _check_elastic(config: Config, problems: Problems) -> None:
-    for check in (_check_training, _check_experts, _check_dispatch, _check_parallel, _check_snapshots):
-        problems.check(check, config, problems)
-    problems.refuse(
-        "TORCHELASTIC_RUN_ID" in os.environ,
-        "--elastic needs a launcher that keeps the workers that are left, and torchrun ends them. Fix: start the job "
-        "with python -m moc.launch",
-        code="elastic-under-torchrun",
-    )
-
-
-def _check_training(config: Config, problems: Problems) -> None:
+    moe, everywhere, slots = config.moe, config.elastic.everywhere, config.elastic.elastic_slots
     problems.refuse(
         not config.training.calculate_per_token_loss,
         "--elastic needs --calculate-per-token-loss, since gradients must not depend on the number of workers. Fix: "
         "add it",
         code="elastic-needs-flag",
     )
-    problems.refuse(
-        config.data.dataloader_type == "cyclic",
-        "--elastic reads samples in an order that does not depend on the number of workers. Fix: drop "
-        "--dataloader-type cyclic",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_experts(config: Config, problems: Problems) -> None:
-    moe, everywhere, slots = config.moe, config.elastic.everywhere, config.elastic.elastic_slots
     problems.refuse(
         moe.num_experts is None,
         "--elastic places experts, and the model has none. Fix: add --num-experts, or drop it",
@@ -56,79 +60,16 @@ def _check_experts(config: Config, problems: Problems) -> None:
         code="flag-exceeds-another",
     )
     problems.refuse(
-        moe.moe_grouped_gemm,
-        "--elastic computes experts one by one, whose numbers of tokens differ. Fix: drop --moe-grouped-gemm",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_dispatch(config: Config, problems: Problems) -> None:
-    moe = config.moe
-    problems.refuse(
-        moe.num_experts is not None and moe.moe_token_dispatcher_type != "alltoall",
-        f"--elastic has a dispatcher of its own. Fix: drop --moe-token-dispatcher-type {moe.moe_token_dispatcher_type}",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_permute_fusion,
-        "--elastic has a dispatcher of its own, without fused kernels. Fix: drop --moe-permute-fusion",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_pad_expert_input_to_capacity,
-        "--elastic sends tokens without padding. Fix: drop --moe-pad-expert-input-to-capacity",
-        code="elastic-excludes-flag",
-    )
-    problems.refuse(
-        moe.moe_shared_expert_overlap,
-        "--elastic does not compute shared experts during its dispatch. Fix: drop --moe-shared-expert-overlap",
-        code="elastic-excludes-flag",
-    )
-
-
-def _check_parallel(config: Config, problems: Problems) -> None:
-    parallel = config.parallel
-    for name, spelling in (
-        ("expert_model_parallel_size", "--expert-model-parallel-size"),
-        ("expert_tensor_parallel_size", "--expert-tensor-parallel-size"),
-    ):
-        problems.refuse(
-            getattr(parallel, name) > 1,
-            f"--elastic places complete experts itself. Fix: drop {spelling} {getattr(parallel, name)}",
-            code="elastic-excludes-flag",
-        )
-    for on, spelling in (
-        (parallel.overlap_grad_reduce, "--overlap-grad-reduce"),
-        (parallel.overlap_param_gather, "--overlap-param-gather"),
-    ):
-        problems.refuse(
-            on,
-            f"--elastic sums gradients of replicas after the backward pass. Fix: drop {spelling}",
-            code="elastic-excludes-flag",
-        )
-
-
-def _check_snapshots(config: Config, problems: Problems) -> None:
-    snapshot = config.snapshot
-    problems.refuse(
-        snapshot.upstream_logging,
+        config.snapshot.upstream_logging,
         "--elastic does not replay single pipeline stages. Fix: drop --upstream-logging",
         code="elastic-excludes-flag",
     )
-
-
-_WITH_ELASTIC = {
-    "rampup_batch_size": (None, "the global batch has a constant size"),
-    "step_batch_size_schedule": (None, "the global batch has a constant size"),
-    "mtp_num_layers": (None, "multi-token prediction was not tried with --elastic"),
-    "use_megatron_fsdp": (False, "gradients of replicas are summed by layer"),
-    "use_torch_fsdp2": (False, "gradients of replicas are summed by layer"),
-    "init_model_with_meta_device": (False, "weights are initialised by the numbers of experts when the model is built"),
-    "optimizer_cpu_offload": (False, "blocks of optimizer state move between workers on the device"),
-    "use_mup": (False, "optimizers of --elastic have no learning rates by width"),
-    "ckpt_format": ("torch_dist", "other formats have the experts of one worker of each data-parallel group"),
-}
-"""By argument of Megatron-LM, the only value that works with elastic training, and the reason."""
+    problems.refuse(
+        "TORCHELASTIC_RUN_ID" in os.environ,
+        "--elastic needs a launcher that keeps the surviving workers, and torchrun ends them. Fix: start the job with "
+        "python -m moc.launch",
+        code="elastic-under-torchrun",
+    )
 
 
 def refuse_with_elastic(config: Config, arguments: Any) -> None:
@@ -173,11 +114,6 @@ def refuse_with_elastic(config: Config, arguments: Any) -> None:
             "choose aux_loss or seq_aux_loss",
             code="elastic-excludes-flag",
         )
-    problems.refuse(
-        config.regularization.optimizer not in ("adam", "sgd"),
-        f"--elastic can move only the state of Adam and SGD. Fix: drop --optimizer {config.regularization.optimizer}",
-        code="elastic-excludes-flag",
-    )
     problems.raise_found()
 
 
@@ -206,36 +142,27 @@ def refuse_evaluation_batches(config: Config, arguments: Any) -> None:
     problems.raise_found()
 
 
+_WITH_DEEPSPEED: Mapping[str, tuple[Collection, str]] = {
+    "use_distributed_optimizer": ((False,), "DeepSpeed shards optimizer state itself, by --zero-stage"),
+    "overlap_grad_reduce": ((False,), "DeepSpeed does not overlap reductions"),
+    "overlap_param_gather": ((False,), "--deepspeed gathers weights after the update"),
+    "ddp_bucket_size": ((0,), "DeepSpeed has --zero-reduce-bucket-size for that"),
+    "optimizer": (("adam",), "other optimizers were not tried with --deepspeed"),
+    "optimizer_cpu_offload": ((False,), "DeepSpeed has --cpu-optimizer for that"),
+    "context_parallel_size": ((1,), "context parallelism was not tried with --deepspeed"),
+    "decoupled_lr": ((), "--deepspeed has one learning rate for all parameters"),
+    "use_mup": ((False,), "--deepspeed has one learning rate for all parameters"),
+    "apply_wd_to_qk_layernorm": ((False,), "--deepspeed decays no parameter with one dimension"),
+    "init_model_with_meta_device": ((False,), "DeepSpeed copies the weights when its optimizer is built"),
+}
+"""By argument of Megatron-LM, the only values that work with DeepSpeed's optimizer, and the reason."""
+
+
 def _check_deepspeed(config: Config, problems: Problems) -> None:
-    for check in (_check_stages, _check_data_parallelism, _check_optimizer, check_package):
-        problems.check(check, config, problems)
-
-
-def _check_stages(config: Config, problems: Problems) -> None:
-    pipeline = config.parallel.pipeline_model_parallel_size > 1
     problems.refuse(
-        pipeline and config.zero.zero_stage == 2,
+        config.parallel.pipeline_model_parallel_size > 1 and config.zero.zero_stage == 2,
         "--zero-stage 2 reduces gradients after each micro batch, and cannot be combined with "
         "--pipeline-model-parallel-size greater than 1. Fix: choose --zero-stage 1",
-        code="deepspeed-excludes-flag",
-    )
-
-
-def _check_data_parallelism(config: Config, problems: Problems) -> None:
-    parallel = config.parallel
-    problems.refuse(
-        parallel.use_distributed_optimizer,
-        "--deepspeed shards optimizer state itself. Fix: drop --use-distributed-optimizer",
-        code="deepspeed-excludes-flag",
-    )
-    problems.refuse(
-        parallel.overlap_grad_reduce,
-        "--deepspeed does not overlap reductions. Fix: drop --overlap-grad-reduce",
-        code="deepspeed-excludes-flag",
-    )
-    problems.refuse(
-        parallel.ddp_bucket_size,
-        "--ddp-bucket-size is of megatron-core's data parallelism. Fix: choose --zero-reduce-bucket-size",
         code="deepspeed-excludes-flag",
     )
     problems.refuse(
@@ -243,22 +170,13 @@ def _check_data_parallelism(config: Config, problems: Problems) -> None:
         "--deepspeed reduces gradients among fixed groups of replicas. Fix: drop --elastic",
         code="deepspeed-excludes-flag",
     )
-
-
-def _check_optimizer(config: Config, problems: Problems) -> None:
-    precision, optimizer = config.mixed_precision, config.regularization.optimizer
     problems.refuse(
-        optimizer != "adam",
-        f"--optimizer {optimizer} was not tried with --deepspeed. Fix: choose adam, or drop --deepspeed",
-        code="deepspeed-excludes-flag",
-    )
-    problems.refuse(
-        precision.moments not in (None, ("fp32", "fp32")),
+        config.mixed_precision.moments not in (None, ("fp32", "fp32")),
         "--deepspeed keeps moments in fp32. Fix: drop --exp-avg-dtype and --exp-avg-sq-dtype",
         code="deepspeed-excludes-flag",
     )
     problems.refuse(
-        precision.main_params_dtype != "fp32",
+        config.mixed_precision.main_params_dtype != "fp32",
         "--deepspeed keeps masters in fp32. Fix: drop --main-params-dtype",
         code="deepspeed-excludes-flag",
     )
@@ -291,24 +209,13 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
-_WITH_DEEPSPEED = {
-    "context_parallel_size": (1, "context parallelism was not tried with --deepspeed"),
-    "optimizer_cpu_offload": (False, "DeepSpeed has --cpu-optimizer for that"),
-    "decoupled_lr": (None, "--deepspeed has one learning rate for all parameters"),
-    "use_mup": (False, "--deepspeed has one learning rate for all parameters"),
-    "apply_wd_to_qk_layernorm": (False, "--deepspeed decays no parameter with one dimension"),
-    "overlap_param_gather": (False, "--deepspeed gathers weights after the update"),
-    "init_model_with_meta_device": (False, "DeepSpeed copies the weights when its optimizer is built"),
-}
-"""By argument of Megatron-LM, the only value that works with DeepSpeed's optimizer, and the reason."""
-
-
 def refuse_with_deepspeed(config: Config, arguments: Any) -> None:
     """Raises ``ConfigError`` as :func:`refuse_with_elastic`, for ``--deepspeed``."""
     if not config.zero.deepspeed:
         return
     problems = Problems()
     problems.check(_check_deepspeed, config, problems)
+    problems.check(check_package, config, problems)
     problems.refuse(
         _has_virtual_stages(config, arguments),
         "--deepspeed does not know virtual pipeline stages. Fix: drop --num-virtual-stages-per-pipeline-rank and "
@@ -354,17 +261,12 @@ def complete_batch(args: Any, given: Mapping[str, Any], world_size: int) -> None
     args.global_batch_size = wanted
 
 
-def _other_values(arguments: Any, only: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, str]]:
-    """Yields the options that have other values than a table permits, with the reasons.
-
-    Args:
-        arguments: Megatron-LM's arguments.
-        only: by name of an argument, its only permitted value, and the reason; None is always permitted.
-    """
-    for name, (permitted, reason) in only.items():
-        value = getattr(arguments, name, permitted)
-        if value not in (permitted, None):
-            yield f"--{name.replace('_', '-')} {value}", reason
+def _other_values(arguments: Any, permitted: Mapping[str, tuple[Collection, str]]) -> Iterator[tuple[str, str]]:
+    """Yields the options whose values a table does not permit, with the reasons; None is always permitted."""
+    for name, (values, reason) in permitted.items():
+        value = getattr(arguments, name, None)
+        if value is not None and value not in values:
+            yield dashed(name) if value is True else f"{dashed(name)} {value}", reason
 
 
 def _has_virtual_stages(config: Config, arguments: Any) -> bool:
