@@ -337,3 +337,136 @@ def lost_tokens_by_layer(unsaved: CountsByLayer, each: Mapping[int, float]) -> l
         each: tokens of an iteration by layer, over all its experts.
     """
     return [sum(row) / each[layer] for layer, row in unsaved.items() if each[layer] > 0]
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertSizes:
+    """Bytes of snapshots.
+
+    Attributes:
+        dense: bytes of all dense operators, by rank.
+        experts: bytes of each expert, by the ranks that save it.
+        nodes: node of each rank.
+        replicas: nodes that receive a copy of each node's snapshot; 0 without peers.
+        gradients: bytes of each expert's gradients, by the ranks that save them; empty if none are saved.
+    """
+
+    dense: Mapping[int, int]
+    experts: Mapping[ExpertId, Mapping[int, int]]
+    nodes: tuple[int, ...] = ()
+    replicas: int = 0
+    gradients: Mapping[ExpertId, Mapping[int, int]] = field(default_factory=dict)
+
+    def total_limit(self, nbytes: float) -> Limit:
+        """Returns the limit of the bytes of all experts in a snapshot, over all ranks."""
+        return _total_limit(self, nbytes)
+
+    @cached_property
+    def largest_expert(self) -> int:
+        """Bytes of the largest expert, over all ranks."""
+        return max((sum(ranks.values()) for ranks in self.experts.values()), default=0)
+
+    def gradient_ratio(self, expert_id: ExpertId) -> float:
+        """Returns the bytes of an expert's state relative to its gradients."""
+        return sum(self.experts[expert_id].values()) / sum(self.gradients[expert_id].values())
+
+    def rank_limit(self, budget: float) -> Limit:
+        """Returns the limit of each rank's bytes, after subtracting dense operators.
+
+        Replicas save complete experts in turn, so a rank may save up to one more than its mean share. Room for one
+        expert is reserved.
+        """
+        return _rank_limit(self, budget)
+
+    def node_limit(self, received: float) -> Limit:
+        """Returns the limit of each node's received bytes; every node keeps copies for ``replicas`` others."""
+        return _node_limit(self, received)
+
+    @cached_property
+    def least_rank_bytes(self) -> int:
+        """The smallest budget of a rank that leaves every rank room for an expert."""
+        return max((self.dense.get(rank, 0) + largest for rank, (largest, _) in self._largest.items()), default=0)
+
+    @cached_property
+    def full_bytes_by_rank(self) -> dict[int, int]:
+        """Bytes of each rank in a full snapshot."""
+        bytes_by_rank = dict(self.dense)
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                bytes_by_rank[rank] = bytes_by_rank.get(rank, 0) + amount
+        return bytes_by_rank
+
+    @cached_property
+    def busiest_rank(self) -> tuple[int, int]:
+        """The rank with the most bytes of dense operators and its largest expert, and its bytes of that expert."""
+        largest: dict[int, int] = {}
+        for ranks in self.experts.values():
+            for rank, amount in ranks.items():
+                largest[rank] = max(largest.get(rank, 0), amount)
+        rank = max(largest, key=lambda rank: self.dense.get(rank, 0) + largest[rank])
+        return rank, largest[rank]
+
+    @cached_property
+    def least_node_bytes(self) -> int:
+        """The smallest budget of a node, in bytes received, that leaves every node room for an expert."""
+        largest = max((amount for nodes in self._experts_by_node.values() for amount in nodes.values()), default=0)
+        return max(1, self.replicas) * (max(self._dense_by_node.values(), default=0) + largest)
+
+    @cached_property
+    def _largest(self) -> dict[int, tuple[int, int]]:
+        """Bytes of the largest expert of each rank, and the number of ranks that save it."""
+        largest: dict[int, tuple[int, int]] = {}
+        for ranks in self.experts.values():
+            for rank in ranks:
+                largest[rank] = max(largest.get(rank, (0, 1)), (sum(ranks.values()), len(ranks)))
+        return largest
+
+    @cached_property
+    def _experts_by_node(self) -> dict[ExpertId, dict[int, int]]:
+        return {expert_id: self._sum_by_node(ranks) for expert_id, ranks in self.experts.items()}
+
+    @cached_property
+    def _dense_by_node(self) -> dict[int, int]:
+        return dict.fromkeys(self.nodes, 0) | self._sum_by_node(self.dense)
+
+    def _sum_by_node(self, ranks: Mapping[int, int]) -> dict[int, int]:
+        bytes_by_node: dict[int, int] = {}
+        for rank, amount in ranks.items():
+            bytes_by_node[self.nodes[rank]] = bytes_by_node.get(self.nodes[rank], 0) + amount
+        return bytes_by_node
+
+
+@lru_cache(maxsize=8)
+def _total_limit(sizes: ExpertSizes, nbytes: float) -> Limit:
+    states, gradients = (
+        {expert_id: {0: sum(ranks.values())} for expert_id, ranks in of.items()}
+        for of in (sizes.experts, sizes.gradients)
+    )
+    return Limit({0: nbytes}, states, gradients)
+
+
+@lru_cache(maxsize=8)  # budgets stay the same for many snapshots
+def _rank_limit(sizes: ExpertSizes, budget: float) -> Limit:
+    capacity = {
+        rank: budget - sizes.dense.get(rank, 0) - largest * (1 - 1 / ranks)
+        for rank, (largest, ranks) in sizes._largest.items()
+    }
+    return Limit(_nonnegative(capacity), sizes.experts, sizes.gradients)
+
+
+@lru_cache(maxsize=8)
+def _node_limit(sizes: ExpertSizes, received: float) -> Limit:
+    sent = received / max(1, sizes.replicas)
+    capacity = {node: sent - dense for node, dense in sizes._dense_by_node.items()}
+    gradients = {expert_id: sizes._sum_by_node(ranks) for expert_id, ranks in sizes.gradients.items()}
+    return Limit(_nonnegative(capacity), sizes._experts_by_node, gradients)
+
+
+def count_fitting(numbers: Mapping[int, int], limits: Sequence[Limit]) -> int:
+    """Returns how many equally popular experts fit: at most S_total, since ranks cannot share their room."""
+    ages = {layer: [0] * number for layer, number in numbers.items()}
+    return sum(map(len, per_byte(ages, ages, 0, limits).values()))
+
+
+def _nonnegative(capacity: Mapping[int, float]) -> dict[int, float]:
+    return {key: max(0.0, nbytes) for key, nbytes in capacity.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from moc.policy.errors import PolicyError, rounded_up
-from moc.policy.expert_selection import RULES, SCORES, ExpertId, Limit, count_limit
+from moc.policy.expert_selection import RULES, SCORES, ExpertId, ExpertSizes, Limit, count_limit
 from moc.policy.interface import (
     Capability,
     Load,
@@ -27,7 +27,6 @@ from moc.policy.selective_choice import (
     STORAGE_CYCLES,
     DetailByExpert,
     ExpertChoice,
-    ExpertSizes,
     SelectiveState,
     SelectiveTuner,
     chained_experts,

@@ -14,6 +14,7 @@ from moc.policy.errors import PolicyError
 from moc.policy.expert_selection import (
     CountsByLayer,
     ExpertsByLayer,
+    ExpertSizes,
     Limit,
     lost_tokens_by_layer,
     per_byte,
@@ -23,7 +24,7 @@ from moc.policy.expert_selection import (
 )
 from moc.policy.partial import SavedVersions
 from moc.policy.pec_selection import sequential_experts
-from moc.policy.selective_choice import ExpertChoice, ExpertSizes, subtract_counts
+from moc.policy.selective_choice import ExpertChoice, subtract_counts
 from moc.state.operators import Detail
 
 SelectionRule = Callable[[CountsByLayer, CountsByLayer, int], ExpertsByLayer]

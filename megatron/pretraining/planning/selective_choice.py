@@ -16,10 +16,10 @@ from megatron.pretraining.planning.policy_choice import figures
 from moc.cli_output import ToolError, counted
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, open_user_file
 from moc.policy import POLICIES
-from moc.policy.expert_selection import CountsByLayer, count_limit
+from moc.policy.expert_selection import CountsByLayer, count_fitting, count_limit
 from moc.policy.flags import bubble_share
 from moc.policy.selective import Selective
-from moc.policy.selective_choice import SelectiveTuner, count_fitting, default_max_age
+from moc.policy.selective_choice import SelectiveTuner, default_max_age
 from moc.policy.tokens_at_risk import (
     ChainedRisk,
     TokensAtRisk,

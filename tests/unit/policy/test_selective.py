@@ -20,9 +20,10 @@ from moc.policy import (
     policy_named,
 )
 from moc.policy.costs import Machine, SnapshotSizes
+from moc.policy.expert_selection import ExpertSizes
 from moc.policy.interval import BLOCK, WARM_UP
 from moc.policy.selective import Selective
-from moc.policy.selective_choice import ExpertSizes, SelectiveTuner
+from moc.policy.selective_choice import SelectiveTuner
 from moc.policy.selective_flags import FLAGS
 from moc.policy.token_ledger import CapacityBoost
 from moc.state.operators import Detail

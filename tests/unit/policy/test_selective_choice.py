@@ -8,18 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moc.policy import POLICIES, Capability, Every, JobShape, ObservedIteration, Transfer, full_plan
-from moc.policy.expert_selection import Preselection, count_limit, proportional
+from moc.policy.expert_selection import ExpertSizes, Preselection, count_fitting, count_limit, proportional
 from moc.policy.interval import BLOCK, WARM_UP, IntervalTuner
 from moc.policy.pec import PecState
 from moc.policy.selective import Selective
-from moc.policy.selective_choice import (
-    ExpertSizes,
-    SelectiveTuner,
-    chained_experts,
-    count_fitting,
-    experts_to_renew,
-    gradient_chains,
-)
+from moc.policy.selective_choice import SelectiveTuner, chained_experts, experts_to_renew, gradient_chains
 from moc.policy.selective_flags import FLAGS
 from moc.policy.tokens_at_risk import equal_sizes, replay_chains
 from moc.state.operators import Detail

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from moc.policy import POLICIES, Every, policy_named
-from moc.policy.selective_choice import ExpertSizes
+from moc.policy.expert_selection import ExpertSizes
 from moc.recovery.expert_versions import most_carried
 from moc.session.memory import Now, RankMemory, ReservedMemory, SnapshotWindow, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
