@@ -412,7 +412,7 @@ def _completed(
     completed = next((save for save in pending if save.iteration == iteration), None)
     if completed is None:
         raise PolicyError(
-            f"no {kind} was begun at iteration {iteration}. Fix: call begun() first",
+            f"no {kind} was started at iteration {iteration}. Fix: call with_snapshot() first",
             code="ledger-incomplete",
         )
     rows = list(map(list, table))
