@@ -8,6 +8,8 @@ from moc.errors import codes_in
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS, known, train
 from tests.worlds import run_world, start_world
 
+BODY = "tests.integration.bodies:train"
+
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
@@ -39,15 +41,24 @@ def test_every_data_parallel_size_reads_same_samples(source):
 
 def test_too_few_samples_are_refused(small):
     flags = FLAGS | dict(train_data_path=[str(small / "a"), str(small / "b")], train_iters=200)
-    (result,) = start_world(1, "tests.integration.bodies:train", flags=flags).wait()
+    (result,) = start_world(1, BODY, flags=flags).wait()
     assert result.exit == 2 and codes_in(result.output) == ["samples-too-few"] and "Traceback" not in result.output
+
+
+def test_cyclic_order_continues_only_at_multiple_of_micro_batches(small, tmp_path):
+    flags = FLAGS | dict(data_path=[str(small / "a")], split="100,0,0", eval_iters=0, dataloader_type="cyclic")
+    flags |= dict(save=str(tmp_path), load=str(tmp_path), train_iters=6, override_opt_param_scheduler=True)
+    (saved,) = start_world(1, BODY, flags=flags | dict(global_batch_size=4, exit_interval=1)).wait()
+    assert not saved.exit, saved.output[-4000:]
+    (result,) = start_world(1, BODY, flags=flags | dict(global_batch_size=6, micro_batch_size=3)).wait()
+    assert result.exit == 2 and codes_in(result.output) == ["batch-not-divisible"] and "Traceback" not in result.output
 
 
 def test_empty_split_is_refused_by_all_workers(small):
     """Also by those of the stages in the middle, which read no data: nobody waits for the others."""
     size, parallel = LAYOUTS["PP4"]
     flags = FLAGS | parallel | dict(data_path=[str(small / "a")], train_iters=1, eval_iters=1)
-    results = start_world(size, "tests.integration.bodies:train", timeout=120, flags=flags).wait()
+    results = start_world(size, BODY, timeout=120, flags=flags).wait()
     for result in results:
         assert result.exit == 2 and {*codes_in(result.output)} == {"split-empty"}, result.output
         assert "Traceback" not in result.output

@@ -288,17 +288,24 @@ class StockStream:
         dataset, args = self._datasets[stage], get_args()
         if dataset is None:
             return None
-        if args.dataloader_type == "single":
+        if args.dataloader_type in ("single", "cyclic"):
             micro = self._evaluates and getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
             of_all = micro * parallel_state.get_data_parallel_world_size()
-            complete = len(dataset) // of_all * of_all
-            if self._evaluates and complete:
+            complete, is_cyclic = len(dataset) // of_all * of_all, args.dataloader_type == "cyclic"
+            if self._evaluates and complete and not is_cyclic:
                 consumed_samples %= complete
             refuse(
-                consumed_samples >= complete,
+                not complete or (consumed_samples >= complete and not is_cyclic),
                 f"a split {'of evaluations' if self._evaluates else 'of training'} has {len(dataset)} samples, and the "
                 f"run needs {of_all} more after sample {consumed_samples}. Fix: give it more data, or train for less",
                 code="samples-too-few",
+            )
+            refuse(
+                is_cyclic and consumed_samples % complete % of_all,
+                f"--dataloader-type cyclic cannot continue after sample {consumed_samples} with micro batches of "
+                f"{of_all} samples over all workers. Fix: continue with the micro batch size and the number of "
+                "workers of the saved run",
+                code="batch-not-divisible",
             )
         loader: Any = build_pretraining_data_loader(dataset, consumed_samples)
         if isinstance(loader, torch.utils.data.DataLoader) and loader.num_workers:
