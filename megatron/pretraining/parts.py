@@ -29,7 +29,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology
 from moc.runtime.job import Interruption, Job, World
-from moc.runtime.loss_record import unwritten
+from moc.runtime.loss_record import generation_event
 from moc.session.auto import AutoPolicy
 from moc.session.engine import CommitParticipant
 from moc.session.resume.survivors import LocalRemains
@@ -205,14 +205,9 @@ class WorkerParts:
         self.world = world_of(self.world.job)
         self.log.move(self.world)
         if loss is not None:
-            earlier = loss.lost.get("earlier", ())
-            earlier = earlier and unwritten(earlier, self.log.events.newest("generation"), self.world.job.id)
-            lost = {name: value for name, value in loss.lost.items() if name != "earlier"}
-            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason, **lost}
-            what |= {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s}
-            what |= {"job": self.world.job.id, "term": self.world.job.term}
-            self.log.events.write("generation", **(what | {"earlier": earlier} if earlier else what))
-            reasons = [*(one["reason"] for one in earlier), loss.reason]
+            event = generation_event(loss, self.log.events.newest("generation"), self.world.job)
+            self.log.events.write("generation", **event)
+            reasons = [*(earlier["reason"] for earlier in event.get("earlier", ())), loss.reason]
             self.log.message(
                 f"generation {loss.generation}: {'; '.join(reasons)}; all met again after {loss.reconnection_s:.2f} s"
             )

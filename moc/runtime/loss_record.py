@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moc.runtime.orders import GenerationReason, WorkerRecord
+
+if TYPE_CHECKING:  # the controller does not import torch
+    from moc.runtime.job import Interruption, Job
 
 _FIELDS = ("rank", "node", "signal")
 
@@ -43,6 +46,21 @@ class LossRecord:
     def to_message(self) -> dict[str, Any]:
         """Returns the field of messages and events that describes these losses; no field without any."""
         return {"earlier": list(self.losses)} if self.losses else {}
+
+
+def generation_event(loss: Interruption, newest: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """Returns the fields of the event ``generation`` about a loss, and about those before it that the log lacks.
+
+    Args:
+        loss: the interruption, as rank 0 observed it.
+        newest: the newest event ``generation`` in the log; empty without one.
+        job: the job, in the new generation.
+    """
+    lost = dict(loss.lost)
+    earlier = unwritten(lost.pop("earlier", ()), newest, job.id)
+    fields = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason, **lost}
+    fields |= {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s, "job": job.id, "term": job.term}
+    return fields | ({"earlier": earlier} if earlier else {})
 
 
 def unwritten(losses: Sequence[Mapping[str, Any]], newest: Mapping[str, Any], job: str) -> list[Mapping[str, Any]]:

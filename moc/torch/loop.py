@@ -30,6 +30,7 @@ from moc.cli_output import print_lines
 from moc.events import EventLog
 from moc.runtime.collectives import sum_over_workers
 from moc.runtime.job import Interruption, Job, World
+from moc.runtime.loss_record import generation_event
 from moc.runtime.managed_job import join_job
 from moc.runtime.process_group import DEFERRAL
 from moc.runtime.progress import progress
@@ -328,6 +329,8 @@ class ProtectedRun:
         _running = self._job, self
         if lost := self._job.report_ready() or self._lost:
             self._log.message(f"generation {lost.generation}: {lost.reason}")
+            event = generation_event(lost, self._log.events.newest("generation"), self._job)
+            self._log.events.write("generation", **event)
         self._lost, self._pending, self._number, self._losses = None, None, 0, 0.0
         self._is_finite, self._owes_step = None, False
         self.model = self._loop.model

@@ -53,6 +53,9 @@ def test_killed_loop_ends_with_undisturbed_weights(kind, tmp_path):
     killed, console = train(tmp_path / "killed", kind, [([1], 5), ([0], 15)] if kind == "plain" else [([0], 8)])
     if kind in ("plain", "ddp"):  # with partitioned state, all may load the last snapshot
         assert f"{'2 workers keep' if kind == 'ddp' else '1 worker keeps'}" in console, console
+    if kind == "plain":
+        losses = Events(tmp_path / "killed" / "run" / "log" / "events.jsonl").of("generation")
+        assert [(loss["rank"], loss["signal"]) for loss in losses] == [(1, 9), (0, 9)], console
     assert killed == train(tmp_path / "undisturbed", kind)[0], console
 
 
