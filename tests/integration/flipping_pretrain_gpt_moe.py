@@ -44,7 +44,14 @@ def flip_a_bit(worker: int, iteration: int, moment: str, seed: int = 0) -> None:
 
     if moment == "saved":
         take = Session.take
-        Session.take = lambda self: (flip(self), take(self))[1]
+
+        def flip_and_take(self) -> None:
+            if self._running is not None and self.position.iteration == iteration + 1:
+                self.finish()  # however slow the machine is, the changed snapshot is there before the fault
+            flip(self)
+            take(self)
+
+        Session.take = flip_and_take
     else:
         contribution = Session.contribution
 
