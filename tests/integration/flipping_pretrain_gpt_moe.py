@@ -46,8 +46,8 @@ def flip_a_bit(worker: int, iteration: int, moment: str, seed: int = 0) -> None:
         take = Session.take
 
         def flip_and_take(self) -> None:
-            if self._running is not None and self.position.iteration == iteration + 1:
-                self.finish()  # however slow the machine is, the changed snapshot is there before the fault
+            if self._running is not None and self.position.iteration in (iteration - 1, iteration + 1):
+                self.finish()  # however slow the machine is, storage has a snapshot, and the changed one is complete
             flip(self)
             take(self)
 
