@@ -52,8 +52,11 @@ def coverage_problems(checkpoint: Checkpoint, boxes: Iterable[StoredBox]) -> lis
             problems += _missing_operators(tensors, state.get("shape"), dense_files.STATE_FILE)
     else:
         problems = list(_count_mismatches(tensors, operators))
-        problems += _missing_slots_of_details(tensors, operators, state.get("optimizer"))
-        if is_full_policy(checkpoint.policy):
+        is_megatron = state.get("shape") is not None
+        # other engines also save tensors that no optimizer updates, such as buffers and averages of weights
+        optimizer = state.get("optimizer") if is_megatron else state.get("optimizer") and "of another engine"
+        problems += _missing_slots_of_details(tensors, operators, optimizer)
+        if is_full_policy(checkpoint.policy) and is_megatron:
             problems += _missing_operators(tensors, state.get("shape"), dense_files.MANIFEST)
     for name in sorted(tensors):
         problems += _problems_of_tensor(name, tensors[name])

@@ -61,7 +61,7 @@ class TorchState:
 
     Args:
         tensors: this worker's chunks of all tensors to save.
-        optimizer: torch's Adam, AdamW or SGD (without dampening), with all its parameter groups.
+        optimizer: an optimizer of ``torch.optim`` (:func:`primed_moments`), with all its parameter groups.
 
     Raises:
         UnsupportedStateError: a parameter belongs to no known operator, the optimizer updates a parameter without a
@@ -162,7 +162,7 @@ class TorchState:
         """No-op: each worker loads all of its weights."""
 
     def steps(self) -> dict[str, int]:
-        """Returns the number of updates of each operator's moments; empty for SGD, which does not count."""
+        """Returns the number of updates of each operator's moments; empty for SGD and Muon, which do not count."""
         counts: dict[str, int] = {}
         for name, counter in self._counters():  # the most: a parameter without gradients counts none
             counts[self._operators[name]] = max(counts.get(self._operators[name], 0), int(counter))
@@ -265,19 +265,44 @@ def primed_moments(
     Raises:
         UnsupportedStateError: the optimizer keeps another state.
     """
-    kind, state = type(optimizer), optimizer.state[parameter]
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        slots, begins = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 2 + group["amsgrad"]], 0.0
-        on = parameter.device if group["capturable"] or group["fused"] else "cpu"  # as torch has it
-        state.setdefault("step", torch.zeros((), device=on))
-    elif kind is torch.optim.SGD and not group["dampening"]:
-        # torch's first buffer is the gradient itself: only -0.0 + x is x for each x, bit by bit
-        slots, begins = ("momentum_buffer",) if group["momentum"] else (), -0.0
-    else:
-        unsupported = "SGD with dampening" if kind is torch.optim.SGD else kind.__name__
+    moments, state = _initial_moments(type(optimizer), group), optimizer.state[parameter]
+    if moments is None:
+        kind = type(optimizer).__name__
         raise UnsupportedStateError(
-            f"torch's Adam, AdamW and SGD without dampening are supported, not {unsupported}. Fix: use one of them, "
-            "or implement moc.TrainingState for it",
+            f"{kind + ' with dampening' if kind == 'SGD' else kind} keeps state that is not supported. Fix: use Adam, "
+            "AdamW, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Muon or SGD without dampening of torch.optim, or "
+            "implement moc.TrainingState for it",
             code="optimizer-unsupported",
         )
-    return {slot: state.setdefault(slot, torch.full_like(parameter.detach(), begins)).detach() for slot in slots}
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon)):  # which do not count updates
+        on = parameter.device if group.get("capturable") or group.get("fused") else "cpu"  # as torch has it
+        state.setdefault("step", torch.zeros((), device=on))
+    return {
+        slot: state.setdefault(slot, torch.full_like(parameter.detach(), value)).detach()
+        for slot, value in moments.items()
+    }
+
+
+def _initial_moments(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, float] | None:
+    """Returns the values of the moments before the first update; None if the optimizer is not supported."""
+    adam = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    match kind:
+        case torch.optim.Adam | torch.optim.AdamW:
+            return adam | ({"max_exp_avg_sq": 0.0} if group["amsgrad"] else {})
+        case torch.optim.RAdam:
+            return adam
+        case torch.optim.Adamax:
+            return {"exp_avg": 0.0, "exp_inf": 0.0}
+        case torch.optim.Adagrad:
+            return {"sum": group["initial_accumulator_value"]}
+        case torch.optim.Adadelta:
+            return {"square_avg": 0.0, "acc_delta": 0.0}
+        case torch.optim.RMSprop:
+            optional = {"momentum_buffer": group["momentum"] > 0, "grad_avg": group["centered"]}
+            return {"square_avg": 0.0} | {slot: 0.0 for slot, is_kept in optional.items() if is_kept}
+        case torch.optim.Muon:
+            return {"momentum_buffer": 0.0}
+        case torch.optim.SGD if not group["dampening"]:
+            # torch's first buffer is the gradient itself: only -0.0 + x is x for each x, bit by bit
+            return {"momentum_buffer": -0.0} if group["momentum"] else {}
+    return None

@@ -39,7 +39,7 @@ class Loop:
 
     Attributes:
         model: module without data-parallel wrapper.
-        optimizer: torch's Adam, AdamW or SGD.
+        optimizer: an optimizer of ``torch.optim``, as :func:`moc.state.replicated.primed_moments` supports it.
         scheduler: learning-rate schedule, stepped after each update; or None.
         scaler: gradient scaler; or None.
         objects: by name, other objects whose state is saved.
@@ -170,8 +170,8 @@ class LoopEngine:
         self.capture()
 
     def scalars(self, position: Position) -> dict:
-        kind = "sgd" if isinstance(self.loop.optimizer, torch.optim.SGD) else "adam"
-        return vars(position) | {"optimizer": kind, "model": self._described, "loop": self._committed}
+        facts = {"optimizer": self._optimizer_kind, "model": self._described, "loop": self._committed}
+        return vars(position) | facts
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         loop, values = self.loop, decode_plain(saved["loop"])
@@ -198,11 +198,26 @@ class LoopEngine:
         for name, lag in values["lag"].items():
             self.state.set_step(name, self._updates - lag)
 
+    @property
+    def _optimizer_kind(self) -> str:
+        """Name of the optimizer in snapshots; ``adam`` and ``sgd`` have the same moments for every parameter."""
+        optimizer = self.loop.optimizer
+        kind = type(optimizer).__name__.lower().replace("adamw", "adam")
+        has_momentum = all(group.get("momentum", True) for group in optimizer.param_groups)
+        return kind if kind != "sgd" or has_momentum else "sgd without momentum"
+
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
         if saved.get("model") != self._described:
             raise CheckpointError(
                 f"{where} is of a model with other parameters. Fix: name another directory, or build the model that "
                 "was saved",
+                code="checkpoint-of-another-model",
+            )
+        kinds = [kind.split()[0] for kind in (str(saved.get("optimizer") or "none"), self._optimizer_kind)]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{where} has the state of the optimizer {kinds[0]}, and this run has {kinds[1]}. Fix: name another "
+                "directory, or use the optimizer that was saved",
                 code="checkpoint-of-another-model",
             )
 

@@ -117,7 +117,7 @@ def protect(
 
     Args:
         model: module, not wrapped in DistributedDataParallel.
-        optimizer: torch's Adam, AdamW or SGD without dampening, of all parameters that are updated.
+        optimizer: an optimizer of ``torch.optim`` (docs/how-to/own-loop.md), of all parameters that are updated.
         data: DataLoader of a map-style data set, Sampler, list of batches, loader with ``state_dict``, or function that
             returns the batches from a position on (:mod:`moc.torch.data`); None for the positions themselves.
         iterations: updates of the training; None for one epoch of the data.

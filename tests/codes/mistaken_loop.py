@@ -61,7 +61,7 @@ class Momentum(pure_torch.Engine):
 
     def __init__(self, job):
         super().__init__(job)
-        optimizer = torch.optim.RMSprop(self.model.parameters())
+        optimizer = torch.optim.NAdam(self.model.parameters())
         named = {pure_torch.name_of(name): parameter for name, parameter in self.model.named_parameters()}
         self.state = ReplicatedState(named, optimizer, job.rank)
         self.operators = self.state.described()

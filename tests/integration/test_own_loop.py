@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks.live.job import Events
+from moc.inspect import verify
 from moc.policy.token_ledger import TokenLedger
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
@@ -56,6 +57,7 @@ def test_killed_loop_ends_with_undisturbed_weights(kind, tmp_path):
     if kind == "plain":
         losses = Events(tmp_path / "killed" / "run" / "log" / "events.jsonl").of("generation")
         assert [(loss["rank"], loss["signal"]) for loss in losses] == [(1, 9), (0, 9)], console
+        assert verify.main([str(tmp_path / "killed" / "run" / "snapshots")]) == 0
     assert killed == train(tmp_path / "undisturbed", kind)[0], console
 
 

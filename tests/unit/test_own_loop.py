@@ -196,7 +196,7 @@ def refusals():
         ("loop-policy-unsupported", lambda: of_moe(**sparse).reduce()),
         ("loop-policy-unsupported", lambda: partitioned(**sparse)),
         ("loop-call-unsupported", lambda: protect(optimizer=[sgd, sgd])),
-        ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.RMSprop(model.parameters()))),
+        ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.NAdam(model.parameters()))),
         ("optimizer-unsupported", lambda: protect(optimizer=torch.optim.LBFGS(model.parameters()))),
         ("state-not-plain", lambda: encode_plain("it", Unplain().state_dict())),
         ("state-not-plain", lambda: encode_plain("it", Large().state_dict())),
