@@ -395,6 +395,16 @@ class Fence:
         return None if kind == fcntl.F_UNLCK else process
 
 
+def release(job: str) -> None:
+    """Releases the directories of a launch that has ended in this process, for its next one."""
+    for path, lock in [*_held.items()]:
+        if Claim(job).made(path.name):
+            lock.file.close()
+            del _held[path]
+            if _newest.get(path.parent) is lock:
+                del _newest[path.parent]
+
+
 def lives(root: Path) -> Holder | None:
     """Returns the live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())

@@ -39,6 +39,7 @@ from moc.session.resume.survivors import LocalRemains
 from moc.session.session import Session
 from moc.session.settings import Settings, SettingsError
 from moc.state.record import Position, StepRecord
+from moc.store.ownership import release
 from moc.torch.data import Batches, Stateful
 from moc.torch.engine import Loop, LoopEngine, check_policy
 from moc.torch.naming import structure_of
@@ -466,6 +467,7 @@ class ProtectedRun:
         session.flush()
         session.close()
         self._job.leave()
+        release(self._job.id)
         self._is_over = True
         global _job
         _job = None

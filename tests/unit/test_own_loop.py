@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import moc.torch as ft
 from moc.errors import UserError, code_of
+from moc.inspect import verify
 from moc.runtime.job import World
 from moc.runtime.process_group import DEFERRAL, PeerFailure
 from moc.state.operators import Detail, UnsupportedStateError
@@ -279,6 +280,23 @@ def test_plain_and_sharded_gradients_are_clipped_to_common_norm():
     plain.grad, sharded.grad = torch.tensor([3.0]), distribute_tensor(torch.tensor([0.0, 4.0]), mesh, [Shard(0)])
     clip_gradients([plain, sharded], 1.0)
     assert plain.grad.item() == pytest.approx(0.6) and sharded.grad.to_local().tolist()[1] == pytest.approx(0.8)
+
+
+def test_snapshot_of_another_optimizer_is_refused(tmp_path):
+    model = nn.Linear(2, 1)
+
+    def train(kind, iterations):
+        run = ft.protect(model, kind(model.parameters()), iterations=iterations, directory=str(tmp_path))
+        for _ in run:
+            model(torch.ones(1, 2)).sum().backward()
+            run.step()
+
+    train(torch.optim.RMSprop, 1)
+    train(torch.optim.RMSprop, 2)
+    assert verify.main([str(tmp_path)]) == 0
+    with pytest.raises(UserError) as refused:
+        train(torch.optim.AdamW, 3)
+    assert code_of(refused.value) == "checkpoint-of-another-model"
 
 
 def test_scaler_unscales_again_after_interrupted_iteration(tmp_path):
