@@ -45,7 +45,7 @@ def test_too_few_samples_are_refused(small):
     assert result.exit == 2 and codes_in(result.output) == ["samples-too-few"] and "Traceback" not in result.output
 
 
-def test_cyclic_order_continues_only_at_multiple_of_micro_batches(small, tmp_path):
+def test_cyclic_order_continues_only_at_whole_micro_batches(small, tmp_path):
     flags = FLAGS | dict(data_path=[str(small / "a")], split="100,0,0", eval_iters=0, dataloader_type="cyclic")
     flags |= dict(save=str(tmp_path), load=str(tmp_path), train_iters=6, override_opt_param_scheduler=True)
     (saved,) = start_world(1, BODY, flags=flags | dict(global_batch_size=4, exit_interval=1)).wait()
