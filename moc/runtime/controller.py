@@ -459,16 +459,24 @@ class Controller:
         self._post(peer, "elect", epoch=epoch, sure=is_safe)
 
     def _take_over_if_ready(self, now: float) -> None:
-        """Takes over once all nodes of the predecessor follow with their state, or after :data:`TAKEOVER_WAIT_S`."""
+        """Takes over once all live nodes of the predecessor follow with their state, or after some time.
+
+        Nodes whose processes are dead are not waited for; others for :data:`TAKEOVER_WAIT_S`.
+        """
         if not self._election.may_order(time.monotonic()):
             return  # what agents store would not be the newest
         followers = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         previous = newest_state(peer.state for peer in followers)
         expected = set() if previous is None else previous.expected_nodes
+        missing = expected - {peer.node for peer in followers}
+        lost_at = now + max(0.0, self._election.leases_expire_at - time.monotonic())
+        addresses = {} if previous is None else previous.doors
+        for node in missing - self._disconnected.keys():
+            self._watch_disconnected(node, DisconnectedNode(lost_at), addresses.get(str(node)))
         all_follow = self._election.all_connected and len(followers) == len(
             self._agents
         )  # all nodes are connected and follow
-        enough = all_follow if previous is None else expected <= {peer.node for peer in followers}
+        enough = all_follow if previous is None else all(self._disconnected[node].lost_at <= now for node in missing)
         if not enough and now < self._leader_since + TAKEOVER_WAIT_S:
             return
         epoch, voters = self._election.epoch, self._election.voters
@@ -478,10 +486,6 @@ class Controller:
             self._membership.load_state_dict(previous.membership)
             self._end_is_logged = self._membership.end is not None
             _log.warning("this controller has taken over the job (epoch %d)", epoch)
-        lost_in = max(0.0, self._election.leases_expire_at - time.monotonic())
-        addresses = {} if previous is None else previous.doors
-        for node in expected - {peer.node for peer in followers}:
-            self._watch_disconnected(node, DisconnectedNode(now + lost_in), addresses.get(str(node)))
         self._disturbed_at = now
         for peer in followers:
             self._admit_if_following(peer)
@@ -493,6 +497,7 @@ class Controller:
 
     def _admit(self, peer: AgentPeer, state: ControlState) -> None:
         peer.is_admitted = True
+        self._disconnected.pop(peer.node, None)
         hello = peer.hello
         state.doors = state.doors | {str(peer.node): peer.liveness_address}
         self._post_state(peer, state)
