@@ -438,6 +438,8 @@ class Controller:
                 self._leader_since = self._clock.now
             peer.epoch = header["epoch"]
             self._admit_if_following(peer)
+            if not peer.is_admitted:  # it follows this leader meanwhile
+                self._answer_heartbeat(peer, peer.hello["at"])
         elif message.kind == "heard":
             peer.end_acknowledged = True
         elif message.kind == "lost":

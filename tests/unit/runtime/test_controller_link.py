@@ -39,7 +39,7 @@ class Job:
         if index == 0 and 0 not in self.listeners:
             self.listeners[0] = socket.create_server((host, int(port)))
         listener = self.listeners[0].dup() if index == 0 else None
-        election = Election(index, len(self.addresses), NODES + SPARES, self.times)
+        election = Election(index, len(self.addresses), NODES + SPARES, self.times, min_voters=2)
         controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
         serving = controller.run(self.addresses[index], TOKEN, False, listener)
         self.controllers[index] = controller, asyncio.create_task(serving)
@@ -116,6 +116,25 @@ async def begun(candidates=3, patience_s=60.0, silence_s=SILENCE_S):
         yield job
     finally:
         await job.end()
+
+
+def test_departing_node_is_released_when_others_know_the_voters():
+    async def main():
+        async with begun(silence_s=2.0) as job:
+            others = [job.agents[node].link for node in range(NODES)]
+
+            def voters():
+                return [link.state["voters"]["nodes"] for link in others]
+
+            await becomes(lambda: job.agents[2].link.is_admitted)
+            job.agents[2].link.send("departs")
+            await becomes(lambda: {"kind": "depart"} in job.agents[2].orders)
+            assert voters() == [[0, 1]] * 2
+            await job.lose(2)
+            job.start_agent(2)
+            await becomes(lambda: voters() == [[0, 1, 2]] * 2)
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
