@@ -106,7 +106,7 @@ class AgentPeer:
     hello: dict  # header of its first message
     workers: list[WorkerRecord]  # listed in that message
     state: ControlState | None  # its copy of an earlier controller's state
-    voters: Voters | None  # those of this state
+    voters: Voters | None  # voters in this state
     last_message_at: float  # time of its last message, by the controller's clock
     epoch: int  # epoch that it has promised
     requested_promise: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
@@ -212,7 +212,7 @@ class Controller:
         self._own_node: int | None = None  # node whose launcher runs this controller; None if none does
         self._departures_at = math.inf  # time to announce the departing nodes
         self._leaving: set[int] = set()  # connected nodes that are released when they are no voters any more
-        self._released: set[int] = set()  # those of them that are
+        self._released: set[int] = set()  # leaving nodes that were released
         self._store = RendezvousStore()
         self._end_is_logged = False  # the end was logged
         self._broadcast_due = False  # agents joined since the last broadcast
@@ -635,7 +635,7 @@ class Controller:
         self._election.record_voters_sent(peer.node, time.monotonic())
 
     def _release_nodes(self) -> None:
-        """Has the voters become those of the nodes that do not depart, and releases departing nodes afterwards."""
+        """Adds joined nodes to the voters and removes departing ones; then releases the removed nodes."""
         present = {node for node, peer in self._agents.items() if peer.is_admitted}
         if self._election.revise_voters(present, self._leaving, time.monotonic()):
             self._replicate_state()

@@ -205,7 +205,7 @@ class Election:
         return len(voters.nodes) // 2 + 1 if voters.lineage else self.start_quorum
 
     def _electing_voters(self, promised: Collection[int]) -> Voters | None:
-        """Returns the voters of whom enough have promised; None if there are none."""
+        """Returns a set of voters with enough promises; None if there is none."""
         newest: dict[str, Voters] = {}
         for agent in self._agents.values():
             if agent.voters is not None and agent.voters.lineage:
@@ -350,7 +350,7 @@ class Election:
 
         Args:
             present: nodes that this leader has admitted and that are connected.
-            leaving: those of them that depart.
+            leaving: departing nodes among them.
             now: as for :meth:`add_agent`.
         """
         if self.candidates == 1 or self.voters is None or not self.may_order(now) or not self._voters_are_stored:
