@@ -109,6 +109,7 @@ class AgentPeer:
     voters: Voters | None  # voters in this state
     last_message_at: float  # time of its last message, by the controller's clock
     epoch: int  # epoch that it has promised
+    heartbeat_at: float  # send time of its newest heartbeat, by its clock
     requested_promise: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
     is_admitted: bool = False  # it belongs to the job; earlier messages are held
     pending: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
@@ -126,7 +127,7 @@ class AgentPeer:
             voters = Voters.from_message(state.voters) if state is not None and state.voters else None
         except TypeError as error:
             raise WireError(f"its hello cannot be decoded ({error})") from None
-        return cls(hello["node"], connection, hello, workers, state, voters, now, hello["epoch"])
+        return cls(hello["node"], connection, hello, workers, state, voters, now, hello["epoch"], hello["at"])
 
     @property
     def instance(self) -> str:
@@ -432,14 +433,15 @@ class Controller:
         if message.kind == "alive":
             if header["echo"] is not None:
                 self._election.record_echo(peer.node, header["echo"])
-            self._answer_heartbeat(peer, header["at"])
+            peer.heartbeat_at = header["at"]
+            self._send_beat(peer)
         elif message.kind == "promise":
             if self._election.handle_promise(peer.node, header["epoch"], header["free_in"], time.monotonic()):
                 self._leader_since = self._clock.now
             peer.epoch = header["epoch"]
             self._admit_if_following(peer)
             if not peer.is_admitted:  # it follows this leader meanwhile
-                self._answer_heartbeat(peer, peer.hello["at"])
+                self._send_beat(peer)
         elif message.kind == "heard":
             peer.end_acknowledged = True
         elif message.kind == "lost":
@@ -449,10 +451,11 @@ class Controller:
         else:
             peer.pending.append(message)
 
-    def _answer_heartbeat(self, peer: AgentPeer, at: float) -> None:
+    def _send_beat(self, peer: AgentPeer) -> None:
+        """Answers the newest heartbeat of an agent."""
         now = time.monotonic()
         age = now - self._election.majority_contact(now)
-        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.is_leader)
+        self._post(peer, "beat", at=peer.heartbeat_at, sent=now, age=age, leads=self._election.is_leader)
 
     # taking over
 
@@ -503,7 +506,7 @@ class Controller:
         hello = peer.hello
         state.doors = state.doors | {str(peer.node): peer.liveness_address}
         self._post_state(peer, state)
-        self._answer_heartbeat(peer, hello["at"])  # so that the lease is valid before its workers start
+        self._send_beat(peer)  # so that the lease is valid before its workers start
         self._broadcast_due = True
         self._execute(self._membership.node_joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
         if hello["departs"]:
@@ -639,6 +642,8 @@ class Controller:
         present = {node for node, peer in self._agents.items() if peer.is_admitted}
         if self._election.revise_voters(present, self._leaving, time.monotonic()):
             self._replicate_state()
+            for node in present:
+                self._send_beat(self._agents[node])  # its echo confirms that the node has stored them
         for node in sorted(self._leaving - self._released):
             if self._election.may_release(node):
                 self._released.add(node)
