@@ -24,7 +24,7 @@ from moc.cli_output import Parser, escapes_output, log_to_stderr, refused
 from moc.errors import UserError, with_code
 from moc.runtime import async_connections
 from moc.runtime.child_processes import attach_to_parent, report_descriptor
-from moc.runtime.election import MIN_JOIN_TIMEOUT_S, Election, SilenceLimits
+from moc.runtime.election import MIN_JOIN_TIMEOUT_S, Election, SilenceLimits, Voters
 from moc.runtime.flags import parse_node_range
 from moc.runtime.membership import Membership, nodes_are
 from moc.runtime.orders import (
@@ -58,6 +58,7 @@ class ControlState:
         job: unique ID of this launch.
         membership: from :meth:`moc.runtime.membership.Membership.state_dict`.
         doors: by node (a string, for JSON), the listening address of its agent's process.
+        voters: from :meth:`moc.runtime.election.Voters.to_message`; empty until the first leader has taken over.
     """
 
     epoch: int
@@ -65,6 +66,7 @@ class ControlState:
     job: str
     membership: dict = field(default_factory=dict)
     doors: dict[str, str | None] = field(default_factory=dict)
+    voters: dict = field(default_factory=dict)
 
     @classmethod
     def new(cls, epoch: int) -> ControlState:
@@ -77,11 +79,12 @@ class ControlState:
         places = self.membership
         return {node for place, node in places["places"] if place not in places["vacant"]}
 
-    def update(self, membership: dict) -> bool:
-        """Updates the membership; returns whether it changed."""
-        if membership == self.membership:
+    def update(self, membership: dict, voters: Voters | None) -> bool:
+        """Updates the membership and the voters; returns whether one changed."""
+        newest = membership, voters.to_message() if voters else {}
+        if newest == (self.membership, self.voters):
             return False
-        self.membership, self.version = membership, self.version + 1
+        (self.membership, self.voters), self.version = newest, self.version + 1
         return True
 
 
@@ -103,8 +106,10 @@ class AgentPeer:
     hello: dict  # header of its first message
     workers: list[WorkerRecord]  # listed in that message
     state: ControlState | None  # its copy of an earlier controller's state
+    voters: Voters | None  # voters in this state
     last_message_at: float  # time of its last message, by the controller's clock
     epoch: int  # epoch that it has promised
+    heartbeat_at: float  # send time of its newest heartbeat, by its clock
     requested_promise: tuple[int, bool] | None = None  # epoch in which its promise was last requested, and ``sure``
     is_admitted: bool = False  # it belongs to the job; earlier messages are held
     pending: collections.deque[Message] = field(default_factory=collections.deque)  # to be handled later
@@ -119,9 +124,10 @@ class AgentPeer:
         try:
             workers = [WorkerRecord.from_message(worker) for worker in hello["workers"]]
             state = None if hello["state"] is None else ControlState(**hello["state"])
+            voters = Voters.from_message(state.voters) if state is not None and state.voters else None
         except TypeError as error:
             raise WireError(f"its hello cannot be decoded ({error})") from None
-        return cls(hello["node"], connection, hello, workers, state, now, hello["epoch"])
+        return cls(hello["node"], connection, hello, workers, state, voters, now, hello["epoch"], hello["at"])
 
     @property
     def instance(self) -> str:
@@ -206,6 +212,8 @@ class Controller:
         self._leader_since = math.inf
         self._own_node: int | None = None  # node whose launcher runs this controller; None if none does
         self._departures_at = math.inf  # time to announce the departing nodes
+        self._leaving: set[int] = set()  # connected nodes that are released when they are no voters any more
+        self._released: set[int] = set()  # leaving nodes that were released
         self._store = RendezvousStore()
         self._end_is_logged = False  # the end was logged
         self._broadcast_due = False  # agents joined since the last broadcast
@@ -249,12 +257,13 @@ class Controller:
         if not self._may_order:
             return
         for peer in list(self._agents.values()):
+            self._admit_if_following(peer)
             while peer.is_admitted and peer.pending:
                 self._handle(peer, peer.pending.popleft())
         self._check_timeouts(now)
-        if self._state is not None and self._broadcast_due:  # one broadcast for all agents that joined in this tick
-            self._send_all("state", **vars(self._state))
-            self._broadcast_due = False
+        self._release_nodes()
+        if self._broadcast_due:  # one broadcast for all agents that joined in this tick
+            self._send_state()
 
     @property
     def _may_order(self) -> bool:
@@ -268,8 +277,7 @@ class Controller:
         for peer in list(self._agents.values()):
             if now - peer.last_message_at > self._times.lease_s:
                 _log.warning("node %d has sent no heartbeat for %g s", peer.node, self._times.lease_s)
-                del self._agents[peer.node]
-                self._election.remove_agent(peer.node)
+                self._forget_agent(peer)
                 peer.connection.abort()
                 self._execute(membership.node_lost(peer.node))
         for node in [node for node, gone in self._disconnected.items() if now >= gone.lost_at]:
@@ -371,22 +379,29 @@ class Controller:
             await asyncio.sleep(0.1)
 
     def _add_agent(self, peer: AgentPeer) -> None:
-        previous = self._agents.pop(peer.node, None)
+        previous = self._agents.get(peer.node)
         if previous is not None:
+            self._forget_agent(previous)
             previous.connection.abort()
         self._agents[peer.node] = peer
         self._disconnected.pop(peer.node, None)
         hello = peer.hello
-        self._election.add_agent(peer.node, peer.epoch, hello["free_in"], hello["silent"], time.monotonic())
+        waits = hello["free_in"], hello["silent"]
+        self._election.add_agent(peer.node, peer.epoch, *waits, time.monotonic(), peer.voters)
         if self._membership.end is not None:
             self._post(peer, "end", **self._membership.end.to_message())
             peer.is_admitted = True
-        elif self._state is not None and peer.epoch == self._election.epoch:
-            self._admit(peer, self._state)
+        else:
+            self._admit_if_following(peer)
+
+    def _forget_agent(self, peer: AgentPeer) -> None:
+        del self._agents[peer.node]
+        self._leaving.discard(peer.node)
+        self._released.discard(peer.node)
+        self._election.remove_agent(peer.node)
 
     def _remove_agent(self, peer: AgentPeer) -> None:
-        del self._agents[peer.node]
-        self._election.remove_agent(peer.node)
+        self._forget_agent(peer)
         if not peer.is_admitted or peer.end_acknowledged:
             return
         if peer.has_reported_loss:
@@ -418,13 +433,15 @@ class Controller:
         if message.kind == "alive":
             if header["echo"] is not None:
                 self._election.record_echo(peer.node, header["echo"])
-            self._answer_heartbeat(peer, header["at"])
+            peer.heartbeat_at = header["at"]
+            self._send_beat(peer)
         elif message.kind == "promise":
             if self._election.handle_promise(peer.node, header["epoch"], header["free_in"], time.monotonic()):
                 self._leader_since = self._clock.now
             peer.epoch = header["epoch"]
-            if self._state is not None and peer.epoch == self._election.epoch and not peer.is_admitted:
-                self._admit(peer, self._state)
+            self._admit_if_following(peer)
+            if not peer.is_admitted:  # it follows this leader meanwhile
+                self._send_beat(peer)
         elif message.kind == "heard":
             peer.end_acknowledged = True
         elif message.kind == "lost":
@@ -434,10 +451,11 @@ class Controller:
         else:
             peer.pending.append(message)
 
-    def _answer_heartbeat(self, peer: AgentPeer, at: float) -> None:
+    def _send_beat(self, peer: AgentPeer) -> None:
+        """Answers the newest heartbeat of an agent."""
         now = time.monotonic()
         age = now - self._election.majority_contact(now)
-        self._post(peer, "beat", at=at, sent=now, age=age, leads=self._election.is_leader)
+        self._post(peer, "beat", at=peer.heartbeat_at, sent=now, age=age, leads=self._election.is_leader)
 
     # taking over
 
@@ -446,37 +464,49 @@ class Controller:
         self._post(peer, "elect", epoch=epoch, sure=is_safe)
 
     def _take_over_if_ready(self, now: float) -> None:
-        """Takes over once all nodes of the predecessor follow with their state, or after :data:`TAKEOVER_WAIT_S`."""
+        """Takes over once all live nodes of the predecessor follow with their state, or after some time.
+
+        Nodes whose processes are dead are not waited for; others for :data:`TAKEOVER_WAIT_S`.
+        """
+        if not self._election.may_order(time.monotonic()):
+            return  # what agents store would not be the newest
         followers = [peer for peer in self._agents.values() if peer.epoch == self._election.epoch]
         previous = newest_state(peer.state for peer in followers)
         expected = set() if previous is None else previous.expected_nodes
+        missing = expected - {peer.node for peer in followers}
+        lost_at = now + max(0.0, self._election.leases_expire_at - time.monotonic())
+        addresses = {} if previous is None else previous.doors
+        for node in missing - self._disconnected.keys():
+            self._watch_disconnected(node, DisconnectedNode(lost_at), addresses.get(str(node)))
         all_follow = self._election.all_connected and len(followers) == len(
             self._agents
         )  # all nodes are connected and follow
-        enough = all_follow if previous is None else expected <= {peer.node for peer in followers}
+        enough = all_follow if previous is None else all(self._disconnected[node].lost_at <= now for node in missing)
         if not enough and now < self._leader_since + TAKEOVER_WAIT_S:
             return
-        epoch = self._election.epoch
-        assert epoch is not None  # set for a leader
-        self._state = ControlState.new(epoch) if previous is None else replace(previous, epoch=epoch)
+        epoch, voters = self._election.epoch, self._election.voters
+        assert epoch is not None and voters is not None  # set for a leader
+        self._state = replace(previous or ControlState.new(epoch), epoch=epoch, voters=voters.to_message())
         if previous is not None:
             self._membership.load_state_dict(previous.membership)
             self._end_is_logged = self._membership.end is not None
             _log.warning("this controller has taken over the job (epoch %d)", epoch)
-        lost_in = max(0.0, self._election.leases_expire_at - time.monotonic())
-        addresses = {} if previous is None else previous.doors
-        for node in expected - {peer.node for peer in followers}:
-            self._watch_disconnected(node, DisconnectedNode(now + lost_in), addresses.get(str(node)))
         self._disturbed_at = now
         for peer in followers:
+            self._admit_if_following(peer)
+
+    def _admit_if_following(self, peer: AgentPeer) -> None:
+        is_new = peer.epoch == self._election.epoch and not peer.is_admitted
+        if self._state is not None and is_new and self._election.may_admit(peer.node, time.monotonic()):
             self._admit(peer, self._state)
 
     def _admit(self, peer: AgentPeer, state: ControlState) -> None:
         peer.is_admitted = True
+        self._disconnected.pop(peer.node, None)
         hello = peer.hello
         state.doors = state.doors | {str(peer.node): peer.liveness_address}
-        self._post(peer, "state", **vars(state))
-        self._answer_heartbeat(peer, hello["at"])  # so that the lease is valid before its workers start
+        self._post_state(peer, state)
+        self._send_beat(peer)  # so that the lease is valid before its workers start
         self._broadcast_due = True
         self._execute(self._membership.node_joined(peer.node, peer.workers, hello["generation"], hello["asked"]))
         if hello["departs"]:
@@ -529,8 +559,8 @@ class Controller:
             return []
         if election.candidates == 1:
             problem = "the only controller is on one of them" if self._own_node in nodes else ""
-        elif len(left) < election.required_promises:
-            problem = f"controllers need {election.required_promises} of {election.nodes} nodes, and {len(left)} remain"
+        elif len(left) < (required := election.required_without(nodes, set(self._agents))):
+            problem = f"controllers need {required} nodes, and {len(left)} remain"
         else:
             is_led = self._own_node is None or any(node in left for node in range(election.candidates))
             problem = "" if is_led else "no node with a controller remains"
@@ -561,7 +591,8 @@ class Controller:
                     _log.warning("all workers leave this generation after an iteration, since nodes depart")
                 self._send_all("welcome", generation=order.generation, departing=order.departing)
             elif isinstance(order, ReleaseNode):
-                self._send(order.node, "depart")
+                self._leaving.add(order.node)
+                self._release_nodes()
             elif isinstance(order, StopNode):
                 _log.warning("the others cannot continue without node %d: the job stops instead", order.node)
                 self._send(order.node, "stop")
@@ -592,8 +623,31 @@ class Controller:
     def _replicate_state(self) -> None:
         """Broadcasts changed state before any order, so that a successor knows all orders and counts."""
         assert self._state is not None  # set by the takeover, before any order
-        if self._state.update(self._membership.state_dict()):
-            self._send_all("state", **vars(self._state))
+        if self._state.update(self._membership.state_dict(), self._election.voters):
+            self._send_state()
+
+    def _send_state(self) -> None:
+        assert self._state is not None  # set by the takeover
+        self._broadcast_due = False
+        for peer in list(self._agents.values()):
+            if peer.is_admitted:
+                self._post_state(peer, self._state)
+
+    def _post_state(self, peer: AgentPeer, state: ControlState) -> None:
+        self._post(peer, "state", **vars(state))
+        self._election.record_voters_sent(peer.node, time.monotonic())
+
+    def _release_nodes(self) -> None:
+        """Adds joined nodes to the voters and removes departing ones; then releases the removed nodes."""
+        present = {node for node, peer in self._agents.items() if peer.is_admitted}
+        if self._election.revise_voters(present, self._leaving, time.monotonic()):
+            self._replicate_state()
+            for node in present:
+                self._send_beat(self._agents[node])  # its echo confirms that the node has stored them
+        for node in sorted(self._leaving - self._released):
+            if self._election.may_release(node):
+                self._released.add(node)
+                self._send(node, "depart")
 
     def _send_all(self, kind: str, **fields) -> None:
         for node in list(self._agents):
@@ -674,7 +728,9 @@ def main() -> int:
         minimum,
         arguments.max_standstill,
     )
-    election = Election(index, candidates, maximum + arguments.spares, SilenceLimits(arguments.silence_timeout))
+    nodes, limits = maximum + arguments.spares, SilenceLimits(arguments.silence_timeout)
+    min_voters = 0 if minimum == maximum else max(minimum, (nodes + 1) // 2)
+    election = Election(index, candidates, nodes, limits, min_voters=min_voters)
     controller = Controller(membership, election, arguments.max_wait, arguments.grow_wait)
     listener = None if arguments.listen_fd is None else socket.socket(fileno=arguments.listen_fd)
     try:

@@ -260,14 +260,36 @@ def test_lost_connection_alone_starts_no_generation():
     asyncio.run(main())
 
 
+def closed_port():
+    """The address of a port of this machine where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_takeover_does_not_wait_for_a_dead_process(monkeypatch):
+    monkeypatch.setattr("moc.runtime.controller.TAKEOVER_WAIT_S", 3600.0)
+
+    async def main():
+        job = Job(silence_s=3600.0)
+        async with job.controller():
+            first, second = await job.agent(0), await job.agent(1, door=closed_port())
+            await hears(second, "start")
+            while first.state is None or "1" not in first.state["doors"]:
+                await asyncio.sleep(0.01)
+        async with job.controller():
+            await job.agent(0, state=first.state)
+            spare = await job.agent(2, state=first.state)
+            assert (await hears(spare, "start"))["rank"] == 1
+
+    asyncio.run(main())
+
+
 def test_node_with_dead_agent_process_is_lost_at_once():
     async def main():
         job = Job(silence_s=3600.0)
-        with socket.socket() as probe:  # a port of this machine where nobody listens
-            probe.bind(("127.0.0.1", 0))
-            door = f"127.0.0.1:{probe.getsockname()[1]}"
         async with job.controller():
-            _, second, spare = await job.agent(0), await job.agent(1, door=door), await job.agent(2)
+            _, second, spare = await job.agent(0), await job.agent(1, door=closed_port()), await job.agent(2)
             await hears(second, "start")
             second.abort()
             assert (await hears(spare, "start"))["rank"] == 1

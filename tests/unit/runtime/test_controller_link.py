@@ -13,6 +13,7 @@ from moc.runtime.controller import Controller
 from moc.runtime.controller_link import ControllerLink
 from moc.runtime.election import Election, SilenceLimits
 from moc.runtime.membership import Membership
+from moc.runtime.orders import WorkerRecord
 from moc.runtime.progress import Lease
 from tests.cases import each_row
 from tests.errors import raises
@@ -25,13 +26,14 @@ SILENCE_S = 4.0
 class Job:
     """Candidates on three nodes, and what there is of their agents."""
 
-    def __init__(self, candidates=3, silence_s=SILENCE_S):
+    def __init__(self, candidates=3, silence_s=SILENCE_S, nodes=NODES, minimum=0):
         with contextlib.ExitStack() as all_at_once:
             probes = [all_at_once.enter_context(socket.socket()) for _ in range(candidates)]
             for probe in probes:
                 probe.bind(("127.0.0.1", 0))
             self.addresses = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
         self.controllers, self.agents, self.times = {}, {}, SilenceLimits(silence_s)
+        self.nodes, self.minimum = nodes, minimum
         self.listeners = {}  # of the first node's launcher, which keeps the port of its controller
 
     def start_controller(self, index):
@@ -39,13 +41,14 @@ class Job:
         if index == 0 and 0 not in self.listeners:
             self.listeners[0] = socket.create_server((host, int(port)))
         listener = self.listeners[0].dup() if index == 0 else None
-        election = Election(index, len(self.addresses), NODES + SPARES, self.times)
-        controller = Controller(Membership(NODES, 1, 1000), election, max_wait_s=60.0)
+        nodes = self.nodes if self.minimum else self.nodes + SPARES
+        election = Election(index, len(self.addresses), nodes, self.times, min_voters=2)
+        controller = Controller(Membership(self.nodes, 1, 1000, self.minimum), election, max_wait_s=60.0)
         serving = controller.run(self.addresses[index], TOKEN, False, listener)
         self.controllers[index] = controller, asyncio.create_task(serving)
 
-    def start_agent(self, node, patience_s=60.0, begin_s=600.0):
-        self.agents[node] = Agent(node, self.addresses, self.times, patience_s, begin_s)
+    def start_agent(self, node, patience_s=60.0, begin_s=600.0, kind=None):
+        self.agents[node] = (kind or Agent)(node, self.addresses, self.times, patience_s, begin_s)
 
     async def lose(self, node):
         """Its agent and its controller die, and its workers with them."""
@@ -116,6 +119,82 @@ async def begun(candidates=3, patience_s=60.0, silence_s=SILENCE_S):
         yield job
     finally:
         await job.end()
+
+
+class Elastic(Agent):
+    """An agent whose worker continues with other members, and has moved its state at once."""
+
+    worker = None
+
+    def hello(self):
+        workers = [] if self.worker is None else [self.worker.to_message()]
+        return dict(node=self.node, generation=self.generation, workers=workers, asked=None, departs=False), []
+
+    def obey(self, order):
+        super().obey(order)
+        worker, generation = self.worker, order.get("generation")
+        if order["kind"] == "start":
+            self.worker = WorkerRecord(order["worker"], self.node, order["rank"], order["together"], is_ready=True)
+            self.worker.survives_resize, self.worker.size = True, order["size"]
+            self.tell("built", stays=True)
+            self.tell("here", generation=generation, parts=1, iteration=None)
+        elif order["kind"] == "seat":
+            worker.rank, worker.rank_generation, worker.size = order["rank"], generation, order["size"]
+        elif order["kind"] == "abort":
+            worker.reported_generation = generation
+            self.tell("here", generation=generation, parts=1, iteration=1)
+        elif order["kind"] == "go":
+            worker.connected_generation = generation
+            self.tell("met", generation=generation)
+        elif order["kind"] == "welcome":
+            self.tell("parted", generation=generation, handed_over=worker.rank in order["departing"])
+
+    def tell(self, kind, **fields):
+        self.link.send(kind, **fields, worker=self.worker.name)
+
+
+@pytest.mark.slow
+def test_two_of_four_nodes_remain_after_departure_and_loss():
+    """The second candidate departs, and the first one, the leader, is lost."""
+
+    async def main():
+        job = Job(nodes=4, minimum=1, silence_s=8.0)
+        try:
+            for index in range(3):
+                job.start_controller(index)
+            for node in range(4):
+                job.start_agent(node, kind=Elastic)
+            await becomes(lambda: all(a.worker and a.worker.connected_generation == 0 for a in job.agents.values()))
+            job.agents[1].link.send("departs")
+            await becomes(lambda: {"kind": "depart"} in job.agents[1].orders)
+            await job.lose(1)
+            await job.lose(0)
+            await becomes(lambda: job.leaders() == [2])
+            left = [job.agents[node].worker for node in (2, 3)]
+            await becomes(lambda: [(one.size, one.connected_generation) for one in left] == [(2, 2)] * 2)
+        finally:
+            await job.end()
+
+    asyncio.run(main())
+
+
+def test_departing_node_is_released_when_others_know_the_voters():
+    async def main():
+        async with begun(silence_s=2.0) as job:
+            others = [job.agents[node].link for node in range(NODES)]
+
+            def voters():
+                return [link.state["voters"]["nodes"] for link in others]
+
+            await becomes(lambda: job.agents[2].link.is_admitted)
+            job.agents[2].link.send("departs")
+            await becomes(lambda: {"kind": "depart"} in job.agents[2].orders)
+            assert voters() == [[0, 1]] * 2
+            await job.lose(2)
+            job.start_agent(2)
+            await becomes(lambda: voters() == [[0, 1, 2]] * 2)
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow
