@@ -117,7 +117,7 @@ def build(
         holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
         carriers = undo.enter_context(closing(Carriers()))
-        peers = join_peers(settings, tiers, policy, alike, carriers, log, again)
+        peers = join_peers(settings, tiers, policy, alike, carriers, log, again) if settings.tier == "peers" else None
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)

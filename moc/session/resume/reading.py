@@ -22,9 +22,8 @@ from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer
 from moc.policy.token_ledger import TokenLedger
-from moc.recovery.copy_placement import NodeInventory, adopters, to_fetch
 from moc.recovery.gradient_folding import RULES
-from moc.recovery.inventory import Summary, in_storage, look
+from moc.recovery.inventory import NodeInventory, Summary, adopters, in_storage, look, to_fetch
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
