@@ -39,11 +39,11 @@ from moc.runtime.replica_server import ReplicaClient
 from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
 from moc.session.engine import Listener
 from moc.session.helpers import Carriers, Folds, RemoteCarrier, carry, experts_of
-from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError, MissingTensorError
+from moc.store.host_memory import RankMemory
 from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage

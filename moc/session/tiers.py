@@ -16,10 +16,9 @@ from moc.session.engine import Listener
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import Leftover, leftover, memory_paths_of_other_runs, memory_storage
-from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim
 from moc.store.storage import DEFAULT_LEASE_S, LocalStorage, Storage, record_lease
-from moc.store.store import Run, Store, begin_run, record_run
+from moc.store.store import Run, Store, begin_run, record_run, storage_at
 
 LOOKING_S = 5.0
 """Seconds that storage may take to list its checkpoints, if a run can resume without them."""

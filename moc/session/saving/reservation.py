@@ -23,8 +23,6 @@ from moc.session.components import Components
 from moc.session.helpers import experts_of
 from moc.session.memory import (
     Now,
-    RankMemory,
-    ReservedMemory,
     SnapshotWindow,
     bytes_of_experts,
     carried_files,
@@ -34,7 +32,8 @@ from moc.session.memory import (
 from moc.session.settings import Settings
 from moc.snapshot.buffer_pool import Rotation
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import SLOTS_DIRECTORY, most_copies, reserve_files, reserved_sizes, spare_buffers
+from moc.store.host_memory import RankMemory, ReservedMemory, most_copies, reserved_sizes, spare_buffers
+from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
 from moc.store.storage import RESERVE_FILE as SPARE_NAME
 from moc.store.storage import SpaceReserve
 

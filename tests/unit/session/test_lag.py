@@ -26,7 +26,7 @@ from moc.session.settings import TIERS, Settings
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import SPARE
+from moc.store.host_memory import SPARE
 from tests.cases import each_row
 from tests.shared import ALL
 
