@@ -41,9 +41,8 @@ from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.auto import AutoState
 from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
-from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.resume.survivors import CommitReported, Survivors, publish_what_is_whole
+from moc.session.resume.survivors import CommitReported, Survivors, publish_what_is_whole, saved_elsewhere
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.adam import Rules
 from moc.state.operators import Detail, Fragment, UnsupportedStateError, operator_of
