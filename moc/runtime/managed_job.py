@@ -29,8 +29,14 @@ from moc.runtime.connections import HANDSHAKE_TIMEOUT_S, Connection, connect, re
 from moc.runtime.groups import Groups, PeerFailure
 from moc.runtime.job import Interruption, Job
 from moc.runtime.progress import PROGRESS, Lease
-from moc.runtime.protocol import Message, PeerGoneError, WireError, token_from_environment
-from moc.runtime.rendezvous_store import pack_values, unpack_values
+from moc.runtime.protocol import (
+    Message,
+    PeerGoneError,
+    WireError,
+    pack_values,
+    token_from_environment,
+    unpack_values,
+)
 from moc.runtime.termination import START_OVER
 
 _GRACE_S = 30.0

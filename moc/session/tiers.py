@@ -77,7 +77,7 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalStorage:
     """Returns the location of the memory tier on this node."""
-    several = len(set(nodes)) > 1 or environment.node_limits()[1] > 1  # they may share a machine
+    several = len(set(nodes)) > 1 or world.job.max_nodes > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.node_of_rank else launched
     return memory_storage(settings.memory_dir, settings.directory, claim.run, emulated, claim)
