@@ -35,10 +35,9 @@ from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.resuming import tidy_storage
-from moc.session.saving.committing import Committing, Removing, copy_to_storage
-from moc.session.saving.copying import Copying, MemoryTier, Replicating, Writing
-from moc.session.saving.reservation import Reservation
-from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress, Stage
+from moc.session.saving.committing import Failure, SnapshotInProgress, copy_to_storage
+from moc.session.saving.memory_tier import MemoryTier, Reservation
+from moc.session.saving.stages import POSITIONS, Committing, Copying, Removing, Replicating, Stage, Writing
 from moc.session.saving.storage import (
     ALL_REDUCES,
     LATE_AFTER,

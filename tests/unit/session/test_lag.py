@@ -17,7 +17,7 @@ from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
-from moc.session.saving import committing, copying, pipeline, reservation
+from moc.session.saving import memory_tier, pipeline, stages
 from moc.session.saving.committing import Committer
 from moc.session.saving.metrics import Meter
 from moc.session.saving.pipeline import SavingPipeline, Stages
@@ -176,11 +176,11 @@ def test_uncommitted_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     model, policy = Model(speeds, fails), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
-        patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(copying, "first_reported", lambda reason: reason),
-        patch.object(copying, "gather", lambda mine: [mine]),
-        patch.object(reservation, "gather", lambda mine: [mine]),
-        patch.object(reservation.Reservation, "limits", lambda *_: False),
+        patch.object(memory_tier, "first_reported", lambda reason: reason),
+        patch.object(stages, "first_reported", lambda reason: reason),
+        patch.object(stages, "gather", lambda mine: [mine]),
+        patch.object(memory_tier, "gather", lambda mine: [mine]),
+        patch.object(memory_tier.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
         train(policy, tier, model, rests, max_snapshot_lag=lag)
@@ -204,11 +204,11 @@ def test_buffers_are_bounded_and_memory_shortage_is_harmless(name, tier, speeds,
     model, policy = Model(speeds, fails, lacks), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
-        patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(copying, "first_reported", lambda reason: reason),
-        patch.object(copying, "gather", lambda mine: [mine]),
-        patch.object(reservation, "gather", lambda mine: [mine]),
-        patch.object(reservation.Reservation, "limits", lambda *_: False),
+        patch.object(memory_tier, "first_reported", lambda reason: reason),
+        patch.object(stages, "first_reported", lambda reason: reason),
+        patch.object(stages, "gather", lambda mine: [mine]),
+        patch.object(memory_tier, "gather", lambda mine: [mine]),
+        patch.object(memory_tier.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
         saving = train(policy, tier, model, [False])
