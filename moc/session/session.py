@@ -309,7 +309,7 @@ class Session(CommitParticipant):
             return {}
         parts, saving = self._running
         lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | saving.gauges
+        return lost | parts.policy.report.gauges() | dict(self._engine.tap.gauges) | saving.gauges
 
     @property
     def load(self) -> Load | None:

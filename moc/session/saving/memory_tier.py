@@ -77,7 +77,7 @@ class Reservation:
     def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
         self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
         self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
-        self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
+        self._tokens, self._upstream, self._report = parts.tokens, parts.upstream, parts.report
         self._directory, self._tier = settings.memory_dir, "peers" if parts.peers is not None else settings.tier
         self.rotation = Rotation.of(
             spare_buffers(self._tier),
@@ -208,7 +208,7 @@ class Reservation:
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
         small = each * len(own) * rotation.keep
-        logs = self._tap.bytes_for(_logged(window))
+        logs = 0 if self._upstream is None else self._upstream.bytes_for(_logged(window))
         ranks = [RankMemory._make(one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         return _Needed(window, ranks, nodes)
@@ -242,7 +242,8 @@ class Reservation:
         recovered = len(self.rotation.slots)
         for number, nbytes in enumerate(ranks[rank].own[recovered:], recovered):
             self._saver.reserve(number, nbytes)
-        self._tap.reserve(_logged(needed.window))
+        if self._upstream is not None:
+            self._upstream.reserve(_logged(needed.window))
         try:
             if self._peers is not None:
                 self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
@@ -327,7 +328,8 @@ class MemoryTier:
             if snapshot.plan.supersedes is not None:
                 self._superseded = snapshot.plan.supersedes
             self.newest = snapshot
-            parts.tap.on_stored(snapshot.plan)
+            if parts.upstream is not None:
+                parts.upstream.on_stored(snapshot.plan)
 
     def release_superseded(self) -> None:
         """Releases superseded snapshots; an all-reduce has passed since the newest commit, so all nodes have it."""

@@ -260,8 +260,9 @@ class SavingPipeline:
         progress = self._stages.progress()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._failure.find() is not None)}
         folded = {} if parts.folds is None else parts.folds.contribution()
-        others = parts.tap.contribution() | self.storage.health.contribution() | parts.meter.contribution()
-        return others | parts.digests.contribution() | progress | failed | folded
+        logged = {} if parts.upstream is None else parts.upstream.contribution()
+        others = self.storage.health.contribution() | parts.meter.contribution() | parts.digests.contribution()
+        return others | logged | progress | failed | folded
 
     def receive(self, totals: dict[str, float]) -> None:
         """Receives the totals of an iteration's commit all-reduce."""
@@ -318,7 +319,8 @@ class SavingPipeline:
             parts.peers.quiesce()
         if parts.tiers.memory is not None and self.storage.memory_is_free and parts.tiers.leads_node:
             parts.tiers.memory.remove_all()
-        parts.tap.delete()
+        if parts.upstream is not None:
+            parts.upstream.delete()
         parts.report.end(parts.tokens)
 
     @property
@@ -351,7 +353,8 @@ class SavingPipeline:
         parts.report.stalled(self.storage.begun, parts.meter.receive(totals))
         if totals["snapshot_failed"]:
             raise CheckpointError(first_reported(self._failure.find()))
-        parts.tap.on_totals(totals)
+        if parts.upstream is not None:
+            parts.upstream.on_totals(totals)
         self.storage.health.receive(totals)
         parts.digests.on_totals(totals)
         if parts.folds is not None and (folded := parts.folds.on_totals(totals)):
@@ -489,7 +492,7 @@ def _stages(
         committer=parts.committer,
         storage=storage,
         tokens=parts.tokens,
-        tap=parts.tap if parts.tiers.memory is None else None,
+        upstream=parts.upstream if parts.tiers.memory is None else None,
         removing=removing,
         pauses_s=pauses_s,
     )

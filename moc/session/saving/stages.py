@@ -358,7 +358,7 @@ class Committing(StorageStage):
         committer: commits it, on rank 0.
         storage: state that storage has and lacks.
         tokens: token ledger; None if no policy needs it.
-        tap: logs of the pipeline; None if they depend on the memory tier.
+        upstream: logs of the pipeline; None without them, and if they depend on the memory tier.
         removing: stage of snapshots that cannot be committed.
         pauses_s: pauses before the repetitions of a failed commit.
     """
@@ -372,13 +372,13 @@ class Committing(StorageStage):
         committer: Committer,
         storage: StorageTier,
         tokens: TokenTracker | None,
-        tap: PipelineTap | None,
+        upstream: PipelineTap | None,
         removing: Removing,
         pauses_s: Sequence[float],
     ):
         super().__init__(world.size)
         self._world, self._committer, self._storage, self._pauses_s = world, committer, storage, pauses_s
-        self._tokens, self._tap, self._removing = tokens, tap, removing
+        self._tokens, self._upstream, self._removing = tokens, upstream, removing
 
     def begin(self, snapshot: SnapshotInProgress, amount: int, write_s: float) -> None:
         """Starts to commit a snapshot of ``amount`` bytes, written in ``write_s`` seconds."""
@@ -407,8 +407,8 @@ class Committing(StorageStage):
             self._removing.begin(snapshot, self.work(snapshot))
             return
         self._storage.committed(snapshot.storage_plan)
-        if self._tap is not None and not self._storage.is_broken(snapshot.plan):
-            self._tap.on_stored(snapshot.plan)
+        if self._upstream is not None and not self._storage.is_broken(snapshot.plan):
+            self._upstream.on_stored(snapshot.plan)
         if self._tokens is not None:
             self._tokens.persisted(snapshot.iteration)
 

@@ -152,7 +152,7 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     parts = SimpleNamespace(
         world=world, policy=policy, tiers=tiers, saver=model, committer=model, meter=Meter(1), folds=None,
         peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
-        contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
+        contents=nothing, upstream=None, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
     )  # fmt: skip
     flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
     saving = SavingPipeline(parts, flags, health, ResumePoint(Position()), lambda at, record: {})
