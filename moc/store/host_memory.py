@@ -25,7 +25,7 @@ from moc.store.errors import CheckpointError
 from moc.store.ownership import Claim, lives
 from moc.store.reserved_memory import SLOTS_DIRECTORY
 from moc.store.storage import RESERVE_FILE, LocalStorage, lease_remaining_s
-from moc.store.store import Run, Store, find_run, storage_at
+from moc.store.store import Store, find_run, storage_at
 
 SOCKETS_DIRECTORY = ".sockets"
 """Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
@@ -87,24 +87,6 @@ def memory_paths_of_other_runs(memory_dir: str | Path, job: str, run: str) -> li
         path for home in user_directories(memory_dir) for path in home.iterdir() if path.name.startswith(name)
     )
     return [path for path in paths if not is_memory_of_run(path, Path(f"{name}{run}"))]
-
-
-def find_memory_storage(memory_dir: str | Path, job: str, node: str | None = None) -> LocalStorage:
-    """Returns the memory of the run at a checkpoint address (:func:`memory_storage`), for a program outside of the job.
-
-    Raises:
-        CheckpointError: no run has begun there.
-    """
-    return memory_storage(memory_dir, job, _run_in(job).run, node)
-
-
-def _run_in(job: str) -> Run:
-    run = find_run(storage_at(job))
-    if run is None:
-        raise CheckpointError(
-            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
-        )
-    return run
 
 
 def user_directory(memory_dir: str | Path) -> Path:
@@ -214,7 +196,12 @@ def leftovers_of(memory_dir: str | Path, job: str) -> list[Leftover]:
         CheckpointError: no run has begun there, or as :func:`leftovers`.
         OSError: the checkpoints' location cannot be read.
     """
-    path = memory_path_of_run(memory_dir, job, _run_in(job).run)
+    run = find_run(storage_at(job))
+    if run is None:
+        raise CheckpointError(
+            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
+        )
+    path = memory_path_of_run(memory_dir, job, run.run)
     return [one for one in leftovers(memory_dir) if is_memory_of_run(one.path, path)]
 
 
