@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -215,10 +214,10 @@ def require_object(value: object, label: str) -> Mapping[str, Any]:
     return value
 
 
-def require_count(value: object, label: str, maximum: int = MAX_COUNT) -> int:
-    """Returns an integer from 0 to ``maximum``."""
-    if type(value) is not int or not 0 <= value <= maximum:
-        raise ValueError(f"{label} is {short_repr(value)}, and not a number from 0 to {maximum}")
+def require_count(value: object, label: str) -> int:
+    """Returns an integer from 0 to :data:`MAX_COUNT`."""
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{label} is {short_repr(value)}, and not a number from 0 to {MAX_COUNT}")
     return value
 
 
@@ -235,13 +234,6 @@ def require_inner_path(value: object) -> str:
     if path.is_absolute() or not path.parts or ".." in path.parts:
         raise ValueError(f"{short_repr(value)} is outside of the checkpoint")
     return str(path)
-
-
-def require_digest(value: object, label: str) -> str:
-    """Returns an xxh3-128 in hex."""
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{32}", value):
-        raise ValueError(f"{label} is {short_repr(value)}, and no hash")
-    return value
 
 
 def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -48,9 +48,9 @@ class LogEntry(NamedTuple):
     dtype: torch.dtype
 
 
-def log_directory(root: Path, rank: int, kind: str = "logs") -> Path:
-    """Returns the directory of a rank's logs in its node's memory for this job; each kind has its own."""
-    return root / kind / f"rank_{rank:05d}"
+def log_directory(root: Path, rank: int) -> Path:
+    """Returns the directory of a rank's logs in its node's memory for this job."""
+    return root / "logs" / f"rank_{rank:05d}"
 
 
 def log_path(directory: Path, iteration: int) -> Path:

@@ -89,6 +89,18 @@ class FlagConflict:
         return PolicyError(self.message if isinstance(self.message, str) else self.message(flags), code=self.code)
 
 
+def every_iteration(policy: str) -> FlagConflict:
+    """Returns the conflict of a policy that requires a snapshot in every iteration with other intervals."""
+    return FlagConflict(
+        lambda flags: flags.snapshot_interval not in ("auto", "1"),
+        lambda flags: (
+            f"--ckpt-policy {policy} requires a snapshot in every iteration, not in every {flags.snapshot_interval}th. "
+            "Fix: drop --snapshot-interval"
+        ),
+        code="snapshot-interval-fixed",
+    )
+
+
 @dataclass(frozen=True)
 class JobRequirement:
     """A requirement of flags that a job may not meet.

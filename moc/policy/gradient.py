@@ -14,11 +14,11 @@ from moc.files.decode import Count, StateError
 from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
 from moc.policy.flags import (
-    FlagConflict,
     FlagValues,
     JobShape,
     PolicyFlag,
     PolicyFlags,
+    every_iteration,
     gradient_requirements,
     number_or_auto,
     unmet,
@@ -77,16 +77,7 @@ class GradientFlags(PolicyFlags):
             chosen_by_auto=True,
         ),
     )
-    conflicts = (
-        FlagConflict(
-            lambda flags: flags.snapshot_interval not in ("auto", "1"),
-            lambda flags: (
-                "--ckpt-policy gradient requires a snapshot in every iteration, not in every "
-                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
-            ),
-            code="snapshot-interval-fixed",
-        ),
-    )
+    conflicts = (every_iteration("gradient"),)
     requirements = gradient_requirements(
         "--ckpt-policy gradient",
         "choose another policy, such as full",

@@ -13,7 +13,7 @@ from moc.files import decode
 from moc.files.decode import Amount, Count, StateError
 from moc.policy.costs import Machine, PolicyCosts, PolicySettings, Price, SnapshotSizes
 from moc.policy.errors import PolicyError
-from moc.policy.flags import FlagConflict, FlagValues, JobShape, PolicyFlag, PolicyFlags, number_or_auto
+from moc.policy.flags import FlagValues, JobShape, PolicyFlag, PolicyFlags, every_iteration, number_or_auto
 from moc.policy.interface import (
     Capability,
     Load,
@@ -140,16 +140,7 @@ class SparseFlags(PolicyFlags):
             choices=ORDERS,
         ),
     )
-    conflicts = (
-        FlagConflict(
-            lambda flags: flags.snapshot_interval not in ("auto", "1"),
-            lambda flags: (
-                "--ckpt-policy sparse requires a snapshot in every iteration, not in every "
-                f"{flags.snapshot_interval}th. Fix: drop --snapshot-interval"
-            ),
-            code="snapshot-interval-fixed",
-        ),
-    )
+    conflicts = (every_iteration("sparse"),)
 
     def settings(self, flags: FlagValues, job: JobShape) -> dict[str, Any]:
         return {"window": 0 if flags.sparse_window == "auto" else int(flags.sparse_window)}

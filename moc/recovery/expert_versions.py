@@ -32,9 +32,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from moc.errors import cause_of
-from moc.recovery.copy_placement import NodeInventory
 from moc.recovery.gradient_chains import Chain, file_of_operator, foldable, is_of_operator, place_of_folded
-from moc.recovery.inventory import Summary, summary
+from moc.recovery.inventory import NodeInventory, Summary, summary
 from moc.recovery.sources import MASTER, MEMORY, MOMENTS, PARTS, AvailableCheckpoint
 from moc.state.operators import Detail, Operator, operator_of
 from moc.store.errors import CheckpointError, MissingTensorError

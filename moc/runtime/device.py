@@ -45,11 +45,11 @@ def check_device(device: torch.device) -> None:
         raise _broken_device_error(error) from error
 
 
-def check_with_timeout(device: torch.device, timeout_s: float = SYNCHRONIZE_TIMEOUT_S) -> None:
+def check_with_timeout(device: torch.device) -> None:
     """Waits for all enqueued work, with a timeout.
 
     Raises:
-        BrokenDeviceError: the device has failed, or does not answer within ``timeout_s``.
+        BrokenDeviceError: the device has failed, or does not answer within :data:`SYNCHRONIZE_TIMEOUT_S`.
     """
     failures: list[RuntimeError | None] = []
 
@@ -62,9 +62,9 @@ def check_with_timeout(device: torch.device, timeout_s: float = SYNCHRONIZE_TIME
 
     thread = threading.Thread(target=wait, name="device", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(SYNCHRONIZE_TIMEOUT_S)
     if not failures:
-        raise BrokenDeviceError(f"has a device that has not answered for {timeout_s:g} s")
+        raise BrokenDeviceError(f"has a device that has not answered for {SYNCHRONIZE_TIMEOUT_S:g} s")
     if failures[0] is not None:
         raise _broken_device_error(failures[0]) from failures[0]
 

@@ -38,6 +38,8 @@ class HelperProcess:
             :func:`answer_calls`.
         arguments: its command line.
         env: environment variables in addition to this process's.
+
+    Attributes:
         timeout_s: seconds without an answer after which the process is killed.
     """
 
@@ -46,9 +48,8 @@ class HelperProcess:
         module: str,
         *arguments: str,
         env: Mapping[str, str] = MappingProxyType({}),
-        timeout_s: float = CALL_TIMEOUT_S,
     ):
-        self._command, self._env, self.timeout_s = (module, *arguments), env, timeout_s
+        self._command, self._env, self.timeout_s = (module, *arguments), env, CALL_TIMEOUT_S
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # guards starting and closing
         self._started = self._closed = False

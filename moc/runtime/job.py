@@ -52,6 +52,7 @@ class Job:
     Attributes:
         rank: rank of this worker.
         size: number of workers.
+        max_nodes: largest number of nodes that the job may have.
         id: unique id of the launch, equal on all its workers; set by :meth:`connect`.
         term: controller epoch and generation; only grows within a launch, and differs between its worlds.
         recreate_groups: callback that creates the program's process groups again, in the original order, when the
@@ -72,6 +73,7 @@ class Job:
 
     def __init__(self):
         self.rank, self.size, _ = environment.worker_place()
+        self.max_nodes = environment.node_limits()[1]
         self.id, self.term = "", (0, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     def connect(self, backend: str, timeout: timedelta, device: torch.device) -> None:

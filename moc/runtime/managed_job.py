@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import os
 import signal
 import sys
@@ -29,8 +29,14 @@ from moc.runtime.connections import HANDSHAKE_TIMEOUT_S, Connection, connect, re
 from moc.runtime.groups import Groups, PeerFailure
 from moc.runtime.job import Interruption, Job
 from moc.runtime.progress import PROGRESS, Lease
-from moc.runtime.protocol import Message, PeerGoneError, WireError, token_from_environment
-from moc.runtime.rendezvous_store import pack_values, unpack_values
+from moc.runtime.protocol import (
+    Message,
+    PeerGoneError,
+    WireError,
+    pack_values,
+    token_from_environment,
+    unpack_values,
+)
 from moc.runtime.termination import START_OVER
 
 _GRACE_S = 30.0
@@ -41,9 +47,6 @@ NOTICE_TIMEOUT_S = 5.0
 
 Messages are repeated at the same interval, because their receiver may have died.
 """
-
-_HEARTBEAT_S = 1.0
-_REPORT_S = 0.02  # between reports of iterations; a loss soon after an iteration must not hide it
 
 
 class ValueTimeoutError(RuntimeError):
@@ -194,11 +197,16 @@ class ManagedJob(Job):
         self._generation = -1  # generation of the groups; -1 before the first
         self._change_notice: tuple[int, tuple[int, ...]] = (-1, ())  # newest generation with one, and departing blocks
         self._epoch = 0
-        self._lease = Lease.from_environment()
         PROGRESS.discard("setup")
         self._send("hello", worker=os.environ[environment.WORKER])
-        for body in (self._listen, self._send_heartbeats, self._watch_lease):
-            threading.Thread(target=self._guard, args=(body,), name=f"moc-{body.__name__}", daemon=True).start()
+        bodies: list[tuple[str, Callable[[], None]]] = [
+            ("moc-listen", self._listen),
+            ("moc-heartbeats", functools.partial(PROGRESS.send_reports, connection)),
+        ]
+        if (lease := Lease.from_environment()) is not None:
+            bodies.append(("moc-lease", lease.watch))
+        for name, body in bodies:
+            threading.Thread(target=self._guard, args=(body,), name=name, daemon=True).start()
 
     @classmethod
     def join(cls) -> ManagedJob:
@@ -410,22 +418,6 @@ class ManagedJob(Job):
 
     def _send(self, kind: str, **fields) -> None:
         self._connection.send(Message({"kind": kind} | fields))
-
-    def _send_heartbeats(self) -> None:
-        while True:
-            PROGRESS.wait_for_report(_HEARTBEAT_S)
-            try:
-                self._send("alive", **PROGRESS.report())
-            except WireError:
-                os._exit(1)  # the agent is gone, so the node is lost
-            time.sleep(_REPORT_S)
-
-    def _watch_lease(self) -> None:
-        """Ends this process when the lease expires, even if the agent is stopped."""
-        while self._lease is not None:
-            self._lease.kill_if_expired()
-            left = self._lease.remaining_s
-            time.sleep(_HEARTBEAT_S if math.isinf(left) else max(0.001, min(_HEARTBEAT_S, left)))
 
     def _listen(self) -> None:
         while True:

@@ -20,12 +20,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from moc import stream
 from moc.cli_output import print_lines
 from moc.errors import UserError
 from moc.runtime import environment
+from moc.runtime.connections import Connection
+from moc.runtime.protocol import Message, WireError
 from moc.stream import StreamSpans
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ HANG_FACTOR, HANG_FLOOR_S = 10.0, 60.0
 """A section hangs when it takes FACTOR times its longest measured duration, and at least FLOOR_S seconds."""
 
 _LEASE_BYTES = 8
+_HEARTBEAT_S = 1.0
+_REPORT_S = 0.02  # between reports of iterations; a loss soon after an iteration must not hide it
 
 
 class Progress:
@@ -61,13 +65,19 @@ class Progress:
         return self._iteration
 
     def completed(self, iteration: int) -> None:
-        """Records an iteration that this process has completed or resumed from, and ends the wait for its report."""
+        """Records an iteration that this process has completed or resumed from, and has it reported."""
         self._iteration = iteration
         self._unreported.set()
 
-    def wait_for_report(self, timeout: float) -> None:
-        """Waits until there is an iteration to report, at most for ``timeout`` seconds."""
-        self._unreported.wait(timeout)
+    def send_reports(self, connection: Connection) -> NoReturn:
+        """Sends a report to the agent after each iteration, and as a heartbeat; ends this process if the agent ends."""
+        while True:
+            self._unreported.wait(_HEARTBEAT_S)
+            try:
+                connection.send(Message({"kind": "alive"} | self.report()))
+            except WireError:
+                os._exit(1)  # the agent is gone, so the node is lost
+            time.sleep(_REPORT_S)
 
     def use_stream_of(self, device: torch.device) -> None:
         """Also counts waits of this device's stream."""
@@ -238,6 +248,13 @@ class Lease:
             why = "has lost the controller for too long, and ends itself: another worker may have its rank"
             print_lines(f"mocrun: {who} {why}", error=True, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)  # as its agent would: the worker counts as lost, not as failed
+
+    def watch(self) -> NoReturn:
+        """Ends this process when the lease expires, even if the agent is stopped."""
+        while True:
+            self.kill_if_expired()
+            left = self.remaining_s
+            time.sleep(_HEARTBEAT_S if math.isinf(left) else max(0.001, min(_HEARTBEAT_S, left)))
 
 
 class RunningClock:

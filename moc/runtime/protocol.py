@@ -196,6 +196,38 @@ def byte_view(body) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of another shape cannot be cast
 
 
+def pack_values(kind: str, values: Mapping[str, bytes]) -> Message:
+    """Returns a message that carries values of the rendezvous store by key."""
+    sizes = [len(value) for value in values.values()]
+    return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
+
+
+def unpack_values(header: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
+    """Returns the values by key that a message carries; raises WireError if it is malformed."""
+    keys, sizes, data, ends = check_keys(header["keys"]), header["sizes"], bytes(body), [0]
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise WireError(f"the sizes of values are numbers, not {sizes!r}")
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if len(sizes) != len(keys) or ends[-1] != len(data):
+        raise WireError(f"{len(keys)} values have {len(sizes)} sizes, and {len(data)} bytes instead of {ends[-1]}")
+    return {key: data[start:stop] for key, start, stop in zip(keys, ends, ends[1:], strict=False)}
+
+
+def check_key(key: object) -> str:
+    """Returns a key of the rendezvous store; raises WireError if it is no text."""
+    if not isinstance(key, str):
+        raise WireError(f"a key of the store is text, not {key!r}")
+    return key
+
+
+def check_keys(keys: object) -> list[str]:
+    """Returns keys of the rendezvous store; raises WireError if they are no list of texts."""
+    if not isinstance(keys, list):
+        raise WireError(f"the keys of the store are a list, not {keys!r}")
+    return [check_key(key) for key in keys]
+
+
 VERSION = 1
 DEFAULT_BODY_LIMIT = 64 << 20
 """Bytes of the largest body that a receiver accepts by default."""

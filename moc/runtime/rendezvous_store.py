@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
 
 from moc.runtime.async_connections import AsyncConnection
-from moc.runtime.protocol import Message, WireError
+from moc.runtime.protocol import Message, WireError, check_key, check_keys, pack_values, unpack_values
 
 
 class RendezvousStore:
@@ -60,11 +59,11 @@ class RendezvousStore:
                 self._set(key, value)
             return None
         if kind == "get":
-            return await self._get(_check_keys(header["keys"]), header["within"], sent_keys)
+            return await self._get(check_keys(header["keys"]), header["within"], sent_keys)
         if kind == "check":
-            return Message({"kind": "there", "all": all(key in self._values for key in _check_keys(header["keys"]))})
+            return Message({"kind": "there", "all": all(key in self._values for key in check_keys(header["keys"]))})
         if kind == "add":
-            key = _check_key(header["key"])
+            key = check_key(header["key"])
             try:
                 total = int(self._values.get(key, b"0")) + int(header["amount"])
             except (TypeError, ValueError):
@@ -72,7 +71,7 @@ class RendezvousStore:
             self._set(key, b"%d" % total)
             return Message({"kind": "sum", "sum": total})
         if kind == "delete":
-            return Message({"kind": "deleted", "was": self._values.pop(_check_key(header["key"]), None) is not None})
+            return Message({"kind": "deleted", "was": self._values.pop(check_key(header["key"]), None) is not None})
         raise WireError(f"it asks the store to {kind}, which it does not know")
 
     async def _get(self, keys: list[str], timeout_s: float, sent_keys: set[str]) -> Message:
@@ -104,33 +103,3 @@ class RendezvousStore:
                 future = asyncio.get_running_loop().create_future()
                 self._waiting.setdefault(key, []).append(future)
                 await future
-
-
-def pack_values(kind: str, values: Mapping[str, bytes]) -> Message:
-    """Returns a message that carries values by key."""
-    sizes = [len(value) for value in values.values()]
-    return Message({"kind": kind, "keys": list(values), "sizes": sizes}, b"".join(values.values()))
-
-
-def unpack_values(header: Mapping, body: bytes | bytearray | memoryview) -> dict[str, bytes]:
-    """Returns the values by key that a message carries; raises WireError if it is malformed."""
-    keys, sizes, data, ends = _check_keys(header["keys"]), header["sizes"], bytes(body), [0]
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise WireError(f"the sizes of values are numbers, not {sizes!r}")
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    if len(sizes) != len(keys) or ends[-1] != len(data):
-        raise WireError(f"{len(keys)} values have {len(sizes)} sizes, and {len(data)} bytes instead of {ends[-1]}")
-    return {key: data[start:stop] for key, start, stop in zip(keys, ends, ends[1:], strict=False)}
-
-
-def _check_key(key: object) -> str:
-    if not isinstance(key, str):
-        raise WireError(f"a key of the store is text, not {key!r}")
-    return key
-
-
-def _check_keys(keys: object) -> list[str]:
-    if not isinstance(keys, list):
-        raise WireError(f"the keys of the store are a list, not {keys!r}")
-    return [_check_key(key) for key in keys]

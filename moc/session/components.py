@@ -48,6 +48,7 @@ class Components:
         folds: applies the gradients of chains in the background; None if the policy does not.
         hasher: hashes snapshots in memory.
         digests: digests of the state.
+        upstream: logs of the traffic between pipeline stages; None without ``--upstream-logging``.
     """
 
     world: World
@@ -58,7 +59,7 @@ class Components:
     saver: Saver
     committer: Committer
     tokens: TokenTracker | None
-    tap: PipelineTap
+    upstream: PipelineTap | None
     meter: Meter
     report: SnapshotReport
     carriers: Carriers
@@ -112,22 +113,21 @@ def build(
         CheckpointError: on all workers: such snapshots cannot restore this state, or memory is insufficient.
         SettingsError: the settings do not fit the job.
     """
-    world, tap = engine.world, engine.tap
+    world = engine.world
     with ExitStack() as undo:  # if a worker is lost meanwhile, all workers build again
         holdings = holdings_of(engine, policy)
         alike = _redundancy(engine, holdings, tiers, policy)
         carriers = undo.enter_context(closing(Carriers()))
-        peers = join_peers(settings, tiers, policy, alike, carriers, log, again)
+        peers = join_peers(settings, tiers, policy, alike, carriers, log, again) if settings.tier == "peers" else None
         if peers is not None:
             undo.callback(peers.close)
         check_saving(engine, tiers, settings.tier)
         committer = undo.enter_context(closing(Committer(world, policy, tiers, engine.layout, log, alike.copies)))
         tokens = undo.enter_context(closing(TokenTracker(engine, settings.train_iters, policy))) if counts else None
-        if settings.upstream_logging:
-            undo.callback(_open_upstream_log(engine, settings, tiers).close)
+        upstream = _open_upstream_log(engine, settings, tiers, undo) if settings.upstream_logging else None
         nodes = tiers.nodes if tiers.memory is not None else ()
         contents = Contents(engine.state, holdings, world.rank, parse_scheme(settings.sharding), nodes)
-        bubbles = tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
+        bubbles = engine.tap.bubbles = bubbles_on(world.device) if Capability.BUBBLES in policy.requires else None
         hasher = undo.enter_context(closing(Hasher()))
         saver = Saver(
             world.rank,
@@ -153,7 +153,7 @@ def build(
         saver=saver,
         committer=committer,
         tokens=tokens,
-        tap=tap,
+        upstream=upstream,
         meter=Meter(world.size, float if bubbles is None else bubbles.take),
         report=SnapshotReport(log, settings.tier),
         carriers=carriers,
@@ -163,12 +163,13 @@ def build(
     )
 
 
-def _open_upstream_log(engine: Engine, settings: Settings, tiers: Tiers) -> PipelineTap:
-    """Opens this worker's upstream log in its node's memory; a collective call."""
+def _open_upstream_log(engine: Engine, settings: Settings, tiers: Tiers, undo: ExitStack) -> PipelineTap:
+    """Opens this worker's upstream log in its node's memory; a collective call.  Closes it with ``undo``."""
     claim = tiers.storage.storage.claim
     assert claim is not None  # every tier of a session has one
     directory = memory_of(settings, engine.world, tiers.nodes, claim).root
     run_on_all(lambda: engine.tap.open(directory), "cannot keep upstream logs")
+    undo.callback(engine.tap.close)
     return engine.tap
 
 
@@ -184,7 +185,8 @@ def close(parts: Components, patience_s: float) -> None:
     parts.committer.close(patience_s)
     if parts.tokens is not None:
         parts.tokens.close()
-    parts.tap.close()
+    if parts.upstream is not None:
+        parts.upstream.close()
 
 
 def holdings_of(engine: Engine, policy: Policy) -> StageReplicas:

@@ -31,7 +31,6 @@ from torch import Tensor
 from moc.background import background
 from moc.runtime.collectives import gather, sum_over_workers
 from moc.session.engine import CommitParticipant, Engine
-from moc.session.resume.rank_transfers import part_id, part_ids
 from moc.state.digests import (
     MASK,
     MODULE,
@@ -42,6 +41,8 @@ from moc.state.digests import (
     from_limbs,
     key_of,
     keys_of,
+    part_id,
+    part_ids,
     to_limbs,
     to_text,
     total_of,

@@ -292,8 +292,8 @@ class Carrying:
 
     def __init__(self, tiers: Tiers, policy: Policy, carriers: Carriers, folds: Folds | None = None):
         self._folds, self._carriers = folds, carriers
-        memory, self._experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
-        self._carrier = None if memory is None else RemoteCarrier(carriers, memory, self._experts)
+        memory, experts = tiers.memory if tiers.leads_node else None, experts_of(policy)
+        self._carrier = RemoteCarrier(carriers, memory, experts) if memory is not None and experts else None
         self._memory, self._before = memory, None if memory is None else tiers.before
         self._committed, self._durable = threading.Condition(), 0
         self._waits_for: int | None = None
@@ -312,7 +312,7 @@ class Carrying:
         Returns:
             A future, done when the snapshot may supersede the earlier ones; None if there is nothing to carry.
         """
-        if self._carrier is None or not self._experts:
+        if self._carrier is None:
             return None
         with contextlib.suppress(CheckpointError):  # carry() warns, and retries
             self._carriers.start()
@@ -348,6 +348,9 @@ class Carrying:
         self._durable = iteration
         if self._carrier is not None:
             self._carrier.retire(iteration)
+        elif self._memory is not None:
+            for older in (one for one in self._memory.iterations() if one < iteration):
+                self._memory.remove(older)
         if self._memory is not None and self._before is not None and self._before.iterations():  # now superseded
             self._memory.storage.check_owner()
             self._before.remove_all()

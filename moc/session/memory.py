@@ -1,12 +1,10 @@
-"""Computes the host memory that snapshots of a run take."""
+"""Computes the windows and the files of experts that a policy will need host memory for."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from moc.policy import Capability, Load, Policy, SnapshotPlan, full_plan
@@ -139,86 +137,3 @@ def carried_files(
         numbers |= Counter(most_carried(plans_ahead(policy, popularity, now), here, behind))
     numbers = numbers or Counter({Detail.FULL: len(here)})
     return {slot_of(detail): [max(sizes[detail.value].values())] * number for detail, number in numbers.items()}
-
-
-class RankMemory(NamedTuple):
-    """Bytes that a rank needs.
-
-    Attributes:
-        own: of each of its buffers.
-        copies: of each copy of its snapshots that another node keeps.
-        small: for manifests and reports.
-        logs: of upstream logs.
-        experts: of each file of experts that its node carries, on the rank that leads the node; otherwise empty.
-    """
-
-    own: Sequence[int]
-    copies: Sequence[int]
-    small: int
-    logs: int
-    experts: Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True)
-class ReservedMemory:
-    """Bytes that a node needs.
-
-    Attributes:
-        own: of the buffers of its workers.
-        copies: for copies of other nodes' snapshots.
-        small: for manifests and reports.
-        logs: of upstream logs.
-        experts: of carried experts, including copies.
-    """
-
-    own: int
-    copies: int
-    small: int
-    logs: int
-    experts: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return sum(dataclasses.astuple(self))
-
-    @classmethod
-    def most(cls, nodes: Iterable[ReservedMemory]) -> ReservedMemory:
-        """Returns the largest of several."""
-        return max(nodes, key=lambda one: one.total)
-
-    @classmethod
-    def of(
-        cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]
-    ) -> dict[str, ReservedMemory]:
-        """Adds up the needs of ranks, by node.
-
-        Args:
-            sizes: by rank.
-            nodes: by rank, the name of its node.
-            kept: by rank, the nodes whose snapshots its node copies; empty without peers.
-        """
-        by_node: dict[str, list[RankMemory]] = {node: [] for node in nodes}
-        for node, one in zip(nodes, sizes, strict=True):
-            by_node[node].append(one)
-        kept_by = dict(zip(nodes, kept, strict=True)) if kept else {}
-        found = {}
-        for node, its in by_node.items():
-            others = kept_by.get(node, ())
-            own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
-            copies = sum(sum(one.copies) for other in others for one in by_node[other])
-            logs, kept_of = sum(one.logs for one in its), [*its, *(one for other in others for one in by_node[other])]
-            experts = sum(sum(sizes) for one in kept_of for sizes in one.experts.values())
-            found[node] = cls(own, copies, small * (1 + len(others)), logs, experts)
-        return found
-
-    def describe(self) -> str:
-        """Returns a sentence for users."""
-        parts = [f"{self.own / 1e9:.3g} GB for its own snapshots"]
-        if self.copies:
-            parts.append(f"{self.copies / 1e9:.3g} GB for copies of other nodes' snapshots")
-        if self.experts:
-            parts.append(f"{self.experts / 1e9:.3g} GB for experts that newer snapshots lack")
-        if self.logs:
-            parts.append(f"{self.logs / 1e9:.3g} GB for upstream logs")
-        return f"snapshots take {self.total / 1e9:.3g} GB of a node's memory: {', '.join(parts)}"

@@ -19,8 +19,6 @@ from moc.errors import UserError, cause_of, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, recovers_exactly
 from moc.recovery.copy_placement import (
-    Fetch,
-    NodeInventory,
     Placement,
     Redundancy,
     Restore,
@@ -32,7 +30,7 @@ from moc.recovery.copy_placement import (
     to_restore,
 )
 from moc.recovery.expert_versions import Carrier, copies_of_use, partly_copied, to_copy
-from moc.recovery.inventory import look
+from moc.recovery.inventory import Fetch, NodeInventory, look
 from moc.recovery.sources import MASTER, MEMORY, RecoveryPath
 from moc.runtime import environment
 from moc.runtime.collectives import gather, run_on_all
@@ -41,11 +39,11 @@ from moc.runtime.replica_server import ReplicaClient
 from moc.runtime.replica_transfer import CopyRequest, CopyResult, snapshots_directory
 from moc.session.engine import Listener
 from moc.session.helpers import Carriers, Folds, RemoteCarrier, carry, experts_of
-from moc.session.memory import RankMemory
 from moc.session.settings import Settings, SettingsError
 from moc.session.tiers import Tiers
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError, MissingTensorError
+from moc.store.host_memory import RankMemory
 from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
@@ -81,7 +79,7 @@ def join_peers(
     log: Listener,
     again: bool,
 ) -> Peers | None:
-    """Connects to the replica servers, with ``--ckpt-tier peers``; a collective call.
+    """Connects to the replica servers for ``--ckpt-tier peers``; a collective call.
 
     Args:
         settings: settings of the session.
@@ -93,7 +91,7 @@ def join_peers(
         again: this worker was in an earlier generation, which reported the placement.
 
     Returns:
-        None with another tier, and on a single node.
+        None on a single node.
 
     Raises:
         SettingsError: there are fewer nodes than copies need, or no replica server.
@@ -101,7 +99,7 @@ def join_peers(
     """
     nodes, replicas = list(dict.fromkeys(tiers.nodes)), copies_of(settings, tiers.nodes)
     if not replicas:
-        if settings.tier == "peers" and not again:
+        if not again:
             log.message(
                 "--ckpt-tier peers: the only node has no peers, so snapshots are only in its own memory. After the "
                 "loss of the node, the run resumes from --ckpt-dir"
@@ -117,13 +115,11 @@ def join_peers(
 
 
 def copies_of(settings: Settings, nodes: Collection[str]) -> int:
-    """Returns the number of other nodes that keep copies; 0 without ``--ckpt-tier peers``.
+    """Returns the number of other nodes that keep copies with ``--ckpt-tier peers``; 0 on a single node.
 
     Raises:
         SettingsError: there are fewer nodes than copies need, or no replica server.
     """
-    if settings.tier != "peers":
-        return 0
     if environment.REPLICA_SERVER not in os.environ:
         raise SettingsError(
             "--ckpt-tier peers needs a replica server on each node. Fix: start the job with python -m moc.launch, not "

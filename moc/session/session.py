@@ -121,7 +121,8 @@ class Session(CommitParticipant):
         engine, settings, chooser, log = self._engine, self._settings, self._chooser, self._log
         mine = self.remains if self.remains.trained else None
         nodes = nodes_of(settings.node_of_rank, engine.world)
-        copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
+        if settings.tier == "peers":
+            copies_of(settings, nodes)  # before anything is created, so that a refusal leaves no files
         policy = make_policy(settings, engine) if chooser is None else None
         claim = claimed(settings, engine.world, self.remains.run, log)
         self.remains.run = claim.run
@@ -308,7 +309,7 @@ class Session(CommitParticipant):
             return {}
         parts, saving = self._running
         lost = {} if parts.tokens is None else parts.tokens.gauges
-        return lost | parts.policy.report.gauges() | dict(parts.tap.gauges) | saving.gauges
+        return lost | parts.policy.report.gauges() | dict(self._engine.tap.gauges) | saving.gauges
 
     @property
     def load(self) -> Load | None:

@@ -16,10 +16,9 @@ from moc.session.engine import Listener
 from moc.session.settings import Settings, SettingsError, node_names
 from moc.store.errors import CheckpointError
 from moc.store.host_memory import Leftover, leftover, memory_paths_of_other_runs, memory_storage
-from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim
 from moc.store.storage import DEFAULT_LEASE_S, LocalStorage, Storage, record_lease
-from moc.store.store import Run, Store, begin_run, record_run
+from moc.store.store import Run, Store, begin_run, record_run, storage_at
 
 LOOKING_S = 5.0
 """Seconds that storage may take to list its checkpoints, if a run can resume without them."""
@@ -78,7 +77,7 @@ def tiers_of(settings: Settings, world: World, nodes: Sequence[str], claim: Clai
 
 def memory_of(settings: Settings, world: World, nodes: Sequence[str], claim: Claim) -> LocalStorage:
     """Returns the location of the memory tier on this node."""
-    several = len(set(nodes)) > 1 or environment.node_limits()[1] > 1  # they may share a machine
+    several = len(set(nodes)) > 1 or world.job.max_nodes > 1  # they may share a machine
     launched = os.environ.get(environment.NODE) if several else None
     emulated = nodes[world.rank] if settings.node_of_rank else launched
     return memory_storage(settings.memory_dir, settings.directory, claim.run, emulated, claim)

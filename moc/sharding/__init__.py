@@ -2,10 +2,12 @@
 
 from moc.sharding.assignment import (
     SCHEMES,
+    SaveItem,
     ShardingError,
     ShardingScheme,
     assign_items,
     bytes_by_rank,
+    cut_large_items,
     equation_8,
     forced_bytes,
     ideal_bytes,
@@ -14,7 +16,7 @@ from moc.sharding.assignment import (
 )
 from moc.sharding.parallel_layout import LayoutError, ParallelLayout
 from moc.sharding.rules import RULES, rule
-from moc.sharding.save_items import SaveItem, StateBytes, cut_large_items, list_save_items
+from moc.sharding.save_items import StateBytes, list_save_items
 
 __all__ = [
     "RULES",

@@ -1,22 +1,144 @@
-"""Assigns each save item to a rank, and computes lower bounds of any assignment (MoC, eqs. 8-9).
+"""Defines save items, assigns each to a rank by two rules, and computes lower bounds of any assignment (MoC, eqs. 8-9).
 
-One rule assigns experts, and one the rest.
+One rule assigns experts, and one the rest.  Further rules are files in ``moc/sharding/rules``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import dataclasses
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moc.errors import UserError, raised
 from moc.sharding.parallel_layout import ParallelLayout
-from moc.sharding.rules import RULES, Rule
-from moc.sharding.save_items import SaveItem
+from moc.sharding.rules import RULES, Rule, rule
 
 
 class ShardingError(UserError, ValueError):
     """Invalid sharding scheme, rule or set of holdings; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveItem:
+    """Bytes [start, stop) of one slot of one operator.
+
+    Attributes:
+        operator: name of the operator.
+        slot: ``weights`` (the compute copy), ``optimizer``, only its part ``master``, ``gradients``, or ``modules``
+            (state of modules that no optimizer updates).
+        slice: index of the tensor-parallel slice; None if every tensor-parallel rank holds the same.
+        start: first byte.
+        stop: one past the last byte.
+        holders: the ranks that hold a copy, in ascending order; exactly one of them saves it.
+    """
+
+    operator: str
+    slot: str
+    slice: int | None
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the item belongs to a routed expert."""
+        return ".expert." in self.operator
+
+
+_ALIGNMENT = 4096  # bytes; pages and elements are not split
+_PIECES_PER_SHARE = 64  # small enough to balance layers, large enough to write efficiently
+
+
+def cut_large_items(items: Sequence[SaveItem]) -> list[SaveItem]:
+    """Cuts items larger than an even share, which would otherwise be the bottleneck of a rank.
+
+    Only dense items with several holders are cut.  An even share is the bytes of all such items with the same holders,
+    divided by the number of holders.  In most models, layers are smaller than a share, so only the embedding is cut.
+    Uncut, it would be the bottleneck; its pieces fill the gaps between layers.
+    """
+    bytes_by_holders: dict[tuple[int, ...], int] = defaultdict(int)
+    for item in items:
+        bytes_by_holders[item.holders] += 0 if item.is_expert else item.nbytes
+    result = []
+    for item in items:
+        share = bytes_by_holders[item.holders] // len(item.holders)
+        is_uncut = item.is_expert or len(item.holders) == 1 or item.nbytes <= share
+        result.extend([item] if is_uncut else _cut(item, share // _PIECES_PER_SHARE))
+    return result
+
+
+def _cut(item: SaveItem, largest: int) -> Iterator[SaveItem]:
+    parts = -(-item.nbytes // max(largest, _ALIGNMENT))
+    size = -(-item.nbytes // parts // _ALIGNMENT) * _ALIGNMENT
+    for start in range(item.start, item.stop, size):
+        yield dataclasses.replace(item, start=start, stop=min(start + size, item.stop))
+
+
+@rule("baseline")
+def baseline(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
+    """Assigns items to their first holder: rank 0 the dense operators, the first expert-parallel group the experts.
+
+    MoC, section 4, Figure 7(a).
+    """
+    return [item.holders[0] for item in items]
+
+
+@rule("adaptive")
+def adaptive(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
+    """Assigns each item, largest first, to its least loaded holder, counting expert parts.
+
+    MoC, section 4.3: dense items fill the gaps that partial experts checkpointing leaves.
+    """
+    return largest_to_least_loaded(items, load)
+
+
+def largest_to_least_loaded(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
+    """Assigns items greedily in descending size, each to the least loaded of its holders.
+
+    Items of equal size keep their order, and ties between holders go to the lowest rank.  Without initial loads, and if
+    all items have the same m holders, the bottleneck is at most 4/3 - 1/(3m) times the optimum (Graham, 1969).
+    """
+    total = dict(load)
+    saver = [0] * len(items)
+    heaps: dict[int, list[tuple[int, int]]] = {}  # by identity of the holders: hashing a thousand ranks is slow
+    for index in sorted(range(len(items)), key=lambda i: -items[i].nbytes):
+        item = items[index]
+        heap = heaps.get(id(item.holders))
+        if heap is None:
+            heap = heaps[id(item.holders)] = sorted((total.get(rank, 0), rank) for rank in item.holders)
+        rank = _least_loaded(heap, total)
+        total[rank] = total.get(rank, 0) + item.nbytes
+        saver[index] = rank
+    return saver
+
+
+def _least_loaded(heap: list[tuple[int, int]], total: Mapping[int, int]) -> int:
+    """Returns the least loaded rank, ties to the lowest; refreshes stale heap entries.
+
+    Loads only grow, so a heap entry is a lower bound of its rank's load; once the top is up to date, no rank has less.
+    """
+    while True:
+        seen, rank = heap[0]
+        if seen == total.get(rank, 0):
+            return rank
+        heapq.heapreplace(heap, (total[rank], rank))
+
+
+@rule("equal")
+def equal(items: Sequence[SaveItem], load: Mapping[int, int]) -> list[int]:
+    """Assigns about equally many bytes of these items to each holder, regardless of its other load.
+
+    For experts over expert-parallel groups this is MoC's section 4.1, for layers over data-parallel ranks its section
+    4.2.  The paper does not specify the order for layers of unequal size; here the largest goes first.
+    """
+    return largest_to_least_loaded(items, {})
 
 
 @dataclass(frozen=True)
@@ -86,13 +208,13 @@ def assign_items(items: Sequence[SaveItem], scheme: ShardingScheme) -> list[int]
         if len(item.holders) == 1:
             load[item.holders[0]] += item.nbytes
     for name, for_experts in ((scheme.experts, True), (scheme.others, False)):
-        rule = _named_rule(name)
+        assigns = _named_rule(name)
         indices = [i for i, item in enumerate(items) if len(item.holders) > 1 and item.is_expert == for_experts]
         try:
-            ranks = list(rule([items[i] for i in indices], dict(load)))
+            ranks = list(assigns([items[i] for i in indices], dict(load)))
         except Exception as error:
             raise ShardingError(
-                f"the sharding rule {name} failed ({raised(error, rule)}). Fix: correct the rule, or choose "
+                f"the sharding rule {name} failed ({raised(error, assigns)}). Fix: correct the rule, or choose "
                 "another one",
                 code="sharding-rule-broken",
             ) from error

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from moc.files.decode import parse
-from moc.sharding.assignment import ShardingError, ShardingScheme, assign_items
-from moc.sharding.save_items import SaveItem, cut_large_items
+from moc.sharding.assignment import SaveItem, ShardingError, ShardingScheme, assign_items, cut_large_items
 from moc.state.operators import Detail, is_module_state, regions_of_range
 
 if TYPE_CHECKING:  # imports torch
@@ -48,7 +47,7 @@ class ReplicaDescriptor(NamedTuple):
     Attributes:
         operator: name of the operator.
         detail: value of the :class:`~moc.state.operators.Detail`.
-        slot: as in :class:`~moc.sharding.save_items.SaveItem`.
+        slot: as in :class:`~moc.sharding.assignment.SaveItem`.
         copy: identifier, equal on all ranks that hold the same boxes of the same tensors in the same slots.  Empty for
             state that this rank saves regardless of the rules: its slices of ZeRO's optimizer state.
         nbytes: size in bytes.

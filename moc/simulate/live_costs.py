@@ -32,7 +32,7 @@ from moc.simulate.policies import Options, Weighed, sparse_replay
 from moc.simulate.policy_costs import SimulatedCosts, Traffic, at_risk
 from moc.simulate.sizes import MIXED, StateBytes, full_sizes, pec_sizes
 from moc.state.operators import Operator
-from moc.store.reserved_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
+from moc.store.host_memory import most_buffers, most_copies, reserved_bytes, spare_buffers
 
 _TIERS = ("disk", "memory", "peers")
 

@@ -30,7 +30,7 @@ from enum import Enum
 from pathlib import Path
 
 from moc.store.buffers import HostBuffer
-from moc.store.reserved_memory import most_buffers
+from moc.store.host_memory import most_buffers
 
 
 class Use(Enum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import threading
 import time
 from collections import defaultdict
@@ -514,7 +513,8 @@ def _copies(buffer: HostBuffer, parts: Sequence[tuple[torch.Tensor, tuple[int, i
     copies = []
     for run in _runs(coalesced((source for source, _ in parts), (span for _, span in parts))):
         sources, starts, ends = zip(*run, strict=True)
-        targets = buffer.views(starts[0], map(operator.sub, ends, starts), sources[0].dtype)
+        values = buffer.values[starts[0] : ends[-1]].view(sources[0].dtype)
+        targets = values.split([source.numel() for source in sources])
         copies += map(Copy, sources, targets)
     return copies
 

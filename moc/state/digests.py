@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,8 @@ from functools import cached_property
 import torch
 import xxhash
 
-from moc.state.operators import MODULE_STATE, Fragment, Operator, Region
+from moc.state.interface import TrainingState
+from moc.state.operators import MODULE_STATE, Detail, Fragment, Operator, Region
 
 Key = tuple[str, str]
 """Operator and optimizer-state key.  Tensors whose shape depends on the layout have keys with their size."""
@@ -261,3 +263,22 @@ def differing_operators(
     skipped = set(unknown)
     wrong = {key[0] for key in current.keys() | expected.keys() if current.get(key, 0) != expected.get(key, 0)}
     return sorted(wrong - skipped)
+
+
+def part_id(fragments: Sequence[Fragment]) -> str:
+    """Returns an ID that is equal for the same elements of the same tensors."""
+    parts = sorted((f.name, f.slot, f.region.offset, f.region.shape) for f in fragments)
+    return xxhash.xxh3_64_hexdigest(repr(parts).encode())
+
+
+def part_ids(state: TrainingState) -> dict[str, str]:
+    """Returns, by operator, an ID of this rank's part: see :class:`moc.recovery.plan.JobInventory`."""
+    return {operator: part_id(fragments) for operator, fragments in fragments_by_operator(state).items()}
+
+
+def fragments_by_operator(state: TrainingState) -> dict[str, list[Fragment]]:
+    """Returns this rank's tensor chunks by operator, with their state for saving in full."""
+    held = defaultdict(list)
+    for fragment in state.fragments(state.operators(), Detail.FULL):
+        held[fragment.operator].append(fragment)
+    return held

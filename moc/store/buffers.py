@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,6 @@ class HostBuffer:
     def view(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes [start, stop) as a flat tensor."""
         return self.values[start:stop].view(dtype)
-
-    def views(self, start: int, sizes: Iterable[int], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """Returns the bytes from ``start`` on as flat tensors of these sizes in bytes, which follow each other."""
-        elements = [size // dtype.itemsize for size in sizes]
-        return self.view(start, start + sum(elements) * dtype.itemsize, dtype).split(elements)
 
     def close(self) -> None:
         """Frees the memory, which invalidates all views of it."""

@@ -1,34 +1,40 @@
-"""The memory tier of this node: directories of shared memory, and their removal."""
+"""The memory tier of this node: directories of shared memory, the buffers and bytes that it needs, and its removal.
+
+A policy with windows resumes from several snapshots together.  Memory then holds the newest complete window and the one
+in progress, and storage may be reading another one.  Every other policy has windows of one snapshot.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
 from moc.cli_output import print_once
-from moc.files.safe_directory import (
-    remove_owned,
-)
+from moc.files.safe_directory import remove_owned
 from moc.store.errors import CheckpointError
-from moc.store.object_storage import storage_at
 from moc.store.ownership import Claim, lives
 from moc.store.reserved_memory import SLOTS_DIRECTORY
 from moc.store.storage import RESERVE_FILE, LocalStorage, lease_remaining_s
-from moc.store.store import Store, find_run
+from moc.store.store import Store, find_run, storage_at
 
 SOCKETS_DIRECTORY = ".sockets"
 """Name of the directory in a user's memory for the sockets of running jobs (:mod:`moc.runtime.socket_directory`).
 
 No run has this name, since the directory of a run ends with two numbers.
 """
+
+SPARE = 2
+"""Buffers in addition to recovery's: one being filled, one being written to storage (MoC-System, section 5.2)."""
 
 _OF_NODE = "-node-"
 _MAX_DIRECTORIES = 100  # names that are tried, since other users can make directories under them
@@ -81,20 +87,6 @@ def memory_paths_of_other_runs(memory_dir: str | Path, job: str, run: str) -> li
         path for home in user_directories(memory_dir) for path in home.iterdir() if path.name.startswith(name)
     )
     return [path for path in paths if not is_memory_of_run(path, Path(f"{name}{run}"))]
-
-
-def find_memory_storage(memory_dir: str | Path, job: str, node: str | None = None) -> LocalStorage:
-    """Returns the memory of the run at a checkpoint address (:func:`memory_storage`), for a program outside of the job.
-
-    Raises:
-        CheckpointError: no run has begun there.
-    """
-    run = find_run(storage_at(job))
-    if run is None:
-        raise CheckpointError(
-            f"no run has begun in {job}. Fix: name the directory or URL of its checkpoints", code="run-unknown"
-        )
-    return memory_storage(memory_dir, job, run.run, node)
 
 
 def user_directory(memory_dir: str | Path) -> Path:
@@ -315,3 +307,118 @@ def _users(path: Path) -> Iterator[int]:
                 yield int(process.name)
         except OSError:  # it has ended, or belongs to another user
             continue
+
+
+def spare_buffers(tier: str) -> int:
+    """Returns the number of a rank's buffers beyond recovery's: with peers, other nodes copy from one more."""
+    return SPARE + (tier == "peers")
+
+
+def most_buffers(kept: int, window: int, spare: int, stores: bool) -> int:
+    """Returns the maximum number of a rank's buffers where memory keeps the snapshots that recovery needs.
+
+    Args:
+        kept: snapshots that recovery needs, at most.
+        window: snapshots of a window.
+        spare: as :func:`spare_buffers`.
+        stores: windows are also written to storage, which may take long to read one of them.
+    """
+    return most_copies(kept, spare) + (window - 1) * stores
+
+
+def most_copies(kept: int, spare: int) -> int:
+    """Returns the maximum number of a rank's snapshots in the memory of a node with copies; arguments as above."""
+    return kept + spare
+
+
+def reserved_bytes(count: int, full: float, snapshot: float | None) -> float:
+    """Returns the bytes of the buffers of :func:`reserved_sizes`."""
+    return full + (full if snapshot is None else snapshot) * (count - 1)
+
+
+def reserved_sizes(count: int, full: int, snapshot: int | None) -> list[int]:
+    """Returns the bytes of each buffer: one for a full snapshot, the others for ``snapshot`` (default: also full)."""
+    return [full] + [full if snapshot is None else snapshot] * (count - 1)
+
+
+class RankMemory(NamedTuple):
+    """Bytes that a rank needs.
+
+    Attributes:
+        own: of each of its buffers.
+        copies: of each copy of its snapshots that another node keeps.
+        small: for manifests and reports.
+        logs: of upstream logs.
+        experts: of each file of experts that its node carries, on the rank that leads the node; otherwise empty.
+    """
+
+    own: Sequence[int]
+    copies: Sequence[int]
+    small: int
+    logs: int
+    experts: Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ReservedMemory:
+    """Bytes that a node needs.
+
+    Attributes:
+        own: of the buffers of its workers.
+        copies: for copies of other nodes' snapshots.
+        small: for manifests and reports.
+        logs: of upstream logs.
+        experts: of carried experts, including copies.
+    """
+
+    own: int
+    copies: int
+    small: int
+    logs: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return sum(dataclasses.astuple(self))
+
+    @classmethod
+    def most(cls, nodes: Iterable[ReservedMemory]) -> ReservedMemory:
+        """Returns the largest of several."""
+        return max(nodes, key=lambda one: one.total)
+
+    @classmethod
+    def of(
+        cls, sizes: Sequence[RankMemory], nodes: Sequence[str], kept: Sequence[Sequence[str]]
+    ) -> dict[str, ReservedMemory]:
+        """Adds up the needs of ranks, by node.
+
+        Args:
+            sizes: by rank.
+            nodes: by rank, the name of its node.
+            kept: by rank, the nodes whose snapshots its node copies; empty without peers.
+        """
+        by_node: dict[str, list[RankMemory]] = {node: [] for node in nodes}
+        for node, one in zip(nodes, sizes, strict=True):
+            by_node[node].append(one)
+        kept_by = dict(zip(nodes, kept, strict=True)) if kept else {}
+        found = {}
+        for node, its in by_node.items():
+            others = kept_by.get(node, ())
+            own, small = sum(sum(one.own) for one in its), sum(one.small for one in its)
+            copies = sum(sum(one.copies) for other in others for one in by_node[other])
+            logs, kept_of = sum(one.logs for one in its), [*its, *(one for other in others for one in by_node[other])]
+            experts = sum(sum(sizes) for one in kept_of for sizes in one.experts.values())
+            found[node] = cls(own, copies, small * (1 + len(others)), logs, experts)
+        return found
+
+    def describe(self) -> str:
+        """Returns a sentence for users."""
+        parts = [f"{self.own / 1e9:.3g} GB for its own snapshots"]
+        if self.copies:
+            parts.append(f"{self.copies / 1e9:.3g} GB for copies of other nodes' snapshots")
+        if self.experts:
+            parts.append(f"{self.experts / 1e9:.3g} GB for experts that newer snapshots lack")
+        if self.logs:
+            parts.append(f"{self.logs / 1e9:.3g} GB for upstream logs")
+        return f"snapshots take {self.total / 1e9:.3g} GB of a node's memory: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""Object storage (S3, S3-compatible stores and Google Cloud Storage, through fsspec), and addresses of storage."""
+"""Object storage: S3, S3-compatible stores and Google Cloud Storage, through fsspec."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import fsspec
 import fsspec.asyn
@@ -20,7 +18,7 @@ import fsspec.asyn
 from moc.files.safe_directory import MAX_MANIFEST_BYTES, RefusedFileError
 from moc.store.errors import CheckpointError, TakenError
 from moc.store.ownership import Claim, Holder, refuse_superseded, successors
-from moc.store.storage import Blob, LocalStorage, Storage
+from moc.store.storage import Blob, Storage
 
 PROTOCOLS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 """Supported URL schemes, and the package that each requires."""
@@ -319,37 +317,3 @@ def _reason(error: Exception) -> str:
         return "there is no such object"
     message = " ".join(str(error).split()) or type(error).__name__
     return next((_REMEDIES[name] for name in causes if name in _REMEDIES), message)
-
-
-_URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
-
-
-def storage_at(address: str | Path, claim: Claim | None = None) -> Storage:
-    """Returns the storage location of an address; nothing is read, written or connected to.
-
-    Args:
-        address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for
-            tests, ``memory://prefix``, which lives in the process.
-        claim: claim under which files are written.
-
-    Raises:
-        CheckpointError: the address is invalid, or its library is not installed.
-    """
-    address = str(address)
-    match = _URL.match(address)
-    if match is None:
-        return LocalStorage(address, claim=claim)
-    if not match[2]:  # pathlib turns s3:// into s3:/, which would become a directory
-        raise CheckpointError(
-            f"{address} is neither a path nor a URL. Fix: write two slashes, as in s3://bucket/prefix",
-            code="address-invalid",
-        )
-    if match[1] != "file":
-        return ObjectStorage(address, claim=claim)
-    parts = urlsplit(address)
-    if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
-        raise CheckpointError(
-            f"{address} is not a directory of this machine. Fix: write file:///path, with three slashes",
-            code="address-invalid",
-        )
-    return LocalStorage(unquote(parts.path), claim=claim)

@@ -1,9 +1,6 @@
-"""Reserves memory in a memory file system: numbers of buffers, and reusable files for snapshots.
+"""Reserves memory in a memory file system: reusable files for snapshots.
 
 The pages of these files are allocated once, so later writes cannot run out of memory.
-
-A policy with windows resumes from several snapshots together.  Memory then holds the newest complete window and the one
-in progress, and storage may be reading another one.  Every other policy has windows of one snapshot.
 """
 
 from __future__ import annotations
@@ -19,9 +16,6 @@ from moc.files.safe_directory import remove_owned
 
 SLOTS_DIRECTORY = "slots"
 """Name of the directory of these files in a memory location."""
-
-SPARE = 2
-"""Buffers in addition to recovery's: one being filled, one being written to storage (MoC-System, section 5.2)."""
 
 
 def allocate_file(path: Path, nbytes: int) -> int:
@@ -106,35 +100,3 @@ def _create_reusable_file(directory: Path, name: str, taken: Collection[Path], n
                 os.close(allocate_file(path, nbytes))
                 break
     return path
-
-
-def spare_buffers(tier: str) -> int:
-    """Returns the number of a rank's buffers beyond recovery's: with peers, other nodes copy from one more."""
-    return SPARE + (tier == "peers")
-
-
-def most_buffers(kept: int, window: int, spare: int, stores: bool) -> int:
-    """Returns the maximum number of a rank's buffers where memory keeps the snapshots that recovery needs.
-
-    Args:
-        kept: snapshots that recovery needs, at most.
-        window: snapshots of a window.
-        spare: as :func:`spare_buffers`.
-        stores: windows are also written to storage, which may take long to read one of them.
-    """
-    return most_copies(kept, spare) + (window - 1) * stores
-
-
-def most_copies(kept: int, spare: int) -> int:
-    """Returns the maximum number of a rank's snapshots in the memory of a node with copies; arguments as above."""
-    return kept + spare
-
-
-def reserved_bytes(count: int, full: float, snapshot: float | None) -> float:
-    """Returns the bytes of the buffers of :func:`reserved_sizes`."""
-    return full + (full if snapshot is None else snapshot) * (count - 1)
-
-
-def reserved_sizes(count: int, full: int, snapshot: int | None) -> list[int]:
-    """Returns the bytes of each buffer: one for a full snapshot, the others for ``snapshot`` (default: also full)."""
-    return [full] + [full if snapshot is None else snapshot] * (count - 1)

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import unquote, urlsplit
 
 from moc.cli_output import print_once
 from moc.errors import cause_of
@@ -20,8 +22,9 @@ from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, RefusedFileError
 from moc.store import manifest as manifests
 from moc.store.errors import CheckpointError, DamagedTensorError
 from moc.store.manifest import FileEntry, Manifest, RankReport, compute_digest
-from moc.store.ownership import term_in
-from moc.store.storage import Blob, Storage
+from moc.store.object_storage import ObjectStorage
+from moc.store.ownership import Claim, term_in
+from moc.store.storage import Blob, LocalStorage, Storage
 
 SUFFIX = ".safetensors"
 
@@ -32,6 +35,8 @@ _HIDDEN_MARK = f"{manifests.MANIFEST_FILE}.superseded"
 _REMOVAL_MARK = f"{manifests.MANIFEST_FILE}.removed"
 
 RUN_FILE = ".run.json"
+
+_URL = re.compile(r"^([a-z][a-z0-9+.-]*):/(/?)")
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -372,6 +377,37 @@ class Store:
         with contextlib.suppress(OSError):
             return self.storage.read(f"{checkpoint_name(iteration)}/{name}")
         return None
+
+
+def storage_at(address: str | Path, claim: Claim | None = None) -> Storage:
+    """Returns the storage location of an address; nothing is read, written or connected to.
+
+    Args:
+        address: a directory (a path or ``file:///path``), or ``s3://bucket/prefix``, ``gs://bucket/prefix``, or, for
+            tests, ``memory://prefix``, which lives in the process.
+        claim: claim under which files are written.
+
+    Raises:
+        CheckpointError: the address is invalid, or its library is not installed.
+    """
+    address = str(address)
+    match = _URL.match(address)
+    if match is None:
+        return LocalStorage(address, claim=claim)
+    if not match[2]:  # pathlib turns s3:// into s3:/, which would become a directory
+        raise CheckpointError(
+            f"{address} is neither a path nor a URL. Fix: write two slashes, as in s3://bucket/prefix",
+            code="address-invalid",
+        )
+    if match[1] != "file":
+        return ObjectStorage(address, claim=claim)
+    parts = urlsplit(address)
+    if parts.netloc not in ("", "localhost") or not parts.path.strip("/"):
+        raise CheckpointError(
+            f"{address} is not a directory of this machine. Fix: write file:///path, with three slashes",
+            code="address-invalid",
+        )
+    return LocalStorage(unquote(parts.path), claim=claim)
 
 
 @dataclass(frozen=True)

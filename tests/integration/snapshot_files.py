@@ -11,10 +11,10 @@ from pathlib import Path
 from benchmarks.live.job import Events
 from moc.events import problems
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import find_memory_storage
 from moc.store.shard_file import MissingTensorError, ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
+from tests.host_memory import find_memory_storage
 from tests.integration.tiny import FLAGS, LAYOUTS, Trained
 from tests.worlds import World, start_world
 

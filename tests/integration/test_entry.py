@@ -13,8 +13,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from moc.errors import codes_in
-from moc.store.object_storage import storage_at
-from moc.store.store import Store
+from moc.store.store import Store, storage_at
 from tests.integration.entry_jobs import (
     BASE,
     EP2,

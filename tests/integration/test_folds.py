@@ -13,9 +13,9 @@ from moc.errors import codes_in
 from moc.recovery.expert_versions import file_of_operator
 from moc.session.helpers import Folds
 from moc.state.operators import Detail
-from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
+from tests.host_memory import find_memory_storage
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, events, node_memory, start, train
 from tests.integration.test_gradients import CLIPPED, GRADIENTS, WAYS

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.live.job import Events
 from moc.recovery.expert_versions import file_of_operator
-from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
+from tests.host_memory import find_memory_storage
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_pec import loaded, saved

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.live.job import Events
 from benchmarks.papers.equations import TARGETS, pec_size
 from moc.sharding import StateBytes
-from moc.store.host_memory import find_memory_storage
 from moc.store.shard_file import ShardReader
 from moc.store.storage import LocalStorage
 from moc.store.store import Store, checkpoint_name
+from tests.host_memory import find_memory_storage
 from tests.integration.snapshot_files import node_memory, start
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import EXPERT_BIAS, FLAGS, LAYOUTS, train

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from moc.state.operators import operator_of
-from moc.store.host_memory import find_memory_storage
 from moc.store.shard_file import read_stored_boxes
 from moc.store.storage import LocalBlob, LocalStorage
 from moc.store.store import Store
+from tests.host_memory import find_memory_storage
 from tests.integration.snapshot_files import events, node_memory
 from tests.integration.test_atomic_save import wait_for
 from tests.integration.tiny import FLAGS, FOUR, LAYOUTS

@@ -7,9 +7,9 @@ import psutil
 import pytest
 
 from benchmarks.live.job import Events
-from moc.store.host_memory import find_memory_storage
 from moc.store.storage import LocalStorage
 from moc.store.store import Store
+from tests.host_memory import find_memory_storage
 from tests.integration.launched import Launched
 from tests.integration.snapshot_files import contents, node_memory, start, train
 from tests.integration.test_sparse import SMALL

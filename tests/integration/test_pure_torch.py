@@ -15,9 +15,9 @@ from benchmarks.live.job import Events
 from moc.inspect import memory
 from moc.session.settings import Settings
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import find_memory_storage
 from moc.store.storage import lease_remaining_s
 from tests import warm
+from tests.host_memory import find_memory_storage
 from tests.worlds import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples" / "pure_torch.py"

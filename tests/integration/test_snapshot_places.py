@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.host_memory import find_memory_storage
+from tests.host_memory import find_memory_storage
 from tests.integration.mounts import mounted
 from tests.integration.snapshot_files import (
     EVERY,

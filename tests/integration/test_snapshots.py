@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moc.session.saving.storage import BEYOND
-from moc.store.reserved_memory import SPARE
+from moc.store.host_memory import SPARE
 from moc.store.store import checkpoint_name, shard_file_name
 from tests.integration.snapshot_files import (
     EVERY,

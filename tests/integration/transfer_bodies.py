@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from moc.session.resume.rank_transfers import Box, perform, transfers
+from moc.session.resume.survivors import Box, perform, transfers
 from moc.state.operators import regions_of_range
 
 SHAPE = (48, 5, 7)

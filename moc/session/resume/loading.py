@@ -17,11 +17,10 @@ from moc.runtime.collectives import gather, synchronize_all
 from moc.session.components import Components
 from moc.session.digests import Verification, named
 from moc.session.engine import Engine, Listener
-from moc.session.resume.rank_transfers import exchange
 from moc.session.resume.reading import AdoptedParts, Damage, Key, SnapshotReader, StorageListing, check_state
 from moc.session.resume.rebuilding import Rebuilder, Repair, position_of, steps_of
 from moc.session.resume.replay import Reached, Replayer
-from moc.session.resume.survivors import LiveState, LocalRemains, Survivors
+from moc.session.resume.survivors import LiveState, LocalRemains, Survivors, exchange
 from moc.session.tokens import TokenTracker
 from moc.state.operators import Detail
 from moc.state.record import Position, StepRecord

@@ -22,9 +22,8 @@ from moc.policy import Policy
 from moc.policy.interval import Interval
 from moc.policy.partial import experts_by_layer
 from moc.policy.token_ledger import TokenLedger
-from moc.recovery.copy_placement import NodeInventory, adopters, to_fetch
 from moc.recovery.gradient_folding import RULES
-from moc.recovery.inventory import Summary, in_storage, look
+from moc.recovery.inventory import NodeInventory, Summary, adopters, in_storage, look, to_fetch
 from moc.recovery.sources import (
     BEFORE,
     COMPUTE,
@@ -42,9 +41,8 @@ from moc.runtime.replica_transfer import snapshots_directory
 from moc.session.auto import AutoState
 from moc.session.engine import Engine, Listener
 from moc.session.peers import Peers
-from moc.session.resume.rank_transfers import saved_elsewhere
 from moc.session.resume.replay import record_of
-from moc.session.resume.survivors import CommitReported, Survivors, publish_what_is_whole
+from moc.session.resume.survivors import CommitReported, Survivors, publish_what_is_whole, saved_elsewhere
 from moc.session.tiers import LOOKING_S, Tiers
 from moc.state.adam import Rules
 from moc.state.operators import Detail, Fragment, UnsupportedStateError, operator_of

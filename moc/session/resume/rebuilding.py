@@ -34,9 +34,9 @@ from moc.runtime.collectives import gather
 from moc.runtime.job import World
 from moc.session.digests import Digests
 from moc.session.engine import Engine, Listener
-from moc.session.resume.rank_transfers import give_to_other_stages
 from moc.session.resume.reading import Damage, Key, Problem, SnapshotReader
 from moc.session.resume.replay import Reached, Replayer, check_freezing, nothing_frozen_after, record_of
+from moc.session.resume.survivors import give_to_other_stages
 from moc.session.tiers import Tiers
 from moc.snapshot.contents import Contents
 from moc.snapshot.saver import Saver

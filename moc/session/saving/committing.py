@@ -1,37 +1,109 @@
-"""Commits snapshots: once all parts are present, one worker writes the manifest that makes the snapshot valid."""
+"""Snapshots in progress, and their commit: once all parts are present, one worker writes the manifest."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, override
+from typing import NamedTuple
 
 from moc.background import GivenUpError, background, with_retries
 from moc.errors import warning, with_code
 from moc.fault_points import reach
 from moc.policy import Policy, SnapshotPlan, recovers_exactly
-from moc.recovery.inventory import retain, whole_in
-from moc.runtime.collectives import first_reported, gather, run_on_all, run_on_rank0
+from moc.recovery.inventory import COPIED, retain, whole_in
+from moc.runtime.collectives import gather, run_on_all, run_on_rank0
 from moc.runtime.job import World
-from moc.session.engine import Listener, PipelineTap
-from moc.session.saving.stage import SnapshotInProgress, started
-from moc.session.saving.storage import StorageStage, StorageTier, tolerable
+from moc.session.engine import Listener
+from moc.session.peers import Copied
 from moc.session.tiers import Tiers
-from moc.session.tokens import TokenTracker
+from moc.snapshot.saver import Snapshot
 from moc.state.operators import Region, operator_of
-from moc.store.errors import CheckpointError
+from moc.store.errors import CheckpointError, InsufficientMemoryError
 from moc.store.header import FileLayout, StoredBox, SubFile, extract_sub_file, read_boxes
 from moc.store.manifest import REPLICAS_KEY, FileEntry, Manifest, RankReport, assemble, compute_digest, replicas_entry
 from moc.store.store import Store, checkpoint_name
 
 _CHUNK = 16 << 20  # bytes per write
+
+
+@dataclass(frozen=True)
+class SnapshotInProgress:
+    """Snapshot that is not yet committed in each of its tiers.
+
+    Attributes:
+        plan: plan of the snapshot.
+        storage: the part that goes to storage; None if nothing does.
+        state: the non-tensor state.
+        snapshot: this worker's part.
+        replicated: done when this node has its copies of other nodes' parts; None without peers.
+        committed: done when the snapshot is committed in storage, or after a failure its files are removed; finished on
+            workers other than rank 0.
+    """
+
+    plan: SnapshotPlan
+    storage: SnapshotPlan | None
+    state: dict
+    snapshot: Snapshot
+    replicated: Future[Copied] | None = None
+    committed: Future[None] | None = None
+
+    @property
+    def iteration(self) -> int:
+        """Iterations completed when it began."""
+        return self.plan.iteration
+
+    @property
+    def state_in_memory(self) -> dict:
+        """The state, with the names of the operators that other nodes receive copies of, if not all."""
+        return self.state if self.plan.remote is None else {**self.state, COPIED: list(self.plan.remote)}
+
+    @property
+    def storage_plan(self) -> SnapshotPlan:
+        """The part that goes to storage, for snapshots that do."""
+        assert self.storage is not None  # only such snapshots reach the stages of storage
+        return self.storage
+
+    @property
+    def out_of_memory(self) -> InsufficientMemoryError | None:
+        """The error if this worker lacked memory for its part; the snapshot is then to be abandoned."""
+        finalized = self.snapshot.finalized
+        error = finalized.exception() if finalized.done() and not finalized.cancelled() else None
+        return error if isinstance(error, InsufficientMemoryError) else None
+
+
+class Failure:
+    """Error of this worker that must end the run; the next all-reduce reports it to the others.
+
+    Attributes:
+        reason: the error with its code, if any is known.
+        sources: functions that return such an error.
+    """
+
+    def __init__(self):
+        self.reason: str | None = None
+        self.sources: list[Callable[[], str | None]] = []
+
+    def find(self) -> str | None:
+        """Returns the first known error, if any; asks all sources until there is one."""
+        self.reason = self.reason or next(filter(None, (source() for source in self.sources)), None)
+        return self.reason
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Context for operations of this worker alone, whose errors must reach all workers."""
+        try:
+            yield
+        except (CheckpointError, OSError) as error:
+            self.reason = with_code(error)
 
 
 class Committer:
@@ -177,121 +249,6 @@ class Committer:
                 "again",
                 code="storage-unwritable",
             ) from error
-
-
-class Removing(StorageStage):
-    """Last stage of a snapshot that could not be saved to storage: removes its files there.
-
-    Args:
-        world: ranks of the job.
-        committer: removes the files, on rank 0.
-        storage: state that storage has and lacks.
-        stops: such a failure ends the run.
-    """
-
-    entry = "snapshot_removed"
-
-    def __init__(self, *, world: World, committer: Committer, storage: StorageTier, stops: bool):
-        super().__init__(world.size)
-        self._world, self._committer, self._storage, self._stops = world, committer, storage, stops
-
-    def begin(self, snapshot: SnapshotInProgress, failed: Future) -> None:
-        """Abandons a snapshot after ``failed`` on some workers; all do so after the same all-reduce.
-
-        Raises:
-            CheckpointError: on all workers, if such a failure ends the run.
-        """
-        error = tolerable(failed)
-        self._storage.problem = first_reported(None if error is None else with_code(error)) or ""
-        if self._stops:
-            raise CheckpointError(self._storage.problem)
-        self._storage.failed(snapshot)
-        removed = _on_rank0(self._world, lambda: self._committer.remove_abandoned(snapshot.iteration))
-        self.queue.append(dataclasses.replace(snapshot, committed=removed))
-
-    @override
-    def work(self, snapshot: SnapshotInProgress) -> Future:
-        return started(snapshot.committed)
-
-    @override
-    def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        return {"snapshot_removed": float(snapshot is not None)}
-
-    @override
-    def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
-        """Forgets the snapshot."""
-
-
-class Committing(StorageStage):
-    """Last stage of a snapshot that all workers have written to storage: commits it there.
-
-    Args:
-        world: ranks of the job.
-        committer: commits it, on rank 0.
-        storage: state that storage has and lacks.
-        tokens: token ledger; None if no policy needs it.
-        tap: logs of the pipeline; None if they depend on the memory tier.
-        removing: stage of snapshots that cannot be committed.
-        pauses_s: pauses before the repetitions of a failed commit.
-    """
-
-    entry = "snapshot_published"
-
-    def __init__(
-        self,
-        *,
-        world: World,
-        committer: Committer,
-        storage: StorageTier,
-        tokens: TokenTracker | None,
-        tap: PipelineTap | None,
-        removing: Removing,
-        pauses_s: Sequence[float],
-    ):
-        super().__init__(world.size)
-        self._world, self._committer, self._storage, self._pauses_s = world, committer, storage, pauses_s
-        self._tokens, self._tap, self._removing = tokens, tap, removing
-
-    def begin(self, snapshot: SnapshotInProgress, amount: int, write_s: float) -> None:
-        """Starts to commit a snapshot of ``amount`` bytes, written in ``write_s`` seconds."""
-        plan, pauses_s = snapshot.storage_plan, self._pauses_s
-        committed = _on_rank0(
-            self._world,
-            lambda: self._committer.commit_in_storage(plan, snapshot.state, amount, write_s, pauses_s),
-        )
-        self.queue.append(dataclasses.replace(snapshot, committed=committed))
-
-    @override
-    def work(self, snapshot: SnapshotInProgress) -> Future:
-        return started(snapshot.committed)
-
-    @override
-    def entries(self, snapshot: SnapshotInProgress | None) -> dict[str, float]:
-        return {
-            "snapshot_published": float(snapshot is not None),
-            "snapshot_unpublished": float(snapshot is not None and self.tolerates(snapshot)),
-        }
-
-    @override
-    def complete(self, snapshot: SnapshotInProgress, totals: Mapping[str, float]) -> None:
-        """Records that storage has the snapshot, or abandons it."""
-        if totals["snapshot_unpublished"]:
-            self._removing.begin(snapshot, self.work(snapshot))
-            return
-        self._storage.committed(snapshot)
-        if self._tap is not None and not self._storage.is_broken(snapshot.plan):
-            self._tap.on_stored(snapshot.plan)
-        if self._tokens is not None:
-            self._tokens.persisted(snapshot.iteration)
-
-
-def _on_rank0(world: World, start: Callable[[], Future]) -> Future:
-    """Starts an operation on rank 0; other ranks return a finished future."""
-    if world.rank == 0:
-        return start()
-    done: Future = Future()
-    done.set_result(None)
-    return done
 
 
 class _Key(NamedTuple):

@@ -18,9 +18,9 @@ from moc.errors import cause_of, warning
 from moc.policy import ObservedIteration, Policy, Transfer
 from moc.policy.token_ledger import TokenDebt
 from moc.session.engine import Listener
-from moc.session.memory import ReservedMemory
 from moc.session.settings import Settings
 from moc.session.tokens import TokenTracker
+from moc.store.host_memory import ReservedMemory
 
 _REPORTED_S = 1e-4  # shorter stalls are counted, but not reported
 

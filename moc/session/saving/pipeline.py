@@ -35,10 +35,9 @@ from moc.session.components import Components
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
 from moc.session.resume.resuming import tidy_storage
-from moc.session.saving.committing import Committing, Removing, copy_to_storage
-from moc.session.saving.copying import Copying, MemoryTier, Replicating, Writing
-from moc.session.saving.reservation import Reservation
-from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress, Stage
+from moc.session.saving.committing import Failure, SnapshotInProgress, copy_to_storage
+from moc.session.saving.memory_tier import MemoryTier, Reservation
+from moc.session.saving.stages import POSITIONS, Committing, Copying, Removing, Replicating, Stage, Writing
 from moc.session.saving.storage import (
     ALL_REDUCES,
     LATE_AFTER,
@@ -261,8 +260,9 @@ class SavingPipeline:
         progress = self._stages.progress()  # before the failures, so that no failed future counts as done
         failed = {"snapshot_failed": float(self._failure.find() is not None)}
         folded = {} if parts.folds is None else parts.folds.contribution()
-        others = parts.tap.contribution() | self.storage.health.contribution() | parts.meter.contribution()
-        return others | parts.digests.contribution() | progress | failed | folded
+        logged = {} if parts.upstream is None else parts.upstream.contribution()
+        others = self.storage.health.contribution() | parts.meter.contribution() | parts.digests.contribution()
+        return others | logged | progress | failed | folded
 
     def receive(self, totals: dict[str, float]) -> None:
         """Receives the totals of an iteration's commit all-reduce."""
@@ -319,7 +319,8 @@ class SavingPipeline:
             parts.peers.quiesce()
         if parts.tiers.memory is not None and self.storage.memory_is_free and parts.tiers.leads_node:
             parts.tiers.memory.remove_all()
-        parts.tap.delete()
+        if parts.upstream is not None:
+            parts.upstream.delete()
         parts.report.end(parts.tokens)
 
     @property
@@ -352,7 +353,8 @@ class SavingPipeline:
         parts.report.stalled(self.storage.begun, parts.meter.receive(totals))
         if totals["snapshot_failed"]:
             raise CheckpointError(first_reported(self._failure.find()))
-        parts.tap.on_totals(totals)
+        if parts.upstream is not None:
+            parts.upstream.on_totals(totals)
         self.storage.health.receive(totals)
         parts.digests.on_totals(totals)
         if parts.folds is not None and (folded := parts.folds.on_totals(totals)):
@@ -490,7 +492,7 @@ def _stages(
         committer=parts.committer,
         storage=storage,
         tokens=parts.tokens,
-        tap=parts.tap if parts.tiers.memory is None else None,
+        upstream=parts.upstream if parts.tiers.memory is None else None,
         removing=removing,
         pauses_s=pauses_s,
     )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple, override
+from typing import NamedTuple
 
 from moc.background import Trouble
 from moc.errors import warning, with_code
@@ -19,7 +19,6 @@ from moc.recovery.inventory import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint, needed
 from moc.session.engine import Listener
 from moc.session.resume.point import ResumePoint
-from moc.session.saving.stage import SnapshotInProgress, Stage
 from moc.session.tiers import LOOKING_S
 from moc.store.errors import CheckpointError, TakenError
 
@@ -88,14 +87,6 @@ def tolerable(future: Future) -> BaseException | None:
     error = future.exception() if future.done() and not future.cancelled() else None
     is_storage = isinstance(error, (CheckpointError, OSError)) and not isinstance(error, TakenError)
     return error if is_storage else None
-
-
-class StorageStage(Stage):
-    """Stage whose work is done in storage: training continues after most of its errors."""
-
-    @override
-    def tolerates(self, snapshot: SnapshotInProgress) -> bool:
-        return tolerable(self.work(snapshot)) is not None
 
 
 class StorageHealth:
@@ -436,12 +427,12 @@ class StorageTier:
         begins = takes and is_of_use and plan.since == plan.iteration
         return self._policy.storage.part_of(plan) if begins or self._goes_since == plan.since else None
 
-    def committed(self, snapshot: SnapshotInProgress) -> None:
-        """Records that a snapshot is in storage."""
-        self.problem, iteration = "", snapshot.iteration
-        self._base_lost = self._base_lost and not snapshot.storage_plan.complete
-        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=True)
-        details = {name: detail.value for name, detail in snapshot.storage_plan.operators.items()}
+    def committed(self, plan: SnapshotPlan) -> None:
+        """Records that storage has its part of a snapshot."""
+        self.problem, iteration = "", plan.iteration
+        self._base_lost = self._base_lost and not plan.complete
+        self._policy.storage.on_write_ended(plan, committed=True)
+        details = {name: detail.value for name, detail in plan.operators.items()}
         self._held[iteration] = AvailableCheckpoint(iteration, STORAGE, details, self._policy.name)
         self.persisted = Persisted.of(self._held.values(), self._policy)
         of_use = needed(self._held.values(), self._policy.operators, recovers_exactly(self._policy), keep=1)
@@ -449,15 +440,21 @@ class StorageTier:
         self.newest = self.persisted.iteration or None
         self.health.on_stored(self.newest)
 
-    def failed(self, snapshot: SnapshotInProgress) -> None:
-        """Records that a snapshot could not be saved to storage, because of :attr:`problem`."""
-        self._policy.storage.on_write_ended(snapshot.storage_plan, committed=False)
-        self.health.failed(snapshot.iteration, self.problem)
+    def failed(self, plan: SnapshotPlan, storage: SnapshotPlan, in_memory: bool) -> None:
+        """Records that a snapshot could not be saved to storage, because of :attr:`problem`.
+
+        Args:
+            plan: plan of the snapshot.
+            storage: the part of it that was to go to storage.
+            in_memory: it also goes to the memory tier, if there is one.
+        """
+        self._policy.storage.on_write_ended(storage, committed=False)
+        self.health.failed(plan.iteration, self.problem)
         self._lacks_due = not self._has_memory_tier
-        if snapshot.iteration == self.begun and not (self._has_memory_tier and snapshot.snapshot.in_memory):
+        if plan.iteration == self.begun and not (self._has_memory_tier and in_memory):
             self.complete = False
-        self._broken_since, self._goes_since = snapshot.plan.since, None
-        if not recovers_exactly(self._policy) and snapshot.storage_plan.complete:
+        self._broken_since, self._goes_since = plan.since, None
+        if not recovers_exactly(self._policy) and storage.complete:
             self._base_lost, self._base_requested = True, False
         if not self._has_memory_tier:
             self._policy.schedule.restart_window()

@@ -1,4 +1,7 @@
-"""Registers sharding rules by name; imports every file in this directory, so that a new rule is one new file."""
+"""Registers sharding rules by name; imports every file in this directory, so that a new rule is one new file.
+
+The built-in rules are in :mod:`moc.sharding.assignment`.
+"""
 
 import importlib
 import pkgutil

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from moc.errors import UserError
-from moc.sharding.save_items import SaveItem
 
-Rule = Callable[[Sequence[SaveItem], Mapping[int, int]], Sequence[int]]
-"""Function from items, and the bytes already assigned to each rank, to the rank that saves each item.
+Rule = Callable[[Sequence[Any], Mapping[int, int]], Sequence[int]]
+"""Function from items (:class:`moc.sharding.SaveItem`), and the bytes already assigned to each rank, to the rank that
+saves each item.
 
 Every rank computes the rule itself, so the result must depend only on the arguments, with ties broken identically on
 all ranks.  A rank missing from the mapping has no bytes assigned yet.

@@ -200,18 +200,6 @@ def test_iteration_may_log_subset_of_keys(make, directory):
         writer.write(KEYS[0], tensor(4, KEYS[0]))
 
 
-def test_log_kinds_have_separate_directories(tmp_path):
-    one, other = (log_directory(tmp_path, 3, kind) for kind in ("logs", "gradients"))
-    writers = [LogWriter(place, ENTRIES, 4 * SLOT, torch.device("cpu"), **WORDS) for place in (one, other)]
-    log(writers[0], 1)
-    log(writers[1], 2)
-    writers[0].delete()
-    assert not one.exists()
-    check(other, 2)
-    writers[1].delete()
-    assert not other.exists()
-
-
 def test_close_keeps_complete_logs_and_delete_removes_all(make, directory):
     log(make(), 1).close()
     assert [path.name for path in directory.rglob("*") if path.is_file()] == [log_path(directory, 1).name]

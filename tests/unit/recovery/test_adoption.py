@@ -1,7 +1,6 @@
 """Which node gives what an absent one had, and what each fetches."""
 
-from moc.recovery.copy_placement import Fetch, NodeInventory, adopters, to_fetch
-from moc.recovery.inventory import Summary
+from moc.recovery.inventory import Fetch, NodeInventory, Summary, adopters, to_fetch
 
 SIZES = dict.fromkeys(("attention", "expert.0", "expert.1"), 8)
 

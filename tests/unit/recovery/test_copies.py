@@ -1,8 +1,8 @@
 """Copies of some operators: what stays of use, what is missing, and what need not come back."""
 
-from moc.recovery.copy_placement import NodeInventory, to_restore
+from moc.recovery.copy_placement import to_restore
 from moc.recovery.expert_versions import copies_of_use, partly_copied, to_copy
-from moc.recovery.inventory import Summary
+from moc.recovery.inventory import NodeInventory, Summary
 from moc.state.operators import Operator
 
 NAMES = [f"layers.0.expert.{e}" for e in range(4)]

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moc.recovery.copy_placement import NodeInventory, Restore, to_restore
-from moc.recovery.inventory import Summary
+from moc.recovery.copy_placement import Restore, to_restore
+from moc.recovery.inventory import NodeInventory, Summary
 from moc.state.operators import Operator
 
 FILES = {"a": 1, "b": 2, "c": 3}

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moc.session.resume.rank_transfers import Box, transfers
+from moc.session.resume.survivors import Box, transfers
 from moc.state.operators import Region, regions_of_range
 
 SHAPE, WIDTH = (6, 5), 4

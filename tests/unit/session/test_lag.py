@@ -17,7 +17,7 @@ from moc.policy import POLICIES, Every, Policy, policy_named
 from moc.session.engine import Listener
 from moc.session.peers import Copied
 from moc.session.resume.point import ResumePoint
-from moc.session.saving import committing, copying, pipeline, reservation
+from moc.session.saving import memory_tier, pipeline, stages
 from moc.session.saving.committing import Committer
 from moc.session.saving.metrics import Meter
 from moc.session.saving.pipeline import SavingPipeline, Stages
@@ -26,7 +26,7 @@ from moc.session.settings import TIERS, Settings
 from moc.state.record import Position
 from moc.state.shape import ModelShape, model_operators
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import SPARE
+from moc.store.host_memory import SPARE
 from tests.cases import each_row
 from tests.shared import ALL
 
@@ -152,7 +152,7 @@ def train(policy: Policy, tier: str, model: Model, rests: list[bool], **more) ->
     parts = SimpleNamespace(
         world=world, policy=policy, tiers=tiers, saver=model, committer=model, meter=Meter(1), folds=None,
         peers=nothing if tier == "peers" else None, tokens=Mock(load={1: [4, 3, 2, 1]}),
-        contents=nothing, tap=nothing, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
+        contents=nothing, upstream=None, report=nothing, hasher=nothing, carriers=nothing, digests=nothing,
     )  # fmt: skip
     flags = Settings("there", ITERATIONS, policy=policy.name, tier=tier, **more)
     saving = SavingPipeline(parts, flags, health, ResumePoint(Position()), lambda at, record: {})
@@ -176,11 +176,11 @@ def test_uncommitted_snapshots_are_at_most_two_more_than_buffers(name, tier, spe
     model, policy = Model(speeds, fails), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
-        patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(copying, "first_reported", lambda reason: reason),
-        patch.object(copying, "gather", lambda mine: [mine]),
-        patch.object(reservation, "gather", lambda mine: [mine]),
-        patch.object(reservation.Reservation, "limits", lambda *_: False),
+        patch.object(memory_tier, "first_reported", lambda reason: reason),
+        patch.object(stages, "first_reported", lambda reason: reason),
+        patch.object(stages, "gather", lambda mine: [mine]),
+        patch.object(memory_tier, "gather", lambda mine: [mine]),
+        patch.object(memory_tier.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
         train(policy, tier, model, rests, max_snapshot_lag=lag)
@@ -204,11 +204,11 @@ def test_buffers_are_bounded_and_memory_shortage_is_harmless(name, tier, speeds,
     model, policy = Model(speeds, fails, lacks), policy_named(name)(OPERATORS, Every(1), **OPTIONS.get(name, {}))
     with (
         patch.object(pipeline, "sum_over_workers", model.all_reduce),
-        patch.object(committing, "first_reported", lambda reason: reason),
-        patch.object(copying, "first_reported", lambda reason: reason),
-        patch.object(copying, "gather", lambda mine: [mine]),
-        patch.object(reservation, "gather", lambda mine: [mine]),
-        patch.object(reservation.Reservation, "limits", lambda *_: False),
+        patch.object(memory_tier, "first_reported", lambda reason: reason),
+        patch.object(stages, "first_reported", lambda reason: reason),
+        patch.object(stages, "gather", lambda mine: [mine]),
+        patch.object(memory_tier, "gather", lambda mine: [mine]),
+        patch.object(memory_tier.Reservation, "limits", lambda *_: False),
         patch.object(Stages, "wait", lambda stages, for_storage: model.wait(stages, for_storage)),
     ):
         saving = train(policy, tier, model, [False])

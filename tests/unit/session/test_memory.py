@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from moc.policy import POLICIES, Every, policy_named
 from moc.policy.expert_selection import ExpertSizes
 from moc.recovery.expert_versions import most_carried
-from moc.session.memory import Now, RankMemory, ReservedMemory, SnapshotWindow, carried_files, next_window, plans_ahead
+from moc.session.memory import Now, SnapshotWindow, carried_files, next_window, plans_ahead
 from moc.simulate.live_costs import host_bytes
 from moc.snapshot.buffer_pool import Rotation
 from moc.state.operators import Detail
 from moc.state.shape import ModelShape, model_operators
-from moc.store.reserved_memory import most_copies, reserved_bytes, spare_buffers
+from moc.store.host_memory import RankMemory, ReservedMemory, most_copies, reserved_bytes, spare_buffers
 from tests.cases import each_row
 from tests.worlds import REPOSITORY
 

@@ -52,11 +52,6 @@ def test_replicas_impossible_at_min_nodes_are_refused(fewest, most):
         assert copies_wanted(most, 6, fewest) == most
 
 
-def test_memory_tier_has_no_peers():
-    in_memory = Settings("nowhere", 1, tier="memory")
-    assert join_peers(in_memory, tiers("0", "1"), FULL, Redundancy(), Carriers(), Said(), again=False) is None
-
-
 def test_peers_under_torchrun_are_refused(monkeypatch):
     monkeypatch.delenv(environment.REPLICA_SERVER, raising=False)
     with raises("launcher-missing", "--ckpt-tier peers", "python -m moc.launch"):

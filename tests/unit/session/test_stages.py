@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from moc.policy import SnapshotPlan
 from moc.session.peers import Copied
-from moc.session.saving.copying import Copying, Replicating, Writing
+from moc.session.saving.committing import Failure, SnapshotInProgress
 from moc.session.saving.pipeline import Stages, totals_at
-from moc.session.saving.stage import POSITIONS, Failure, SnapshotInProgress
+from moc.session.saving.stages import POSITIONS, Copying, Replicating, Writing
 from moc.state.operators import Detail
 from moc.store.errors import CheckpointError, InsufficientMemoryError
 

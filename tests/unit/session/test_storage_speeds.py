@@ -19,7 +19,6 @@ from moc.policy.token_ledger import TokenLedger
 from moc.recovery.inventory import Persisted, Promise, overdue
 from moc.recovery.sources import STORAGE, AvailableCheckpoint
 from moc.session.resume.point import ResumePoint
-from moc.session.saving.stage import SnapshotInProgress
 from moc.session.saving.storage import ALL_REDUCES, OUTSTANDING, StorageHealth, StorageTier
 from moc.state.operators import Detail
 from moc.state.record import Position
@@ -119,36 +118,32 @@ class Run:
             self.policy.on_snapshot(plan, self.ledger.load)
             if storage is not None:
                 self.policy.storage.on_write_begun(storage)
-                self._writes.append(
-                    (SnapshotInProgress(plan, storage, {}, SimpleNamespace(in_memory=self.beside)), self.ledger)
-                )
+                self._writes.append((plan, storage, self.ledger))
                 if plan.since == iteration:
                     self.begun.append(iteration)
-        under_way = self._writes[0][0].plan.iteration if self._writes else None
+        under_way = self._writes[0][0].iteration if self._writes else None
         self.health.passes(iteration, under_way)
         self.lags.append(self.stored.lag(iteration))
         self.health.lags(self.lags[-1])
 
     def _write(self, amount: float) -> None:
         self._written += amount
-        while self._writes and self._written >= size_of(self._writes[0][0].storage):
-            snapshot, ledger = self._writes.popleft()
-            self._written -= size_of(snapshot.storage)
+        while self._writes and self._written >= size_of(self._writes[0][1]):
+            plan, storage, ledger = self._writes.popleft()
+            self._written -= size_of(storage)
             self._number += 1
             in_turn = self.fails_every and self._number % self.fails_every == 0
             if in_turn or self._chance.random() < self.fails:
                 self.stored.problem = "no room"
-                self.stored.failed(snapshot)
+                self.stored.failed(plan, storage, in_memory=self.beside)
                 self._closed_until = self.ledger.iteration + RESTS
                 continue
             before = self.stored.newest
-            self.stored.committed(snapshot)
+            self.stored.committed(storage)
             if self.stored.newest != before:
                 self.advanced.append(self.ledger.iteration)
-            details = {name: detail.value for name, detail in snapshot.storage.operators.items()}
-            self.published.append(
-                (AvailableCheckpoint(snapshot.plan.iteration, STORAGE, details, snapshot.plan.policy), ledger)
-            )
+            details = {name: detail.value for name, detail in storage.operators.items()}
+            self.published.append((AvailableCheckpoint(plan.iteration, STORAGE, details, plan.policy), ledger))
         if not self._writes:
             self._written = 0.0
 

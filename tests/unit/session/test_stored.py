@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 from moc.policy import Capability, SnapshotPlan, StorageSchedule
 from moc.session.resume.point import ResumePoint
-from moc.session.saving.stage import SnapshotInProgress
 from moc.session.saving.storage import StorageHealth, StorageTier
 from moc.state.operators import Detail
 from moc.state.record import Position
@@ -49,10 +48,6 @@ class Storage(StorageSchedule):
 def plan(iteration, complete=True, since=None):
     operators = {one.name: Detail.FULL for one in Policy.operators if complete or one.expert != 0}
     return SnapshotPlan(iteration, "test", operators, complete, since)
-
-
-def in_progress(plan, in_memory=True):
-    return SnapshotInProgress(plan, plan, {}, SimpleNamespace(in_memory=in_memory))
 
 
 def stored(every=5, has_memory_tier=True, policy=None):
@@ -117,7 +112,7 @@ def test_due_snapshot_is_taken_when_storage_works_again():
     policy = Policy()
     there = stored(None, has_memory_tier=False, policy=policy)
     there.begins(plan(4), plan(4))
-    there.failed(in_progress(plan(4)))
+    there.failed(plan(4), plan(4), in_memory=True)
     there.health.receive({"storage_rests": 1.0, "storage_closed": 0.0})
     assert there.plan(5, None, True) == (None, None)
     there.health.receive({"storage_rests": 0.0, "storage_closed": 0.0})
@@ -135,8 +130,8 @@ def test_due_snapshot_is_taken_when_storage_works_again():
 def test_policy_is_notified_of_committed_snapshots():
     policy = Policy()
     there = stored(policy=policy)
-    there.committed(in_progress(plan(5)))
-    there.failed(in_progress(plan(6)))
+    there.committed(plan(5))
+    there.failed(plan(6), plan(6), in_memory=True)
     assert policy.told == [(5, True), (6, False)]
 
 
@@ -144,10 +139,10 @@ def test_storage_is_complete_with_newest_snapshot():
     there = stored()
     assert there.has(0)
     there.begins(plan(4), plan(4))
-    there.committed(in_progress(plan(4)))
+    there.committed(plan(4))
     for complete in (False, True):
         there.begins(plan(5, complete), plan(5, complete))
-        there.committed(in_progress(plan(5, complete)))
+        there.committed(plan(5, complete))
         assert there.newest == 5 and there.has(5) == complete
 
 
@@ -157,21 +152,21 @@ def test_failure_without_memory_starts_new_window(has_memory_tier):
     there, lost = stored(5 if has_memory_tier else None, has_memory_tier, policy), plan(6, False, since=5)
     there.begins(lost, lost)
     there.problem = "no room"
-    there.failed(in_progress(lost))
+    there.failed(lost, lost, in_memory=True)
     assert there.is_broken(plan(7, since=5)) and not there.is_broken(plan(8))
     assert policy.anew == (not has_memory_tier)
     assert there.newest is None and there.problem == "no room"
-    there.committed(in_progress(plan(8)))
+    there.committed(plan(8))
     assert there.newest == 8 and not there.problem
 
 
 def test_partial_snapshots_need_one_full_snapshot():
     policy = Policy()
     there = stored(policy=policy)
-    there.failed(in_progress(plan(5)))
+    there.failed(plan(5), plan(5), in_memory=True)
     there.request_base(5)
     assert policy.asked == 0  # storage rests after its failure
-    there.committed(in_progress(plan(7, complete=False)))
+    there.committed(plan(7, complete=False))
     assert there.newest is None
     for _ in range(2):
         there.request_base(7)
@@ -179,5 +174,5 @@ def test_partial_snapshots_need_one_full_snapshot():
     assert there.part_of(plan(8, complete=False), True) is None  # partial ones wait for it
     assert there.part_of(plan(9), True) == plan(9)
     there.begins(plan(9), plan(9))
-    there.committed(in_progress(plan(9)))
+    there.committed(plan(9))
     assert there.newest == 9

@@ -27,7 +27,7 @@ from moc.simulate.live_costs import (
 from moc.simulate.planner import PlanLimits, best_of, keeps_to
 from moc.simulate.policy_costs import Strategy
 from moc.simulate.sizes import full_sizes
-from moc.store.reserved_memory import spare_buffers
+from moc.store.host_memory import spare_buffers
 from tests.cases import each_row
 from tests.errors import raises
 from tests.unit.simulate.setups import OPERATORS

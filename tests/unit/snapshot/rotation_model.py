@@ -21,9 +21,9 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from moc.policy.windows import kept_of_windows
-from moc.session.saving.stage import POSITIONS
+from moc.session.saving.stages import POSITIONS
 from moc.snapshot.buffer_pool import Rotation, Slot
-from moc.store.reserved_memory import most_copies
+from moc.store.host_memory import most_copies
 
 COPYING, COPIED, WHOLE, TORN = "copying", "copied", "whole", "torn"  # how far the content of a buffer is
 NOTHING = (-1, TORN)

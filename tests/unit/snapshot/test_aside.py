@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from moc.session.saving import copying
-from moc.session.saving.copying import SWITCH_S, Aside, share_interpreter
+from moc import background
+from moc.background import SWITCH_S, Aside, share_interpreter
 
 ALL = os.sched_getaffinity(0)
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="there is no other processor")
@@ -36,7 +36,7 @@ def process():
 
 @pytest.fixture
 def trains_on(monkeypatch):
-    return lambda processor: monkeypatch.setattr(copying, "_processor", lambda: processor)
+    return lambda processor: monkeypatch.setattr(background, "_processor", lambda: processor)
 
 
 def test_snapshot_threads_leave_training_core(trains_on):
@@ -89,7 +89,7 @@ def test_processor_is_that_of_calling_thread():
 
     def look():
         os.sched_setaffinity(0, {max(ALL)})  # this thread alone
-        found.append(copying._processor())
+        found.append(background._processor())
 
     one = threading.Thread(target=look)
     one.start()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moc.store.object_storage import ObjectStorage, storage_at
+from moc.store.object_storage import ObjectStorage
 from moc.store.storage import LocalStorage
+from moc.store.store import storage_at
 from tests.cases import each_row
 from tests.errors import only_code, raises
 
@@ -53,7 +54,7 @@ def test_invalid_address_is_refused(address, remedy):
 @pytest.mark.parametrize("address, library", [("s3://b/r", "s3fs"), ("gs://b/r", "gcsfs")])
 def test_missing_library_is_named(address, library):
     without = (
-        f"import sys; sys.modules[{library!r}] = None; from moc.store.object_storage import storage_at\n"
+        f"import sys; sys.modules[{library!r}] = None; from moc.store.store import storage_at\n"
         f"from moc.cli_output import refused\ntry:\n    storage_at({address!r})\nexcept Exception as error:\n"
         "    refused('it', error)"
     )

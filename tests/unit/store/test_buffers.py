@@ -48,14 +48,6 @@ def test_bytes_and_tensors_share_memory(tmp_path):
     assert (tmp_path / "buffer").stat().st_mode & 0o777 == 0o600
 
 
-def test_views_are_contiguous():
-    buffer = HostBuffer(64)
-    first, second = buffer.views(8, [4, 12], torch.float32)
-    first.fill_(1)
-    second.fill_(2)
-    assert buffer.view(4, 28, torch.float32).tolist() == [0, 1, 2, 2, 2, 0]
-
-
 def test_close_removes_only_its_own_name(tmp_path):
     buffer = HostBuffer(16, tmp_path / "buffer")
     buffer.memory[:4] = b"kept"

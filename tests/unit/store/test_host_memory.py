@@ -12,7 +12,6 @@ from moc.store.errors import CheckpointError
 from moc.store.host_memory import (
     SOCKETS_DIRECTORY,
     Leftover,
-    find_memory_storage,
     give_back,
     leftover,
     leftovers,
@@ -28,6 +27,7 @@ from moc.store.storage import LocalStorage
 from moc.store.store import Run, Store, begin_run, find_run, record_run
 from tests.cases import each_row
 from tests.errors import raises
+from tests.host_memory import find_memory_storage
 from tests.unit.store.test_store import saved
 from tests.unit.store.turns import in_turns
 

@@ -18,7 +18,7 @@ from moc.inspect import summary, verify
 from moc.recovery.inventory import look
 from moc.store import dense_files
 from moc.store.errors import CheckpointError
-from moc.store.host_memory import find_memory_storage, leftovers, memory_storage, remove_leftover, user_directory
+from moc.store.host_memory import leftovers, memory_storage, remove_leftover, user_directory
 from moc.store.ownership import Claim, Fence
 from moc.store.storage import LocalStorage, record_lease, renew_lease
 from moc.store.store import Run, Store, begin_run, record_run
@@ -76,7 +76,6 @@ def saves_densely(ckpt, memory):
 
 
 def uses_memory(ckpt, memory):
-    find_memory_storage(memory, str(ckpt))
     place = memory_storage(memory, str(ckpt), RUN, claim=TAKES)
     store = Store(place, allows_slack=True)
     look(store)

@@ -1,4 +1,6 @@
-"""Allocates the memory of snapshots before training needs it: buffers, copies, files of experts, manifests and logs.
+"""Snapshots in memory: their commit and release, and the allocation of their memory before training needs it.
+
+Allocated are buffers, copies, files of experts, manifests and logs.
 
 A longer window needs more memory.  Before one begins, the workers agree on the longest that fits.
 """
@@ -6,6 +8,7 @@ A longer window needs more memory.  Before one begins, the workers agree on the 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import shutil
 import socket
@@ -17,24 +20,28 @@ from typing import NamedTuple
 import psutil
 
 from moc.errors import code_of
+from moc.fault_points import reach
 from moc.policy import Capability, Load, SnapshotPlan, full_plan
-from moc.runtime.collectives import gather, run_on_all
+from moc.runtime.collectives import first_reported, gather, run_on_all
 from moc.session.components import Components
-from moc.session.helpers import experts_of
+from moc.session.helpers import Carrying, experts_of
 from moc.session.memory import (
     Now,
-    RankMemory,
-    ReservedMemory,
     SnapshotWindow,
     bytes_of_experts,
     carried_files,
     next_window,
     trial_of,
 )
+from moc.session.resume.point import ResumePoint
+from moc.session.resume.survivors import StartedSnapshot
+from moc.session.saving.committing import Failure, SnapshotInProgress
+from moc.session.saving.storage import StorageTier
 from moc.session.settings import Settings
 from moc.snapshot.buffer_pool import Rotation
 from moc.store.errors import CheckpointError, InsufficientMemoryError
-from moc.store.reserved_memory import SLOTS_DIRECTORY, most_copies, reserve_files, reserved_sizes, spare_buffers
+from moc.store.host_memory import RankMemory, ReservedMemory, most_copies, reserved_sizes, spare_buffers
+from moc.store.reserved_memory import SLOTS_DIRECTORY, reserve_files
 from moc.store.storage import RESERVE_FILE as SPARE_NAME
 from moc.store.storage import SpaceReserve
 
@@ -70,7 +77,7 @@ class Reservation:
     def __init__(self, parts: Components, settings: Settings, recovered: Iterable[int] = ()):
         self._world, self._policy, self._tiers = parts.world, parts.policy, parts.tiers
         self._contents, self._saver, self._peers = parts.contents, parts.saver, parts.peers
-        self._tokens, self._tap, self._report = parts.tokens, parts.tap, parts.report
+        self._tokens, self._upstream, self._report = parts.tokens, parts.upstream, parts.report
         self._directory, self._tier = settings.memory_dir, "peers" if parts.peers is not None else settings.tier
         self.rotation = Rotation.of(
             spare_buffers(self._tier),
@@ -201,7 +208,7 @@ class Reservation:
         kept = reserved_sizes(count, full.nbytes, window.snapshot) if count else []
         each = _SMALL * full.header_bytes + _STATE * self._state + _ROUNDED
         small = each * len(own) * rotation.keep
-        logs = self._tap.bytes_for(_logged(window))
+        logs = 0 if self._upstream is None else self._upstream.bytes_for(_logged(window))
         ranks = [RankMemory._make(one) for one in gather(RankMemory(own, kept, small, logs, self._experts))]
         nodes = ReservedMemory.of(ranks, self._tiers.nodes, [] if self._peers is None else gather(self._peers.kept))
         return _Needed(window, ranks, nodes)
@@ -235,7 +242,8 @@ class Reservation:
         recovered = len(self.rotation.slots)
         for number, nbytes in enumerate(ranks[rank].own[recovered:], recovered):
             self._saver.reserve(number, nbytes)
-        self._tap.reserve(_logged(needed.window))
+        if self._upstream is not None:
+            self._upstream.reserve(_logged(needed.window))
         try:
             if self._peers is not None:
                 self._peers.reserve(ranks, self._small, node.index(rank), len(node), tidies)
@@ -252,3 +260,115 @@ class Reservation:
 def _logged(window: SnapshotWindow) -> int:
     """Returns the number of iterations with upstream logs: a complete window, and the current one."""
     return 2 * window.length
+
+
+class MemoryTier:
+    """Snapshots in memory: their buffers, their commits on this node, and their release.
+
+    Without a memory tier, only the buffers.  Every worker calls every method.
+
+    Args:
+        parts: components of the generation.
+        reservation: buffers, and the memory that they take.
+        storage: state that storage has and lacks.
+        failure: receives the errors of this worker.
+        start: point where the run resumes.
+
+    Attributes:
+        carrying: carries experts from older snapshots.
+        newest: the newest snapshot that is durable in memory; None if there is none yet.
+        begun: recent snapshots by iteration, kept in case the committing worker or a writer dies.
+        dependent: iterations of snapshots that need an abandoned one.
+    """
+
+    def __init__(
+        self,
+        parts: Components,
+        *,
+        reservation: Reservation,
+        storage: StorageTier,
+        failure: Failure,
+        start: ResumePoint,
+    ):
+        self._parts, self._reservation, self._storage, self._failure = parts, reservation, storage, failure
+        self.carrying = Carrying(parts.tiers, parts.policy, parts.carriers, parts.folds)
+        self.newest: SnapshotInProgress | None = None
+        self.begun = dict(start.begun)
+        self.dependent: set[int] = set()
+        self._superseded: int | None = None  # memory supersedes snapshots before this iteration
+
+    def remember(self, snapshot: SnapshotInProgress) -> None:
+        """Adds a snapshot to :attr:`begun`, and drops the oldest."""
+        self.begun[snapshot.iteration] = StartedSnapshot(dict(snapshot.plan.operators), snapshot.state_in_memory)
+        # two windows, and those still being copied
+        most = 2 * self._parts.policy.schedule.window_length + self._reservation.rotation.spare
+        for older in sorted(self.begun)[:-most]:
+            del self.begun[older]
+
+    def commit(self, snapshot: SnapshotInProgress) -> None:
+        """Commits the parts of this node's workers in its memory, on the worker that leads it.
+
+        Until the next all-reduce, no worker may overwrite the previous snapshot.
+        """
+        tiers = self._parts.tiers
+        if tiers.memory is not None and tiers.leads_node:
+            with self._failure.remembering():
+                part = snapshot.snapshot.finalized.result()
+                self._parts.committer.commit_in_memory(snapshot.plan, snapshot.state_in_memory, part)
+            self.carrying.committed(snapshot.iteration)
+        reach("snapshot_committed")
+
+    def is_durable(self, snapshot: SnapshotInProgress) -> None:
+        """Records that the snapshot is durable on all workers, so that older ones are no longer needed."""
+        parts, iteration = self._parts, snapshot.iteration
+        self._reservation.rotation = self._reservation.rotation.complete(iteration)
+        if parts.tokens is not None:
+            parts.tokens.snapshotted(iteration)
+        if parts.tiers.memory is not None:
+            if snapshot.plan.supersedes is not None:
+                self._superseded = snapshot.plan.supersedes
+            self.newest = snapshot
+            if parts.upstream is not None:
+                parts.upstream.on_stored(snapshot.plan)
+
+    def release_superseded(self) -> None:
+        """Releases superseded snapshots; an all-reduce has passed since the newest commit, so all nodes have it."""
+        parts = self._parts
+        if self._superseded is not None and parts.tiers.leads_node:
+            with self._failure.remembering():
+                self.carrying.release_before(self._superseded)
+                if parts.peers is not None:
+                    parts.peers.release_before(self._superseded)
+            with contextlib.suppress(OSError):  # another process has the memory: a later call tries again
+                self._reservation.fill_spare()
+        self._superseded = None
+
+    def abandon(self, snapshot: SnapshotInProgress, later: Iterable[SnapshotInProgress] = ()) -> None:
+        """Abandons a snapshot because a worker lacks memory; earlier durable snapshots stay.
+
+        If a state is spread over several snapshots, the others of its window are abandoned, too.  So are those of
+        ``later``, begun since then, which may need it.
+        """
+        parts, iteration, before = self._parts, snapshot.iteration, self._reservation.rotation
+        if error := first_reported(str(snapshot.out_of_memory or "") or None):
+            parts.report.abandoned(iteration, error)
+        self._storage.abandoned(snapshot.plan)
+        if iteration in self.dependent:
+            self.dependent.remove(iteration)
+        else:
+            parts.policy.schedule.restart_window()
+            if Capability.WINDOWS in parts.policy.requires:
+                ended = before.newest_end(iteration)
+                self.dependent = {other.iteration for other in later if other.iteration > ended}
+        self.begun.pop(iteration, None)
+        if not snapshot.snapshot.in_memory:
+            return
+        self._reservation.rotation = before.abandon(iteration)
+        memory = parts.tiers.memory
+        if memory is not None and parts.tiers.leads_node:
+            with self._failure.remembering():
+                for released in before.in_use() - self._reservation.rotation.in_use():
+                    memory.remove(released)
+                    if parts.peers is not None:
+                        parts.peers.remove(released)
+                self.carrying.abandoned(iteration)
