@@ -13,10 +13,10 @@ import time
 
 def take_as_long(seconds: float) -> None:
     """Delays each training micro batch, except dummy micro batches, by ``seconds``."""
-    from megatron.pretraining.elastic.moe_layer import ElasticTurns
-    from megatron.pretraining.engine.schedule import Turns
+    from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
+    from megatron.pretraining.engine.schedule import MicroBatchHooks
 
-    take, take_elastic = Turns.take, ElasticTurns.take
+    take, take_elastic = MicroBatchHooks.take, ElasticMicroBatchHooks.take
 
     def slept(self, compute):
         time.sleep(seconds)
@@ -27,7 +27,7 @@ def take_as_long(seconds: float) -> None:
             time.sleep(seconds)
         return take_elastic(self, compute)
 
-    Turns.take, ElasticTurns.take = slept, slept_unless_ghost
+    MicroBatchHooks.take, ElasticMicroBatchHooks.take = slept, slept_unless_ghost
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def tell_routes(directory: Path) -> None:
     """Makes this worker, and workers forked from it, record the routing of tokens."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron.pretraining.elastic.moe_layer import ElasticTurns
+    from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
 
-    take, routing, now = ElasticTurns.take, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
+    take, routing, now = ElasticMicroBatchHooks.take, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
 
     def taken(self, compute):
         now["iteration"] = self._iteration + 1
@@ -45,7 +45,7 @@ def tell_routes(directory: Path) -> None:
             file.write(json.dumps(told) + "\n")
         return probs, chosen
 
-    ElasticTurns.take, TopKRouter.routing = taken, routed
+    ElasticMicroBatchHooks.take, TopKRouter.routing = taken, routed
 
 
 def tell_times(directory: Path) -> None:

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, u
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron.pretraining.elastic.groups import dispatch_group, exchange_group
-from megatron.pretraining.engine.schedule import Turns
+from megatron.pretraining.engine.schedule import MicroBatchHooks
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.dispatch import Capacities, Exchange, exchange_of_rank
@@ -339,7 +339,7 @@ def _starts(sizes: numpy.ndarray) -> numpy.ndarray:
     return (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
 
 
-class ElasticTurns(Turns):
+class ElasticMicroBatchHooks(MicroBatchHooks):
     """Hooks that seed random streams for each micro batch, and mark dummy micro batches in the layers.
 
     A dummy's tokens reach no router and no expert, and its loss is 0: it only takes part in the collectives of other

@@ -178,7 +178,7 @@ class Rebalancer(Callback):
 
         Plans for other workers or slots are ignored.
         """
-        placed = self._engine.placed
+        placed = self._engine.loaded_plans
         if placed is not None and placed != self._replicas.plans and fit(placed, self._replicas.plans):
             with moving():
                 self._replicas.move_to(placed)

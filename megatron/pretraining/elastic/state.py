@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.pretraining.config import Config, ConfigError, why_anew
 from megatron.pretraining.elastic.membership import Guests, ReplicaCounts, hand_over, is_settled, migrate, settle
-from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticTurns, elastic_layers
+from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticMicroBatchHooks, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
@@ -108,8 +108,8 @@ class ElasticState:
         move = partial(hand_over, config, self.replicas, self.shards, engine, session, log)
         return (Guests(parts.world, move), rebalancer)
 
-    def turns(self, seed: int, topology: Topology) -> ElasticTurns:
-        return ElasticTurns(seed, topology, self.layers)
+    def micro_batch_hooks(self, seed: int, topology: Topology) -> ElasticMicroBatchHooks:
+        return ElasticMicroBatchHooks(seed, topology, self.layers)
 
 
 def announce_restarts(config: Config, log: EventRecorder) -> None:

@@ -144,7 +144,7 @@ class Shards:
 
     def take(self, cut: ShardAssignment) -> None:
         """Puts another assignment in force without moving state: blocks that this worker keeps are unchanged."""
-        self._optimizer.hold(cut.holders)
+        self._optimizer.set_holders(cut.holders)
         self.cut, self.awaited, self._arrived = cut, None, {}
 
     def move_to(self, cut: ShardAssignment) -> int:
@@ -203,7 +203,7 @@ class Shards:
 
     def _slices(self) -> Iterator[tuple[int, OwnedSlice]]:
         """Returns numbers and states of the blocks held here."""
-        return zip(self._optimizer.held, owned_slices(self._optimizer), strict=True)
+        return zip(self._optimizer.shards, owned_slices(self._optimizer), strict=True)
 
     def _nbytes(self, numel: int) -> int:
         """Returns the bytes of a block's state: master weights, moments, and the update count."""
