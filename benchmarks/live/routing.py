@@ -34,7 +34,7 @@ def tell_routes(directory: Path) -> None:
 
     def taken(self, compute):
         now["iteration"] = self._iteration + 1
-        now["micro_batch"] = self._topology.number(self._turn)
+        now["micro_batch"] = self._topology.number(self._round)
         return take(self, compute)
 
     def routed(self, logits, padding_mask=None):

@@ -39,27 +39,29 @@ def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     shards = {
         expert: _flat(gradient_views(mlp.parameters())).tensor_split(len(experts.holders[expert]))
-        for expert, mlp in experts.held()
+        for expert, mlp in experts.assigned()
         if len(experts.holders[expert]) > 1
     }
     dtype, device = _kind(experts)
 
-    def mine(expert: int) -> torch.Tensor:
+    def local_shard(expert: int) -> torch.Tensor:
         return shards[expert][experts.holders[expert].index(rank)]
 
-    def with_(other: int) -> list[int]:
-        return [expert for expert in shards if other in experts.holders[expert]]
+    def shared_with(peer: int) -> list[int]:
+        return [expert for expert in shards if peer in experts.holders[expert]]
 
-    sent = [[shards[e][experts.holders[e].index(other)] for e in with_(other)] for other in ranks]
-    received = _swapped(sent, [[mine(e).numel() for e in with_(other)] for other in ranks], group, dtype, device)
-    copies = {e: [received[holder][with_(holder).index(e)] for holder in experts.holders[e]] for e in shards}
-    sums = {expert: _added(parts) for expert, parts in copies.items()}
-    back = [[sums[e] for e in with_(other)] for other in ranks]
-    wanted = [[one.numel() for one in of_rank] for of_rank in sent]
-    whole = _swapped(back, wanted, group, dtype, device)
-    for expert, mlp in experts.held():
+    sent = [[shards[e][experts.holders[e].index(peer)] for e in shared_with(peer)] for peer in ranks]
+    received = _swapped(
+        sent, [[local_shard(e).numel() for e in shared_with(peer)] for peer in ranks], group, dtype, device
+    )
+    copies = {e: [received[holder][shared_with(holder).index(e)] for holder in experts.holders[e]] for e in shards}
+    sums = {expert: _sum_in_order(parts) for expert, parts in copies.items()}
+    returned = [[sums[e] for e in shared_with(peer)] for peer in ranks]
+    sizes = [[shard.numel() for shard in of_rank] for of_rank in sent]
+    summed = _swapped(returned, sizes, group, dtype, device)
+    for expert, mlp in experts.assigned():
         if expert in shards:
-            parts = [whole[holder][with_(holder).index(expert)] for holder in experts.holders[expert]]
+            parts = [summed[holder][shared_with(holder).index(expert)] for holder in experts.holders[expert]]
             _fill(gradient_views(mlp.parameters()), torch.cat(parts))
 
 
@@ -83,7 +85,7 @@ def _fill(tensors: list[torch.Tensor], values: torch.Tensor) -> None:
         tensor.view(-1).copy_(part)
 
 
-def _added(parts: list[torch.Tensor]) -> torch.Tensor:
+def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -105,7 +107,7 @@ def count_once(layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer) -> 
     """Counts an expert in norms only on its first holder, and excludes unused slots from training."""
     rank, first = dist.get_rank(exchange_group()), set()
     for layer in layers:
-        for expert, mlp in layer.experts.held():
+        for expert, mlp in layer.experts.assigned():
             if layer.experts.holders[expert][0] == rank:
                 first |= set(mlp.parameters())
     for parameter, master in _of_experts(optimizer):
