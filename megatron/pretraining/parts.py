@@ -221,7 +221,7 @@ class WorkerParts:
         """Closes the interrupted session and resets everything except the state to between iterations."""
         self.met(loss)
         if self.checkpoints is not None:
-            self.saved = max(self.saved, self.checkpoints.published)
+            self.saved = max(self.saved, self.checkpoints.last_committed)
             self.checkpoints.close()
         if self.session is not None:
             self.session.interrupt()

@@ -285,9 +285,9 @@ class StockCheckpoints(Saves):
         with self._saving_to(staging, iteration):
             self.together(finalize, *_WRITES)
 
-    def publish(self, root: Path, iteration: int) -> None:
+    def commit(self, root: Path, iteration: int) -> None:
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
-        super().publish(root, iteration)
+        super().commit(root, iteration)
         final = str(dense_files.checkpoint_path(root, iteration))
         if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()
