@@ -27,22 +27,22 @@ _PER_GROUP = 2  # experts whose scores sum to a group's in transformers; topk //
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     values = common.read_common_options(config, _EXPERTS, _FIXED, partial=0.5)
-    width = common.whole(config, "moe_intermediate_size")
+    width = common.required_integer(config, "moe_intermediate_size")
     factor = common.required_number(config, "routed_scaling_factor", 1.0)
-    dense = common.whole(config, "first_k_dense_replace", 1, least=0)
+    dense = common.required_integer(config, "first_k_dense_replace", 1, minimum=0)
     return (
         values
         | ({} if factor == 1 else dict(moe_router_topk_scaling_factor=factor))
         | _groups_of(config, values["moe_router_topk"])
         | dict(
-            ffn_hidden_size=common.whole(config, "intermediate_size"),
+            ffn_hidden_size=common.required_integer(config, "intermediate_size"),
             moe_ffn_hidden_size=width,
-            moe_shared_expert_intermediate_size=width * common.whole(config, "n_shared_experts", 1),
+            moe_shared_expert_intermediate_size=width * common.required_integer(config, "n_shared_experts", 1),
             moe_layer_freq=common.layer_freq([int(layer >= dense) for layer in range(values["num_layers"])]),
             moe_router_enable_expert_bias=True,
             moe_router_dtype="fp32",
-            qk_layernorm=common.yes(config, "use_qk_norm", False),
-            add_qkv_bias=common.yes(config, "attention_bias", False),
+            qk_layernorm=common.read_switch(config, "use_qk_norm", False),
+            add_qkv_bias=common.read_switch(config, "attention_bias", False),
         )
     )
 
@@ -93,8 +93,8 @@ def shared_width(model: Model) -> int:
 
 
 def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
-    groups, selected = common.whole(config, "n_group", 1), common.whole(config, "topk_group", 1)
-    if common.yes(config, "norm_topk_prob", True) != (chosen > 1):
+    groups, selected = common.required_integer(config, "n_group", 1), common.required_integer(config, "topk_group", 1)
+    if common.read_switch(config, "norm_topk_prob", True) != (chosen > 1):
         raise common.unsupported(
             "norm_topk_prob",
             config.get("norm_topk_prob", True),

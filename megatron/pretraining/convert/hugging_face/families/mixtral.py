@@ -28,7 +28,7 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
-    width = common.whole(config, "intermediate_size")
+    width = common.required_integer(config, "intermediate_size")
     values = common.read_common_options(config, _EXPERTS, _FIXED, theta=1e6)
     return values | common.softmax_router(config, True) | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
 

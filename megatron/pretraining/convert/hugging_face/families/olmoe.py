@@ -30,13 +30,13 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
-    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
-    common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
-    width = common.whole(config, "intermediate_size")
+    common.require_only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    common.require_only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
+    width = common.required_integer(config, "intermediate_size")
     values = common.read_common_options(config, _EXPERTS, _FIXED)
     if values["kv_channels"] * values["num_attention_heads"] != values["hidden_size"]:
         raise common.unsupported("head_dim", values["kv_channels"], "heads of this family make up hidden_size")
-    values |= common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+    values |= common.softmax_router(config, common.read_switch(config, "norm_topk_prob", False))
     return values | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
 
 

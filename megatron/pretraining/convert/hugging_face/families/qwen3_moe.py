@@ -26,10 +26,10 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
-    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    common.require_only(config, "attention_bias", False, "biases of all attention layers are not supported")
     return (
         common.read_common_options(config, _EXPERTS, _FIXED)
-        | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+        | common.softmax_router(config, common.read_switch(config, "norm_topk_prob", False))
         | common.dense_and_sparse(config)
     )
 
