@@ -16,7 +16,7 @@ def take_as_long(seconds: float) -> None:
     from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
     from megatron.pretraining.engine.schedule import MicroBatchHooks
 
-    take, take_elastic = MicroBatchHooks.take, ElasticMicroBatchHooks.take
+    take, take_elastic = MicroBatchHooks.run_micro_batch, ElasticMicroBatchHooks.run_micro_batch
 
     def slept(self, compute):
         time.sleep(seconds)
@@ -27,7 +27,7 @@ def take_as_long(seconds: float) -> None:
             time.sleep(seconds)
         return take_elastic(self, compute)
 
-    MicroBatchHooks.take, ElasticMicroBatchHooks.take = slept, slept_unless_ghost
+    MicroBatchHooks.run_micro_batch, ElasticMicroBatchHooks.run_micro_batch = slept, slept_unless_ghost
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def tell_routes(directory: Path) -> None:
 
     from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
 
-    take, routing, now = ElasticMicroBatchHooks.take, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
+    take, routing, now = ElasticMicroBatchHooks.run_micro_batch, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
 
     def taken(self, compute):
         now["iteration"] = self._iteration + 1
@@ -45,7 +45,7 @@ def tell_routes(directory: Path) -> None:
             file.write(json.dumps(told) + "\n")
         return probs, chosen
 
-    ElasticMicroBatchHooks.take, TopKRouter.routing = taken, routed
+    ElasticMicroBatchHooks.run_micro_batch, TopKRouter.routing = taken, routed
 
 
 def tell_times(directory: Path) -> None:

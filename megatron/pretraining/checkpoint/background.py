@@ -229,7 +229,7 @@ class Saves(ABC):
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
 
-    def together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
+    def finalize_together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
         """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all.
 
         Args:
@@ -284,6 +284,6 @@ class Saves(ABC):
 
 
 def _fence(config: Config, world: World) -> Fence | None:
-    """Returns the fence that guards this generation's saves; neither reads nor writes anything yet."""
+    """Returns the fence that guards this generation's saves; does not read or write files."""
     save = config.checkpoint.save
     return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

@@ -104,7 +104,7 @@ def training_state(
 def grad_scaler_state(optimizer: CommitOptimizer) -> dict | None:
     """Returns fp16's loss scale and its history, as values of JSON; None without one."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
-    return _plain(scalers[0].state_dict()) if scalers else None
+    return _to_json_values(scalers[0].state_dict()) if scalers else None
 
 
 def restore_grad_scaler(optimizer: CommitOptimizer, saved: dict | None) -> None:
@@ -315,7 +315,7 @@ def sample_order(config: Config, world: World) -> dict:
     return settings
 
 
-def _plain(state: dict) -> dict:
+def _to_json_values(state: dict) -> dict:
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 

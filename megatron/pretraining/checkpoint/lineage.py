@@ -215,8 +215,8 @@ def _refuse_unknown(directory: Directory | None, command: Command) -> None:
 
 def beginning(load: str | None, save: str | None, pretrained: str | None, finetune: bool) -> str:
     """Returns the flags of a beginning at a checkpoint of another run; empty without one.  Reads no directory."""
-    named = [None if path is None else Directory(os.path.abspath(path)) for path in (load, save, pretrained)]
-    return Command(named[0], named[1], named[2], finetune=finetune).origin
+    directories = [None if path is None else Directory(os.path.abspath(path)) for path in (load, save, pretrained)]
+    return Command(directories[0], directories[1], directories[2], finetune=finetune).origin
 
 
 def check_beginning(command: Command, own_beginning: str, recorded: str | None) -> None:
@@ -231,10 +231,10 @@ def check_beginning(command: Command, own_beginning: str, recorded: str | None) 
         CheckpointError: it began in another way, so its state would replace the checkpoint that the command names.
     """
     directories = [directory for directory in (command.load, command.pretrained) if directory is not None]
-    named = [directory for directory in directories if directory.holds_checkpoint]
-    if recorded is None or not own_beginning or own_beginning == recorded or not named:
+    with_checkpoint = [directory for directory in directories if directory.holds_checkpoint]
+    if recorded is None or not own_beginning or own_beginning == recorded or not with_checkpoint:
         return
-    lineages = [checkpoint.lineage for directory in named for checkpoint in directory.complete]
+    lineages = [checkpoint.lineage for directory in with_checkpoint for checkpoint in directory.complete]
     runs = {lineage.run for lineage in lineages if lineage is not None}
     if command.run in runs - {""}:
         return
@@ -253,12 +253,14 @@ def check_saves(command: Command, iteration: int) -> None:
     """
     save = command.save
     committed = save.committed if save is not None else []
-    foreign = [checkpoint.iteration for checkpoint in committed if not _continues(command, checkpoint, iteration)]
-    if save is not None and foreign:
+    foreign_iterations = [
+        checkpoint.iteration for checkpoint in committed if not _continues(command, checkpoint, iteration)
+    ]
+    if save is not None and foreign_iterations:
         raise CheckpointError(
-            f"--save {save.path} holds iteration {foreign[-1]}, which this command does not continue: it begins at "
-            f"iteration {iteration}, and its saves could replace it. Fix: continue it with --load {save.path}, without "
-            "--finetune and --ckpt-step, or choose another --save",
+            f"--save {save.path} holds iteration {foreign_iterations[-1]}, which this command does not continue: "
+            f"it begins at iteration {iteration}, and its saves could replace it. Fix: continue it with --load "
+            f"{save.path}, without --finetune and --ckpt-step, or choose another --save",
             code="save-of-another-run",
         )
 

@@ -1,9 +1,9 @@
 """Reads untrusted ``torch_dist`` checkpoints without running code from them.
 
 torch unpickles ``.metadata``, and objects that are stored with the tensors; a pickle may call any function.  Inside
-:func:`nothing_runs`, only the types that ``.metadata`` needs are unpickled, objects only as ``weights_only`` allows,
-and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: the author of a malicious pickle
-can also write a matching manifest.
+:func:`restricted_unpickling`, only the types that ``.metadata`` needs are unpickled, objects only as ``weights_only``
+allows, and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: the author of a malicious
+pickle can also write a matching manifest.
 """
 
 from __future__ import annotations
@@ -122,16 +122,16 @@ class _Node:
         steps: number of steps to compute its hash; a list or a dict, which has no hash, counts as one.
         inner: sum of the steps of its elements.
         shared: the pickle has used the object a second time.
-        odd: it is, or contains, a number that is invalid as a size.
+        has_invalid_size: it is, or contains, a number that is invalid as a size.
 
     Args:
         max_steps: largest number of steps.
     """
 
-    __slots__ = ("inner", "max_steps", "odd", "shared", "steps")
+    __slots__ = ("has_invalid_size", "inner", "max_steps", "shared", "steps")
 
     def __init__(self, steps: int, max_steps: int, inner: int = 0):
-        self.steps, self.inner, self.shared, self.odd, self.max_steps = 0, inner, False, False, max_steps
+        self.steps, self.inner, self.shared, self.has_invalid_size, self.max_steps = 0, inner, False, False, max_steps
         self.grow(steps)
 
     def grow(self, steps: int) -> None:
@@ -155,8 +155,8 @@ class _CostCheck:
         self.stack: list[_Node | None] = []
         self.memo: dict[Any, _Node | None] = {}
         self.hashed = 0
-        self._atom, self._odd = _Node(1, most_steps), _Node(1, most_steps)
-        self._odd.odd = True
+        self._atom, self._invalid_size = _Node(1, most_steps), _Node(1, most_steps)
+        self._invalid_size.has_invalid_size = True
 
     def apply(self, operation: Any, argument: Any) -> None:
         """Follows one operation of :mod:`pickletools`."""
@@ -190,7 +190,7 @@ class _CostCheck:
         self.hashed += sum(key.steps for key in keys)
         if self.hashed > _MIN_HASHED + _HASHED_OF_BYTE * self._nbytes:
             raise _UntrustedError(".metadata has keys whose hashes take long")
-        if any(key.odd for key in keys):
+        if any(key.has_invalid_size for key in keys):
             raise _UntrustedError(".metadata has a number as a key that no size can be")
         if name != "BUILD":
             target.inner += sum(element.steps for element in added)
@@ -209,12 +209,12 @@ class _CostCheck:
             return _Node(1, self._most_steps, inner)
         if parts:
             node = _Node(1 + inner, self._most_steps, sum(part.inner or part.steps for part in parts))
-            node.odd = any(part.odd for part in parts)
+            node.has_invalid_size = any(part.has_invalid_size for part in parts)
             return node
         is_invalid_size = type(argument) is int and not 0 <= argument < _MAX_NUMBER
         if is_invalid_size and not self._any_number:
             raise _UntrustedError(f".metadata has the number {short_repr(argument)}, which no size can be")
-        return self._odd if is_invalid_size else self._atom
+        return self._invalid_size if is_invalid_size else self._atom
 
     def _pop(self, operation: Any) -> list[_Node]:
         """Takes the operands of an operation from the stack."""
@@ -420,7 +420,7 @@ def _check_paths(metadata: Any) -> None:
 
 
 @contextlib.contextmanager
-def nothing_runs() -> Iterator[None]:
+def restricted_unpickling() -> Iterator[None]:
     """Prevents torch and megatron-core from unpickling anything that could run code, as a context manager.
 
     Raises:
@@ -430,17 +430,17 @@ def nothing_runs() -> Iterator[None]:
     for mismatch in private_interfaces.check({"reading checkpoints"}):
         raise CheckpointError(str(mismatch), code="release-unknown")
     torch_filesystem: Any = filesystem  # its type has no declared attribute ``pickle``
-    original_pickle, load, forced = torch_filesystem.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
+    original_pickle, load, previous_setting = torch_filesystem.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
     torch_filesystem.pickle, torch.load = _Pickle(), _checked_load(load)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
         yield
     finally:
         torch_filesystem.pickle, torch.load = original_pickle, load
-        if forced is None:
+        if previous_setting is None:
             del os.environ[_WEIGHTS_ONLY]
         else:
-            os.environ[_WEIGHTS_ONLY] = forced
+            os.environ[_WEIGHTS_ONLY] = previous_setting
 
 
 def check_metadata(directory: Path) -> list[str]:

@@ -60,7 +60,7 @@ class ConvertedState(ABC):
     Attributes:
         tensors: every optimizer-state key of every tensor, unsharded.
         operators: state subset (``full``, ``compute``) and number of updates of each operator.
-        digests: digests of the state that was saved (:mod:`moc.state.digests`), of operators whose state is complete.
+        digests: digests of the saved state (:mod:`moc.state.digests`), for operators whose state is complete.
     """
 
     facts: Facts
@@ -101,21 +101,21 @@ class Weights(ConvertedState):
         for name, slots in source.slots().items():
             if name.startswith(MODULE_STATE):  # bytes of a rank's user modules, which no other format has
                 continue
-            kept = slots.get(MASTER, slots.get(PARAM))
-            if kept is None:
+            tensor = slots.get(MASTER, slots.get(PARAM))
+            if tensor is None:
                 raise CheckpointError(
                     f"there is {min(slots)} of {name}, but no weight. Fix: convert another checkpoint with --iteration",
                     code="checkpoint-incomplete",
                 )
-            if kept.slot == MASTER:
+            if tensor.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(
                         "the checkpoint does not name the dtype of its model (params_dtype). Fix: pass --dtype",
                         code="dtype-missing",
                     )
                 self._rounded[name] = dtype
-                kept = replace(kept, slot=PARAM, dtype=dtype)
-            self.tensors.append(kept)
+                tensor = replace(tensor, slot=PARAM, dtype=dtype)
+            self.tensors.append(tensor)
         self.facts = replace(source.facts, state=dict(source.facts.state) | {"optimizer": None})
         self.operators = {name: (COMPUTE, None) for name in source.operators}
 

@@ -28,7 +28,7 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint.digests import StoredDigests, read_digests  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
-from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import restricted_unpickling  # noqa: E402
 from megatron.pretraining.convert.contents import (  # noqa: E402
     COMPUTE,
     DTYPE_NAMES,
@@ -88,7 +88,7 @@ def read_common(directory: Path) -> Mapping[str, Any]:
     """
     register_safe_globals()
     try:
-        with nothing_runs():
+        with restricted_unpickling():
             common: Any = dist_checkpointing.load_common_state_dict(directory)
         if not isinstance(common.get("args"), Namespace) or type(common.get("iteration")) is not int:
             raise ValueError("it has no arguments, or no iteration")
@@ -116,7 +116,7 @@ def training_state_contents(common: Mapping[str, Any], positions: Mapping[str, S
         "consumed_samples": values.get("consumed_train_samples", 0),
         "skipped_iterations": 0,
         "optimizer": values.get("optimizer") if "optimizer" in common else None,
-        **_of_optimizer(common.get("optimizer")),
+        **_optimizer_values(common.get("optimizer")),
         "params_dtype": values.get("params_dtype"),
         "main_params_dtype": values.get("main_params_dtype", "fp32"),
         "moments": [values.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")],
@@ -134,21 +134,21 @@ def optimizer_positions(
 ) -> dict[str, dict[str, StockPosition]]:
     """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model."""
     positions: dict[str, dict[str, StockPosition]] = {}
-    of_key: dict[str, list[str]] = {}
+    names_of_key: dict[str, list[str]] = {}
     for name, position in weights.items():
-        of_key.setdefault(position.key, []).append(name)
+        names_of_key.setdefault(position.key, []).append(name)
     for key in shapes:
         if (match := _OF_WEIGHT.fullmatch(key)) and shapes[key] == shapes.get(match["key"]):
             slot = _SLOTS.get(match["slot"], match["slot"])
-            for name in of_key.get(match["key"], ()):
+            for name in names_of_key.get(match["key"], ()):
                 positions.setdefault(slot, {})[name] = replace(weights[name], key=key)
     return positions
 
 
-def _of_optimizer(state: Any) -> dict[str, Any]:
+def _optimizer_values(state: Any) -> dict[str, Any]:
     """Returns update count and loss scale in a common state's optimizer part; chained optimizers count together."""
     steps = [int(step) for name in ("common_step", "step") for step in _values_of_key(state, name)]
-    scalers = [_plain(scaler) for scaler in _values_of_key(state, "grad_scaler") if isinstance(scaler, dict)]
+    scalers = [_to_json_values(scaler) for scaler in _values_of_key(state, "grad_scaler") if isinstance(scaler, dict)]
     return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
@@ -160,7 +160,7 @@ def _values_of_key(state: Any, name: str) -> Iterator[Any]:
         yield from _values_of_key(value, name)
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
@@ -197,12 +197,12 @@ class DenseContents(ConvertedState):
         self._slots = {} if regions else optimizer_positions(shapes, self._positions)
         if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
             self._slots[MASTER] = {name: self._positions[name] for by_name in self._slots.values() for name in by_name}
-        of_megatron = [
+        stock_tensors = [
             TensorBox(name, slot, position.shape, complete_bounds(position.shape), all_tensors[position.key][1])
             for slot, positions in self._slots.items()
             for name, position in positions.items()
         ]
-        owned = complete_tensors(self._regions) + in_model_order(of_megatron)
+        owned = complete_tensors(self._regions) + in_model_order(stock_tensors)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
         stored = read_digests(directory, manifest)
         # excludes optimizer state that only the run's layout can read
@@ -349,7 +349,7 @@ def write_dense(
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
     positions = stock_positions(shapes, stacks_layers(weights.facts.state))
     refuse_to_replace(dense_files.checkpoint_path(root, iteration))
-    _refuse_to_disturb(root, iteration)
+    _refuse_concurrent_save(root, iteration)
     staging = dense_files.begin_save(root, iteration)
     sums = DigestSums(weights), DigestSums(contents)
     weight_chunks = [_weight(sums[0], entry, positions[entry.name], advance) for entry in weights.tensors]
@@ -394,7 +394,7 @@ def _weight(sums: DigestSums, entry: TensorBox, position: StockPosition, advance
     return Weight(position.key, position.global_shape, position.region, entry.dtype, values)
 
 
-def _refuse_to_disturb(root: Path, iteration: int) -> None:
+def _refuse_concurrent_save(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting a save deletes all other unfinished ones."""
     unfinished = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_path(root, iteration)}
     if unfinished:

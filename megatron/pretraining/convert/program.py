@@ -124,8 +124,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status."""
     parser = build_parser()
-    own, flags = _split(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(own)
+    arguments, flags = _split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(arguments)
     args.flags = flags
     if not args.source.is_dir():
         parser.error(
@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Splits the command line into the tool's arguments and the flags of a run."""
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    return own, argv[len(own) + 1 :]
+    arguments = argv[: argv.index("--")] if "--" in argv else argv
+    return arguments, argv[len(arguments) + 1 :]
 
 
 def convert_checkpoint(args: argparse.Namespace) -> Path:
@@ -191,7 +191,7 @@ def convert_checkpoint(args: argparse.Namespace) -> Path:
 
         return import_directory(args)
     if args.to == HUGGING_FACE:
-        return _exported(args)
+        return _export(args)
     if args.flags:
         with _replayed_window(args) as directory:
             return _convert(directory, args.to or TORCH_DIST, args)
@@ -199,7 +199,7 @@ def convert_checkpoint(args: argparse.Namespace) -> Path:
     return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
 
 
-def _exported(args: argparse.Namespace) -> Path:
+def _export(args: argparse.Namespace) -> Path:
     from megatron.pretraining.convert.hugging_face.conversions import export
 
     if args.flags and _is_window(args):

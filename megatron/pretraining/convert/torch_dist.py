@@ -55,7 +55,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
-from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import read_metadata, restricted_unpickling  # noqa: E402
 from moc.files.safe_directory import SafeDirectory  # noqa: E402
 from moc.state.operators import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -128,7 +128,7 @@ class WeightsReader:
                 code="checkpoint-incomplete",
             )
         try:
-            with nothing_runs():
+            with restricted_unpickling():
                 self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(into)).wait()
         except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
             raise CheckpointError(

@@ -193,8 +193,8 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
 
 
 def _is_ignored(name: str) -> bool:
-    of_groups = (flag.name for group in ("snapshot", "faults") for flag in flags_of(group_classes()[group]))
-    return name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or name in of_groups
+    flag_names = (flag.name for group in ("snapshot", "faults") for flag in flags_of(group_classes()[group]))
+    return name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or name in flag_names
 
 
 def _check_loss(loss: float | None, manifest: Manifest, other_layout: bool) -> None:

@@ -259,7 +259,7 @@ def changes_since(saved: Mapping, current: DataIdentity | None, split: str = TRA
 
 
 def reordered_since(saved: Mapping, current: DataIdentity | None) -> list[str]:
-    """Returns the paths of training data whose contents are those of a saved run, in another order of samples.
+    """Returns the paths of training data with the contents of a saved run, but another order of samples.
 
     Data without a known index in both runs are not compared.  Equal files in a blend are a set of orders.
     """
@@ -317,11 +317,11 @@ def same_words(
     words: Sequence[str], data: DataIdentity | None, other_words: Sequence[str], other_data: DataIdentity | None
 ) -> bool:
     """Returns whether the words of two ``--data-path`` name the same contents, in the same order and weights; pure."""
-    named = []
+    fingerprints = []
     for path_words, identity in ((words, data), (other_words, other_data)):
         contents = {source.prefix: source.fingerprint for source in identity.sources} if identity is not None else {}
-        named.append([contents.get(word, word) for word in path_words])
-    return named[0] == named[1]
+        fingerprints.append([contents.get(word, word) for word in path_words])
+    return fingerprints[0] == fingerprints[1]
 
 
 def _without(sources: Iterable[Source], other_sources: Iterable[Source]) -> list[str]:

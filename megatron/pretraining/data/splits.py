@@ -92,12 +92,12 @@ class DataSplit:
         """Describes documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets."""
         documents, tokens = (sum(getattr(source, name) for source in self.sources) for name in ("documents", "tokens"))
         epochs = [source.epochs(seq_length) for source in self.sources]
-        repetitions = " to ".join(dict.fromkeys(_figure(bound(epochs)) for bound in (min, max)))
+        repetitions = " to ".join(dict.fromkeys(_format_epochs(bound(epochs)) for bound in (min, max)))
         blend = f" in {len(self.sources)} datasets" if len(self.sources) > 1 else ""
         return f"{self.name}: {documents:,} documents{blend}, {tokens:,} tokens, {repetitions} epochs"
 
 
-def _figure(epochs: float) -> str:
+def _format_epochs(epochs: float) -> str:
     return f"{epochs:,.3g}" if 0.01 <= epochs < 1000 else f"{epochs:,.0f}" if epochs >= 1000 else "under 0.01"
 
 
@@ -124,10 +124,10 @@ def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[
         for prefix in prefixes:
             if prefix not in opened:
                 opened[prefix] = IndexedCorpus(prefix)
-        of_each = _samples_of_each(sample_count, len(prefixes), weights)
+        samples_of_datasets = _samples_of_each(sample_count, len(prefixes), weights)
         sources = [
             _source(prefix, opened[prefix], part, source_samples)
-            for prefix, source_samples in zip(prefixes, of_each, strict=True)
+            for prefix, source_samples in zip(prefixes, samples_of_datasets, strict=True)
         ]
         splits.append(DataSplit(name, tuple(sources)))
     return tuple(splits)

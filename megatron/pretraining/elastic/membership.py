@@ -1,14 +1,13 @@
 """Handles membership changes: finds the surviving state, and moves it to the plans of the new members.
 
-Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
-experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
-After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
+Survivors keep their state. The plan in force then has the new members, and new workers hold no expert. Experts move
+to the target plan layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`). After another
+loss, each layer has its old or its new placement, and the remaining members move experts from this placement.
 
 Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
 iteration is discarded.
 
-Departing nodes also leave between two iterations. First, their state moves to the plans of the other nodes, as in a
-rebalancing after which they hold nothing.
+Departing nodes also leave between two iterations. First, a rebalancing moves all of their state to the other nodes.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def settle(
     """Agrees on the holders of experts and blocks; a collective call of all workers.
 
     A layer whose move has landed on one worker lands on all. Workers that have not ``trained`` take over the plans of
-    the others, not the state. If the members have changed, :attr:`Replicas.target` are the plans to move to, and
+    trained workers, not the state. If the members have changed, :attr:`Replicas.target` are the plans to move to, and
     :attr:`Shards.target` is the assignment. If only experts are lost, they have slots in the plans in force. Otherwise
     the target plans are in force immediately, and all workers must load their state.
 
@@ -132,7 +131,8 @@ def settle(
         if number in empty:
             continue  # new workers have the initial plan, and others an old one
         stage_states = [state for state in states if state.stage == number]
-        restrict = _among(nodes[number].members, [state.trained for state in stage_states]) if changed else _unchanged
+        has_state = [state.trained for state in stage_states]
+        restrict = _restriction_to(nodes[number].members, has_state) if changed else _unchanged
         plans[number] = decided(
             [restrict(plan_of[state.plan]) for state in stage_states if state.trained and state.plan],
             [restrict(plan_of[state.awaited]) for state in stage_states if state.awaited],
@@ -306,13 +306,14 @@ def migrate(
         engine.state.describe()
     copied = sum(count_new_replicas(previous_plans[stage], plan) for stage, plan in target.items())
     count = nodes or len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
-    seconds, amount, iteration = time.perf_counter() - start, sum(gather(received_bytes)), session.position.iteration
+    seconds, iteration = time.perf_counter() - start, session.position.iteration
+    total_bytes = sum(gather(received_bytes))
     log.events.write(
         "migration",
         iteration=iteration,
         nodes=count,
         experts=copied,
-        bytes=amount,
+        bytes=total_bytes,
         elapsed_s=round(seconds, 6),
     )
     log.message(
@@ -348,9 +349,9 @@ class ReplicaCounts:
         sentence = f"every expert has at least {counted(self.least, 'replica')}"
         if not self.fewer:
             return sentence
-        few = f"{self.fewer} of {self.experts} have fewer than {self.wanted} (--elastic-min-replicas)"
+        warning = f"{self.fewer} of {self.experts} have fewer than {self.wanted} (--elastic-min-replicas)"
         return (
-            f"WARNING: {sentence}, and {few}: the loss of {counted(self.least, 'node')} can lose experts. "
+            f"WARNING: {sentence}, and {warning}: the loss of {counted(self.least, 'node')} can lose experts. "
             "Fix: raise --elastic-slots, or add nodes"
         )
 
@@ -373,7 +374,7 @@ def _unchanged(plan: Plan) -> Plan:
     return plan
 
 
-def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
+def _restriction_to(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
     return lambda plan: plan.restricted_to(members, trained)
 
 

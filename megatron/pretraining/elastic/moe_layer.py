@@ -138,8 +138,8 @@ class ElasticLayer(MoELayer):
         tokens, experts = hidden_states.shape[:-1].numel(), self.config.num_moe_experts
         assert experts is not None  # otherwise the layer would be dense
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # as on other ranks
-        nothing = hidden_states.new_zeros(tokens, experts, dtype=dtype)
-        return nothing, nothing.bool()
+        zeros = hidden_states.new_zeros(tokens, experts, dtype=dtype)
+        return zeros, zeros.bool()
 
 
 def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:
@@ -248,8 +248,8 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
-        back = (_swapped(ctx.group, gradient, ctx.received, ctx.sent) for gradient in gradients)
-        return None, None, None, *back
+        returned = (_swapped(ctx.group, gradient, ctx.received, ctx.sent) for gradient in gradients)
+        return None, None, None, *returned
 
 
 def _swapped(group: dist.ProcessGroup, tensor: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -357,7 +357,7 @@ class ElasticMicroBatchHooks(MicroBatchHooks):
     def begin(self, iteration: int | None) -> None:
         self._iteration, self._round = iteration, 0
 
-    def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
+    def run_micro_batch(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
         round_index, self._round = self._round, self._round + 1
         self._mark_dummy(round_index)
         if self._iteration is not None:

@@ -89,10 +89,10 @@ def nodes_of_stages(config: Config, workers: int, partial_model_parts: Sequence[
         workers: total number of workers.
         partial_model_parts: by partial-model node (the last nodes), its part of the model.
     """
-    of_node, trains = stages_here(config), workers - len(partial_model_parts) * per_node()
-    size, ranks = stage_size(config, trains), ranks_of_stage(config, trains, workers_of_job())
+    stages_per_node, training_workers = stages_here(config), workers - len(partial_model_parts) * per_node()
+    size, ranks = stage_size(config, training_workers), ranks_of_stage(config, training_workers, workers_of_job())
     node_counts = {
-        stage: size // ranks + sum(part == stage // of_node for part in partial_model_parts)
+        stage: size // ranks + sum(part == stage // stages_per_node for part in partial_model_parts)
         for stage in range(config.parallel.pipeline_model_parallel_size)
     }
     return {stage: Nodes(tuple(range(count)), ranks) for stage, count in node_counts.items()}

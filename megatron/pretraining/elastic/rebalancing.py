@@ -94,10 +94,10 @@ def imbalance(plans: Plans, loads: Loads) -> float:
 
 def hash_of(plans: Plans) -> int:
     """Returns a hash of 32 bits, which the commit all-reduce sums exactly."""
-    return _short(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
+    return _hash_32_bits(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
 
 
-def _short(text: str) -> int:
+def _hash_32_bits(text: str) -> int:
     return xxhash.xxh32_intdigest(text.encode())
 
 
@@ -143,7 +143,7 @@ class Rebalancer(Callback):
         world = self._world
         entries = torch.zeros(world.pipeline_size, world.tensor_size, _BITS + 1, dtype=torch.float64)
         if self._shards is not None:
-            digest = _short(self._shards.assignment.digest)
+            digest = _hash_32_bits(self._shards.assignment.digest)
             bits = [float(digest >> bit & 1) for bit in range(_BITS)]
             entries[world.pipeline_rank, world.tensor_rank] = torch.tensor([*bits, 1.0], dtype=torch.float64)
         return entries.view(-1)
@@ -224,7 +224,7 @@ class Rebalancer(Callback):
         """Moves replicas; a collective call."""
         start, previous_plans = time.perf_counter(), dict(self._replicas.plans)
         plans, estimate = planned.plans, planned.estimate
-        taken = self._replicas.move_to(plans, planned.flow)
+        received_bytes = self._replicas.move_to(plans, planned.flow)
         self._engine.state.describe()
         experts = sum(count_new_replicas(previous_plans[stage], plan) for stage, plan in plans.items())
         self._committed_at = time.perf_counter()  # excludes the move from the iteration time
@@ -232,7 +232,7 @@ class Rebalancer(Callback):
             "rebalance",
             iteration=iteration,
             experts=experts,
-            bytes=sum(gather(taken)),
+            bytes=sum(gather(received_bytes)),
             elapsed_s=round(time.perf_counter() - start, 6),
             busiest=round(estimate.busiest[0], 4),
             busiest_after=round(estimate.busiest[1], 4),

@@ -48,11 +48,11 @@ Flow = Mapping[int, Sequence[ChunkTransfer]]
 
 def bytes_moved(flow: Flow) -> int:
     """Returns the maximum bytes of state that one worker sends and receives."""
-    amounts: Counter[int] = Counter()
+    bytes_of_rank: Counter[int] = Counter()
     for transfer in itertools.chain.from_iterable(flow.values()):
-        amounts[transfer.source] += transfer.chunk.nbytes
-        amounts[transfer.target] += transfer.chunk.nbytes
-    return max(amounts.values(), default=0)
+        bytes_of_rank[transfer.source] += transfer.chunk.nbytes
+        bytes_of_rank[transfer.target] += transfer.chunk.nbytes
+    return max(bytes_of_rank.values(), default=0)
 
 
 class Replicas:
@@ -81,8 +81,8 @@ class Replicas:
         self._stage, self._dispatch = parallel_state.get_pipeline_model_parallel_rank(), dispatch
         self._optimizer = optimizer
         self._landing: Landing | None = None
-        of_experts = (owned for owned in owned_slices(optimizer) if not getattr(owned.parameter, "allreduce", True))
-        self._slices = {owned.parameter: owned for owned in of_experts}
+        expert_slices = (owned for owned in owned_slices(optimizer) if not getattr(owned.parameter, "allreduce", True))
+        self._slices = {owned.parameter: owned for owned in expert_slices}
         count_once(self.layers.values(), optimizer)
 
     def move_to(self, plans: Plans, flow: Flow | None = None) -> int:
@@ -126,7 +126,7 @@ class Replicas:
         self._land(replace(self._landing, plan=plan))
 
     def take(self, plans: Plans, nodes: NodesOfStages) -> None:
-        """Puts other plans in force, without moving state: it is elsewhere, or already in place."""
+        """Puts other plans in force without moving state."""
         self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:
             assign_experts(self.layers.values(), self.plans[self._stage], self._dispatch)
@@ -135,8 +135,8 @@ class Replicas:
     @property
     def sizes(self) -> dict[int, int]:
         """Bytes of an expert's state, by layer."""
-        of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
-        return {number: sum(map(len, parts)) for number, parts in of_layer.items()}
+        parts_of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
+        return {number: sum(map(len, parts)) for number, parts in parts_of_layer.items()}
 
     def flow_to(self, plans: Plans) -> Flow:
         """Returns the transfers from the plans in force to other plans."""
@@ -157,7 +157,7 @@ class Replicas:
         """Exchanges the state that a layer needs; returns arrived state by expert."""
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)
-        named = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
+        expert_of = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
         local_experts = dict(layer.experts.assigned())
         arrived = {
             name: torch.empty(self.sizes[number], dtype=torch.uint8, device=device)
@@ -165,10 +165,10 @@ class Replicas:
         }
 
         def state(name: str) -> Parts:
-            return [arrived[name]] if name in arrived else self._parts(local_experts[named[name]])
+            return [arrived[name]] if name in arrived else self._parts(local_experts[expert_of[name]])
 
         send(flow, state, group, device)
-        return {named[name]: values for name, values in arrived.items()}
+        return {expert_of[name]: values for name, values in arrived.items()}
 
     def _parts(self, mlp: torch.nn.Module) -> Parts:
         """Returns views of an expert's master weights and moments, and a copy of its update counts."""
@@ -187,7 +187,7 @@ class Replicas:
 
     def _tensors(self, mlp: torch.nn.Module) -> list[torch.Tensor]:
         slots = [self._slices[parameter].slots for parameter in mlp.parameters()]
-        return [of_parameter[name] for of_parameter in slots for name in sorted(of_parameter)]
+        return [slots_of_parameter[name] for slots_of_parameter in slots for name in sorted(slots_of_parameter)]
 
     def _steps(self, mlp: torch.nn.Module) -> torch.Tensor:
         counters = [self._slices[parameter].counter for parameter in mlp.parameters()]

@@ -66,9 +66,9 @@ class ElasticState:
         Raises:
             ConfigError: modules of a user have state that cannot move.
         """
-        if modules.of_users:
+        if modules.user_state:
             raise ConfigError(
-                f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot "
+                f"--elastic: user modules of {next(iter(modules.user_state))} keep values of their own, which cannot "
                 "move between nodes. Fix: drop --elastic, or keep the values in parameters",
                 code="elastic-excludes-module-state",
             )
@@ -80,8 +80,8 @@ class ElasticState:
     def settle(self, parts: WorkerParts) -> None:
         """As :meth:`MovingState.settle`.
 
-        If experts are on no worker, they are loaded, and their holders lack them until then. If other state is on no
-        worker, the workers discard their live state and load the newest checkpoint.
+        If no worker has the state of some experts, their new holders load it from a checkpoint. If other state is
+        missing, all workers discard their live state and load the newest checkpoint.
         """
         partial_model_parts = parts.world.job.partial_model_parts
         settled = settle(parts.config, self.replicas, self.shards, parts.remains.trained, partial_model_parts)

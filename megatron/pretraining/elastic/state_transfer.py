@@ -4,9 +4,9 @@ Arriving state is separate from state in use. Chunks in transit take additional 
 most :data:`moc.elastic.transfers.MAX_CHUNK_BYTES` bytes in each direction.
 
 Manages one worker's shards of dense optimizer state, and their move to another assignment (ZeRO-1 with shadows).
-After a membership change, survivors hold the same blocks, and a shadow replaces a lost owner. From there, state moves
-to the assignment of the new members. All of it arrives in staging memory, and all workers confirm this. Only then it
-is taken over and the rest dropped: a loss before that leaves everything unchanged.
+After a membership change, survivors hold the same blocks, and a shadow replaces a lost owner. Then state moves to the
+assignment of the new members: it arrives in staging memory, and all workers confirm the arrival. Only then each worker
+takes over the new blocks and drops the old ones. A loss before the confirmation changes nothing.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class Shards:
         self.awaited = assignment
         synchronize_group(exchange_group(), self._device)
         reach("landed")
-        taken = sum(state.nbytes for state in self._arrived.values())
+        received_bytes = sum(state.nbytes for state in self._arrived.values())
         self.land(assignment)
         self.target = None
-        return taken
+        return received_bytes
 
     def land(self, assignment: ShardAssignment) -> None:
         """Takes over arrived state, once it is known that all workers have received their parts.

@@ -160,7 +160,7 @@ class MegatronEngine:
 
     def rules(self) -> Rules:
         """Returns the next update's rules for experts; no Adam rules if user modules in experts keep values."""
-        if any(".expert." in operator for operator in self._stepper.modules.of_users):
+        if any(".expert." in operator for operator in self._stepper.modules.user_state):
             return Rules.of(self._stepper.optimizer.clip_grad, ())
         return Rules.of(self._stepper.optimizer.clip_grad, ((kind, group.rule) for kind, group in self._adam_groups))
 

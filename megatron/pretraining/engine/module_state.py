@@ -42,7 +42,7 @@ class ModuleState:
 
     Attributes:
         committed: the committed copy of each persistent buffer that data-parallel ranks share.
-        of_users: the bytes of user modules' values, by operator.
+        user_state: the bytes of user modules' values, by operator.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
@@ -60,7 +60,7 @@ class ModuleState:
         self._users = self._by_operator(users)
         self._built = {location.id: record(location.value, copies=False) for location in self._own_locations(users)}
         self._loaded: set[tuple[int, str]] = set()
-        self.of_users = {operator: _memory(self._values(operator, self._own_locations)) for operator in self._users}
+        self.user_state = {operator: _memory(self._values(operator, self._own_locations)) for operator in self._users}
 
     def begin(self) -> None:
         """Records the state before an iteration; first restores it if the previous iteration was not committed."""
@@ -88,7 +88,7 @@ class ModuleState:
                 buffer.copy_(committed)
         _copy(self.committed.values(), self.committed)
         self._suspended_buffers, self._is_open = None, False
-        for operator, target in self.of_users.items():
+        for operator, target in self.user_state.items():
             pack(self._values(operator, self._changed), target)
 
     def discard(self) -> None:
@@ -125,9 +125,9 @@ class ModuleState:
         """Returns the tensor chunks of each buffer of :attr:`committed`."""
         return self._shared
 
-    def pieces_of_users(self) -> Pieces:
-        """Returns the chunk of each :attr:`of_users` tensor; this rank's bytes of an operator are a separate tensor."""
-        if not self.of_users:
+    def user_state_pieces(self) -> Pieces:
+        """Returns the chunk of each :attr:`user_state` tensor; each rank has a separate tensor per operator."""
+        if not self.user_state:
             return {}
         stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return {
@@ -142,11 +142,11 @@ class ModuleState:
                     padded=True,  # its size depends on the modules of this rank
                 )
             ]
-            for operator, data in self.of_users.items()
+            for operator, data in self.user_state.items()
         }
 
     def forget(self) -> None:
-        """Drops the values of a suspended iteration, because the state is loaded from elsewhere."""
+        """Drops the values of a suspended iteration, because a recovery loads the state."""
         self._suspended_buffers = None
         self._undo.forget()
 
@@ -164,13 +164,13 @@ class ModuleState:
         self.forget()
         if tensor in self.committed:
             tensor.detach().copy_(self.committed[tensor])
-        for operator in [operator for operator, data in self.of_users.items() if data is tensor]:
+        for operator in [operator for operator, data in self.user_state.items() if data is tensor]:
             self._fill(operator)
 
     def _fill(self, operator: str) -> None:
         location_of = {path: location for path, location in self._locations(operator)}
         for path, value in unpack(
-            self.of_users[operator], {path: location.value for path, location in location_of.items()}
+            self.user_state[operator], {path: location.value for path, location in location_of.items()}
         ).items():
             location = location_of.get(path) or self._new_location(operator, path)
             location.owner[location.key] = value
@@ -217,8 +217,8 @@ class ModuleState:
         return dict(by_operator)
 
     def _is_frozen(self, buffer: torch.Tensor) -> bool:
-        own = list(self._modules_of[buffer].parameters(recurse=False))
-        return bool(own) and all(map(is_frozen, own))
+        parameters = list(self._modules_of[buffer].parameters(recurse=False))
+        return bool(parameters) and all(map(is_frozen, parameters))
 
 
 def _keeps_values(module: torch.nn.Module) -> bool:

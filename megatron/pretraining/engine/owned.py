@@ -202,8 +202,8 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
-        counter_of, own = _counter_of(member), _masters_of(member)
-        yield from (counter_of(main) for parameter, main in own if not getattr(parameter, "unused", False))
+        counter_of, pairs = _counter_of(member), _masters_of(member)
+        yield from (counter_of(main) for parameter, main in pairs if not getattr(parameter, "unused", False))
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:

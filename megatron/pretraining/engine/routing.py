@@ -105,8 +105,8 @@ class RouterBoost:
             int(capacity * self._fraction),
             config.expert_model_parallel_size,
         )
-        taken = within | first_of(dropped, probabilities if policy == "probs" else None, number)
-        return probabilities * taken, taken
+        selected = within | first_of(dropped, probabilities if policy == "probs" else None, number)
+        return probabilities * selected, selected
 
 
 class RouterCounts:

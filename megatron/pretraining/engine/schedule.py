@@ -36,7 +36,7 @@ class MicroBatchHooks:
         if iteration is not None:
             seed_streams(self._seed, iteration, self._topology.world)
 
-    def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
+    def run_micro_batch(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
         """Computes the forward pass of the next micro batch; returns its output and the output's loss function."""
         return compute()
 
@@ -76,8 +76,8 @@ class Schedule:
         ``batches`` is None on stages that read no data.
 
         Returns:
-            The loss function's report of each micro batch (last stage; else empty), and the number of tokens by which
-            to divide this rank's gradients, or None if they are already averaged.
+            The loss function's report of each micro batch (empty except on the last stage), and the token count that
+            divides this rank's gradients, or None if they are already averaged.
         """
         self._hooks.begin(iteration)
         reports = self._run(batches, forward_only=False, communicator=communicator)
@@ -109,7 +109,7 @@ class Schedule:
 
     def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
         reach("forward_backward")
-        return self._hooks.take(lambda: self._forward_step(batches, chunk))
+        return self._hooks.run_micro_batch(lambda: self._forward_step(batches, chunk))
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens

@@ -84,8 +84,10 @@ class ShardedOptimizer(FragmentedOptimizer):
         super().__init__(dense_optimizer.optimizer, dense_optimizer.config, scaler, lambda *_: None)
         attributes: Any = dense_optimizer
         self.tp_group, self._group = attributes.tp_group, group
-        of_group = {main: number for number, settings in enumerate(self.param_groups) for main in settings["params"]}
-        self._group_of = {parameter: of_group[main] for parameter, main in masters}
+        group_of_main = {
+            main: number for number, settings in enumerate(self.param_groups) for main in settings["params"]
+        }
+        self._group_of = {parameter: group_of_main[main] for parameter, main in masters}
         self._parameters = [parameter for parameter, _ in masters]
         self.blocks: tuple[Block, ...] = cut_into_blocks([parameter.numel() for parameter in self._parameters])
         self.shards: dict[int, Shard] = {}
@@ -151,13 +153,13 @@ class ShardedOptimizer(FragmentedOptimizer):
             max_numel = max(sum(part.numel() for part in parts.values()) for parts in owned)
             local_flat = torch.zeros(max_numel, dtype=dtype, device=self._parameters[0].device)
             if owned[rank]:
-                own = torch.cat([*owned[rank].values()])
-                local_flat[: own.numel()].copy_(own)
+                local_values = torch.cat([*owned[rank].values()])
+                local_flat[: local_values.numel()].copy_(local_values)
             gathered = local_flat.new_empty(size * max_numel)
             dist.all_gather_into_tensor(gathered, local_flat, group=self._group)
-            for parts, arrived in zip(owned, gathered.view(size, max_numel), strict=True):
+            for parts, rank_values in zip(owned, gathered.view(size, max_numel), strict=True):
                 lengths = [part.numel() for part in parts.values()]
-                for number, values in zip(parts, arrived[: sum(lengths)].split(lengths), strict=True):
+                for number, values in zip(parts, rank_values[: sum(lengths)].split(lengths), strict=True):
                     if number not in self.shards:
                         parts[number].copy_(values)
 

@@ -48,7 +48,7 @@ class SmallMomentsAdam(torch.optim.AdamW):
     def step(self, closure=None) -> None:
         """Updates every parameter that has a gradient; the state of all others stays bit-identical."""
         for group in self.param_groups:
-            for parameters in _at_once(parameter for parameter in group["params"] if parameter.grad is not None):
+            for parameters in _batches(parameter for parameter in group["params"] if parameter.grad is not None):
                 self._update(group, parameters)
 
     def _update(self, group: dict, parameters: list[torch.Tensor]) -> None:
@@ -106,12 +106,12 @@ def _encode(mean: torch.Tensor, square: torch.Tensor, state: dict) -> None:
         _write(quotient.mul_(_SCALE[_FIRST]), state[_FIRST])
 
 
-def _write(values: torch.Tensor, kept: torch.Tensor) -> None:
-    limit = torch.finfo(kept.dtype).max
-    kept.copy_(values.clamp_(-limit, limit))
+def _write(values: torch.Tensor, target: torch.Tensor) -> None:
+    limit = torch.finfo(target.dtype).max
+    target.copy_(values.clamp_(-limit, limit))
 
 
-def _at_once(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _batches(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yields batches of parameters, so that temporary fp32 moments do not use the memory that the formats save."""
     batch, elements = [], 0
     for parameter in parameters:

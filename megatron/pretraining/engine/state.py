@@ -82,7 +82,7 @@ class Freezer:
     def _set_frozen(self, parameter: Any, frozen: bool) -> None:
         if self._skips_gradients:
             parameter.requires_grad_(not frozen)
-        else:  # DeepSpeed fills buckets as gradients arrive: missing gradients would regroup the sums of the others
+        else:  # DeepSpeed fills buckets in order of arrival: a missing gradient would regroup all later sums
             parameter.frozen = frozen
 
     def _optimizer_hooks(self):
@@ -124,8 +124,8 @@ class MegatronState:
     def describe(self) -> None:
         """Rebuilds the description of the state after experts have moved; nothing may be frozen."""
         self._parameters = parameter_pieces(self._chunks)
-        self._of_users = self._modules.pieces_of_users()
-        self._pieces = self._parameters | self._modules.shared_pieces() | self._of_users
+        self._user_state = self._modules.user_state_pieces()
+        self._pieces = self._parameters | self._modules.shared_pieces() | self._user_state
         self._masters: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for owned in owned_slices(self._optimizer):
             self._masters[owned.parameter].append((owned.start, owned.slots[MASTER]))
@@ -282,7 +282,7 @@ class MegatronState:
         ordered = [part for parameter in self._parameters for part in owned.get(parameter, ())]
         yield from (_SUBSET_OF[detail](part) for part in ordered)
         if detail is not Detail.MOMENTS:
-            for data in self._of_users:  # an update repeated from saved gradients runs no module
+            for data in self._user_state:  # an update repeated from saved gradients runs no module
                 yield OwnedSlice(data, 0, data.numel(), {PARAM: data}, sharded=True)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from self._owned_buffers()

@@ -78,11 +78,11 @@ class UpstreamLog(UpstreamTap):
         config: Config,
         core_config: TransformerConfig,
         topology: Topology,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         memory: LogMemory,
     ):
         super().__init__(core_config)
-        self._config, self._world, self._tell, self._memory = config, topology.world, tell, memory
+        self._config, self._world, self._report, self._memory = config, topology.world, report, memory
         self._pipeline = pipeline_of(core_config, len(topology.micro_batches))
         self._limit = config.snapshot.upstream_log_limit * 1e9
         self._dropped_iterations = 0.0
@@ -210,7 +210,7 @@ class UpstreamLog(UpstreamTap):
         if totals["upstream_failed"]:
             raise CheckpointError(first_reported(self._log.failure()))
         if totals["upstream_given_up"] and not self._dropped_iterations:
-            self._tell(
+            self._report(
                 "upstream logs are full, so the oldest iterations are dropped, and a recovery that needs them will be "
                 "a replay by all stages: raise --upstream-log-limit, or shorten --sparse-window"
             )
@@ -248,12 +248,12 @@ def boundaries(
     config: Config,
     core_config: TransformerConfig,
     topology: Topology,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     memory: LogMemory,
 ) -> UpstreamTap:
     """Returns the boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     if config.snapshot.upstream_logging:
-        return UpstreamLog(config, core_config, topology, tell, memory)
+        return UpstreamLog(config, core_config, topology, report, memory)
     data_size = parallel_state.get_data_parallel_world_size()
     return UpstreamTap(core_config, has_partial_pipelines=data_size > topology.world.data_size)
 

@@ -248,7 +248,7 @@ class StockCheckpoints(Saves):
 
         with replaced(args, **settings), replaced(checkpointing, schedule_async_save=scheduled.append):
             with self._saving_to(staging, position.iteration):
-                self.together(save, *_WRITES)
+                self.finalize_together(save, *_WRITES)
         if digests is not None:
             run_on_rank0(lambda: digests.write(staging), "cannot write a checkpoint")
         entries = None
@@ -283,7 +283,7 @@ class StockCheckpoints(Saves):
                 one()
 
         with self._saving_to(staging, iteration):
-            self.together(finalize, *_WRITES)
+            self.finalize_together(finalize, *_WRITES)
 
     def commit(self, root: Path, iteration: int) -> None:
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""

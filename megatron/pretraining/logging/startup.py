@@ -56,7 +56,7 @@ class WorkerFacts:
 
 
 def facts_of_worker(world: World, parameters: int) -> WorkerFacts:
-    """Returns the facts of this worker, which holds so many parameters."""
+    """Returns the facts of this worker, which holds ``parameters`` parameters."""
     node, device = platform.node(), world.device
     if device.type != "cuda":
         return WorkerFacts(node, "", 0, 0, world.pipeline_rank, parameters)
@@ -134,7 +134,7 @@ def describe_parameters(operators: Sequence[Operator], experts_per_token: int) -
 
 
 def describe_data(data: DataSizes | None, samples: int, seq_length: int) -> str:
-    """Returns the sizes of the data, and how often a run of so many samples reads them."""
+    """Returns the sizes of the data, and the epochs of a run that reads ``samples`` samples."""
     tokens = samples * seq_length
     if data is None or not data.tokens:
         return f"the run reads {tokens:,} tokens"

@@ -91,9 +91,9 @@ class BackgroundWriter(ABC):
             self._listeners.lost(self._service, unwritten + self._dropped, self._lasted_s())
 
     def _submit(self, write: Callable[[Any], object], count: int) -> None:
-        """Queues a write of so many values; drops them if too many writes wait.
+        """Queues a write of ``count`` values; drops them if too many writes wait.
 
-        The thread looks at the queue a few times a second: to wake it for each value would cost training more.
+        The thread polls the queue a few times a second, since waking it for each value would cost training more.
         """
         if len(self._waiting) < _MAX_QUEUED:
             self._waiting.append((write, count))

@@ -36,8 +36,8 @@ def key_missing(key: str) -> CheckpointError:
 def unsupported(key: str, value: object, why: str) -> CheckpointError:
     """Returns the error for a value that this program does not support."""
     return CheckpointError(
-        f"config.json has {key} {_written(value)}: {why}. Fix: convert a model that has another value, or correct it "
-        "if it is wrong",
+        f"config.json has {key} {_shortened_json(value)}: {why}. Fix: convert a model that has another value, or "
+        "correct it if it is wrong",
         code="config-value-unsupported",
     )
 
@@ -262,6 +262,6 @@ def _items(config: Config, key: str) -> list:
     return value or []
 
 
-def _written(value: object) -> str:
+def _shortened_json(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -96,16 +96,16 @@ class Description:
 
 
 def write_directory(
-    model: Exported, about: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
+    model: Exported, description: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
 ) -> list[str]:
     """Writes a model for transformers; ``output`` appears only when it is complete.
 
     Args:
         model: the tensors.
-        about: their metadata.
+        description: their metadata.
         output: the directory, which must not exist or be empty.
         file_bytes: size that starts the next file.
-        verify: read everything again, and compare all bits with the source, before publishing.
+        verify: read all files again and compare all bits with the source before the rename.
         advance: called with the number of bytes written and of bytes compared.
 
     Returns:
@@ -115,27 +115,27 @@ def write_directory(
         CheckpointError: ``output`` exists and is not empty, or the source cannot be read.
     """
     refuse_existing(output)
-    with _staged(output) as staging:
+    with _staging_directory(output) as staging:
         files, tensors = {}, {}
         planned = shards(model.tensors, file_bytes)
         for name, part in planned.items():
-            files[name], digests = write_file(staging / name, part, _counted(model, advance))
+            files[name], digests = write_file(staging / name, part, _counted_blocks(model, advance))
             tensors |= digests
         if list(planned) != [ONE_FILE]:
             total = sum(tensor.nbytes for tensor in model.tensors)
             where = {tensor.name: name for name, part in planned.items() for tensor in part}
             _write(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-        generation, notes = write_tokenizer(about.tokenizer, staging)
-        generation = about.generation or generation
+        generation, notes = write_tokenizer(description.tokenizer, staging)
+        generation = description.generation or generation
         dtype = _DTYPES[model.dtype]
-        _write(staging / CONFIG, {**about.config, **generation.special, "dtype": dtype, "torch_dtype": dtype})
+        _write(staging / CONFIG, {**description.config, **generation.special, "dtype": dtype, "torch_dtype": dtype})
         if generation.settings is not None:
             _write(staging / GENERATION, generation.settings)
         if verify:
             compare_directory(model, staging, advance)
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             files.setdefault(str(path.relative_to(staging)), dense_files.describe_file(path))
-        record = {"format": FORMAT, "source": dict(about.source), "files": files, "tensors": tensors}
+        record = {"format": FORMAT, "source": dict(description.source), "files": files, "tensors": tensors}
         write_durably(staging / CONVERSION, json.dumps(record, indent=1))
         sync_directory(staging)
         os.rename(staging, output)
@@ -197,7 +197,7 @@ def check_conversion_hashes(directory: Path, advance: Advance) -> None:
         advance(entry["bytes"])
 
 
-def _counted(model: Exported, advance: Advance):
+def _counted_blocks(model: Exported, advance: Advance):
     def blocks(tensor) -> Iterator[torch.Tensor]:
         for values in model.blocks(tensor):
             yield values
@@ -211,13 +211,13 @@ def _write(path: Path, content: Mapping) -> None:
 
 
 @contextlib.contextmanager
-def _staged(output: Path) -> Iterator[Path]:
+def _staging_directory(output: Path) -> Iterator[Path]:
     """Yields an empty directory inside one that only this user can change, and removes it in the end.
 
     Also removes the files of a killed conversion.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    private, descriptor = _private(output)
+    private, descriptor = _lock_staging_directory(output)
     try:
         safe_directory.delete_contents(descriptor)
         staging = private / os.path.basename(os.path.realpath(output))
@@ -229,14 +229,14 @@ def _staged(output: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _private(output: Path) -> tuple[Path, int]:
+def _lock_staging_directory(output: Path) -> tuple[Path, int]:
     """Locks a directory of this user next to the output; returns it and its descriptor."""
     for number in range(_MAX_STAGING):
         path = output.parent / f".{os.path.basename(os.path.realpath(output))}.incomplete{f'-{number}' * bool(number)}"
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        gone_or_theirs = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
-        with contextlib.ExitStack() as opened, gone_or_theirs:
+        skip_unusable = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
+        with contextlib.ExitStack() as opened, skip_unusable:
             if path.is_symlink():
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -365,10 +365,12 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
     config = family.config_of(model)
     exported = Exported(weights, name_map(model, family), dtype)
     total = sum(tensor.nbytes for tensor in exported.tensors)
-    about = Description(config, tokenizer, _source(directory, contents.facts.iteration), recorded_generation(state))
+    description = Description(
+        config, tokenizer, _source(directory, contents.facts.iteration), recorded_generation(state)
+    )
     size = (args.max_file_size or _EXPORT_FILE_MB) * 10**6
     with progress(total * (2 if args.verify else 1), "converting") as advance:
-        notes = write_directory(exported, about, args.output, size, args.verify, advance)
+        notes = write_directory(exported, description, args.output, size, args.verify, advance)
     print_lines(*notes, *filter(None, [remark]), error=True)
     if args.check_logits:
         print_lines(compare_logits(Comparison(directory, args.output, model, dtype_name, args.allow_stale, args.trust)))
@@ -434,7 +436,7 @@ def import_directory(args: argparse.Namespace) -> Path:
             contents, args.output, 1, DTYPES[dtype], (args.max_file_size or _IMPORT_FILE_MB) * 10**6, advance
         )
         if args.verify:
-            _compare(contents, DenseContents(written), advance)
+            _compare_written(contents, DenseContents(written), advance)
     values = recipe(model, dtype, tokenizer)
     write_durably(recipe_file, yaml.safe_dump(decode.parse(json.dumps(values)), sort_keys=False))
     if args.check_logits:
@@ -450,7 +452,7 @@ def _tokenizer(source: Path, rows: int) -> dict[str, Any]:
     return dict(tokenizer_type="NullTokenizer", vocab_size=rows)
 
 
-def _compare(contents: Imported, written: DenseContents, advance: Advance) -> None:
+def _compare_written(contents: Imported, written: DenseContents, advance: Advance) -> None:
     for tensor in contents.tensors:
         source, copied = (reader.read(tensor.name, PARAM, tensor.region) for reader in (contents, written))
         same_bits = torch.equal(source.view(torch.uint8), copied.contiguous().view(torch.uint8))

@@ -196,7 +196,7 @@ def check_options(name: str, model: Described, fixed: dict[str, Any]) -> None:
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
     for option, expected in ({"spec": None} | LLAMA_LIKE | fixed).items():
         value = getattr(model, option)
-        _refuse(value != expected, f"{name} cannot express {_spelled(option, value, expected)}")
+        _refuse(value != expected, f"{name} cannot express {_describe_option(option, value, expected)}")
     balancing = model.moe_router_load_balancing_type
     _refuse(
         "sinkhorn" in ((balancing,) if isinstance(balancing, str) else balancing),
@@ -214,7 +214,7 @@ def _refuse(wrong: object, sentence: str) -> None:
         raise CheckpointError(f"{sentence}. Fix: choose another --family", code="family-cannot-express")
 
 
-def _spelled(option: str, value: object, expected: object) -> str:
+def _describe_option(option: str, value: object, expected: object) -> str:
     if option == "add_bias_linear":
         return f"a model {'without' if value else 'with'} --disable-bias-linear"
     spelling = f"--{option.replace('_', '-')}"

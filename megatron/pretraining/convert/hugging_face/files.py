@@ -148,7 +148,8 @@ def _read_file(path: Path) -> dict[str, TensorLocation]:
         tensors, _, begin = header.read_header(blob.size, blob.read)
         header.check_spans(tensors.values(), blob.size - begin, allows_slack=False)
         return {
-            decode.require_name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()
+            decode.require_name(name, "a tensor"): _stored(blob, begin, name, stored_tensor)
+            for name, stored_tensor in tensors.items()
         }
     except OSError as error:
         raise CheckpointError(
@@ -162,10 +163,13 @@ def _read_file(path: Path) -> dict[str, TensorLocation]:
         ) from None
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> TensorLocation:
-    if about.dtype not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {short_repr(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
-    tensor, (start, stop) = TensorSpec(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
+def _stored(blob: LocalBlob, begin: int, name: str, stored_tensor: header.StoredTensor) -> TensorLocation:
+    if stored_tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} is of dtype {short_repr(stored_tensor.dtype)}, and only {', '.join(_DTYPES)} can be read"
+        )
+    tensor = TensorSpec(name, stored_tensor.shape, _DTYPES[stored_tensor.dtype])
+    start, stop = stored_tensor.data_offsets
     if stop - start != tensor.nbytes:
         raise ValueError(f"{name} must have {shorten(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
     return TensorLocation(tensor, blob, begin + start)

@@ -90,7 +90,7 @@ class NameMap:
         Raises:
             CheckpointError: one of the checkpoint's tensors is missing, superfluous, or has another shape.
         """
-        pairs = tuple(replace(pair, ours=_named(pair.ours, shapes)) for pair in self.pairs)
+        pairs = tuple(replace(pair, ours=_existing_name(pair.ours, shapes)) for pair in self.pairs)
         expected = {pair.ours: pair.our_shape for pair in pairs}
         _check_names(expected, shapes, "the checkpoint", "the flags of its model")
         for name, shape in expected.items():
@@ -106,44 +106,44 @@ class NameMap:
 
     def check_theirs(self, shapes: Shapes) -> None:
         """Raises CheckpointError if one of transformers' tensors is missing, superfluous, or has another shape."""
-        stored = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
+        stored_shapes = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
         expected = self.their_shapes()
-        _check_names(expected, stored, "the directory", "config.json")
+        _check_names(expected, stored_shapes, "the directory", "config.json")
         for name, shape in expected.items():
-            if stored[name] != shape:
+            if stored_shapes[name] != shape:
                 raise CheckpointError(
-                    f"{name} has the shape {list(stored[name])} in the directory, and {list(shape)} by config.json. "
-                    "Fix: correct config.json, or download the files again",
+                    f"{name} has the shape {list(stored_shapes[name])} in the directory, and {list(shape)} by "
+                    "config.json. Fix: correct config.json, or download the files again",
                     code="tensor-shape-wrong",
                 )
 
 
 def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
     """Returns the tensors of a model, here and in a family; raises CheckpointError if the model is invalid."""
-    ours = described_model(model)
-    pairs, zeros = _pairs(ours, family), {}
-    for layer in (layer for layer, experts in enumerate(ours.expert_layers) if experts):
-        zeros |= _zeros(ours, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
+    described = described_model(model)
+    pairs, zeros = _pairs(described, family), {}
+    for layer in (layer for layer, experts in enumerate(described.expert_layers) if experts):
+        zeros |= _zeros(described, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
     return NameMap(tuple(pairs), zeros)
 
 
 def _pairs(model: Described, family: Family) -> Iterator[Pair]:
     words = (model.vocab_size, model.hidden_size)
-    yield _same(_EMBEDDING, "model.embed_tokens.weight", words)
+    yield _equal_pair(_EMBEDDING, "model.embed_tokens.weight", words)
     for layer, experts in enumerate(model.expert_layers):
         for pair in (*_attention(model), *(_experts(model, family) if experts else _dense(model))):
             yield replace(
                 pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}"
             )
-    yield _same("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
+    yield _equal_pair("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
     if model.untie_embeddings_and_output_weights:
-        yield _same(_OUTPUT, "lm_head.weight", words)
+        yield _equal_pair(_OUTPUT, "lm_head.weight", words)
 
 
 def _attention(model: Described) -> Iterator[Pair]:
     hidden, width = model.hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads, model.num_query_groups
-    yield _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
+    yield _equal_pair("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
     yield from _queries_keys_values("weight", heads, groups, width, (hidden,))
     if model.add_qkv_bias:
         yield from _queries_keys_values("bias", heads, groups, width, ())
@@ -151,9 +151,9 @@ def _attention(model: Described) -> Iterator[Pair]:
         full = model.spec == FULL_WIDTH
         for kind, number in (("q", heads), ("k", groups)):
             shape = (number * width if full else width,)
-            yield _same(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
-    yield _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * width))
-    yield _same(_NORM, "post_attention_layernorm.weight", (hidden,))
+            yield _equal_pair(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
+    yield _equal_pair("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * width))
+    yield _equal_pair(_NORM, "post_attention_layernorm.weight", (hidden,))
 
 
 def _queries_keys_values(kind: str, heads: int, groups: int, width: int, trailing: Shape) -> Iterator[Pair]:
@@ -173,9 +173,9 @@ def _dense(model: Described) -> Iterator[Pair]:
 def _experts(model: Described, family: Family) -> Iterator[Pair]:
     hidden, experts = model.hidden_size, model.num_experts
     assert experts is not None  # some layers have experts
-    yield _same("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
+    yield _equal_pair("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
     if model.moe_router_enable_expert_bias:
-        yield _same("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
+        yield _equal_pair("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
     names = (family.gate, family.up, family.down)
     for expert in range(experts):
         ours, theirs = f"mlp.experts.experts.{expert}", f"{family.moe}.experts.{expert}"
@@ -186,7 +186,7 @@ def _experts(model: Described, family: Family) -> Iterator[Pair]:
         factor = family.ungated_down if doubled else 1.0
         yield from _gated("mlp.shared_experts", shared, _shared_names(family), model, model.shared, factor)
         if model.moe_shared_expert_gate:
-            yield _same("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
+            yield _equal_pair("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
 
 
 def _shared_names(family: Family) -> tuple[str, str, str]:
@@ -199,9 +199,9 @@ def _gated(
     hidden = model.hidden_size
     assert width is not None
     gate, up, down = (f"{theirs}.{name}.weight" for name in names)
-    yield _same(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
-    yield _same(f"{ours}.linear_fc1.weight_v", up, (width, hidden))
-    yield replace(_same(f"{ours}.linear_fc2.weight", down, (hidden, width)), factor=factor)
+    yield _equal_pair(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
+    yield _equal_pair(f"{ours}.linear_fc1.weight_v", up, (width, hidden))
+    yield replace(_equal_pair(f"{ours}.linear_fc2.weight", down, (hidden, width)), factor=factor)
 
 
 def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[tuple[str, Shape]]:
@@ -220,11 +220,11 @@ def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[
         yield f"{moe}.{family.shared}_gate.weight", (1, hidden)
 
 
-def _same(ours: str, theirs: str, shape: Shape) -> Pair:
+def _equal_pair(ours: str, theirs: str, shape: Shape) -> Pair:
     return Pair(ours, theirs, shape, shape, (Rows(0, 0, shape[0]),))
 
 
-def _named(name: str, stored: Shapes) -> str:
+def _existing_name(name: str, stored: Shapes) -> str:
     """Returns the existing name: local layers and Transformer Engine name the norm before experts differently."""
     alternative = name.removesuffix(_NORM) + _NORM_OF_EXPERTS
     return alternative if name.endswith(_NORM) and name not in stored and alternative in stored else name
@@ -233,18 +233,18 @@ def _named(name: str, stored: Shapes) -> str:
 def _check_names(expected: Shapes, stored: Shapes, where: str, by: str) -> None:
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
-            f"{_listed(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
+            f"{_join_names(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
             code="tensor-missing",
         )
     if unexpected := [name for name in stored if name not in expected]:
         raise CheckpointError(
-            f"{_listed(unexpected)} in {where}, and must not be by {by}. Fix: convert a model without them, or correct "
-            "its description",
+            f"{_join_names(unexpected)} in {where}, and must not be by {by}. Fix: convert a model without them, or "
+            "correct its description",
             code="tensor-unexpected",
         )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = ", ".join(names[:_MAX_LISTED])
     remainder = f" and {len(names) - _MAX_LISTED} others" if len(names) > _MAX_LISTED else ""
     return f"{shown}{remainder} {'is' if len(names) == 1 else 'are'}"
@@ -292,7 +292,7 @@ class Exported:
         if tensor.name not in self._pairs:
             return torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype)
         pair = self._pairs[tensor.name]
-        spans = _common(((r.theirs, r.ours, r.count) for r in pair.rows), first, count)
+        spans = _overlaps(((r.theirs, r.ours, r.count) for r in pair.rows), first, count)
         parts = [self._weights.rows(pair.ours, ours, number) for ours, number in spans]
         values = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(tensor.dtype)
         if pair.factor == 1:
@@ -342,7 +342,7 @@ class Imported(ConvertedState):
         parts: dict[int, torch.Tensor] = {}
         for pair in self._pairs[name]:
             for r in pair.rows:
-                for theirs, number in _common([(r.ours, r.theirs, r.count)], region.offset[0], region.shape[0]):
+                for theirs, number in _overlaps([(r.ours, r.theirs, r.count)], region.offset[0], region.shape[0]):
                     values = self._stored[pair.theirs].rows(theirs, number).to(self._dtypes[name])
                     parts[r.ours] = values if pair.factor == 1 else values / pair.factor
         values = torch.cat([parts[start] for start in sorted(parts)])
@@ -378,7 +378,7 @@ class _CachedRows:
         return self._values[first : first + count]
 
 
-def _common(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
+def _overlaps(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
     """Yields the overlaps of spans (start, other start, length) with a range, as (other start, length)."""
     for start, other_start, length in spans:
         low, high = max(first, start), min(first + count, start + length)

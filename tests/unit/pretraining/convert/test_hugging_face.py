@@ -371,7 +371,7 @@ def test_staging_avoids_directories_others_can_change(dense, tmp_path, make):
     left = tmp_path / ".hf.incomplete"
     make(left)
     before = left.lstat()
-    with conversions._staged(tmp_path / "hf") as staging:
+    with conversions._staging_directory(tmp_path / "hf") as staging:
         assert staging.parent.lstat().st_mode & 0o777 == 0o700 and staging.parent != left
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     assert left.lstat() == before and (tmp_path / "victim/precious").read_text() == "precious"
@@ -389,7 +389,7 @@ def test_existing_output_is_never_replaced(dense, tmp_path, capsys):
 
 
 def test_conversion_in_progress_is_not_disturbed(dense, tmp_path, capsys):
-    with conversions._staged(tmp_path / "hf"):
+    with conversions._staging_directory(tmp_path / "hf"):
         assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "directory-in-use"
 
 

@@ -35,16 +35,16 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    check_all_layers_have_experts(_NAME, ours)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    check_all_layers_have_experts(_NAME, described)
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        intermediate_size=ours.moe_ffn_hidden_size,
-        router_aux_loss_coef=ours.aux_loss_coeff,
+        intermediate_size=described.moe_ffn_hidden_size,
+        router_aux_loss_coef=described.aux_loss_coeff,
         sliding_window=None,
     )
 

@@ -39,17 +39,17 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        qkv_bias=ours.add_qkv_bias,
+        qkv_bias=described.add_qkv_bias,
         shared_expert_intermediate_size=shared_width(model),
         use_sliding_window=False,
-        **common.sparse_keys(ours),
+        **common.sparse_keys(described),
     )
 
 

@@ -36,10 +36,10 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(ours)
-    return common.write(_NAME, _ARCHITECTURE, ours, _EXPERTS, **own)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(described)
+    return common.write(_NAME, _ARCHITECTURE, described, _EXPERTS, **own)
 
 
 FAMILY = Family(_NAME, _ARCHITECTURE, flags_of, config_of)
