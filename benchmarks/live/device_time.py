@@ -13,21 +13,21 @@ import time
 
 def take_as_long(seconds: float) -> None:
     """Delays each training micro batch, except dummy micro batches, by ``seconds``."""
-    from megatron.pretraining.elastic.moe_layer import ElasticTurns
-    from megatron.pretraining.engine.schedule import Turns
+    from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
+    from megatron.pretraining.engine.schedule import MicroBatchHooks
 
-    take, take_elastic = Turns.take, ElasticTurns.take
+    take, take_elastic = MicroBatchHooks.run_micro_batch, ElasticMicroBatchHooks.run_micro_batch
 
     def slept(self, compute):
         time.sleep(seconds)
         return take(self, compute)
 
     def slept_unless_ghost(self, compute):
-        if not self._topology.is_ghost(self._turn):
+        if not self._topology.is_dummy(self._round):
             time.sleep(seconds)
         return take_elastic(self, compute)
 
-    Turns.take, ElasticTurns.take = slept, slept_unless_ghost
+    MicroBatchHooks.run_micro_batch, ElasticMicroBatchHooks.run_micro_batch = slept, slept_unless_ghost
 
 
 if __name__ == "__main__":

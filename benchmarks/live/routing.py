@@ -28,13 +28,13 @@ def tell_routes(directory: Path) -> None:
     """Makes this worker, and workers forked from it, record the routing of tokens."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron.pretraining.elastic.moe_layer import ElasticTurns
+    from megatron.pretraining.elastic.moe_layer import ElasticMicroBatchHooks
 
-    take, routing, now = ElasticTurns.take, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
+    take, routing, now = ElasticMicroBatchHooks.run_micro_batch, TopKRouter.routing, {"iteration": 0, "micro_batch": 0}
 
     def taken(self, compute):
         now["iteration"] = self._iteration + 1
-        now["micro_batch"] = self._topology.number(self._turn)
+        now["micro_batch"] = self._topology.number(self._round)
         return take(self, compute)
 
     def routed(self, logits, padding_mask=None):
@@ -45,7 +45,7 @@ def tell_routes(directory: Path) -> None:
             file.write(json.dumps(told) + "\n")
         return probs, chosen
 
-    ElasticTurns.take, TopKRouter.routing = taken, routed
+    ElasticMicroBatchHooks.run_micro_batch, TopKRouter.routing = taken, routed
 
 
 def tell_times(directory: Path) -> None:

@@ -120,7 +120,7 @@ def follow(run: TrainingRun, stop: StopRequests, duties: Duties) -> bool:
     stopping = duties.stops
     if duties.evaluates and not stopping:
         stopping = not report_loss(run, "valid", stop)
-    if stopping or duties.ends or duties.saves or run.checkpoints.tries_again():
+    if stopping or duties.ends or duties.saves or run.checkpoints.retry_is_due():
         save(run)
     return stopping or duties.ends
 

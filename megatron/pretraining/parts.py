@@ -19,7 +19,7 @@ from megatron.pretraining.engine.megatron import MegatronEngine, Model
 from megatron.pretraining.engine.module_state import ModuleState
 from megatron.pretraining.engine.optimizer import CommitOptimizer
 from megatron.pretraining.engine.routing import AuxiliaryLosses
-from megatron.pretraining.engine.schedule import Schedule, Turns, drop_unfinished_iteration
+from megatron.pretraining.engine.schedule import MicroBatchHooks, Schedule, drop_unfinished_iteration
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import LogMemory
 from megatron.pretraining.logging.records import EventRecorder
@@ -151,7 +151,7 @@ class MovingState(Protocol):
         """Moves the state to its new places after the workers resumed, and returns the generation's callbacks."""
         ...
 
-    def turns(self, seed: int, topology: Topology) -> Turns:
+    def micro_batch_hooks(self, seed: int, topology: Topology) -> MicroBatchHooks:
         """Returns the hooks of a worker's micro batches."""
         ...
 
@@ -216,7 +216,7 @@ class WorkerParts:
         """Closes the interrupted session and resets everything except the state to between iterations."""
         self.met(loss)
         if self.checkpoints is not None:
-            self.saved = max(self.saved, self.checkpoints.published)
+            self.saved = max(self.saved, self.checkpoints.last_committed)
             self.checkpoints.close()
         if self.session is not None:
             self.session.interrupt()

@@ -18,7 +18,7 @@ from megatron.pretraining.data.identity import DataError, DataIdentity, differen
 from megatron.pretraining.duties import Done, Duties, due, missed
 from megatron.pretraining.engine.boundary import NoNeighbours
 from megatron.pretraining.engine.megatron import MegatronEngine
-from megatron.pretraining.engine.schedule import Turns
+from megatron.pretraining.engine.schedule import MicroBatchHooks
 from megatron.pretraining.engine.step import Stepper
 from megatron.pretraining.engine.upstream import boundaries
 from megatron.pretraining.logging.records import print_rank_0
@@ -235,10 +235,10 @@ def alone_of(parts: WorkerParts) -> NoNeighbours | None:
     return NoNeighbours(parts.chunks[0].config) if parts.world.is_partial_model else None
 
 
-def turns_of(parts: WorkerParts, topology: Topology) -> Turns:
+def micro_batch_hooks(parts: WorkerParts, topology: Topology) -> MicroBatchHooks:
     """Returns the hooks of a worker's micro batches."""
     seed = parts.config.rng.seed
-    return Turns(seed, topology) if parts.moving is None else parts.moving.turns(seed, topology)
+    return MicroBatchHooks(seed, topology) if parts.moving is None else parts.moving.micro_batch_hooks(seed, topology)
 
 
 class GarbageCollection(Callback):

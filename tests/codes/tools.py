@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.pretraining.convert.dense import write_dense
-from megatron.pretraining.convert.hugging_face.conversions import _MOST_STAGING, _staged
+from megatron.pretraining.convert.hugging_face.conversions import _MAX_STAGING, _staging_directory
 from megatron.pretraining.data.documents import PairWriter
 from moc.store.buffers import HostBuffer
 from moc.store.host_memory import memory_storage
@@ -137,7 +137,7 @@ def written_by_another(root: Path) -> None:
     exported_to = root.parent / "out"
     exported_to.parent.mkdir(exist_ok=True)
     mixtral(root)
-    HELD.enter_context(_staged(exported_to))
+    HELD.enter_context(_staging_directory(exported_to))
 
 
 def stale(root: Path) -> None:
@@ -253,7 +253,7 @@ def part_of_window(root: Path) -> None:
 
 def without_names(root: Path) -> None:
     mixtral(root)
-    for number in range(_MOST_STAGING):
+    for number in range(_MAX_STAGING):
         path = root.parent / f".out.incomplete{f'-{number}' * bool(number)}"
         path.mkdir()
         path.chmod(0o777)

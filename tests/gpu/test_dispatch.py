@@ -28,7 +28,7 @@ def dispatcher():
     groups: Any = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
     config: Any = SimpleNamespace(moe_router_topk=TOPK)
     dispatcher = ElasticDispatcher(config, groups, group)
-    dispatcher.hold((5, 2, None, 0, 7, 1, 6, 3, 4), numpy.ones((EXPERTS, 1), numpy.int64), level_capacities)
+    dispatcher.assign((5, 2, None, 0, 7, 1, 6, 3, 4), numpy.ones((EXPERTS, 1), numpy.int64), level_capacities)
     yield dispatcher
     torch.cuda.set_sync_debug_mode("default")
     dist.destroy_process_group()

@@ -101,7 +101,9 @@ def cuts_that_differ(flags: dict) -> dict:
         on_totals(self, totals)
         told["iterations"] += 1
         if dist.get_rank() == dist.get_world_size() - 1:
-            self._shards.cut = dataclasses.replace(self._shards.cut, holders=self._shards.cut.holders[::-1])
+            self._shards.assignment = dataclasses.replace(
+                self._shards.assignment, holders=self._shards.assignment.holders[::-1]
+            )
 
     def end(program, sentences, code) -> None:
         told["codes"] = codes_in("\n".join(sentences))

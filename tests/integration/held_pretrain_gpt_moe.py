@@ -21,7 +21,7 @@ from pretrain_gpt_moe import warm_up
 def hold(may_end: Path) -> None:
     """Makes the training loop wait for a file before its last iterations."""
     from megatron.pretraining import loop
-    from megatron.pretraining.elastic.membership import Guests
+    from megatron.pretraining.elastic.membership import DrainAgreement
     from moc.runtime.collectives import run_on_rank0, sum_over_workers
 
     iterate, before = loop.iterate, int(os.environ.get("TEST_HELD_BEFORE", "2"))
@@ -30,9 +30,9 @@ def hold(may_end: Path) -> None:
 
     def held(run, stop):
         while run.position.iteration == run.train_iters - before and not run_on_rank0(may_end.exists, "waiting"):
-            for guests in (callback for callback in run.callbacks if isinstance(callback, Guests)):
-                guests.on_totals(sum_over_workers(guests.contribution(), run.world))
-                guests.leave()
+            for agreement in (callback for callback in run.callbacks if isinstance(callback, DrainAgreement)):
+                agreement.on_totals(sum_over_workers(agreement.contribution(), run.world))
+                agreement.leave()
             time.sleep(0.05)
         with open(begun, "a") as file:
             file.write(f"{run.position.iteration + 1}\n")

@@ -45,7 +45,7 @@ class State:
     def slices(self) -> Iterator[tuple[str, OwnedSlice]]:
         """What this worker has in use, by name."""
         for number, layer in self.replicas.layers.items():
-            for expert, mlp in layer.experts.held():
+            for expert, mlp in layer.experts.assigned():
                 for place, parameter in enumerate(mlp.parameters()):
                     yield f"layer {number} expert {expert} parameter {place}", self.replicas._slices[parameter]
         for number, owned in self.shards._slices():
@@ -74,7 +74,7 @@ class State:
     def move(self, chance: random.Random) -> None:
         """Gathers weights, moves shards to other holders, and experts to plans for another load; alike on all."""
         self._gather_weights()
-        now, size, turn = self.shards.cut, dist.get_world_size(), chance.randrange(1, dist.get_world_size())
+        now, size, turn = self.shards.assignment, dist.get_world_size(), chance.randrange(1, dist.get_world_size())
         turned = tuple(tuple((rank + turn) % size for rank in of) for of in now.holders)
         loads = {layer: [chance.choice((1, 5, 50)) for _ in of] for layer, of in no_loads(self.config).items()}
         plans = plans_for(self.config, self.replicas.nodes, loads, self.replicas.plans)
@@ -88,7 +88,7 @@ class State:
     @property
     def placed(self) -> tuple:
         """Who holds what, by this worker."""
-        return self.shards.cut.digest, *(plan.digest for plan in self.replicas.plans.values())
+        return self.shards.assignment.digest, *(plan.digest for plan in self.replicas.plans.values())
 
 
 def _value(name: str) -> float:
@@ -126,7 +126,7 @@ def moves(port: int, flags: dict, rounds: int, seed: int) -> dict[str, int]:
         if rank == victim:  # a new worker has its place
             state.fill(junk=True)
             state.replicas.take(state.replicas.plans, state.replicas.nodes)
-            state.shards.take(state.shards.cut)
+            state.shards.take(state.shards.assignment)
         begin_together(groups, store, 2 * number + 1)
         state.settle(trained=rank != victim)
         told["cut_off"] += bool(problem)

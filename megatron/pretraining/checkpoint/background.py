@@ -1,4 +1,4 @@
-"""Saves ``--save`` in the background: one forked process per worker writes, and all publish together or retry."""
+"""Saves ``--save`` in the background: one forked process per worker writes, and all commit together or retry."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Attempts:
     """
 
     def __init__(self, config: Config, log: EventRecorder):
-        self._save, self._stops, self._log = config.checkpoint.save, config.checkpoint.save_failure == "stop", log
+        self._save, self._log = config.checkpoint.save, log
+        self._stop_on_failure = config.checkpoint.save_failure == "stop"
         self._trouble, self.problem = Trouble(), ""
 
     def due(self) -> bool:
@@ -54,23 +55,23 @@ class Attempts:
         Raises:
             CheckpointError: on all workers: the attempt failed, and is not repeated.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             yield
         except CheckpointError as error:
-            over = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, PeerFailure))
-            if self._stops or over:
+            is_final = isinstance(error, TakenError) or isinstance(error.__cause__, (Aborted, PeerFailure))
+            if self._stop_on_failure or is_final:
                 raise
             newest, self.problem = give_up(), with_code(error)
-            warns = self._trouble.failed(time.monotonic() - begun)
+            warns = self._trouble.failed(time.monotonic() - start)
             facts = dict(reason=cause_of(error), failures=self._trouble.count, newest=newest)
             lasted_s = round(self._trouble.seconds, 3)
             self._log.events.write("save_failed", what="checkpoint", iteration=iteration, lasted_s=lasted_s, **facts)
             if warns:
-                there = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
+                saved = "none was saved since this start" if newest is None else f"the newest is of iteration {newest}"
                 sentence = (
                     f"the checkpoint of iteration {iteration} is not saved: {cause_of(error)}. Training continues, and "
-                    f"tries again; in {self._save}, {there}. Fix: make room or repair the disk"
+                    f"tries again; in {self._save}, {saved}. Fix: make room or repair the disk"
                 )
                 self._log.message(warning(sentence, code=code_of(error)))
 
@@ -111,7 +112,7 @@ class Saves(ABC):
     Attributes:
         format: format of the checkpoints.
         last_saved: the iteration of the newest checkpoint in ``--save``, if this run has saved or loaded it.
-        published: the iteration of the newest save of this generation that is complete; 0 without one.
+        last_committed: the iteration of the newest committed save of this generation; 0 without one.
         run: name of the run; empty until it is known.
     """
 
@@ -122,9 +123,9 @@ class Saves(ABC):
         self._queue, self._attempts = AsyncCallsQueue(), Attempts(config, log)
         self._fence = _fence(config, world)
         self.last_saved: int | None = None
-        self.published = 0
+        self.last_committed = 0
         self.run = ""
-        self._before: int | None = None  # value of last_saved before the save in progress
+        self._previous_saved: int | None = None  # value of last_saved before the save in progress
 
     @property
     def problem(self) -> str:
@@ -155,10 +156,10 @@ class Saves(ABC):
             staging = dense_files.staging_path(save, iteration, fence.claim.tag)
             with self._attempts.reporting():
                 request = self.request(position, staging)
-            publish = functools.partial(self.publish, Path(save), iteration)
-            finalize = [*request.finalize_fns, publish]
+            commit = functools.partial(self.commit, Path(save), iteration)
+            finalize = [*request.finalize_fns, commit]
             self._queue.schedule_async_request(request._replace(finalize_fns=finalize))
-            self._before, self.last_saved = self.last_saved, iteration
+            self._previous_saved, self.last_saved = self.last_saved, iteration
             if not self._config.checkpoint.async_save:
                 self._finalize(blocking=True)
 
@@ -206,18 +207,18 @@ class Saves(ABC):
     def request(self, position: Position, staging: Path) -> AsyncRequest:
         """Returns the function of the forked process that writes a checkpoint, and the functions that follow it."""
 
-    def tries_again(self) -> bool:
+    def retry_is_due(self) -> bool:
         """Returns whether to retry a failed save now; collective only after a failure."""
         return self._attempts.due()
 
     def poll(self) -> None:
-        """Publishes the checkpoint if all workers have finished writing it; does not wait."""
+        """Commits the checkpoint if all workers have finished writing it; does not wait."""
         if self._queue.async_calls:
             with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=False)
 
     def finish(self) -> None:
-        """Waits for a save in progress, and publishes it."""
+        """Waits for a save in progress, and commits it."""
         if self._queue.async_calls:
             with self._attempts.attempt(self.last_saved, self._give_up(self.last_saved)):
                 self._finalize(blocking=True)
@@ -228,7 +229,7 @@ class Saves(ABC):
             self._queue.async_calls.popleft().async_caller.close(abort=True)
         writer.forget_results()
 
-    def together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
+    def finalize_together(self, finalize: Callable[[], None], *writes: tuple[Any, str]) -> None:
         """Runs a finalizer of megatron-core that may fail on one worker; a failure raises on all.
 
         Args:
@@ -241,13 +242,13 @@ class Saves(ABC):
         failure, failures = None, []
         try:
             with contextlib.ExitStack() as stack:
-                failures = [stack.enter_context(writer.first_worker_goes_on(*one)) for one in writes]
+                failures = [stack.enter_context(writer.deferring_errors(*write)) for write in writes]
                 finalize()
         except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
             if isinstance(error, (Aborted, PeerFailure)):
                 raise
             failure = error
-        failure = next((one for found in failures for one in found), failure)
+        failure = next((write_error for write_errors in failures for write_error in write_errors), failure)
         if problem := first_reported(None if failure is None else with_code(self._attempts.not_written(failure))):
             raise CheckpointError(problem)
 
@@ -257,7 +258,7 @@ class Saves(ABC):
             if self._world.rank == 0 and iteration is not None and self._fence is not None:
                 dense_files.give_up(str(self._config.checkpoint.save), iteration, self._fence)
             if self.last_saved == iteration:
-                self.last_saved = self._before
+                self.last_saved = self._previous_saved
             return self.last_saved
 
         return give_up
@@ -271,18 +272,18 @@ class Saves(ABC):
                 pause_s = min(2 * pause_s, 0.1)
                 self._queue.maybe_finalize_async_calls()
 
-    def publish(self, root: Path, iteration: int) -> None:
-        """Publishes the files that all workers have written."""
+    def commit(self, root: Path, iteration: int) -> None:
+        """Commits the files that all workers have written."""
         retain = self._config.checkpoint.save_retain_interval
         complete = functools.partial(
-            writer.publish, root, iteration, self._world.size, retain, self._fence, self.format, self.lineage()
+            writer.commit, root, iteration, self._world.size, retain, self._fence, self.format, self.lineage()
         )
         run_on_rank0(complete, "cannot complete a checkpoint")
-        self.published = iteration
+        self.last_committed = iteration
         self._attempts.succeeded(iteration)
 
 
 def _fence(config: Config, world: World) -> Fence | None:
-    """Returns the fence that guards this generation's saves; neither reads nor writes anything yet."""
+    """Returns the fence that guards this generation's saves; does not read or write files."""
     save = config.checkpoint.save
     return None if save is None else Fence(Path(save), Claim(world.job.id, world.job.term))

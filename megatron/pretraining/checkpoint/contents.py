@@ -66,8 +66,11 @@ def name_as_stored(described: dict, keys: Collection[str]) -> None:
     """
     for part in nested_values(described):
         if isinstance(part, ShardedTensor) and part.key not in keys:
-            others = (part.key.replace(one, other) for one, other in (NORM_BEFORE_EXPERTS, NORM_BEFORE_EXPERTS[::-1]))
-            part.key = next((key for key in others if key in keys), part.key)
+            candidates = (
+                part.key.replace(prefix, replacement)
+                for prefix, replacement in (NORM_BEFORE_EXPERTS, NORM_BEFORE_EXPERTS[::-1])
+            )
+            part.key = next((key for key in candidates if key in keys), part.key)
 
 
 def training_state(
@@ -101,7 +104,7 @@ def training_state(
 def grad_scaler_state(optimizer: CommitOptimizer) -> dict | None:
     """Returns fp16's loss scale and its history, as values of JSON; None without one."""
     scalers = [scaler for m in members(optimizer.core) if (scaler := getattr(m, "grad_scaler", None))]
-    return _plain(scalers[0].state_dict()) if scalers else None
+    return _to_json_values(scalers[0].state_dict()) if scalers else None
 
 
 def restore_grad_scaler(optimizer: CommitOptimizer, saved: dict | None) -> None:
@@ -147,19 +150,22 @@ def check_optimizer(config: Config, saved: Mapping, where: object, instead: str)
             f"{instead}",
             code="optimizer-differs",
         )
-    if (there := saved.get("main_params_dtype", "fp32")) != masters:
+    if (saved_masters := saved.get("main_params_dtype", "fp32")) != masters:
         raise CheckpointError(
-            f"{where} holds masters in {there}, not in {masters}. Fix: continue with the release that saved "
+            f"{where} holds masters in {saved_masters}, not in {masters}. Fix: continue with the release that saved "
             f"it, or {instead}",
             code="optimizer-format-differs",
         )
-    there, here = (tuple(of or 2 * (masters,)) for of in (saved.get("moments"), config.mixed_precision.moments))
-    if there != here:
+    saved_moments, configured_moments = (
+        tuple(formats or 2 * (masters,)) for formats in (saved.get("moments"), config.mixed_precision.moments)
+    )
+    if saved_moments != configured_moments:
         flags = "--exp-avg-dtype {} --exp-avg-sq-dtype {}"
         stored = saved.get("moments")
-        remedy = f"pass {flags.format(*there)}" if stored else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
+        remedy = f"pass {flags.format(*saved_moments)}" if stored else "drop --exp-avg-dtype and --exp-avg-sq-dtype"
         raise CheckpointError(
-            f"{where} holds moments in {' and '.join(there)}, not in {' and '.join(here)}. Fix: {remedy}",
+            f"{where} holds moments in {' and '.join(saved_moments)}, not in {' and '.join(configured_moments)}. "
+            f"Fix: {remedy}",
             code="optimizer-format-differs",
         )
 
@@ -167,7 +173,8 @@ def check_optimizer(config: Config, saved: Mapping, where: object, instead: str)
 def package_of(core: MegatronOptimizer) -> str:
     """Returns the packages that implement an optimizer's updates: ``torch``, ``transformer_engine``, ``apex``, ..."""
     updaters = [getattr(member, "optimizer", None) for member in members(core)]
-    return ", ".join(sorted({type(one).__module__.partition(".")[0] for one in updaters if one is not None}))
+    packages = {type(updater).__module__.partition(".")[0] for updater in updaters if updater is not None}
+    return ", ".join(sorted(packages))
 
 
 def check_data(config: Config, data: DataIdentity | None, saved: Mapping, where: object) -> None:
@@ -190,28 +197,28 @@ def warn_of_other_run(
     optimizer: CommitOptimizer,
     data: DataIdentity | None,
     saved: Mapping,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Warns if the saved run reads other data or samples in another order, or has another optimizer implementation."""
-    warn_of_other_package(optimizer, saved, say)
-    warn_of_other_data(data, saved, say)
-    warn_of_other_samples(config, world, data, saved, say)
+    warn_of_other_package(optimizer, saved, report)
+    warn_of_other_data(data, saved, report)
+    warn_of_other_samples(config, world, data, saved, report)
 
 
-def warn_of_other_data(data: DataIdentity | None, saved: Mapping, say: Callable[[str], None]) -> None:
+def warn_of_other_data(data: DataIdentity | None, saved: Mapping, report: Callable[[str], None]) -> None:
     """Warns of each split that reads other data than the saved run."""
-    for split in {one.split: None for one in data.sources} if data is not None else ():
+    for split in {source.split: None for source in data.sources} if data is not None else ():
         if changed := changes_since(saved, data, split):
-            say(f"WARNING: the {split} data changed: {join_phrases(changed)}")
+            report(f"WARNING: the {split} data changed: {join_phrases(changed)}")
 
 
-def warn_of_other_package(optimizer: CommitOptimizer, saved: Mapping, say: Callable[[str], None]) -> None:
+def warn_of_other_package(optimizer: CommitOptimizer, saved: Mapping, report: Callable[[str], None]) -> None:
     """Warns if another implementation of the optimizer updated the saved state."""
-    there, here = saved.get("optimizer_package"), package_of(optimizer.core)
-    if there and here and there != here:
-        say(
-            f"WARNING: the optimizer of {there} updated the saved state, and the optimizer of {here} continues: "
-            "the bits differ from a run without interruption"
+    saved_package, package = saved.get("optimizer_package"), package_of(optimizer.core)
+    if saved_package and package and saved_package != package:
+        report(
+            f"WARNING: the optimizer of {saved_package} updated the saved state, and the optimizer of {package} "
+            "continues: the bits differ from a run without interruption"
         )
 
 
@@ -221,11 +228,12 @@ def check_package(config: Config, optimizer: CommitOptimizer, saved: Mapping, wh
     Raises:
         CheckpointError: the implementations differ.
     """
-    there, here = saved.get("optimizer_package"), package_of(optimizer.core)
-    if there and here and there != here and promises_bits(config) and not config.training.allow_nondeterministic:
+    saved_package, package = saved.get("optimizer_package"), package_of(optimizer.core)
+    differs = saved_package and package and saved_package != package
+    if differs and promises_bits(config) and not config.training.allow_nondeterministic:
         raise CheckpointError(
-            f"{where} ends a window whose updates the optimizer of {there} made, and this run uses {here}, whose bits "
-            f"differ. Fix: resume where {there} is installed, or pass --allow-nondeterministic",
+            f"{where} ends a window whose updates the optimizer of {saved_package} made, and this run uses {package}, "
+            f"whose bits differ. Fix: resume where {saved_package} is installed, or pass --allow-nondeterministic",
             code="replay-not-identical",
         )
 
@@ -234,10 +242,13 @@ def check_window(config: Config, saved: Mapping, where: object) -> None:
     """Raises ``CheckpointError`` if a window was saved in another compute format than this run's."""
     formats = (saved.get("params_dtype"), saved.get("fp8")), (_compute_format(config), _products(config))
     if formats[0] != formats[1]:
-        there, here = (f"{weights} with {products}" if products else weights for weights, products in formats)
+        saved_format, configured_format = (
+            f"{weights} with {products}" if products else weights for weights, products in formats
+        )
         raise CheckpointError(
-            f"{where} ends a window whose replay computes in {there}, and this run computes in {here}. Fix: resume "
-            "with the flags that the window was saved with, and change them after a full snapshot",
+            f"{where} ends a window whose replay computes in {saved_format}, and this run computes in "
+            f"{configured_format}. Fix: resume with the flags that the window was saved with, and change them after a "
+            "full snapshot",
             code="replay-not-identical",
         )
 
@@ -256,25 +267,25 @@ def _products(config: Config) -> str | None:
 
 
 def warn_of_other_samples(
-    config: Config, world: World, data: DataIdentity | None, saved: Mapping, say: Callable[[str], None]
+    config: Config, world: World, data: DataIdentity | None, saved: Mapping, report: Callable[[str], None]
 ) -> None:
     """Warns of each setting that differs from the saved run and changes the samples, or of another order without one.
 
-    Data at another path are the same if their contents are.
+    Data at another path are the same if their contents are equal.
     """
-    before, there, changed = saved.get("sample_order") or {}, identity_of(saved), False
+    saved_order, saved_data, changed = saved.get("sample_order") or {}, identity_of(saved), False
     for name, value in sample_order(config, world).items():
-        if name not in before or before[name] == value:
+        if name not in saved_order or saved_order[name] == value:
             continue
-        if name.endswith("data_path") and same_words(before[name], there, value, data):
+        if name.endswith("data_path") and same_words(saved_order[name], saved_data, value, data):
             continue
         changed = True
-        say(
-            f"WARNING: {name.replace('_', ' ')} was {short_repr(before[name])} and is {short_repr(value)}: the order "
-            "or the contents of samples change from here on, and some may be read twice or never"
+        report(
+            f"WARNING: {name.replace('_', ' ')} was {short_repr(saved_order[name])} and is {short_repr(value)}: the "
+            "order or the contents of samples change from here on, and some may be read twice or never"
         )
     if not changed and (prefixes := reordered_since(saved, data)):
-        say(
+        report(
             f"WARNING: the samples of {join_phrases(prefixes)} have another order than in the saved run: some may be "
             "read twice or never"
         )
@@ -286,7 +297,7 @@ def sample_order(config: Config, world: World) -> dict:
     A cyclic loader gives each data-parallel rank a part of the data, so its order depends on their number.
     """
     data, batch = config.data, global_batch_size(config, world.size)
-    found = {
+    settings = {
         "seed": config.rng.seed,
         "train_samples": train_iterations(config, world.size) * batch,
         "seq_length": data.seq_length,
@@ -296,15 +307,15 @@ def sample_order(config: Config, world: World) -> dict:
         "mock_data": data.mock_data,
     }
     if config.tokenizer.tokenizer_type == "NullTokenizer":  # its end of a document is the last id
-        found["vocab_size"] = config.tokenizer.vocab_size
-    found |= _values(config, _SAMPLES)
-    if found.get("dataloader_type") == "cyclic":
+        settings["vocab_size"] = config.tokenizer.vocab_size
+    settings |= _values(config, _SAMPLES)
+    if settings.get("dataloader_type") == "cyclic":
         ranks = data_parallel_size(config, world.size)
-        found["micro_batch_of_all_workers"] = config.training.micro_batch_size * ranks
-    return found
+        settings["micro_batch_of_all_workers"] = config.training.micro_batch_size * ranks
+    return settings
 
 
-def _plain(state: dict) -> dict:
+def _to_json_values(state: dict) -> dict:
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
@@ -370,13 +381,13 @@ def repeated(config: Config) -> dict[str, Any]:
 
 def _values(config: Config, names: Iterable[str]) -> dict[str, Any]:
     """Returns the flags of our groups or of Megatron-LM that a run has, by name, as values of JSON."""
-    places = [*(getattr(config, group) for group in group_classes()), getattr(config, "arguments", None)]
-    found = {}
+    groups = [*(getattr(config, group) for group in group_classes()), getattr(config, "arguments", None)]
+    values = {}
     for name in names:
-        owner = next((place for place in places if hasattr(place, name)), None)
+        owner = next((group for group in groups if hasattr(group, name)), None)
         if owner is not None:
-            found[name] = getattr(owner, name)
-    return parse(json.dumps(found, default=str))
+            values[name] = getattr(owner, name)
+    return parse(json.dumps(values, default=str))
 
 
 def check_replay(
@@ -396,9 +407,12 @@ def check_replay(
     """
     if not promises_bits(config) or config.training.allow_nondeterministic:
         return
-    here, there = repeated(config), saved.get(KEY) or {}
-    names = [name for name, value in here.items() if name in there and there[name] != value]
-    changes = [f"{dashed(name)} is {short_repr(there[name])} there and {short_repr(here[name])} here" for name in names]
+    current, stored_flags = repeated(config), saved.get(KEY) or {}
+    names = [name for name, value in current.items() if name in stored_flags and stored_flags[name] != value]
+    changes = [
+        f"{dashed(name)} is {short_repr(stored_flags[name])} there and {short_repr(current[name])} here"
+        for name in names
+    ]
     changes += changes_since(saved, data) or [
         f"the samples of {prefix} have another order (--train-iters, --train-samples, --seed, --seq-length, --split)"
         for prefix in reordered_since(saved, data)

@@ -98,22 +98,25 @@ def verify_loaded(parts: WorkerParts, model: Model, directory: Path, manifest: M
     if saved is None:
         parts.log.message(f"the state of {directory} is not verified: the checkpoint has no digests")
         return
-    here = digest_state(parts, model, optimizer)
-    now, before = total_of([here.digests]), total_of([saved["digests"]])
-    has_same_weights = saved["params_dtype"] == here.params_dtype
-    kept = {
+    computed = digest_state(parts, model, optimizer)
+    computed_totals, stored_totals = total_of([computed.digests]), total_of([saved["digests"]])
+    has_same_weights = saved["params_dtype"] == computed.params_dtype
+    comparable = {
         (operator, slot)
-        for operator, slot in now.keys() | before.keys()
+        for operator, slot in computed_totals.keys() | stored_totals.keys()
         if (has_same_weights if _is_weight(slot) else optimizer)
-        and (":" not in slot or {(operator, slot)} <= now.keys() & before.keys())  # padding depends on the layout
+        # padding depends on the layout
+        and (":" not in slot or {(operator, slot)} <= computed_totals.keys() & stored_totals.keys())
     }
-    there, mine = ({key: of[key] for key in kept & of.keys()} for of in (before, now))
-    compared = {operator for operator, _ in there}
-    unknown = {operator for operator, _ in now} - compared
-    if wrong := differing_operators(mine, there, unknown):
+    stored_digests, computed_digests = (
+        {key: totals[key] for key in comparable & totals.keys()} for totals in (stored_totals, computed_totals)
+    )
+    compared = {operator for operator, _ in stored_digests}
+    unknown = {operator for operator, _ in computed_totals} - compared
+    if wrong := differing_operators(computed_digests, stored_digests, unknown):
         raise state_error(directory, wrong)
-    rest = f", {len(unknown)} operators have no known digest" if unknown else ""
-    parts.log.message(f"{len(compared)} operators have the digests that {directory} stores{rest}")
+    suffix = f", {len(unknown)} operators have no known digest" if unknown else ""
+    parts.log.message(f"{len(compared)} operators have the digests that {directory} stores{suffix}")
 
 
 def _plain(stored: StoredDigests | None) -> dict | None:

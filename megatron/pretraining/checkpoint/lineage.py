@@ -46,32 +46,36 @@ class Directory:
         """Reads a directory; returns None without a path."""
         if path is None:
             return None
-        there = tuple(dense_files.list_iterations(path)), tuple(dense_files.published(path))
+        listed = tuple(dense_files.list_iterations(path)), tuple(dense_files.published(path))
         has_tracker, real = os.path.lexists(Path(path) / TRACKER_FILE), os.path.realpath(path)
         try:
-            return cls(real, has_tracker, dense_files.latest_iteration(path), *there)
+            return cls(real, has_tracker, dense_files.latest_iteration(path), *listed)
         except CheckpointError as error:
-            return cls(real, has_tracker, None, *there, with_code(error))
+            return cls(real, has_tracker, None, *listed, with_code(error))
 
     @property
     def current(self) -> int | None:
         """Iteration of the newest checkpoint; None without one, or if it is a release."""
-        pending = [one for one in self.complete if one.lineage and (self._is_newer(one) or not self.has_tracker)]
+        pending = [
+            checkpoint
+            for checkpoint in self.complete
+            if checkpoint.lineage and (self._is_newer(checkpoint) or not self.has_tracker)
+        ]
         return pending[-1].iteration if pending else self.tracked
 
     @property
     def committed(self) -> list[Published]:
         """Complete checkpoints, without an interrupted save of Megatron-LM, which the tracker file does not name."""
-        return [one for one in self.complete if one.lineage or not self._is_newer(one)]
+        return [checkpoint for checkpoint in self.complete if checkpoint.lineage or not self._is_newer(checkpoint)]
 
     @property
     def holds_checkpoint(self) -> bool:
         """Whether Megatron-LM, or this program after a kill, finds a checkpoint."""
         return self.has_tracker or self.current is not None
 
-    def _is_newer(self, one: Published) -> bool:
+    def _is_newer(self, checkpoint: Published) -> bool:
         """Returns whether the tracker file names an older checkpoint, and was last changed before this one."""
-        return self.has_tracker and not one.is_announced and one.iteration > (self.tracked or 0)
+        return self.has_tracker and not checkpoint.is_announced and checkpoint.iteration > (self.tracked or 0)
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,12 @@ class Command:
         words += [f"--{name.replace('_', '-')}" for name in ("finetune", "no_load_optim") if getattr(self, name)]
         return " ".join(words)
 
-    def owns(self, one: Published) -> bool:
+    def owns(self, checkpoint: Published) -> bool:
         """Returns whether a checkpoint in ``--save`` is the command's own."""
-        if one.lineage is None:
+        if checkpoint.lineage is None:
             return False
-        same_run, same_origin = one.lineage.run == self.run != "", one.lineage.origin == self.origin != ""
-        return one.job == self.job or same_run or same_origin
+        same_run, same_origin = checkpoint.lineage.run == self.run != "", checkpoint.lineage.origin == self.origin != ""
+        return checkpoint.job == self.job or same_run or same_origin
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def choose(command: Command) -> CheckpointChoice:
     """
     save, load, begins = command.save, command.load, command.finetune
     if save is not None:
-        newest = next((one for one in save.complete if one.iteration == save.current), None)
+        newest = next((checkpoint for checkpoint in save.complete if checkpoint.iteration == save.current), None)
         if newest is not None and command.owns(newest):
             return CheckpointChoice(save.path, newest.iteration, is_own=True)
     _refuse_unknown(load, command)
@@ -211,30 +215,32 @@ def _refuse_unknown(directory: Directory | None, command: Command) -> None:
 
 def beginning(load: str | None, save: str | None, pretrained: str | None, finetune: bool) -> str:
     """Returns the flags of a beginning at a checkpoint of another run; empty without one.  Reads no directory."""
-    named = [None if path is None else Directory(os.path.abspath(path)) for path in (load, save, pretrained)]
-    return Command(named[0], named[1], named[2], finetune=finetune).origin
+    directories = [None if path is None else Directory(os.path.abspath(path)) for path in (load, save, pretrained)]
+    return Command(directories[0], directories[1], directories[2], finetune=finetune).origin
 
 
-def check_beginning(command: Command, here: str, there: str | None) -> None:
+def check_beginning(command: Command, own_beginning: str, recorded: str | None) -> None:
     """Checks that the run of the snapshots began as this command would, if that begins at a checkpoint of another run.
 
     Args:
         command: the command, with the run of the snapshots.
-        here: its :func:`beginning`.
-        there: the beginning that the snapshots record; None if unknown.
+        own_beginning: its :func:`beginning`.
+        recorded: the beginning that the snapshots record; None if unknown.
 
     Raises:
         CheckpointError: it began in another way, so its state would replace the checkpoint that the command names.
     """
-    named = [one for one in (command.load, command.pretrained) if one is not None and one.holds_checkpoint]
-    if there is None or not here or here == there or not named:
+    directories = [directory for directory in (command.load, command.pretrained) if directory is not None]
+    with_checkpoint = [directory for directory in directories if directory.holds_checkpoint]
+    if recorded is None or not own_beginning or own_beginning == recorded or not with_checkpoint:
         return
-    runs = {one.lineage.run for directory in named for one in directory.complete if one.lineage is not None}
+    lineages = [checkpoint.lineage for directory in with_checkpoint for checkpoint in directory.complete]
+    runs = {lineage.run for lineage in lineages if lineage is not None}
     if command.run in runs - {""}:
         return
     raise CheckpointError(
-        f"--ckpt-dir holds snapshots of a run that began with {there or 'new weights'}, and this command begins with "
-        f"{here}. Fix: choose another --ckpt-dir, or continue that run with its flags",
+        f"--ckpt-dir holds snapshots of a run that began with {recorded or 'new weights'}, and this command begins "
+        f"with {own_beginning}. Fix: choose another --ckpt-dir, or continue that run with its flags",
         code="snapshots-of-another-run",
     )
 
@@ -247,17 +253,19 @@ def check_saves(command: Command, iteration: int) -> None:
     """
     save = command.save
     committed = save.committed if save is not None else []
-    others = [one.iteration for one in committed if not _continues(command, one, iteration)]
-    if save is not None and others:
+    foreign_iterations = [
+        checkpoint.iteration for checkpoint in committed if not _continues(command, checkpoint, iteration)
+    ]
+    if save is not None and foreign_iterations:
         raise CheckpointError(
-            f"--save {save.path} holds iteration {others[-1]}, which this command does not continue: it begins at "
-            f"iteration {iteration}, and its saves could replace it. Fix: continue it with --load {save.path}, without "
-            "--finetune and --ckpt-step, or choose another --save",
+            f"--save {save.path} holds iteration {foreign_iterations[-1]}, which this command does not continue: "
+            f"it begins at iteration {iteration}, and its saves could replace it. Fix: continue it with --load "
+            f"{save.path}, without --finetune and --ckpt-step, or choose another --save",
             code="save-of-another-run",
         )
 
 
-def _continues(command: Command, one: Published, iteration: int) -> bool:
-    if one.lineage is not None and one.job == command.job:
+def _continues(command: Command, checkpoint: Published, iteration: int) -> bool:
+    if checkpoint.lineage is not None and checkpoint.job == command.job:
         return True
-    return one.iteration <= iteration and (command.is_in_place or command.owns(one))
+    return checkpoint.iteration <= iteration and (command.is_in_place or command.owns(checkpoint))

@@ -100,9 +100,9 @@ def read_state(directory: Path, resumes: bool = False) -> dict[str, Any]:
         CheckpointError: the file is missing, or a value is missing or invalid.
     """
     with _reading(directory / dense_files.STATE_FILE):
-        found = decode.parse(SafeDirectory(directory).read(dense_files.STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
-        check_types(decode.require_object(found, "it"), resumes)
-        return found
+        state = decode.parse(SafeDirectory(directory).read(dense_files.STATE_FILE, safe_directory.MAX_MANIFEST_BYTES))
+        check_types(decode.require_object(state, "it"), resumes)
+        return state
 
 
 def read_data(directory: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Reads untrusted ``torch_dist`` checkpoints without running code from them.
 
 torch unpickles ``.metadata``, and objects that are stored with the tensors; a pickle may call any function.  Inside
-:func:`nothing_runs`, only the types that ``.metadata`` needs are unpickled, objects only as ``weights_only`` allows,
-and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: the author of a malicious pickle
-can also write a matching manifest.
+:func:`restricted_unpickling`, only the types that ``.metadata`` needs are unpickled, objects only as ``weights_only``
+allows, and no file outside the checkpoint is opened.  Hashes in a manifest do not help here: the author of a malicious
+pickle can also write a matching manifest.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
 _CHANGES = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _CONTAINERS = {"EMPTY_LIST", "LIST", "EMPTY_DICT", "DICT", "EMPTY_SET"}
-_MOST_STEPS = 256
-_MOST_NUMBER = 1 << 60
-_MOST_STEPS_OF_FLAGS = 1 << 16  # an object in common.pt has all flags of a run
-_MOST_WAITING = 1 << 16  # a pickle writes containers in groups of a thousand elements
-_LEAST_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
-_LEAST_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
+_MAX_STEPS = 256
+_MAX_NUMBER = 1 << 60
+_MAX_STEPS_OF_FLAGS = 1 << 16  # an object in common.pt has all flags of a run
+_MAX_STACK = 1 << 16  # a pickle writes containers in groups of a thousand elements
+_MIN_HASHED, _HASHED_OF_BYTE = 1_000_000, 16
+_MIN_OPERATIONS, _BYTES_OF_OPERATION = 1000, 1.5
 
 _CONFIG = "metadata.json"
 """Name of the file that identifies megatron-core's checkpoint directories."""
@@ -122,23 +122,23 @@ class _Node:
         steps: number of steps to compute its hash; a list or a dict, which has no hash, counts as one.
         inner: sum of the steps of its elements.
         shared: the pickle has used the object a second time.
-        odd: it is, or contains, a number that is invalid as a size.
+        has_invalid_size: it is, or contains, a number that is invalid as a size.
 
     Args:
-        most: largest number of steps.
+        max_steps: largest number of steps.
     """
 
-    __slots__ = ("inner", "most", "odd", "shared", "steps")
+    __slots__ = ("has_invalid_size", "inner", "max_steps", "shared", "steps")
 
-    def __init__(self, steps: int, most: int, inner: int = 0):
-        self.steps, self.inner, self.shared, self.odd, self.most = 0, inner, False, False, most
+    def __init__(self, steps: int, max_steps: int, inner: int = 0):
+        self.steps, self.inner, self.shared, self.has_invalid_size, self.max_steps = 0, inner, False, False, max_steps
         self.grow(steps)
 
     def grow(self, steps: int) -> None:
         """Adds steps; raises CheckpointError if they are too many."""
         self.steps += steps
-        if self.steps > self.most:
-            raise _UntrustedError(f".metadata has an object whose hash takes more than {self.most} steps")
+        if self.steps > self.max_steps:
+            raise _UntrustedError(f".metadata has an object whose hash takes more than {self.max_steps} steps")
 
 
 class _CostCheck:
@@ -155,21 +155,21 @@ class _CostCheck:
         self.stack: list[_Node | None] = []
         self.memo: dict[Any, _Node | None] = {}
         self.hashed = 0
-        self._atom, self._odd = _Node(1, most_steps), _Node(1, most_steps)
-        self._odd.odd = True
+        self._atom, self._invalid_size = _Node(1, most_steps), _Node(1, most_steps)
+        self._invalid_size.has_invalid_size = True
 
     def apply(self, operation: Any, argument: Any) -> None:
         """Follows one operation of :mod:`pickletools`."""
         name = operation.name
-        if len(self.stack) > _MOST_WAITING:
+        if len(self.stack) > _MAX_STACK:
             raise _UntrustedError(".metadata has more objects in one another than torch_dist checkpoints have")
         if name in ("POP", "POP_MARK"):  # which a pickle has only for a tuple that contains itself
             raise _UntrustedError(".metadata drops an object, which no torch_dist checkpoint does")
         if name in _PUTS:
-            place = len(self.memo) if argument is None else argument
-            if place > self._nbytes:
-                raise _UntrustedError(f".metadata numbers an object {place}, and is of {self._nbytes} bytes")
-            self.memo[place] = self.stack[-1]
+            index = len(self.memo) if argument is None else argument
+            if index > self._nbytes:
+                raise _UntrustedError(f".metadata numbers an object {index}, and is of {self._nbytes} bytes")
+            self.memo[index] = self.stack[-1]
         elif name in _GETS or name == "DUP":
             node = self.stack[-1] if name == "DUP" else self.memo[argument]
             if node is not None:
@@ -187,53 +187,53 @@ class _CostCheck:
     def _change(self, name: str, target: _Node, *added: _Node) -> None:
         """Adds elements or attributes to an object, which stays on the stack."""
         keys = {"SETITEM": added[::2], "SETITEMS": added[::2], "ADDITEMS": added}.get(name, ())
-        self.hashed += sum(one.steps for one in keys)
-        if self.hashed > _LEAST_HASHED + _HASHED_OF_BYTE * self._nbytes:
+        self.hashed += sum(key.steps for key in keys)
+        if self.hashed > _MIN_HASHED + _HASHED_OF_BYTE * self._nbytes:
             raise _UntrustedError(".metadata has keys whose hashes take long")
-        if any(one.odd for one in keys):
+        if any(key.has_invalid_size for key in keys):
             raise _UntrustedError(".metadata has a number as a key that no size can be")
         if name != "BUILD":
-            target.inner += sum(one.steps for one in added)
+            target.inner += sum(element.steps for element in added)
         elif target.shared:
             raise _UntrustedError(".metadata changes an object after its use")
         else:
-            target.grow(sum(one.inner or one.steps for one in added))
+            target.grow(sum(element.inner or element.steps for element in added))
         self.stack.append(target)
 
     def _made(self, name: str, parts: list[_Node], argument: Any) -> _Node:
         """Returns the object that an operation makes of the parts that it has taken from the stack."""
-        inner = sum(one.steps for one in parts)
+        inner = sum(part.steps for part in parts)
         if name == "DICT":
             raise _UntrustedError(".metadata makes a dict in a way that torch_dist checkpoints do not")
         if name in _CONTAINERS:
             return _Node(1, self._most_steps, inner)
         if parts:
-            node = _Node(1 + inner, self._most_steps, sum(one.inner or one.steps for one in parts))
-            node.odd = any(one.odd for one in parts)
+            node = _Node(1 + inner, self._most_steps, sum(part.inner or part.steps for part in parts))
+            node.has_invalid_size = any(part.has_invalid_size for part in parts)
             return node
-        strange = type(argument) is int and not 0 <= argument < _MOST_NUMBER
-        if strange and not self._any_number:
+        is_invalid_size = type(argument) is int and not 0 <= argument < _MAX_NUMBER
+        if is_invalid_size and not self._any_number:
             raise _UntrustedError(f".metadata has the number {short_repr(argument)}, which no size can be")
-        return self._odd if strange else self._atom
+        return self._invalid_size if is_invalid_size else self._atom
 
     def _pop(self, operation: Any) -> list[_Node]:
         """Takes the operands of an operation from the stack."""
         stack = self.stack
         if operation.stack_before[-1:] != [pickletools.stackslice]:
-            count = sum(one is not pickletools.markobject for one in operation.stack_before)
-            found = stack[len(stack) - count :]
+            count = sum(kind is not pickletools.markobject for kind in operation.stack_before)
+            operands = stack[len(stack) - count :]
             del stack[len(stack) - count :]
         else:
-            found = []
+            operands = []
             while (top := stack.pop()) is not None:
-                found.append(top)
+                operands.append(top)
             if operation.stack_before[0] is not pickletools.markobject:
-                found.append(stack.pop())
-            found.reverse()
-        return [one for one in found if one is not None]
+                operands.append(stack.pop())
+            operands.reverse()
+        return [operand for operand in operands if operand is not None]
 
 
-def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = False) -> None:
+def _check_cost(data: bytes, most_steps: int = _MAX_STEPS, any_number: bool = False) -> None:
     """Checks that unpickling takes linear time and memory.
 
     A tuple that contains the previous one twice, 60 levels deep, has a hash of 2^60 steps.  Negative or large numbers
@@ -250,7 +250,7 @@ def _check_cost(data: bytes, most_steps: int = _MOST_STEPS, any_number: bool = F
     """
     check = _CostCheck(len(data), most_steps, any_number)
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
-        if number > _LEAST_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
+        if number > _MIN_OPERATIONS + len(data) / _BYTES_OF_OPERATION:
             raise _UntrustedError(".metadata has more operations than torch_dist checkpoints have")
         check.apply(operation, argument)
 
@@ -300,7 +300,7 @@ class _Storages(pickle.Unpickler):
 
 
 class _Part:
-    """The rest of a stream, read in pieces of bounded size.
+    """The rest of a stream, read in chunks of bounded size.
 
     Torch's own view of a part of a file cannot seek from its end.
     """
@@ -321,21 +321,21 @@ class _Part:
         """Moves to a position in the part."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         if self._at < 0:
-            raise OSError("a place before the begin")
+            raise OSError("a position before the start")
         return self._at
 
     def read(self, size: int = -1) -> bytes:
         """Reads up to ``size`` bytes, or to the end; raises CheckpointError if that is too much at a time."""
-        left = max(0, self.size - self._at)
-        size = left if size < 0 else min(size, left)
+        remaining = max(0, self.size - self._at)
+        size = remaining if size < 0 else min(size, remaining)
         if size > safe_directory.MAX_MANIFEST_BYTES:
             raise _UntrustedError(
                 f"has a list of records of {size} bytes, more than {safe_directory.MAX_MANIFEST_BYTES}"
             )
         self._stream.seek(self._begin + self._at)
         data = b""
-        while len(data) < size and (piece := self._stream.read(size - len(data))):
-            data += piece
+        while len(data) < size and (chunk := self._stream.read(size - len(data))):
+            data += chunk
         self._at += len(data)
         return data
 
@@ -353,19 +353,19 @@ def _check_saved(stream: Any) -> None:
         part = _Part(stream)
         with zipfile.ZipFile(part) as archive:
             records = archive.infolist()
-            if any(one.compress_type != zipfile.ZIP_STORED for one in records):
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in records):
                 raise _UntrustedError("has compressed records, which torch does not write")
-            if sum(one.file_size for one in records) > part.size:
+            if sum(entry.file_size for entry in records) > part.size:
                 raise _UntrustedError("has records that are larger than the file")
-            sizes = {one.filename.partition("/")[2]: one.file_size for one in records}
-            for one in records:
-                if one.filename.endswith(".pkl"):
-                    if one.file_size > safe_directory.MAX_MANIFEST_BYTES:
+            sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in records}
+            for entry in records:
+                if entry.filename.endswith(".pkl"):
+                    if entry.file_size > safe_directory.MAX_MANIFEST_BYTES:
                         raise _UntrustedError(
-                            f"has {one.file_size} bytes of objects, more than {safe_directory.MAX_MANIFEST_BYTES}"
+                            f"has {entry.file_size} bytes of objects, more than {safe_directory.MAX_MANIFEST_BYTES}"
                         )
-                    data = archive.read(one)
-                    _check_cost(data, _MOST_STEPS_OF_FLAGS, any_number=True)
+                    data = archive.read(entry)
+                    _check_cost(data, _MAX_STEPS_OF_FLAGS, any_number=True)
                     storages = _Storages(data)
                     storages.load()
                     for record, needed in storages.needed.items():
@@ -385,17 +385,17 @@ def _check_saved(stream: Any) -> None:
 def _checked_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``torch.load`` to check its input, and to open only regular files; any number of tensors is accepted."""
 
-    def checked(file: Any, *arguments: Any, **how: Any) -> Any:
+    def checked(file: Any, *arguments: Any, **options: Any) -> Any:
         if not isinstance(file, (str, os.PathLike)):
             _check_saved(file)
-            return load(file, *arguments, **how)
+            return load(file, *arguments, **options)
         path = Path(file)
         with open(SafeDirectory(path.parent).open(path.name), "rb") as opened:
             try:
                 _check_saved(opened)
             except CheckpointError as error:
                 raise CheckpointError(f"{path} {error}", code=code_of(error)) from None
-            return load(opened, *arguments, **how)
+            return load(opened, *arguments, **options)
 
     return checked
 
@@ -420,7 +420,7 @@ def _check_paths(metadata: Any) -> None:
 
 
 @contextlib.contextmanager
-def nothing_runs() -> Iterator[None]:
+def restricted_unpickling() -> Iterator[None]:
     """Prevents torch and megatron-core from unpickling anything that could run code, as a context manager.
 
     Raises:
@@ -429,18 +429,18 @@ def nothing_runs() -> Iterator[None]:
     """
     for mismatch in private_interfaces.check({"reading checkpoints"}):
         raise CheckpointError(str(mismatch), code="release-unknown")
-    torchs: Any = filesystem  # its type has no declared attribute ``pickle``
-    before, load, forced = torchs.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
-    torchs.pickle, torch.load = _Pickle(), _checked_load(load)
+    torch_filesystem: Any = filesystem  # its type has no declared attribute ``pickle``
+    original_pickle, load, previous_setting = torch_filesystem.pickle, torch.load, os.environ.get(_WEIGHTS_ONLY)
+    torch_filesystem.pickle, torch.load = _Pickle(), _checked_load(load)
     os.environ[_WEIGHTS_ONLY] = "1"
     try:
         yield
     finally:
-        torchs.pickle, torch.load = before, load
-        if forced is None:
+        torch_filesystem.pickle, torch.load = original_pickle, load
+        if previous_setting is None:
             del os.environ[_WEIGHTS_ONLY]
         else:
-            os.environ[_WEIGHTS_ONLY] = forced
+            os.environ[_WEIGHTS_ONLY] = previous_setting
 
 
 def check_metadata(directory: Path) -> list[str]:
@@ -471,9 +471,9 @@ def read_metadata(directory: Path) -> Any:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is invalid or could run code, or the directory has a link or a special file.
     """
-    if others := SafeDirectory(directory).list_refused():
+    if refused := SafeDirectory(directory).list_refused():
         raise CheckpointError(
-            f"{directory / others[0]} is no regular file and no directory. Fix: remove it",
+            f"{directory / refused[0]} is no regular file and no directory. Fix: remove it",
             code="file-refused",
         )
     try:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the background, in one forked process per worker, and publishes it."""
+"""Writes a checkpoint in the background, in one forked process per worker, and commits it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_files(
         write_durably(_report(staging, rank), json.dumps(report))
 
 
-def publish(
+def commit(
     root: Path,
     iteration: int,
     workers: int,
@@ -62,7 +62,7 @@ def publish(
     format: str = dense_files.FORMAT,
     lineage: dense_files.Lineage | None = None,
 ) -> None:
-    """Publishes a checkpoint of the run ``lineage`` once all ``workers`` have written their shards; runs on rank 0.
+    """Commits a checkpoint of the run ``lineage`` once all ``workers`` have written their shards; runs on rank 0.
 
     Then deletes older checkpoints whose iteration is not a multiple of ``retain_interval``, unless it is None.
 
@@ -115,20 +115,20 @@ def _report(staging: Path, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def first_worker_goes_on(owner: type, method: str) -> Iterator[list[Exception]]:
+def deferring_errors(owner: type, method: str) -> Iterator[list[Exception]]:
     """Collects the errors of ``owner.method``, rank 0's writer, instead of raising them during the save.
 
     The other workers would wait for rank 0 in a collective; this way, all workers receive the errors after it.
     """
     write, failures = getattr(owner, method), []
 
-    def keeping(*args) -> None:
+    def write_or_record(*args) -> None:
         try:
             write(*args)
         except (OSError, RuntimeError) as error:
             failures.append(error)
 
-    setattr(owner, method, keeping)
+    setattr(owner, method, write_or_record)
     try:
         yield failures
     finally:

@@ -60,7 +60,7 @@ class ConvertedState(ABC):
     Attributes:
         tensors: every optimizer-state key of every tensor, unsharded.
         operators: state subset (``full``, ``compute``) and number of updates of each operator.
-        digests: digests of the state that was saved (:mod:`moc.state.digests`), of operators that are here completely.
+        digests: digests of the saved state (:mod:`moc.state.digests`), for operators whose state is complete.
     """
 
     facts: Facts
@@ -82,10 +82,10 @@ class ConvertedState(ABC):
 
     def slots(self) -> dict[str, dict[str, TensorBox]]:
         """Returns the tensors by name and optimizer-state key."""
-        found: dict[str, dict[str, TensorBox]] = defaultdict(dict)
+        slots: dict[str, dict[str, TensorBox]] = defaultdict(dict)
         for tensor in self.tensors:
-            found[tensor.name][tensor.slot] = tensor
-        return dict(found)
+            slots[tensor.name][tensor.slot] = tensor
+        return dict(slots)
 
 
 class Weights(ConvertedState):
@@ -95,35 +95,35 @@ class Weights(ConvertedState):
         CheckpointError: masters must be rounded, and the dtype is unknown; or a tensor has no weight.
     """
 
-    def __init__(self, whole: ConvertedState, dtype: torch.dtype | None):
-        self._whole, self.tensors, self.digests = whole, [], whole.digests
+    def __init__(self, source: ConvertedState, dtype: torch.dtype | None):
+        self._source, self.tensors, self.digests = source, [], source.digests
         self._rounded: dict[str, torch.dtype] = {}
-        for name, slots in whole.slots().items():
+        for name, slots in source.slots().items():
             if name.startswith(MODULE_STATE):  # bytes of a rank's user modules, which no other format has
                 continue
-            kept = slots.get(MASTER, slots.get(PARAM))
-            if kept is None:
+            tensor = slots.get(MASTER, slots.get(PARAM))
+            if tensor is None:
                 raise CheckpointError(
                     f"there is {min(slots)} of {name}, but no weight. Fix: convert another checkpoint with --iteration",
                     code="checkpoint-incomplete",
                 )
-            if kept.slot == MASTER:
+            if tensor.slot == MASTER:
                 if dtype is None:
                     raise CheckpointError(
                         "the checkpoint does not name the dtype of its model (params_dtype). Fix: pass --dtype",
                         code="dtype-missing",
                     )
                 self._rounded[name] = dtype
-                kept = replace(kept, slot=PARAM, dtype=dtype)
-            self.tensors.append(kept)
-        self.facts = replace(whole.facts, state=dict(whole.facts.state) | {"optimizer": None})
-        self.operators = {name: (COMPUTE, None) for name in whole.operators}
+                tensor = replace(tensor, slot=PARAM, dtype=dtype)
+            self.tensors.append(tensor)
+        self.facts = replace(source.facts, state=dict(source.facts.state) | {"optimizer": None})
+        self.operators = {name: (COMPUTE, None) for name in source.operators}
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads a chunk; rounds masters."""
         if name not in self._rounded:
-            return self._whole.read(name, slot, region)
-        return self._whole.read(name, MASTER, region).to(self._rounded[name])
+            return self._source.read(name, slot, region)
+        return self._source.read(name, MASTER, region).to(self._rounded[name])
 
 
 def iteration_of(directory: Path) -> int:
@@ -137,7 +137,7 @@ def iteration_of(directory: Path) -> int:
     return iteration
 
 
-def whole_of(shape: tuple[int, ...]) -> Region:
+def complete_bounds(shape: tuple[int, ...]) -> Region:
     """Returns the chunk bounds of a complete tensor."""
     return Region((0,) * len(shape), shape)
 
@@ -159,21 +159,21 @@ def shape_by_operator(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     return dict(counts)
 
 
-def check_whole(contents: ConvertedState) -> None:
+def check_complete(contents: ConvertedState) -> None:
     """Raises CheckpointError unless the model is complete, with all or none of its optimizer state."""
     state, slots = contents.facts.state, contents.slots()
     window = is_window_policy(contents.facts.policy)  # each of its snapshots holds a part of the model
     if missing := _missing(slots, state.get("shape")):
-        others = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
+        remainder = f", nor are {len(missing) - 1} other operators" if len(missing) > 1 else ""
         remedy = WITH_FLAGS if window else "convert another checkpoint, which has all operators"
-        raise CheckpointError(f"{missing[0]} is not there{others}. Fix: {remedy}", code="operator-missing")
+        raise CheckpointError(f"{missing[0]} is not there{remainder}. Fix: {remedy}", code="operator-missing")
     needed = required_slots(state.get("optimizer")) or (PARAM,)
-    for name, found in slots.items():
-        wanted = (PARAM,) if is_module_state(name) else needed
-        if lacking := sorted(set(wanted) - found.keys()):
+    for name, stored_slots in slots.items():
+        required = (PARAM,) if is_module_state(name) else needed
+        if missing_slots := sorted(set(required) - stored_slots.keys()):
             remedy = WITH_FLAGS if window else "pass --no-optim to convert only the weights"
             raise CheckpointError(
-                f"there is no {' and no '.join(lacking)} of {name}. Fix: {remedy}",
+                f"there is no {' and no '.join(missing_slots)} of {name}. Fix: {remedy}",
                 code="optimizer-state-missing",
             )
 
@@ -182,22 +182,23 @@ class DigestSums:
     """Digests of the chunks that are read from a checkpoint, of operators whose digests it stores."""
 
     def __init__(self, contents: ConvertedState):
-        self._contents, self._found = contents, Counter[Key]()
+        self._contents, self._sums = contents, Counter[Key]()
         self._operators = {operator for operator, _ in contents.digests}
         self._sized = {(operator, slot.partition(":")[2]) for operator, slot in contents.digests}
 
-    def read(self, box: TensorBox) -> torch.Tensor:
+    def read(self, chunk: TensorBox) -> torch.Tensor:
         """Reads a chunk, and adds its values."""
-        values, operator = self._contents.read(box.name, box.slot, box.region), operator_or_other(box.name)
-        if operator in self._operators and box.slot != Detail.GRAD.value:
-            size = str(math.prod(box.global_shape))
-            slot = digest_slot(box.name, box.slot) + (f":{size}" if (operator, size) in self._sized else "")
-            self._found[operator, slot] += int(ChunkDigest.of_values(box.name, box.global_shape, box.region, values)())
+        values, operator = self._contents.read(chunk.name, chunk.slot, chunk.region), operator_or_other(chunk.name)
+        if operator in self._operators and chunk.slot != Detail.GRAD.value:
+            size = str(math.prod(chunk.global_shape))
+            slot = digest_slot(chunk.name, chunk.slot) + (f":{size}" if (operator, size) in self._sized else "")
+            digest = ChunkDigest.of_values(chunk.name, chunk.global_shape, chunk.region, values)
+            self._sums[operator, slot] += int(digest())
         return values
 
     def total(self) -> dict[Key, int]:
         """Returns the digests of all chunks that were read."""
-        return {key: value & MASK for key, value in self._found.items() if value & MASK}
+        return {key: value & MASK for key, value in self._sums.items() if value & MASK}
 
     def to_text(self) -> dict[str, dict[str, str]]:
         """Returns the digests as JSON-compatible values."""
@@ -212,8 +213,8 @@ def check_digests(contents: ConvertedState, where: Path) -> None:
         CheckpointError: the state of an operator differs.
     """
     sums = DigestSums(contents)
-    for box in contents.stored() if contents.digests else ():
-        sums.read(box)
+    for tensor in contents.stored() if contents.digests else ():
+        sums.read(tensor)
     if wrong := differing_operators(sums.total(), contents.digests):
         raise state_error(where, wrong)
 
@@ -222,8 +223,8 @@ def describe_unverified(contents: ConvertedState, where: Path) -> str:
     """Returns a sentence about operators of a checkpoint without digests; empty if all have digests."""
     if not contents.digests:
         return f"{where} is not verified: it has no digests"
-    others = sorted({*contents.operators} - {operator for operator, _ in contents.digests})
-    return f"{where} is not verified completely: {named(others)} have no digests" if others else ""
+    unverified = sorted({*contents.operators} - {operator for operator, _ in contents.digests})
+    return f"{where} is not verified completely: {named(unverified)} have no digests" if unverified else ""
 
 
 def check_written(sums: Iterable[DigestSums], contents: ConvertedState, where: Path) -> dict[Key, int]:
@@ -233,8 +234,8 @@ def check_written(sums: Iterable[DigestSums], contents: ConvertedState, where: P
         CheckpointError: the state of an operator differs.
     """
     total = Counter[Key]()
-    for one in sums:
-        total.update(one.total())
+    for digest_sums in sums:
+        total.update(digest_sums.total())
     written = {key: value & MASK for key, value in total.items()}
     compared = {key: contents.digests.get(key, 0) for key in written if key[1].partition(":")[0] != PARAM}
     if wrong := differing_operators({key: written[key] for key in compared}, compared):
@@ -256,28 +257,28 @@ Advance = Callable[[int], None]
 _NUMBER = re.compile(r"\d+")
 
 
-def whole_tensors(reader: ShardReader) -> list[TensorBox]:
+def complete_tensors(reader: ShardReader) -> list[TensorBox]:
     """Returns every tensor and optimizer-state key with a part in region files, in model order.
 
     Raises:
         CheckpointError: files contradict each other about a tensor.
     """
-    found: dict[tuple[str, str], TensorBox] = {}
+    tensors: dict[tuple[str, str], TensorBox] = {}
     for source in reader.sources():
         part = source.box
-        whole = TensorBox(part.name, part.slot, part.global_shape, whole_of(part.global_shape), part.dtype)
-        if found.setdefault((part.name, part.slot), whole) != whole:
+        complete = TensorBox(part.name, part.slot, part.global_shape, complete_bounds(part.global_shape), part.dtype)
+        if tensors.setdefault((part.name, part.slot), complete) != complete:
             raise CheckpointError(
                 f"{source.blob.name} contradicts other files about shape or dtype of {part.name}. Fix: convert "
                 "another checkpoint with --iteration",
                 code="checkpoint-damaged",
             )
-    return in_model_order(found.values())
+    return in_model_order(tensors.values())
 
 
 def in_model_order(entries: Iterable[TensorBox]) -> list[TensorBox]:
     """Sorts tensors from the embedding to the output, masters before other optimizer-state keys."""
-    return sorted(entries, key=lambda entry: (_place_in_model(entry.name), entry.slot != MASTER, entry.slot))
+    return sorted(entries, key=lambda entry: (_model_order_key(entry.name), entry.slot != MASTER, entry.slot))
 
 
 def read_region(reader: ShardReader, name: str, slot: str, region: Region) -> torch.Tensor:
@@ -296,17 +297,17 @@ def cut_tensors(tensors: Iterable[TensorBox], parts: int) -> list[list[TensorBox
     """Cuts tensors, laid end to end, into parts of equal size; each part is a list of chunks."""
     tensors = list(tensors)
     total, position = sum(tensor.nbytes for tensor in tensors), 0
-    found: list[list[TensorBox]] = [[] for _ in range(parts)]
+    cut: list[list[TensorBox]] = [[] for _ in range(parts)]
     for tensor in tensors:
         size, start = tensor.dtype.itemsize, 0
         while start < tensor.region.numel:
             part = position * parts // total
-            room = -(-total * (part + 1) // parts) - position  # bytes up to the next part
-            stop = min(tensor.region.numel, start + -(-room // size))
-            boxes = regions_of_range(tensor.global_shape, start, stop)
-            found[part] += [replace(tensor, region=box) for _, box in boxes]
+            remaining_bytes = -(-total * (part + 1) // parts) - position  # bytes up to the next part
+            stop = min(tensor.region.numel, start + -(-remaining_bytes // size))
+            regions = regions_of_range(tensor.global_shape, start, stop)
+            cut[part] += [replace(tensor, region=region) for _, region in regions]
             position, start = position + (stop - start) * size, stop
-    return found
+    return cut
 
 
 def write_regions(path: Path, entries: Iterable[TensorBox], sums: DigestSums, advance: Advance) -> FileEntry:
@@ -322,16 +323,16 @@ def write_regions(path: Path, entries: Iterable[TensorBox], sums: DigestSums, ad
 
 
 def refuse_to_replace(directory: Path) -> None:
-    """Raises CheckpointError unless a directory has at most the rest of a save killed before its manifest."""
-    there = os.listdir(directory) if directory.exists() else []
-    if not all(name.startswith(("rank_", ".rank_")) for name in there):
+    """Raises CheckpointError unless a directory has at most the files of a save killed before its manifest."""
+    names = os.listdir(directory) if directory.exists() else []
+    if not all(name.startswith(("rank_", ".rank_")) for name in names):
         raise CheckpointError(
             f"{directory} exists. Fix: remove it, or name another output directory",
             code="output-exists",
         )
 
 
-def _place_in_model(name: str) -> tuple:
+def _model_order_key(name: str) -> tuple:
     """Returns a sort key: embedding, layers by number, output; within a layer by name, experts by number."""
     outside = 0 if name.startswith("embedding.") else 1 if name.startswith("decoder.layers.") else 2
     return outside, [int(number) for number in _NUMBER.findall(name)[:1]], _NUMBER.sub(lambda n: n[0].zfill(9), name)

@@ -28,7 +28,7 @@ from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
 from megatron.pretraining.checkpoint.digests import StoredDigests, read_digests  # noqa: E402
 from megatron.pretraining.checkpoint.state import read_state  # noqa: E402
-from megatron.pretraining.checkpoint.unpickling import nothing_runs  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import restricted_unpickling  # noqa: E402
 from megatron.pretraining.convert.contents import (  # noqa: E402
     COMPUTE,
     DTYPE_NAMES,
@@ -38,26 +38,26 @@ from megatron.pretraining.convert.contents import (  # noqa: E402
     ConvertedState,
     DigestSums,
     Facts,
-    check_whole,
+    check_complete,
     check_written,
+    complete_bounds,
+    complete_tensors,
     cut_tensors,
     in_model_order,
     iteration_of,
     read_region,
     refuse_to_replace,
     shape_by_operator,
-    whole_of,
-    whole_tensors,
     write_regions,
 )
 from megatron.pretraining.convert.torch_dist import (  # noqa: E402
-    StockPlace,
+    StockPosition,
     Weight,
     WeightsReader,
     extra_states,
     stacks_layers,
-    stock_places,
-    unpartitioned_places,
+    stock_positions,
+    unpartitioned_positions,
     write_weights,
 )
 from megatron.pretraining.entry.configuration import described  # noqa: E402
@@ -88,7 +88,7 @@ def read_common(directory: Path) -> Mapping[str, Any]:
     """
     register_safe_globals()
     try:
-        with nothing_runs():
+        with restricted_unpickling():
             common: Any = dist_checkpointing.load_common_state_dict(directory)
         if not isinstance(common.get("args"), Namespace) or type(common.get("iteration")) is not int:
             raise ValueError("it has no arguments, or no iteration")
@@ -103,12 +103,12 @@ def read_common(directory: Path) -> Mapping[str, Any]:
         ) from None
 
 
-def training_state_contents(common: Mapping[str, Any], places: Mapping[str, StockPlace]) -> dict:
+def training_state_contents(common: Mapping[str, Any], positions: Mapping[str, StockPosition]) -> dict:
     """Returns the contents of a ``training_state.json``, as this program's loop would have saved it.
 
     Args:
         common: the common state of a checkpoint with optimizer state in Megatron-LM's format.
-        places: positions of the weights, by name in the unpartitioned model.
+        positions: positions of the weights, by name in the unpartitioned model.
     """
     values = described(common["args"])
     return {
@@ -116,52 +116,51 @@ def training_state_contents(common: Mapping[str, Any], places: Mapping[str, Stoc
         "consumed_samples": values.get("consumed_train_samples", 0),
         "skipped_iterations": 0,
         "optimizer": values.get("optimizer") if "optimizer" in common else None,
-        **_of_optimizer(common.get("optimizer")),
+        **_optimizer_values(common.get("optimizer")),
         "params_dtype": values.get("params_dtype"),
         "main_params_dtype": values.get("main_params_dtype", "fp32"),
         "moments": [values.get(name, "fp32") for name in ("exp_avg_dtype", "exp_avg_sq_dtype")],
         "scheduler": common.get("opt_param_scheduler"),
         "grad_norm": "stock",
         "sample_order": {},
-        "shape": shape_by_operator({name: place.shape for name, place in places.items()}),
+        "shape": shape_by_operator({name: position.shape for name, position in positions.items()}),
         "model": values,
         "tokenizer": tokenizer_of(values),
     }
 
 
-def optimizer_places(
-    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPlace]
-) -> dict[str, dict[str, StockPlace]]:
+def optimizer_positions(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, StockPosition]
+) -> dict[str, dict[str, StockPosition]]:
     """Returns the optimizer-state tensors of single weights by key and by name in the unpartitioned model."""
-    found: dict[str, dict[str, StockPlace]] = {}
-    of_key: dict[str, list[str]] = {}
-    for name, place in weights.items():
-        of_key.setdefault(place.key, []).append(name)
+    positions: dict[str, dict[str, StockPosition]] = {}
+    names_of_key: dict[str, list[str]] = {}
+    for name, position in weights.items():
+        names_of_key.setdefault(position.key, []).append(name)
     for key in shapes:
         if (match := _OF_WEIGHT.fullmatch(key)) and shapes[key] == shapes.get(match["key"]):
             slot = _SLOTS.get(match["slot"], match["slot"])
-            for name in of_key.get(match["key"], ()):
-                at = weights[name]
-                found.setdefault(slot, {})[name] = StockPlace(key, at.global_shape, at.region, at.stacked)
-    return found
+            for name in names_of_key.get(match["key"], ()):
+                positions.setdefault(slot, {})[name] = replace(weights[name], key=key)
+    return positions
 
 
-def _of_optimizer(state: Any) -> dict[str, Any]:
+def _optimizer_values(state: Any) -> dict[str, Any]:
     """Returns update count and loss scale in a common state's optimizer part; chained optimizers count together."""
-    steps = [int(step) for name in ("common_step", "step") for step in _found(state, name)]
-    scalers = [_plain(scaler) for scaler in _found(state, "grad_scaler") if isinstance(scaler, dict)]
+    steps = [int(step) for name in ("common_step", "step") for step in _values_of_key(state, name)]
+    scalers = [_to_json_values(scaler) for scaler in _values_of_key(state, "grad_scaler") if isinstance(scaler, dict)]
     return {"optimizer_step": max(steps, default=0), "grad_scaler": scalers[0] if scalers else None}
 
 
-def _found(state: Any, name: str) -> Iterator[Any]:
+def _values_of_key(state: Any, name: str) -> Iterator[Any]:
     """Yields the values of a key at any depth."""
     if isinstance(state, dict) and name in state:
         yield state[name]
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _found(value, name)
+        yield from _values_of_key(value, name)
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def _to_json_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.tolist() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
@@ -180,36 +179,36 @@ class DenseContents(ConvertedState):
     def __init__(self, directory: Path, trust: bool = False, advance: Advance = lambda count: None):
         manifest = _verified_manifest(directory, trust, advance)
         self._weights = WeightsReader(directory)
-        everything = self._weights.tensors()
-        stock = {k: found for k, found in everything.items() if not k.startswith(OPTIMIZER_KEYS)}
-        self._places = unpartitioned_places({key: shape for key, (shape, _) in stock.items()})
-        if strangers := [name for name in self._places if operator_or_other(name) == "other"]:
+        all_tensors = self._weights.tensors()
+        stock = {k: shape_and_dtype for k, shape_and_dtype in all_tensors.items() if not k.startswith(OPTIMIZER_KEYS)}
+        self._positions = unpartitioned_positions({key: shape for key, (shape, _) in stock.items()})
+        if unknown := [name for name in self._positions if operator_or_other(name) == "other"]:
             raise CheckpointError(
-                f"{directory} holds {strangers[0]}, which is no part of a model of this program. Fix: convert a "
+                f"{directory} holds {unknown[0]}, which is no part of a model of this program. Fix: convert a "
                 "checkpoint that this program or Megatron-LM wrote",
                 code="checkpoint-of-another-program",
             )
-        self._dtypes = {name: stock[place.key][1] for name, place in self._places.items()}
+        self._dtypes = {name: stock[position.key][1] for name, position in self._positions.items()}
         listed = manifest["files"] if manifest else {}
         regions = sorted(filter(is_optimizer_file, listed))
         self._regions = ShardReader((directory / name for name in regions), verifies=True)
         self.facts = self._facts(directory, manifest, len(regions))
-        shapes = {key: shape for key, (shape, _) in everything.items()}
-        self._slots = {} if regions else optimizer_places(shapes, self._places)
+        shapes = {key: shape for key, (shape, _) in all_tensors.items()}
+        self._slots = {} if regions else optimizer_positions(shapes, self._positions)
         if self._slots and MASTER not in self._slots and self.compute_dtype == torch.float32:  # weights are masters
-            self._slots[MASTER] = {name: self._places[name] for held in self._slots.values() for name in held}
-        of_megatron = [
-            TensorBox(name, slot, place.shape, whole_of(place.shape), everything[place.key][1])
-            for slot, places in self._slots.items()
-            for name, place in places.items()
+            self._slots[MASTER] = {name: self._positions[name] for by_name in self._slots.values() for name in by_name}
+        stock_tensors = [
+            TensorBox(name, slot, position.shape, complete_bounds(position.shape), all_tensors[position.key][1])
+            for slot, positions in self._slots.items()
+            for name, position in positions.items()
         ]
-        owned = whole_tensors(self._regions) + in_model_order(of_megatron)
+        owned = complete_tensors(self._regions) + in_model_order(stock_tensors)
         self.tensors = owned + list(self._without_owner({tensor.name for tensor in owned}))
         stored = read_digests(directory, manifest)
-        # optimizer state that only the run's layout reads is not here
-        held = {digest_slot(tensor.name, tensor.slot) for tensor in self.stored()}
-        found = total_of([stored.digests] if stored else [])
-        self.digests = {key: found[key] for key in found if key[1].partition(":")[0] in held}
+        # excludes optimizer state that only the run's layout can read
+        stored_slots = {digest_slot(tensor.name, tensor.slot) for tensor in self.stored()}
+        totals = total_of([stored.digests] if stored else [])
+        self.digests = {key: totals[key] for key in totals if key[1].partition(":")[0] in stored_slots}
         step = self.facts.state.get("optimizer_step")
         self.operators = _operators(self.tensors, step if self.facts.state.get("optimizer") in _COUNTING else None)
 
@@ -220,27 +219,27 @@ class DenseContents(ConvertedState):
 
     def stored(self) -> Iterable[TensorBox]:
         """Yields all tensors, including weights that have masters."""
-        here = {(tensor.name, tensor.slot) for tensor in self.tensors}
-        every = list(self._without_owner(set()))
-        return [*self.tensors, *(tensor for tensor in every if (tensor.name, tensor.slot) not in here)]
+        keys = {(tensor.name, tensor.slot) for tensor in self.tensors}
+        weights = list(self._without_owner(set()))
+        return [*self.tensors, *(tensor for tensor in weights if (tensor.name, tensor.slot) not in keys)]
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads a chunk of any optimizer-state key."""
         if slot == PARAM:
             return self.weight(name, region)
-        if (place := self._slots.get(slot, {}).get(name)) is not None:
-            return self._weights.read(place.key, place.box(region)).view(region.shape)
+        if (position := self._slots.get(slot, {}).get(name)) is not None:
+            return self._weights.read(position.key, position.bounds(region)).view(region.shape)
         return read_region(self._regions, name, slot, region)
 
     def weight(self, name: str, region: Region) -> torch.Tensor:
         """Reads a chunk of a compute weight; raises CheckpointError if the checkpoint has no such weight."""
-        place = self._places.get(name)
-        if place is None:
+        position = self._positions.get(name)
+        if position is None:
             raise CheckpointError(
                 f"there is optimizer state of {name}, but no weight. Fix: convert another checkpoint with --iteration",
                 code="checkpoint-incomplete",
             )
-        return self._weights.read(place.key, place.box(region)).view(region.shape)
+        return self._weights.read(position.key, position.bounds(region)).view(region.shape)
 
     def check_masters(self, advance: Advance) -> None:
         """Compares every weight with its master, since only the master is converted.
@@ -261,26 +260,26 @@ class DenseContents(ConvertedState):
                 advance(tensor.nbytes)
 
     def weights(self, dtype: torch.dtype | None) -> ConvertedState:
-        """Returns the weights as they are stored, without rounding."""
-        alone = copy.copy(self)
-        alone.tensors = list(self._without_owner(set()))
-        alone.operators = _operators(alone.tensors, None)
-        alone.facts = replace(self.facts, state=dict(self.facts.state) | {"optimizer": None})
-        return alone
+        """Returns the stored weights, without rounding."""
+        weights_only = copy.copy(self)
+        weights_only.tensors = list(self._without_owner(set()))
+        weights_only.operators = _operators(weights_only.tensors, None)
+        weights_only.facts = replace(self.facts, state=dict(self.facts.state) | {"optimizer": None})
+        return weights_only
 
     def _without_owner(self, owned: set[str]) -> Iterable[TensorBox]:
         """Yields the weights without optimizer state: all weights, or only the router biases."""
-        for name, place in self._places.items():
+        for name, position in self._positions.items():
             if name not in owned:
-                yield TensorBox(name, PARAM, place.shape, whole_of(place.shape), self._dtypes[name])
+                yield TensorBox(name, PARAM, position.shape, complete_bounds(position.shape), self._dtypes[name])
 
     def _facts(self, directory: Path, manifest: Mapping | None, writers: int) -> Facts:
         if manifest and dense_files.STATE_FILE not in manifest["files"]:
-            state = training_state_contents(read_common(directory), self._places)
+            state = training_state_contents(read_common(directory), self._positions)
         elif manifest:
             state = read_state(directory)
         else:
-            state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._places)}
+            state = {"iteration": iteration_of(directory), "optimizer": None, "shape": _layers(self._positions)}
         state = {"interval": None, **state}  # no policy has adapted an interval yet
         state["params_dtype"] = state.get("params_dtype") or DTYPE_NAMES.get(self.compute_dtype)
         return Facts(state["iteration"], "full", {}, state, writers or 1)
@@ -312,17 +311,18 @@ def _operators(tensors: Iterable[TensorBox], step: int | None) -> dict[str, tupl
     return {name: (FULL, step) if name in full else (COMPUTE, None) for name in names}
 
 
-def _layers(places: Mapping[str, StockPlace]) -> dict:
+def _layers(positions: Mapping[str, StockPosition]) -> dict:
     """Returns the part of a model's shape that the names of its weights determine."""
     kinds, experts = defaultdict(set), set()
-    for name in places:
+    for name in positions:
         parts = operator_or_other(name).split(".")
         if parts[0] == "layers":
             kinds[int(parts[1])].add(parts[2])
             experts.update(map(int, parts[3:]))
-    alike = not any(place.key.split(".")[2].isdigit() for place in places.values() if "decoder.layers." in place.key)
+    keys = [position.key for position in positions.values()]
+    uniform = not any(key.split(".")[2].isdigit() for key in keys if "decoder.layers." in key)
     pattern = [int("router" in kinds[layer]) for layer in sorted(kinds)]
-    return {"num_layers": len(kinds), "num_experts": len(experts) or None, "moe_layer_freq": 1 if alike else pattern}
+    return {"num_layers": len(kinds), "num_experts": len(experts) or None, "moe_layer_freq": 1 if uniform else pattern}
 
 
 def write_dense(
@@ -343,17 +343,17 @@ def write_dense(
             unfinished.
     """
     iteration = contents.facts.iteration
-    check_whole(contents)
+    check_complete(contents)
     state = _training_state(contents) | {"params_dtype": None if dtype is None else DTYPE_NAMES.get(dtype)}
     weights = contents.weights(dtype)
     shapes = {tensor.name: tensor.global_shape for tensor in weights.tensors}
-    places = stock_places(shapes, stacks_layers(weights.facts.state))
+    positions = stock_positions(shapes, stacks_layers(weights.facts.state))
     refuse_to_replace(dense_files.checkpoint_path(root, iteration))
-    _refuse_to_disturb(root, iteration)
+    _refuse_concurrent_save(root, iteration)
     staging = dense_files.begin_save(root, iteration)
     sums = DigestSums(weights), DigestSums(contents)
-    boxes = [_weight(sums[0], entry, places[entry.name], advance) for entry in weights.tensors]
-    write_weights(staging, boxes, extra_states(places), iteration, file_bytes)
+    weight_chunks = [_weight(sums[0], entry, positions[entry.name], advance) for entry in weights.tensors]
+    write_weights(staging, weight_chunks, extra_states(positions), iteration, file_bytes)
     owned = [tensor for tensor in contents.tensors if tensor.slot != PARAM]
     if owned:
         (staging / OPTIMIZER).mkdir()
@@ -377,29 +377,29 @@ def _training_state(contents: ConvertedState) -> dict:
         if detail == FULL and step is not None:
             steps.setdefault(step, name)
     if len(steps) > 1:
-        told = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
+        examples = " and ".join(f"{name} {step}" for step, name in sorted(steps.items())[:2])
         raise CheckpointError(
-            f"operators had different numbers of updates ({told}), and a dense checkpoint holds one number for "
+            f"operators had different numbers of updates ({examples}), and a dense checkpoint holds one number for "
             "all. Fix: pass --no-optim to convert only the weights",
             code="update-counts-differ",
         )
     return state | {"optimizer_step": next(iter(steps), state.get("optimizer_step") or 0)}
 
 
-def _weight(sums: DigestSums, entry: TensorBox, place: StockPlace, advance: Advance) -> Weight:
+def _weight(sums: DigestSums, entry: TensorBox, position: StockPosition, advance: Advance) -> Weight:
     def values() -> torch.Tensor:
         advance(entry.nbytes)
-        return sums.read(entry).reshape(place.region.shape)
+        return sums.read(entry).reshape(position.region.shape)
 
-    return Weight(place.key, place.global_shape, place.region, entry.dtype, values)
+    return Weight(position.key, position.global_shape, position.region, entry.dtype, values)
 
 
-def _refuse_to_disturb(root: Path, iteration: int) -> None:
+def _refuse_concurrent_save(root: Path, iteration: int) -> None:
     """Refuses while another save is unfinished, since starting a save deletes all other unfinished ones."""
-    others = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_path(root, iteration)}
-    if others:
+    unfinished = set(root.glob(".iter_*.incomplete")) - {dense_files.staging_path(root, iteration)}
+    if unfinished:
         raise CheckpointError(
-            f"{min(others)} is a save under way, or a killed one. Fix: wait for it or remove it, or name another "
+            f"{min(unfinished)} is a save under way, or a killed one. Fix: wait for it or remove it, or name another "
             "directory",
             code="save-in-progress",
         )

@@ -124,8 +124,8 @@ def build_parser() -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status."""
     parser = build_parser()
-    own, flags = _split(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(own)
+    arguments, flags = _split(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(arguments)
     args.flags = flags
     if not args.source.is_dir():
         parser.error(
@@ -176,8 +176,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Splits the command line into the tool's arguments and the flags of a run."""
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    return own, argv[len(own) + 1 :]
+    arguments = argv[: argv.index("--")] if "--" in argv else argv
+    return arguments, argv[len(arguments) + 1 :]
 
 
 def convert_checkpoint(args: argparse.Namespace) -> Path:
@@ -191,19 +191,19 @@ def convert_checkpoint(args: argparse.Namespace) -> Path:
 
         return import_directory(args)
     if args.to == HUGGING_FACE:
-        return _exported(args)
+        return _export(args)
     if args.flags:
-        with _computed_again(args) as directory:
+        with _replayed_window(args) as directory:
             return _convert(directory, args.to or TORCH_DIST, args)
     directory = args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration)
     return _convert(directory, args.to or (TORCH_DIST if format_of(directory) == SNAPSHOT else SNAPSHOT), args)
 
 
-def _exported(args: argparse.Namespace) -> Path:
+def _export(args: argparse.Namespace) -> Path:
     from megatron.pretraining.convert.hugging_face.conversions import export
 
     if args.flags and _is_window(args):
-        with _computed_again(args) as directory:
+        with _replayed_window(args) as directory:
             return export(directory, args, replayed=True)
     return export(args.source if is_checkpoint(args.source) else select_checkpoint(args.source, args.iteration), args)
 
@@ -214,26 +214,28 @@ def _is_window(args: argparse.Namespace) -> bool:
 
 
 @contextlib.contextmanager
-def _computed_again(args: argparse.Namespace) -> Iterator[Path]:
+def _replayed_window(args: argparse.Namespace) -> Iterator[Path]:
     """Yields a temporary dense checkpoint of the state at the end of a window, by replay."""
     from megatron.pretraining.convert.contents import iteration_of, refuse_to_replace
-    from megatron.pretraining.convert.window import compute_again, window_in
+    from megatron.pretraining.convert.window import replay_window, window_in
 
-    one, root = is_checkpoint(args.source), args.source.resolve()
-    window = window_in(root.parent if one else root, iteration_of(root) if one else args.iteration)
-    whole = args.to == HUGGING_FACE  # the output is the result itself, not a directory of results
-    refuse_to_replace(args.output if whole else dense_files.checkpoint_path(args.output, window.end.iteration))
-    room = args.output.absolute().parent if whole else args.output
-    room.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".window-", dir=room) as scratch:
-        directory, remark = compute_again(window, args.flags, args.nproc_per_node, Path(scratch))
+    root, iteration = args.source.resolve(), args.iteration
+    if is_checkpoint(args.source):
+        root, iteration = root.parent, iteration_of(root)
+    window = window_in(root, iteration)
+    is_final = args.to == HUGGING_FACE  # the output is the result itself, not a directory of results
+    refuse_to_replace(args.output if is_final else dense_files.checkpoint_path(args.output, window.end.iteration))
+    scratch_parent = args.output.absolute().parent if is_final else args.output
+    scratch_parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".window-", dir=scratch_parent) as scratch:
+        directory, remark = replay_window(window, args.flags, args.nproc_per_node, Path(scratch))
         if remark:
             print_lines(remark, error=True)
         yield directory
 
 
 def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
-    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_whole, describe_unverified
+    from megatron.pretraining.convert.contents import DTYPES, MASTER, check_complete, describe_unverified
     from megatron.pretraining.convert.dense import DenseContents, write_dense
     from megatron.pretraining.convert.snapshot import contents_of, write_snapshot
 
@@ -245,7 +247,7 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     if args.no_optim:
         contents = contents.weights(dtype)
     if dense is not None:
-        check_whole(contents)
+        check_complete(contents)
     nbytes = sum(tensor.nbytes for tensor in contents.tensors)
     masters = sum(tensor.nbytes for tensor in contents.tensors if tensor.slot == MASTER)
     writers = args.writers or contents.facts.writers
@@ -264,13 +266,13 @@ def _convert(directory: Path, target: str, args: argparse.Namespace) -> Path:
     return written
 
 
-def _dtype(saved: str | None, given: str | None) -> str | None:
-    if saved and given and saved != given:
+def _dtype(saved: str | None, flag: str | None) -> str | None:
+    if saved and flag and saved != flag:
         raise CheckpointError(
-            f"the model of the checkpoint computes with {saved}. Fix: drop --dtype {given}",
+            f"the model of the checkpoint computes with {saved}. Fix: drop --dtype {flag}",
             code="dtype-conflict",
         )
-    return saved or given
+    return saved or flag
 
 
 def _size(directory: Path) -> int:

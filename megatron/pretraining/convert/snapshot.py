@@ -17,13 +17,13 @@ from megatron.pretraining.convert.contents import (
     Weights,
     check_digests,
     check_written,
+    complete_tensors,
     count_elements,
     cut_tensors,
     in_model_order,
     iteration_of,
     read_region,
     refuse_to_replace,
-    whole_tensors,
     write_regions,
 )
 from megatron.pretraining.convert.dense import DenseContents
@@ -53,8 +53,10 @@ def snapshot_contents(directory: Path, allow_stale: bool) -> ConvertedState:
     Raises:
         CheckpointError: it is damaged.
     """
-    way = storage_recovery_path(directory) if allow_stale else None
-    return MergedContents(directory, way) if way is not None and older_sources(way) else SnapshotContents(directory)
+    recovery_path = storage_recovery_path(directory) if allow_stale else None
+    if recovery_path is not None and older_sources(recovery_path):
+        return MergedContents(directory, recovery_path)
+    return SnapshotContents(directory)
 
 
 def refuse_stale(directory: Path) -> None:
@@ -63,8 +65,8 @@ def refuse_stale(directory: Path) -> None:
     Raises:
         CheckpointError: some experts are in older checkpoints.
     """
-    way = storage_recovery_path(directory)
-    if way is not None and (older := older_sources(way)):
+    recovery_path = storage_recovery_path(directory)
+    if recovery_path is not None and (older := older_sources(recovery_path)):
         count = count_chained_experts(directory)
         unused = f" (gradients follow {count} of them, which only a run can apply, with its optimizer)" if count else ""
         raise CheckpointError(
@@ -101,7 +103,7 @@ class SnapshotContents(ConvertedState):
         _check_counts(manifest, self._reader)
         self.facts = Facts(manifest.iteration, manifest.policy, manifest.layout, manifest.state, len(manifest.files))
         self.operators = {name: (entry.detail, entry.step) for name, entry in manifest.operators.items()}
-        self.tensors = whole_tensors(self._reader)
+        self.tensors = complete_tensors(self._reader)
         complete = len(manifest.digests) == manifest.writers  # otherwise a writer had none
         saved = total_of(manifest.digests.values()) if complete else {}
         self.digests = {key: saved[key] for key in saved if self.operators.get(key[0], ("", None))[0] == FULL}
@@ -121,46 +123,49 @@ class MergedContents(ConvertedState):
         CheckpointError: one of the checkpoints is damaged.
     """
 
-    def __init__(self, directory: Path, way: RecoveryPath):
+    def __init__(self, directory: Path, recovery_path: RecoveryPath):
         root = directory.resolve().parent
-        self._of = {one.iteration: SnapshotContents(root / checkpoint_name(one.iteration)) for one in way.used()}
-        self._way, base = way, self._of[way.iteration]
+        self._contents_of = {
+            checkpoint.iteration: SnapshotContents(root / checkpoint_name(checkpoint.iteration))
+            for checkpoint in recovery_path.used()
+        }
+        self._recovery_path, base = recovery_path, self._contents_of[recovery_path.iteration]
         self.digests = base.digests
-        every = (tensor for contents in self._of.values() for tensor in contents.tensors)
-        there = {(tensor.name, tensor.slot): tensor for tensor in every if tensor.slot != Detail.GRAD.value}
-        self.tensors = in_model_order(there.values())
+        all_tensors = (tensor for contents in self._contents_of.values() for tensor in contents.tensors)
+        tensors = {(tensor.name, tensor.slot): tensor for tensor in all_tensors if tensor.slot != Detail.GRAD.value}
+        self.tensors = in_model_order(tensors.values())
         updates = max((step for _, step in base.operators.values() if step is not None), default=None)
-        self.operators = {name: (FULL, updates) for name, _ in way.sources} | {
+        self.operators = {name: (FULL, updates) for name, _ in recovery_path.sources} | {
             name: (FULL, step) for name, (_, step) in base.operators.items()
         }
         self.facts = replace(base.facts, state=dict(base.facts.state) | {"ledger": self._ledger(base)})
 
     def read(self, name: str, slot: str, region: Region) -> torch.Tensor:
         """Reads and verifies a chunk."""
-        held = self._way.sources[operator_of(name), part_of_slot(slot)]
-        return self._of[held.iteration].read(name, slot, region)
+        checkpoint = self._recovery_path.sources[operator_of(name), part_of_slot(slot)]
+        return self._contents_of[checkpoint.iteration].read(name, slot, region)
 
     def _ledger(self, base: SnapshotContents) -> dict | None:
         if not base.facts.state.get("ledger"):
             return None
-        states = [contents.facts.state.get("ledger") for contents in self._of.values()]
-        others = [TokenLedger.from_state(state) for state in states if state]
+        states = [contents.facts.state.get("ledger") for contents in self._contents_of.values()]
+        ledgers = [TokenLedger.from_state(state) for state in states if state]
         restored: dict[int, dict[int, int]] = {}
-        for one in operators_of(base.facts.state["shape"]):
-            if one.expert_id is not None:
-                layer, expert = one.expert_id
-                restored.setdefault(layer, {})[expert] = self._way.learned_until(one.name)
-        return TokenLedger.from_state(base.facts.state["ledger"]).after_recovery(restored, others).state_dict()
+        for operator in operators_of(base.facts.state["shape"]):
+            if operator.expert_id is not None:
+                layer, expert = operator.expert_id
+                restored.setdefault(layer, {})[expert] = self._recovery_path.learned_until(operator.name)
+        return TokenLedger.from_state(base.facts.state["ledger"]).after_recovery(restored, ledgers).state_dict()
 
 
 def _check_counts(manifest: Manifest, reader: ShardReader) -> None:
-    held = count_elements(source.box for source in reader.sources())
-    for name in sorted({*manifest.operators, *held}):
-        there = held.get(name, {})
+    stored = count_elements(source.box for source in reader.sources())
+    for name in sorted({*manifest.operators, *stored}):
+        stored_counts = stored.get(name, {})
         promised = dict(manifest.operators[name].elements) if name in manifest.operators else {}
-        if there != promised:
+        if stored_counts != promised:
             raise CheckpointError(
-                f"files hold {there} elements of {name}, and the manifest has {promised}. Fix: convert another "
+                f"files hold {stored_counts} elements of {name}, and the manifest has {promised}. Fix: convert another "
                 "checkpoint with --iteration",
                 code="checkpoint-damaged",
             )
@@ -191,16 +196,16 @@ def write_snapshot(contents: ConvertedState, root: Path, writers: int, advance: 
         for name, (detail, step) in contents.operators.items()
         if name in counts
     }
-    known = {operator for operator, _ in contents.digests}
-    verifiable = all(name in known and entry.detail == FULL for name, entry in operators.items())
-    sums = {name: one.to_text() for name, one in digests.items()} if verifiable else {}
+    with_digests = {operator for operator, _ in contents.digests}
+    verifiable = all(name in with_digests and entry.detail == FULL for name, entry in operators.items())
+    sums = {name: digest_sums.to_text() for name, digest_sums in digests.items()} if verifiable else {}
     layout, state = dict(facts.layout), dict(facts.state)
     store.publish(Manifest(facts.iteration, facts.policy, writers, written, operators, layout, state, digests=sums))
     return directory
 
 
 def contents_of(
-    directory: Path, allow_stale: bool, trust: bool, whole: bool = True, advance: Advance = lambda count: None
+    directory: Path, allow_stale: bool, trust: bool, complete: bool = True, advance: Advance = lambda count: None
 ) -> ConvertedState:
     """Returns the contents of an ``iter_*`` directory of either format.
 
@@ -208,7 +213,7 @@ def contents_of(
         directory: the checkpoint.
         allow_stale: take experts that a partial checkpoint lacks from older checkpoints.
         trust: read a dense checkpoint even without a manifest of this program.
-        whole: refuse a partial checkpoint, unless ``allow_stale``.
+        complete: refuse a partial checkpoint, unless ``allow_stale``.
         advance: called with the number of bytes verified.
 
     Raises:
@@ -217,7 +222,7 @@ def contents_of(
     if format_of(directory) != SNAPSHOT:
         contents = DenseContents(directory, trust, advance)
     else:
-        if whole and not allow_stale:
+        if complete and not allow_stale:
             refuse_stale(directory)
         contents = snapshot_contents(directory, allow_stale)
     check_digests(contents, directory)

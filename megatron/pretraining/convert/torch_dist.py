@@ -55,7 +55,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # noqa: E402
 
-from megatron.pretraining.checkpoint.unpickling import nothing_runs, read_metadata  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import read_metadata, restricted_unpickling  # noqa: E402
 from moc.files.safe_directory import SafeDirectory  # noqa: E402
 from moc.state.operators import Region  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -104,21 +104,21 @@ class WeightsReader:
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Returns shape and dtype of every tensor by its key."""
-        found = self._metadata.state_dict_metadata.items()
+        described = self._metadata.state_dict_metadata.items()
         return {
-            key: (tuple(known.size), known.properties.dtype)
-            for key, known in found
-            if isinstance(known, TensorStorageMetadata)
+            key: (tuple(metadata.size), metadata.properties.dtype)
+            for key, metadata in described
+            if isinstance(metadata, TensorStorageMetadata)
         }
 
     def read(self, key: str, region: Region) -> torch.Tensor:
         """Returns the values of a chunk of a tensor; raises CheckpointError if the files do not contain all of it."""
-        known: Any = self._metadata.state_dict_metadata[key]  # a tensor's metadata
-        into = torch.empty(region.shape, dtype=known.properties.dtype)
+        metadata: Any = self._metadata.state_dict_metadata[key]  # a tensor's metadata
+        into = torch.empty(region.shape, dtype=metadata.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape))
         if key not in self._chunks:
-            self._chunks[key] = _Chunks(known.chunks)
-        near = replace(known, chunks=self._chunks[key].near(region))
+            self._chunks[key] = _Chunks(metadata.chunks)
+        near = replace(metadata, chunks=self._chunks[key].near(region))
         items = create_read_items_for_chunk_list(key, near, [chunk])
         filled = sum(item.lengths.numel() for item in items)
         if filled != region.numel:
@@ -128,8 +128,8 @@ class WeightsReader:
                 code="checkpoint-incomplete",
             )
         try:
-            with nothing_runs():
-                self._reader.read_data(LoadPlan(items), _Into(into)).wait()
+            with restricted_unpickling():
+                self._reader.read_data(LoadPlan(items), _TensorLoadPlanner(into)).wait()
         except (OSError, RuntimeError, AssertionError, ValueError, EOFError) as error:
             raise CheckpointError(
                 f"{key} cannot be read from {self._directory} ({error}). Fix: repair the file system, or convert "
@@ -145,18 +145,18 @@ class _Chunks:
     def __init__(self, chunks: list[ChunkStorageMetadata]):
         axes = len(chunks[0].sizes)
         self._axes = next((i for i in range(axes) if any(chunk.sizes[i] != 1 for chunk in chunks)), axes)
-        self._all, self._by_place = chunks, defaultdict(list)
+        self._all, self._by_position = chunks, defaultdict(list)
         for chunk in chunks:
-            self._by_place[tuple(chunk.offsets[: self._axes])].append(chunk)
+            self._by_position[tuple(chunk.offsets[: self._axes])].append(chunk)
 
     def near(self, region: Region) -> list[ChunkStorageMetadata]:
         """Returns the stored chunks that may overlap a region, and possibly more."""
         if any(size != 1 for size in region.shape[: self._axes]):
             return self._all
-        return self._by_place.get(region.offset[: self._axes], [])
+        return self._by_position.get(region.offset[: self._axes], [])
 
 
-class _Into(LoadPlanner):
+class _TensorLoadPlanner(LoadPlanner):
     """Makes torch's reader fill one tensor."""
 
     def __init__(self, into: torch.Tensor):
@@ -256,13 +256,13 @@ def _finish(directory: Path, writer: FileSystemWriter, metadata: Metadata, resul
 
 
 def _files(weights: Iterable[Weight], file_bytes: int) -> list[list[Weight]]:
-    files, room = [], 0
+    files, remaining_bytes = [], 0
     for weight in weights:
-        if not files or weight.nbytes > room:
+        if not files or weight.nbytes > remaining_bytes:
             files.append([])
-            room = file_bytes
+            remaining_bytes = file_bytes
         files[-1].append(weight)
-        room -= weight.nbytes
+        remaining_bytes -= weight.nbytes
     return files
 
 
@@ -318,7 +318,7 @@ _WITH_EXTRA_STATE = (
 
 
 @dataclass(frozen=True)
-class StockPlace:
+class StockPosition:
     """Position of a tensor of the unpartitioned model in stock Megatron-LM's weights.
 
     Attributes:
@@ -338,7 +338,7 @@ class StockPlace:
         """Shape of the tensor in the unpartitioned model."""
         return self.region.shape[self.stacked :]
 
-    def box(self, region: Region) -> Region:
+    def bounds(self, region: Region) -> Region:
         """Returns chunk bounds of the tensor in coordinates of the stock tensor."""
         ones = (1,) * self.stacked
         return Region((0,) * self.stacked + region.offset, ones + region.shape).shifted(self.region.offset)
@@ -351,61 +351,61 @@ def stacks_layers(state: Mapping[str, Any]) -> bool:
     return sizes.get("moe_layer_freq", 1) == 1 and not several
 
 
-def stock_places(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPlace]:
+def stock_positions(shapes: Mapping[str, tuple[int, ...]], stacked: bool) -> dict[str, StockPosition]:
     """Returns the stock position of every tensor of a model, given shapes by name.
 
     Raises:
         CheckpointError: layers or experts are missing, or differ although they must be equal.
     """
-    found = {name: _stock_name(name, stacked) for name in shapes}
-    counts = {"layer": 0, "expert": 0}  # stacked layers are equal, and have the same number of experts
-    for _, axes, _ in found.values():
-        counts |= {axis: max(counts[axis], index + 1) for axis, index in axes.items()}
-    places = {}
-    for name, (key, axes, half) in found.items():
+    stock_names = {name: _stock_name(name, stacked) for name in shapes}
+    axis_sizes = {"layer": 0, "expert": 0}  # stacked layers are equal, and have the same number of experts
+    for _, axes, _ in stock_names.values():
+        axis_sizes |= {axis: max(axis_sizes[axis], index + 1) for axis, index in axes.items()}
+    positions = {}
+    for name, (key, axes, half) in stock_names.items():
         shape = shapes[name]
         widened = shape if half is None else (2 * shape[0], *shape[1:])
-        whole = (*(counts[axis] for axis in axes), *widened)
+        global_shape = (*(axis_sizes[axis] for axis in axes), *widened)
         offset = (*axes.values(), *((half or 0) * n if i == 0 else 0 for i, n in enumerate(shape)))
-        places[name] = StockPlace(key, whole, Region(offset, (1,) * len(axes) + shape), len(axes))
-    _check(places)
-    return places
+        positions[name] = StockPosition(key, global_shape, Region(offset, (1,) * len(axes) + shape), len(axes))
+    _check(positions)
+    return positions
 
 
-def unpartitioned_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPlace]:
-    """Inverts :func:`stock_places`: returns unpartitioned tensors by name, given stock shapes by key.
+def unpartitioned_positions(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StockPosition]:
+    """Inverts :func:`stock_positions`: returns unpartitioned tensors by name, given stock shapes by key.
 
     A layer is gated if its first matrix has twice as many rows as the second has columns.
 
     Raises:
         CheckpointError: a layer has only one of its two matrices.
     """
-    places = {}
+    positions = {}
     for key, shape in shapes.items():
         stack = bool(_STACKED_LAYERS.fullmatch(key)) + bool(_STACKED_EXPERTS.fullmatch(key))
         halves = 2 if _is_gated(key, shapes) else 1
-        rest = shape[stack:]
-        part = (rest[0] // halves, *rest[1:]) if halves > 1 else rest
+        unstacked_shape = shape[stack:]
+        part = (unstacked_shape[0] // halves, *unstacked_shape[1:]) if halves > 1 else unstacked_shape
         for axes in itertools.product(*map(range, shape[:stack])):
             for half in range(halves):
                 offset = (*axes, *(half * n if i == 0 else 0 for i, n in enumerate(part)))
                 name = _unpartitioned_name(key, axes) + (f"_{_HALVES[half]}" if halves > 1 else "")
-                places[name] = StockPlace(key, shape, Region(offset, (1,) * stack + part), stack)
-    return places
+                positions[name] = StockPosition(key, shape, Region(offset, (1,) * stack + part), stack)
+    return positions
 
 
-def extra_states(places: Mapping[str, StockPlace]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def extra_states(positions: Mapping[str, StockPosition]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Yields (key, stacked shape, offset) of each ``_extra_state`` that modules save with weights.
 
     They are empty without fp8, but a stock reader requires one from each of its modules: always from linear layers, and
     from norms and the inner attention if they are Transformer Engine's.  Superfluous ones are accepted.
     """
-    modules = {(place.key, place.region.offset[: place.stacked]): place for place in places.values()}
-    for (_, offset), place in modules.items():  # both halves of a gated layer belong to one module
-        stack = place.global_shape[: len(offset)]
+    modules = {(position.key, position.region.offset[: position.stacked]): position for position in positions.values()}
+    for (_, offset), position in modules.items():  # both halves of a gated layer belong to one module
+        stack = position.global_shape[: len(offset)]
         for pattern, module in _WITH_EXTRA_STATE:
-            if found := pattern.fullmatch(place.key):
-                yield f"{found[1]}{module}_extra_state", stack or (1,), offset or (0,)
+            if match := pattern.fullmatch(position.key):
+                yield f"{match[1]}{module}_extra_state", stack or (1,), offset or (0,)
 
 
 def _stock_name(name: str, stacked: bool) -> tuple[str, dict[str, int], int | None]:
@@ -442,14 +442,14 @@ def _is_gated(key: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return shapes[pair[0]][-2] == 2 * shapes[pair[1]][-1]
 
 
-def _check(places: Mapping[str, StockPlace]) -> None:
+def _check(positions: Mapping[str, StockPosition]) -> None:
     """Checks that chunks of one shape fill every stock tensor exactly; distinct names have distinct chunks."""
     filled, shapes = defaultdict(int), defaultdict(set)
-    for place in places.values():
-        filled[place.key] += place.region.numel
-        shapes[place.key].add((place.global_shape, place.region.shape))
+    for position in positions.values():
+        filled[position.key] += position.region.numel
+        shapes[position.key].add((position.global_shape, position.region.shape))
     for key, numel in filled.items():
-        size = max(math.prod(whole) for whole, _ in shapes[key])
+        size = max(math.prod(global_shape) for global_shape, _ in shapes[key])
         if len(shapes[key]) > 1 or numel != size:
             raise CheckpointError(
                 f"the parts of {key} make up {numel:,} of {size:,} elements: layers or experts are missing or differ. "

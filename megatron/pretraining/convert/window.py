@@ -39,14 +39,14 @@ _NAME = "pretrain_gpt_moe.py"
 _SENTENCE = re.compile(rf"{re.escape(_NAME)}: error(?: \(worker \d+\))?: (.+)")
 CLOSE = 1e-3
 """Maximum relative difference of a loss in another layout, which sums in another order."""
-_PASSED_OVER = frozenset(
+_IGNORED = frozenset(
     """
     ckpt_step exit_on_missing_checkpoint finetune load no_load_optim no_load_rng no_save_optim no_save_rng
     pretrained_checkpoint save async_save override_ckpt_iteration override_opt_param_scheduler skip_train
     start_eval_at_iter full_validation tensorboard_dir
     """.split()
 )
-_PASSED_OVER_KINDS = ("save_", "log_", "eval_", "non_persistent_", "wandb_", "tensorboard_", "timing_", "profile")
+_IGNORED_PREFIXES = ("save_", "log_", "eval_", "non_persistent_", "wandb_", "tensorboard_", "timing_", "profile")
 """Names and prefixes of ignored options; options of snapshots and faults are also ignored."""
 
 
@@ -70,23 +70,23 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
         CheckpointError: there is none.
     """
     store = Store(LocalStorage(root))
-    known = [one for one in store.iterations() if iteration in (None, one)]
-    if not known:
+    iterations = [number for number in store.iterations() if iteration in (None, number)]
+    if not iterations:
         raise CheckpointError(
             f"{root}: holds no snapshot{'' if iteration is None else f' of iteration {iteration}'}. Fix: name the "
             "directory that --ckpt-dir was, and an iteration that is in it",
             code="checkpoint-missing",
         )
     try:
-        operators = operators_of(store.read_manifest(known[-1]).state.get("shape"))
+        operators = operators_of(store.read_manifest(iterations[-1]).state.get("shape"))
     except ValueError as error:
         raise CheckpointError(
-            f"the state of the snapshot of iteration {known[-1]} {error}. Fix: convert another checkpoint with "
+            f"the state of the snapshot of iteration {iterations[-1]} {error}. Fix: convert another checkpoint with "
             "--iteration",
             code="model-description-invalid",
         ) from None
-    way = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
-    if way is None:
+    recovery_path = next(recoveries(in_storage(look(store)[0]), operators, exact=True, only=iteration), None)
+    if recovery_path is None:
         if iteration is None:
             raise CheckpointError(
                 f"{root}: holds neither a full snapshot nor a complete window. Fix: let the run save a full snapshot "
@@ -99,10 +99,11 @@ def window_in(root: Path, iteration: int | None) -> ConvertedWindow:
             "--iteration",
             code="window-incomplete",
         )
-    return ConvertedWindow(root, {one.iteration: store.read_manifest(one.iteration) for one in reversed(way.used())})
+    iterations = [checkpoint.iteration for checkpoint in reversed(recovery_path.used())]
+    return ConvertedWindow(root, {iteration: store.read_manifest(iteration) for iteration in iterations})
 
 
-def compute_again(
+def replay_window(
     window: ConvertedWindow, flags: Sequence[str], workers: int | None, scratch: Path
 ) -> tuple[Path, str]:
     """Runs the training program, which replays the window and saves the state at its end.
@@ -121,16 +122,16 @@ def compute_again(
     """
     workers = workers or window.end.layout.get("world", 1)
     try:
-        elsewhere = layout_sizes(config_of_words(flags, workers), workers) != window.end.layout
+        other_layout = layout_sizes(config_of_words(flags, workers), workers) != window.end.layout
     except ConfigError as error:
         raise CheckpointError(str(error), code=code_of(error)) from None
     snapshots, save, log_dir = (scratch / name for name in ("window", "dense", "log"))
     for iteration, manifest in window.manifests.items():
-        there, here = window.root / checkpoint_name(iteration), snapshots / checkpoint_name(iteration)
-        here.mkdir(parents=True)
+        source, target = window.root / checkpoint_name(iteration), snapshots / checkpoint_name(iteration)
+        target.mkdir(parents=True)
         for name in (MANIFEST, *manifest.files):
-            _link_or_copy(there / name, here / name)
-    its_own: dict[str, object] = dict(
+            _link_or_copy(source / name, target / name)
+    overrides: dict[str, object] = dict(
         skip_train=True,
         ckpt_policy="full",
         ckpt_dir=str(snapshots),
@@ -140,7 +141,7 @@ def compute_again(
         eval_iters=0,
         use_checkpoint_opt_param_scheduler=True,  # the schedule of the window's run
     )
-    options = {name: value for name, value in given_options().items() if not _is_passed_over(name)} | its_own
+    options = {name: value for name, value in given_options().items() if not _is_ignored(name)} | overrides
     (scratch / "flags.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     launch = "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), "--no-python"
     program = child_processes.module_command(PROGRAM, "--config", str(scratch / "flags.yaml"))
@@ -148,10 +149,10 @@ def compute_again(
     events = read_events(log_dir)
     for event in events:
         if event["type"] == "replay" and not event["exact"]:
-            _check_loss(event["loss"], window.manifests[event["iteration"]], elsewhere)
+            _check_loss(event["loss"], window.manifests[event["iteration"]], other_layout)
     loaded = [event for event in events if event["type"] == "resume"][-1]
     remark = ""
-    if elsewhere:
+    if other_layout:
         remark = "replayed in another layout: equal to the run's state up to floating-point rounding"
     elif loaded["unverified"] or not loaded["verified"]:
         remark = "the result is not verified: digests of operators are missing"
@@ -175,8 +176,8 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
     reason = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         for line in process.stdout or ():
-            said = _SENTENCE.match(line)
-            reason = reason or (said and said[1])
+            match = _SENTENCE.match(line)
+            reason = reason or (match and match[1])
             if reason is None:  # the launcher's output after the error adds nothing
                 print_lines(line.removesuffix("\n"), error=True, flush=True)
     if process.returncode == 0:
@@ -191,18 +192,18 @@ def _run(command: Sequence[str], copies: Path, root: Path) -> None:
     raise CheckpointError(sentence)  # with the code of the program
 
 
-def _is_passed_over(name: str) -> bool:
-    of_groups = (flag.name for group in ("snapshot", "faults") for flag in flags_of(group_classes()[group]))
-    return name in _PASSED_OVER or name.startswith(_PASSED_OVER_KINDS) or name in of_groups
+def _is_ignored(name: str) -> bool:
+    flag_names = (flag.name for group in ("snapshot", "faults") for flag in flags_of(group_classes()[group]))
+    return name in _IGNORED or name.startswith(_IGNORED_PREFIXES) or name in flag_names
 
 
-def _check_loss(loss: float | None, manifest: Manifest, elsewhere: bool) -> None:
+def _check_loss(loss: float | None, manifest: Manifest, other_layout: bool) -> None:
     """Rejects a replayed iteration whose loss differs."""
-    was = manifest.state["record"]["loss"]
-    if elsewhere and loss is not None and abs(loss - was) <= CLOSE * abs(was):
+    recorded_loss = manifest.state["record"]["loss"]
+    if other_layout and loss is not None and abs(loss - recorded_loss) <= CLOSE * abs(recorded_loss):
         return
     raise CheckpointError(
-        f"iteration {manifest.iteration} was replayed with a loss of {loss} instead of {was}. Fix: give the data and "
-        "flags that the run was trained with",
+        f"iteration {manifest.iteration} was replayed with a loss of {loss} instead of {recorded_loss}. Fix: give the "
+        "data and flags that the run was trained with",
         code="replay-differs",
     )

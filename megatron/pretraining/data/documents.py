@@ -30,9 +30,9 @@ from moc.files.safe_directory import create_file, open_without_links, remove_own
 
 DEFAULT_GLOB = ("*.txt", "*.jsonl", "*.json")
 PIECE_BYTES = 64 * 1024  # tokenizers are slower on longer strings
-MOST_LINE = 256 << 20  # bytes of a document in JSON
+MAX_LINE_BYTES = 256 << 20  # bytes of a document in JSON
 _BITE = 1 << 11  # compressed bytes per step; zstd expands each to at most 32 KiB
-_MOST_WINDOW = 1 << 27  # bytes, as the program zstd allows without --long
+_MAX_WINDOW = 1 << 27  # bytes, as the program zstd allows without --long
 _COMPRESSED = (".gz", ".zst")
 _JSON = (".jsonl", ".ndjson", ".json")
 _BOM = b"\xef\xbb\xbf"
@@ -86,16 +86,16 @@ class DocumentPiece:
             raise BadText(f"{where}: JSON nested too deeply. Fix: {CORRECT}") from None
         if not isinstance(record, dict):
             raise BadText(f"{where}: a JSON object is wanted on every line. Fix: {CORRECT}")
-        found = {}
+        texts = {}
         for key in keys:
             if not isinstance(record.get(key), str):
                 raise BadText(f"{where}: {'no text under' if key in record else 'no'} key {key!r}. Fix: {CORRECT}")
-            found[key] = record[key]
+            texts[key] = record[key]
             try:
-                found[key].encode("utf-8")
+                texts[key].encode("utf-8")
             except UnicodeEncodeError:
                 raise BadText(f"{where}: key {key!r} holds half of a surrogate pair. Fix: {CORRECT}") from None
-        return found
+        return texts
 
 
 Splitter = Callable[[bytes], str | None]
@@ -110,12 +110,12 @@ def on_blank_lines(line: bytes) -> str | None:
 def on_regex(pattern: str) -> Splitter:
     """Returns a splitter that starts a document at every line that matches the pattern."""
     try:
-        found = re.compile(pattern.encode()).search
+        matches = re.compile(pattern.encode()).search
     except re.error as error:
         raise ToolError(
             f"--split-on-regex {pattern!r} is no regular expression: {error}. Fix: correct it", code="value-unreadable"
         ) from None
-    return lambda line: "before" if found(line.rstrip(b"\r\n")) else None
+    return lambda line: "before" if matches(line.rstrip(b"\r\n")) else None
 
 
 def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) -> list[str]:
@@ -142,10 +142,10 @@ def find_files(inputs: Iterable[str], patterns: Iterable[str] = DEFAULT_GLOB) ->
 
 
 def _walk(directory: str) -> Iterator[str]:
-    for folder, folders, names in os.walk(directory):
-        folders.sort()
+    for parent, subdirectories, names in os.walk(directory):
+        subdirectories.sort()
         for name in sorted(names):
-            path = os.path.join(folder, name)
+            path = os.path.join(parent, name)
             if os.path.isfile(path) or not os.path.exists(path):  # a broken link is reported when it is opened
                 yield path
 
@@ -227,14 +227,14 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while not self._ready:
-            ended = self._frame is not None and self._frame.eof
-            data = self._bite(self._frame.unused_data if self._frame is not None and ended else b"")
+            frame_ended = self._frame is not None and self._frame.eof
+            data = self._read_input(self._frame.unused_data if self._frame is not None and frame_ended else b"")
             if not data:
-                if self._frame and not ended:
+                if self._frame and not frame_ended:
                     raise EOFError("compressed file ended within a frame")
                 return 0
-            if self._frame is None or ended:
-                self._frame = self._zstd.ZstdDecompressor(max_window_size=_MOST_WINDOW).decompressobj()
+            if self._frame is None or frame_ended:
+                self._frame = self._zstd.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
             try:
                 self._ready = self._frame.decompress(data)
             except self._zstd.ZstdError as error:
@@ -243,33 +243,33 @@ class _ZstdFile(io.RawIOBase):
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
 
-    def _bite(self, unused: bytes) -> bytes:
-        """Returns a few bytes of input, beginning with the unused rest; even a bomb expands them only to megabytes."""
+    def _read_input(self, unused: bytes) -> bytes:
+        """Returns a few bytes of input, unused ones first: even a decompression bomb expands them only to megabytes."""
         self._at -= len(unused)
         if self._at >= len(self._input):
             self._input, self._at = self._raw.read(1 << 17), 0
-        bite = self._input[self._at : self._at + _BITE]
-        self._at += len(bite)
-        return bite
+        chunk = self._input[self._at : self._at + _BITE]
+        self._at += len(chunk)
+        return chunk
 
 
 def _json_pieces(path: str, stream: BinaryIO) -> Iterator[DocumentPiece]:
     number = 0
-    while line := stream.readline(MOST_LINE + 1):
+    while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) > MOST_LINE:
-            raise EOFError(f"line {number} has more than {MOST_LINE:,} bytes")
+        if len(line) > MAX_LINE_BYTES:
+            raise EOFError(f"line {number} has more than {MAX_LINE_BYTES:,} bytes")
         if line.strip():
             yield DocumentPiece(path, number, line, is_json=True)
 
 
 def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterator[DocumentPiece]:
-    pending, start, begun = bytearray(), 1, False
-    for number, line, whole in _lines(stream):
-        mark = split(line) if split and whole else None
-        if mark and (pending or begun):
+    pending, start, is_continued = bytearray(), 1, False
+    for number, line, starts_line in _lines(stream):
+        mark = split(line) if split and starts_line else None
+        if mark and (pending or is_continued):
             yield DocumentPiece(path, start, bytes(pending))
-            pending, begun = bytearray(), False
+            pending, is_continued = bytearray(), False
         if mark == "drop":
             continue
         if not pending:
@@ -277,26 +277,26 @@ def _text_pieces(path: str, stream: BinaryIO, split: Splitter | None) -> Iterato
         pending += line
         if len(pending) >= PIECE_BYTES:
             yield DocumentPiece(path, start, bytes(pending), ends_document=False)
-            pending, start, begun = bytearray(), number, True
-    if pending or begun:
+            pending, start, is_continued = bytearray(), number, True
+    if pending or is_continued:
         yield DocumentPiece(path, start, bytes(pending))
 
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yields numbered lines, very long ones in parts; the flag marks the first part of a line."""
-    number, begins, rest = 1, True, b""
+    number, begins, remainder = 1, True, b""
     while data := stream.readline(PIECE_BYTES):
-        data = rest + data
+        data = remainder + data
         ends = data.endswith(b"\n")
-        keep = len(data) if ends else _good_cut(data)
-        rest = data[keep:]
+        keep = len(data) if ends else _cut_position(data)
+        remainder = data[keep:]
         yield number, data[:keep], begins
         begins, number = ends, number + ends
-    if rest:
-        yield number, rest, False
+    if remainder:
+        yield number, remainder, False
 
 
-def _good_cut(data: bytes) -> int:
+def _cut_position(data: bytes) -> int:
     """Returns the cut position of a long line: before the last word, or between characters."""
     space = data.rfind(b" ")
     if space > 0:
@@ -304,8 +304,8 @@ def _good_cut(data: bytes) -> int:
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:
-            wanted = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(data) - back if wanted > back else len(data)
+            char_bytes = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(data) - back if char_bytes > back else len(data)
         if byte < 0x80:
             break
     return len(data)
@@ -367,13 +367,13 @@ def _locked(descriptor: int) -> bool:
     return False
 
 
-def _again(descriptor: int) -> str:
+def _descriptor_path(descriptor: int) -> str:
     """Returns a path that opens the same file again, even if its name has been reused."""
     return f"/proc/self/fd/{descriptor}"
 
 
 class PairWriter:
-    """Writes one .bin/.idx pair under temporary names, which are removed at the end unless published.
+    """Writes one .bin/.idx pair under temporary names, which are removed at the end unless committed.
 
     Each document starts with the token ids ``begin`` and stops with ``end``; an existing pair is replaced only with
     ``overwrite``.  The file of its fingerprint records the ``vocabulary`` of the tokenizer.
@@ -409,7 +409,7 @@ class PairWriter:
             if os.path.exists(path) and not self._overwrite:
                 self._discard()
                 raise ToolError(f"{path} exists. Fix: add --overwrite to replace it", code="output-exists")
-        self._builder = IndexedDatasetBuilder(_again(self._lock.fileno()), dtype=self.dtype)
+        self._builder = IndexedDatasetBuilder(_descriptor_path(self._lock.fileno()), dtype=self.dtype)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -448,11 +448,11 @@ class PairWriter:
         """Writes the index and flushes both files to disk, still under their temporary names."""
         remove_owned(Path(self._idx))
         with open(create_file(Path(self._idx)), "wb") as index:
-            self._builder.finalize(_again(index.fileno()))
+            self._builder.finalize(_descriptor_path(index.fileno()))
         sync(self._bin)
         sync(self._idx)
 
-    def publish(self) -> None:
+    def commit(self) -> None:
         """Renames both files to their final names; an .idx is never visible together with another pair's .bin."""
         for suffix in (".idx", identity.SUFFIX):
             remove_owned(Path(f"{self.prefix}{suffix}"))

@@ -124,7 +124,7 @@ class DataIdentity:
     @property
     def digest(self) -> str:
         """Hash of everything except paths."""
-        contents = [[one.split, asdict(one.fingerprint), one.order] for one in self.sources]
+        contents = [[source.split, asdict(source.fingerprint), source.order] for source in self.sources]
         vocabulary = None if self.vocabulary is None else asdict(self.vocabulary)
         return compute_digest(json.dumps([contents, vocabulary], sort_keys=True).encode())
 
@@ -172,7 +172,7 @@ def is_local_pair(prefix: str) -> bool:
 def fingerprint(prefix: str) -> Fingerprint:
     """Returns the fingerprint of a pair of files; reads it again only if size or time of a file has changed."""
     stats = [os.stat(path) for path in _paths(prefix)]
-    return _fingerprint(prefix, *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in stats))
+    return _fingerprint(prefix, *((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats))
 
 
 @functools.lru_cache(1 << 16)
@@ -202,9 +202,9 @@ def size_of_vocabulary(tokenizer: Any) -> int:
 
 def write_fingerprint(prefix: str, vocabulary: VocabularyIdentity | None) -> None:
     """Writes the fingerprint file of a complete pair."""
-    known = asdict(fingerprint(prefix)) | {"vocabulary": None if vocabulary is None else asdict(vocabulary)}
+    record = asdict(fingerprint(prefix)) | {"vocabulary": None if vocabulary is None else asdict(vocabulary)}
     path = Path(f"{prefix}{SUFFIX}")
-    SafeDirectory(path.parent).write(path.name, [decode.encode_with_hash(known).encode()])
+    SafeDirectory(path.parent).write(path.name, [decode.encode_with_hash(record).encode()])
 
 
 class PairChecker:
@@ -239,56 +239,60 @@ class PairChecker:
                 f"{error.filename or prefix} cannot be read ({error.strerror}). Fix: correct its permissions, or copy "
                 "it again"
             ) from None
-        known = recorded.vocabulary if recorded is not None else None
-        if known is not None and self._tokens is not None and self._vocabulary_of_first(known.tokens) != known:
-            other = DataError(
-                f"{prefix}.bin has token ids of another tokenizer ({known.tokens} tokens) than this run's "
+        vocabulary = recorded.vocabulary if recorded is not None else None
+        if vocabulary is None or self._tokens is None:
+            return problems
+        if self._vocabulary_of_first(vocabulary.tokens) != vocabulary:
+            problem = DataError(
+                f"{prefix}.bin has token ids of another tokenizer ({vocabulary.tokens} tokens) than this run's "
                 f"({len(self._tokens)}). Fix: pass the tokenizer that preprocessed it, or --allow-changed-data",
                 code="data-of-other-tokenizer",
             )
-            problems.append(other)
+            problems.append(problem)
         return problems
 
 
-def changes_since(saved: Mapping, here: DataIdentity | None, split: str = TRAIN) -> list[str]:
+def changes_since(saved: Mapping, current: DataIdentity | None, split: str = TRAIN) -> list[str]:
     """Returns the :func:`changes` since a state was saved; none if it has no identity, or this run reads no files."""
-    there = identity_of(saved)
-    return [] if there is None or here is None else changes(there, here, split)
+    saved_identity = identity_of(saved)
+    return [] if saved_identity is None or current is None else changes(saved_identity, current, split)
 
 
-def reordered_since(saved: Mapping, here: DataIdentity | None) -> list[str]:
-    """Returns the paths of training data whose contents are those of a saved run, in another order of samples.
+def reordered_since(saved: Mapping, current: DataIdentity | None) -> list[str]:
+    """Returns the paths of training data with the contents of a saved run, but another order of samples.
 
     Data without a known index in both runs are not compared.  Equal files in a blend are a set of orders.
     """
-    there = identity_of(saved)
-    if there is None or here is None:
+    saved_identity = identity_of(saved)
+    if saved_identity is None or current is None:
         return []
-    before = {(source.fingerprint, source.order) for source in there.sources if source.split == TRAIN}
-    known = {fingerprint for fingerprint, order in before if order is not None}
+    saved_orders = {(source.fingerprint, source.order) for source in saved_identity.sources if source.split == TRAIN}
+    comparable = {fingerprint for fingerprint, order in saved_orders if order is not None}
     return [
         source.prefix
-        for source in here.sources
-        if source.split == TRAIN and source.order is not None and source.fingerprint in known
-        if (source.fingerprint, source.order) not in before
+        for source in current.sources
+        if source.split == TRAIN and source.order is not None and source.fingerprint in comparable
+        if (source.fingerprint, source.order) not in saved_orders
     ]
 
 
-def changes(saved: DataIdentity, here: DataIdentity, split: str = TRAIN) -> list[str]:
+def changes(saved: DataIdentity, current: DataIdentity, split: str = TRAIN) -> list[str]:
     """Returns phrases about datasets of a split that a saved run read and this one does not, or the reverse; pure.
 
     Paths, weights and order in a blend are not compared.  The tokenizer belongs to the training split.
     """
-    there, mine = ([one for one in each.sources if one.split == split] for each in (saved, here))
-    found = []
-    if there and mine:
-        gone, new = _without(there, mine), _without(mine, there)
-        found += [f"{prefix} has other contents" for prefix in new if prefix in gone]
-        found += [f"{prefix} is not read any more" for prefix in gone if prefix not in new]
-        found += [f"{prefix} was not read" for prefix in new if prefix not in gone]
-    if split == TRAIN and None not in (saved.vocabulary, here.vocabulary) and saved.vocabulary != here.vocabulary:
-        found.append("the tokenizer has another vocabulary")
-    return found
+    saved_sources, current_sources = (
+        [source for source in identity.sources if source.split == split] for identity in (saved, current)
+    )
+    phrases = []
+    if saved_sources and current_sources:
+        removed, added = _without(saved_sources, current_sources), _without(current_sources, saved_sources)
+        phrases += [f"{prefix} has other contents" for prefix in added if prefix in removed]
+        phrases += [f"{prefix} is not read any more" for prefix in removed if prefix not in added]
+        phrases += [f"{prefix} was not read" for prefix in added if prefix not in removed]
+    if split == TRAIN and None not in (saved.vocabulary, current.vocabulary) and saved.vocabulary != current.vocabulary:
+        phrases.append("the tokenizer has another vocabulary")
+    return phrases
 
 
 def join_phrases(phrases: Sequence[str]) -> str:
@@ -297,37 +301,37 @@ def join_phrases(phrases: Sequence[str]) -> str:
     return "; ".join(phrases[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-def difference(first: DataIdentity, other: DataIdentity) -> str:
+def difference(first: DataIdentity, second: DataIdentity) -> str:
     """Describes the first difference between the data of two workers with different digests; pure."""
-    for one, two in zip(first.sources, other.sources, strict=False):
-        if one.fingerprint != two.fingerprint:
-            return f"{two.prefix} of the {two.split} split is another file than {one.prefix}"
-        if one.order != two.order:
-            return f"the cached sample index of {two.prefix} ({two.split} split) differs"
-    if len(first.sources) != len(other.sources):
-        return f"{len(first.sources)} and {len(other.sources)} datasets are read"
+    for source, other_source in zip(first.sources, second.sources, strict=False):
+        if source.fingerprint != other_source.fingerprint:
+            return f"{other_source.prefix} of the {other_source.split} split is another file than {source.prefix}"
+        if source.order != other_source.order:
+            return f"the cached sample index of {other_source.prefix} ({other_source.split} split) differs"
+    if len(first.sources) != len(second.sources):
+        return f"{len(first.sources)} and {len(second.sources)} datasets are read"
     return "the tokenizers have other vocabularies"
 
 
 def same_words(
-    words: Sequence[str], data: DataIdentity | None, others: Sequence[str], theirs: DataIdentity | None
+    words: Sequence[str], data: DataIdentity | None, other_words: Sequence[str], other_data: DataIdentity | None
 ) -> bool:
     """Returns whether the words of two ``--data-path`` name the same contents, in the same order and weights; pure."""
-    named = []
-    for each, known in ((words, data), (others, theirs)):
-        contents = {one.prefix: one.fingerprint for one in known.sources} if known is not None else {}
-        named.append([contents.get(word, word) for word in each])
-    return named[0] == named[1]
+    fingerprints = []
+    for path_words, identity in ((words, data), (other_words, other_data)):
+        contents = {source.prefix: source.fingerprint for source in identity.sources} if identity is not None else {}
+        fingerprints.append([contents.get(word, word) for word in path_words])
+    return fingerprints[0] == fingerprints[1]
 
 
-def _without(sources: Iterable[Source], others: Iterable[Source]) -> list[str]:
-    """Returns the paths of the sources whose contents others lack."""
-    left = Counter(one.fingerprint for one in others)
+def _without(sources: Iterable[Source], other_sources: Iterable[Source]) -> list[str]:
+    """Returns the paths of the sources whose contents the other sources lack."""
+    unmatched = Counter(source.fingerprint for source in other_sources)
     prefixes = []
-    for one in sources:
-        if not left[one.fingerprint]:
-            prefixes.append(one.prefix)
-        left[one.fingerprint] -= left[one.fingerprint] > 0
+    for source in sources:
+        if not unmatched[source.fingerprint]:
+            prefixes.append(source.prefix)
+        unmatched[source.fingerprint] -= unmatched[source.fingerprint] > 0
     return prefixes
 
 
@@ -352,11 +356,11 @@ def _check_sizes(prefix: str) -> str:
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise DataError(f"{idx_path} is not an index of Megatron-LM, or is truncated")
         _, version, code, sequences, documents = _HEADER.unpack(header)
-        wanted = _HEADER.size + 12 * sequences + 8 * documents
-        if version != 1 or code not in {one.value for one in DType}:
+        expected_bytes = _HEADER.size + 12 * sequences + 8 * documents
+        if version != 1 or code not in {dtype.value for dtype in DType}:
             raise DataError(f"{idx_path} has an unknown version or dtype in its header")
-        if idx_bytes not in (wanted, wanted + sequences):  # multimodal indices have a mode per sequence
-            raise DataError(f"{idx_path} has {idx_bytes} bytes, and its header requires {wanted}")
+        if idx_bytes not in (expected_bytes, expected_bytes + sequences):  # multimodal indices have a mode per sequence
+            raise DataError(f"{idx_path} has {idx_bytes} bytes, and its header requires {expected_bytes}")
         end = 0
         if sequences:
             (length,) = struct.unpack("<i", os.pread(file.fileno(), 4, _HEADER.size + 4 * (sequences - 1)))
@@ -380,8 +384,8 @@ def _recorded(prefix: str) -> _Recorded | None:
 
 
 def _other_contents(prefix: str, recorded: _Recorded) -> Iterator[DataError]:
-    found = asdict(fingerprint(prefix))
-    differing = [name for name, value in found.items() if getattr(recorded, name) != value]
+    current = asdict(fingerprint(prefix))
+    differing = [name for name, value in current.items() if getattr(recorded, name) != value]
     if differing:
         yield DataError(
             f"{prefix}.{differing[0][:3]} has other contents than when {prefix}{SUFFIX} was written. Fix: copy all "

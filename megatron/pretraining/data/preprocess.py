@@ -110,10 +110,10 @@ _delays = _interrupted = False
 def main(argv: list[str] | None = None) -> int:
     """Runs the tool; returns the exit status: 0, 1 on an error, 130 when interrupted."""
     args = build_parser().parse_args(argv)
-    previous = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
-    for one, handler in previous.items():
+    previous = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    for signum, handler in previous.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(one, _interrupt)
+            signal.signal(signum, _interrupt)
     try:
         print_lines(*preprocess(args))
         return 0
@@ -126,8 +126,8 @@ def main(argv: list[str] | None = None) -> int:
         print_lines("preprocess_data: interrupted; no dataset was written.", error=True)
         return 130
     finally:
-        for one, handler in previous.items():
-            signal.signal(one, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def _interrupt(signum, frame):
@@ -153,9 +153,10 @@ def preprocess(args: argparse.Namespace) -> list[str]:
     end += (tokenizer.eod,) * (args.append_eod and end[-1:] != (tokenizer.eod,))
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        how = dtype, args.overwrite, vocabulary_of(tokenizer), begin, end
+        options = dtype, args.overwrite, vocabulary_of(tokenizer), begin, end
         pairs = {
-            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", *how)) for key in args.json_keys
+            key: stack.enter_context(PairWriter(f"{args.output_prefix}_{key}_document", *options))
+            for key in args.json_keys
         }
         pool = stack.enter_context(worker_pool(encode, args.workers))
         progress = stack.enter_context(_progress(reader, args.log_interval))
@@ -167,10 +168,10 @@ def preprocess(args: argparse.Namespace) -> list[str]:
         for pair in pairs.values():
             pair.complete()
         for pair in pairs.values():
-            pair.publish()
+            pair.commit()
     added = {"begin": begin, "end": end} if template.special else {}
     notes = [] if end else ["documents run into each other: no end-of-document token was asked for (--append-eod)"]
-    notes += [f"documents {place} with {_names(tokenizer, ids)}" for place, ids in added.items() if ids]
+    notes += [f"documents {position} with {_names(tokenizer, ids)}" for position, ids in added.items() if ids]
     if counts["special"]:
         notes.append(
             f"{counts['special']:,} special tokens were in texts, and remain (--split-special-tokens: as text)"
@@ -202,15 +203,15 @@ def _load_tokenizer(args: argparse.Namespace):
         ) from None
     cpu.install()
     try:
-        made = tokenizer.build_tokenizer(
+        built = tokenizer.build_tokenizer(
             args.tokenizer_type, args.tokenizer_model, args.vocab_size, args.tokenizer_revision
         )
-        template = tokenizer.separate_template(made, args.split_special_tokens)
+        template = tokenizer.separate_template(built, args.split_special_tokens)
     except tokenizer.TokenizerError as error:
         raise ToolError(str(error), code=error.code) from None
     from megatron.core.datasets.indexed_dataset import DType
 
-    return made, template, DType.optimal_dtype(made.vocab_size)
+    return built, template, DType.optimal_dtype(built.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -307,10 +308,10 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _result_of(future: Future[list[Encoded]]) -> list[Encoded]:
-    done = False
-    while not done:  # interrupts are handled between waits
+    is_done = False
+    while not is_done:  # interrupts are handled between waits
         with _uninterrupted():
-            done = bool(wait([future], timeout=_WAITS_S).done)
+            is_done = bool(wait([future], timeout=_WAITS_S).done)
     return future.result()
 
 

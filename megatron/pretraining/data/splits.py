@@ -64,14 +64,14 @@ class SplitSource:
 
     Attributes:
         prefix: prefix of the dataset's files; empty with ``--mock-data``.
-        whole: documents of the complete dataset.
+        total_documents: documents of the complete dataset.
         documents: documents of the split in this dataset.
         tokens: tokens of these documents.
         samples: samples that the split needs from the dataset; None if it is read exactly once.
     """
 
     prefix: str
-    whole: int
+    total_documents: int
     documents: int
     tokens: int
     samples: float | None
@@ -90,14 +90,14 @@ class DataSplit:
 
     def describe(self, seq_length: int) -> str:
         """Describes documents, tokens and epochs; for a blend, the lowest and highest epochs of its datasets."""
-        documents, tokens = (sum(getattr(one, name) for one in self.sources) for name in ("documents", "tokens"))
-        epochs = [one.epochs(seq_length) for one in self.sources]
-        often = " to ".join(dict.fromkeys(_figure(some(epochs)) for some in (min, max)))
+        documents, tokens = (sum(getattr(source, name) for source in self.sources) for name in ("documents", "tokens"))
+        epochs = [source.epochs(seq_length) for source in self.sources]
+        repetitions = " to ".join(dict.fromkeys(_format_epochs(bound(epochs)) for bound in (min, max)))
         blend = f" in {len(self.sources)} datasets" if len(self.sources) > 1 else ""
-        return f"{self.name}: {documents:,} documents{blend}, {tokens:,} tokens, {often} epochs"
+        return f"{self.name}: {documents:,} documents{blend}, {tokens:,} tokens, {repetitions} epochs"
 
 
-def _figure(epochs: float) -> str:
+def _format_epochs(epochs: float) -> str:
     return f"{epochs:,.3g}" if 0.01 <= epochs < 1000 else f"{epochs:,.0f}" if epochs >= 1000 else "under 0.01"
 
 
@@ -106,16 +106,16 @@ def drop_unread(config: GPTDatasetConfig, samples: Sequence[int | None]) -> None
     for name in ("split_matrix", "blend_per_split"):
         parts = getattr(config, name)
         if parts is not None:
-            train, *others = zip(parts, samples, strict=True)
-            setattr(config, name, [train[0], *(None if wanted == 0 else part for part, wanted in others)])
+            train, *evaluation = zip(parts, samples, strict=True)
+            setattr(config, name, [train[0], *(None if count == 0 else part for part, count in evaluation)])
 
 
 def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[DataSplit, ...]:
     """Returns the splits that megatron-core is to build, for the samples that the run needs from each."""
-    separate, opened, found = config.blend_per_split, {}, []
+    separate, opened, splits = config.blend_per_split, {}, []
     if config.mock:
         opened[""] = MockCorpus(config.tokenizer)
-    for number, (name, wanted) in enumerate(zip(NAMES, samples, strict=True)):
+    for number, (name, sample_count) in enumerate(zip(NAMES, samples, strict=True)):
         part = (0.0, 1.0) if separate else (config.split_matrix or [])[number]
         blend = separate[number] if separate else config.blend or ([""], None)
         if part is None or blend is None:
@@ -124,18 +124,21 @@ def splits_of(config: GPTDatasetConfig, samples: Sequence[int | None]) -> tuple[
         for prefix in prefixes:
             if prefix not in opened:
                 opened[prefix] = IndexedCorpus(prefix)
-        of_each = _samples_of_each(wanted, len(prefixes), weights)
-        sources = [_source(prefix, opened[prefix], part, some) for prefix, some in zip(prefixes, of_each, strict=True)]
-        found.append(DataSplit(name, tuple(sources)))
-    return tuple(found)
+        samples_of_datasets = _samples_of_each(sample_count, len(prefixes), weights)
+        sources = [
+            _source(prefix, opened[prefix], part, source_samples)
+            for prefix, source_samples in zip(prefixes, samples_of_datasets, strict=True)
+        ]
+        splits.append(DataSplit(name, tuple(sources)))
+    return tuple(splits)
 
 
-def _samples_of_each(wanted: int | None, datasets: int, weights: Sequence[float] | None) -> list[float | None]:
+def _samples_of_each(sample_count: int | None, datasets: int, weights: Sequence[float] | None) -> list[float | None]:
     if datasets == 1:
-        return [wanted]
-    if weights is None or wanted is None:
+        return [sample_count]
+    if weights is None or sample_count is None:
         return [None] * datasets
-    return [wanted * weight / sum(weights) for weight in weights]
+    return [sample_count * weight / sum(weights) for weight in weights]
 
 
 def _source(prefix: str, corpus: Corpus, part: tuple[float, float], samples: float | None) -> SplitSource:
@@ -155,7 +158,7 @@ def refuse_empty(splits: Sequence[DataSplit], config: GPTDatasetConfig) -> None:
             missing = _missing(source, config.sequence_length)
             problems.refuse(
                 missing is not None,
-                f"{_whose(split, source, config)} {missing}. Fix: {_remedy(split, config)}",
+                f"{_describe_source(split, source, config)} {missing}. Fix: {_remedy(split, config)}",
                 code="split-empty",
             )
     problems.raise_found()
@@ -163,7 +166,7 @@ def refuse_empty(splits: Sequence[DataSplit], config: GPTDatasetConfig) -> None:
 
 def _missing(source: SplitSource, seq_length: int) -> str | None:
     if source.documents == 0:
-        return f"has none of its {source.whole:,} documents" if source.whole else "has no document"
+        return f"has none of its {source.total_documents:,} documents" if source.total_documents else "has no document"
     if source.tokens == 0:
         return f"has no token in its documents ({source.documents:,})"
     if source.samples is None and source.tokens <= seq_length:
@@ -171,7 +174,7 @@ def _missing(source: SplitSource, seq_length: int) -> str | None:
     return None
 
 
-def _whose(split: DataSplit, source: SplitSource, config: GPTDatasetConfig) -> str:
+def _describe_source(split: DataSplit, source: SplitSource, config: GPTDatasetConfig) -> str:
     if config.blend_per_split:
         return f"--{split.name}-data-path {source.prefix}"
     return f"the {split.name} split ({config.split}) of {source.prefix or '--mock-data'}"

@@ -38,8 +38,8 @@ class BatchStream:
     ):
         self._dataset, self._num_workers, self._wrap, self._limit = dataset, num_workers, wrap, limit
         self._reader: Iterator[Batch] | None = None
-        self._place: tuple[Topology, int] | None = None  # consumed samples; None within an iteration
-        self._ghost: Batch | None = None
+        self._position: tuple[Topology, int] | None = None  # consumed samples; None within an iteration
+        self._dummy: Batch | None = None
 
     def close(self) -> None:
         """Ends the reader processes."""
@@ -47,11 +47,11 @@ class BatchStream:
 
     def iteration(self, topology: Topology, consumed_samples: int) -> Iterator[Batch]:
         """Yields the micro batches of the iteration at ``consumed_samples``, on this worker's device."""
-        if self._reader is None or self._place != (topology, consumed_samples):
+        if self._reader is None or self._position != (topology, consumed_samples):
             self._reader = iter(self._loader(topology, consumed_samples))
-        self._place = None  # unknown until all micro batches of the iteration are drawn
-        for turn in range(topology.rounds):
-            batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader, None)
+        self._position = None  # unknown until all micro batches of the iteration are drawn
+        for round_index in range(topology.rounds):
+            batch = self._dummy_batch(topology) if topology.is_dummy(round_index) else next(self._reader, None)
             if batch is None:
                 raise ConfigError(
                     f"--train-iters and --global-batch-size give fewer samples than the {consumed_samples} that the "
@@ -60,17 +60,17 @@ class BatchStream:
                 )
             if self._limit is not None:
                 self._limit.check(batch)
-            if turn == topology.rounds - 1:  # the caller draws no batch after the last one
-                self._place = topology, consumed_samples + topology.global_batch_size
+            if round_index == topology.rounds - 1:  # the caller draws no batch after the last one
+                self._position = topology, consumed_samples + topology.global_batch_size
             yield {k: v.to(topology.world.device, non_blocking=True) for k, v in batch.items()}
 
-    def _ghost_of(self, topology: Topology) -> Batch:
+    def _dummy_batch(self, topology: Topology) -> Batch:
         """Returns a dummy micro batch, whose tokens have loss mask 0."""
-        ghost = self._ghost
-        if ghost is None:
+        dummy = self._dummy
+        if dummy is None:
             sample: Batch = torch.utils.data.default_collate([self._dataset[0]] * topology.micro_batch_size)
-            ghost = self._ghost = sample | {"loss_mask": torch.zeros_like(sample["loss_mask"])}
-        return ghost
+            dummy = self._dummy = sample | {"loss_mask": torch.zeros_like(sample["loss_mask"])}
+        return dummy
 
     def _loader(self, topology: Topology, consumed_samples: int) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(
@@ -96,8 +96,8 @@ class BatchStream:
 class _IndexLists:
     """A batch sampler, restartable as torch's DataLoader requires."""
 
-    def __init__(self, make, *where):
-        self._make, self._where = make, where
+    def __init__(self, make, *arguments):
+        self._make, self._arguments = make, arguments
 
     def __iter__(self):
-        return self._make(*self._where)
+        return self._make(*self._arguments)

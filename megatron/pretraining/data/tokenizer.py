@@ -49,9 +49,9 @@ def build_tokenizer(
     """
     cpu.install()
     if tokenizer_type == "SentencePieceTokenizer":
-        return _sentencepiece(_existing(tokenizer_type, tokenizer_model))
+        return _sentencepiece(_checked_path(tokenizer_type, tokenizer_model))
     if tokenizer_type == "HuggingFaceTokenizer":
-        path = _existing(tokenizer_type, tokenizer_model)
+        path = _checked_path(tokenizer_type, tokenizer_model)
         return _hugging_face(path if os.path.exists(path) else _from_hub(path, revision))
     if tokenizer_type == "NullTokenizer":
         if not vocab_size or vocab_size < 1:
@@ -112,7 +112,7 @@ def separate_template(tokenizer: Any, splits_special_tokens: bool = False) -> Te
     return Template((*framed[:start],), (*framed[start + len(bare) :],), frozenset(special - {inner.unk_token_id}))
 
 
-def _existing(tokenizer_type: str, path: str | None) -> str:
+def _checked_path(tokenizer_type: str, path: str | None) -> str:
     if not path:
         raise TokenizerError(f"{tokenizer_type} needs --tokenizer-model. Fix: add it", code="tokenizer-incomplete")
     wants_directory = tokenizer_type == "HuggingFaceTokenizer"

@@ -199,14 +199,14 @@ def train_model(chunks: list[str], args: argparse.Namespace) -> bytes:
 
 
 def _explain(error: str, vocab_size: int) -> ToolError:
-    if most := re.search(r"too high \(\d+\).*<= (\d+)", error):
+    if maximum := re.search(r"too high \(\d+\).*<= (\d+)", error):
         return ToolError(
-            f"--vocab-size {vocab_size} is too high for so little text. Fix: give at most {most[1]}, or more text",
+            f"--vocab-size {vocab_size} is too high for so little text. Fix: give at most {maximum[1]}, or more text",
             code="vocabulary-size-unsuitable",
         )
-    if least := re.search(r"required_chars\. \d+ vs (\d+)", error):
+    if minimum := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return ToolError(
-            f"--vocab-size {vocab_size} is too low for the single characters. Fix: give at least {least[1]}",
+            f"--vocab-size {vocab_size} is too low for the single characters. Fix: give at least {minimum[1]}",
             code="vocabulary-size-unsuitable",
         )
     return ToolError(

@@ -39,27 +39,29 @@ def sum_gradients(experts: ElasticExperts, group: dist.ProcessGroup) -> None:
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
     shards = {
         expert: _flat(gradient_views(mlp.parameters())).tensor_split(len(experts.holders[expert]))
-        for expert, mlp in experts.held()
+        for expert, mlp in experts.assigned()
         if len(experts.holders[expert]) > 1
     }
-    dtype, device = _kind(experts)
+    dtype, device = _dtype_and_device(experts)
 
-    def mine(expert: int) -> torch.Tensor:
+    def local_shard(expert: int) -> torch.Tensor:
         return shards[expert][experts.holders[expert].index(rank)]
 
-    def with_(other: int) -> list[int]:
-        return [expert for expert in shards if other in experts.holders[expert]]
+    def shared_with(peer: int) -> list[int]:
+        return [expert for expert in shards if peer in experts.holders[expert]]
 
-    sent = [[shards[e][experts.holders[e].index(other)] for e in with_(other)] for other in ranks]
-    received = _swapped(sent, [[mine(e).numel() for e in with_(other)] for other in ranks], group, dtype, device)
-    copies = {e: [received[holder][with_(holder).index(e)] for holder in experts.holders[e]] for e in shards}
-    sums = {expert: _added(parts) for expert, parts in copies.items()}
-    back = [[sums[e] for e in with_(other)] for other in ranks]
-    wanted = [[one.numel() for one in of_rank] for of_rank in sent]
-    whole = _swapped(back, wanted, group, dtype, device)
-    for expert, mlp in experts.held():
+    sent = [[shards[e][experts.holders[e].index(peer)] for e in shared_with(peer)] for peer in ranks]
+    received = _exchange(
+        sent, [[local_shard(e).numel() for e in shared_with(peer)] for peer in ranks], group, dtype, device
+    )
+    copies = {e: [received[holder][shared_with(holder).index(e)] for holder in experts.holders[e]] for e in shards}
+    sums = {expert: _sum_in_order(parts) for expert, parts in copies.items()}
+    returned = [[sums[e] for e in shared_with(peer)] for peer in ranks]
+    sizes = [[shard.numel() for shard in rank_shards] for rank_shards in sent]
+    summed = _exchange(returned, sizes, group, dtype, device)
+    for expert, mlp in experts.assigned():
         if expert in shards:
-            parts = [whole[holder][with_(holder).index(expert)] for holder in experts.holders[expert]]
+            parts = [summed[holder][shared_with(holder).index(expert)] for holder in experts.holders[expert]]
             _fill(gradient_views(mlp.parameters()), torch.cat(parts))
 
 
@@ -69,7 +71,7 @@ def gradient_views(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tenso
     return [parameter.main_grad for parameter in marked]
 
 
-def _kind(experts: ElasticExperts) -> tuple[torch.dtype, torch.device]:
+def _dtype_and_device(experts: ElasticExperts) -> tuple[torch.dtype, torch.device]:
     gradient = next(iter(gradient_views(experts.parameters())))
     return gradient.dtype, gradient.device
 
@@ -83,37 +85,38 @@ def _fill(tensors: list[torch.Tensor], values: torch.Tensor) -> None:
         tensor.view(-1).copy_(part)
 
 
-def _added(parts: list[torch.Tensor]) -> torch.Tensor:
+def _sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
     return total
 
 
-def _swapped(
+def _exchange(
     sent: Message, sizes: list[list[int]], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
 ) -> Message:
-    outgoing = [tensor for of_rank in sent for tensor in of_rank]
+    outgoing = [tensor for rank_tensors in sent for tensor in rank_tensors]
     packed = torch.cat(outgoing) if outgoing else torch.empty(0, dtype=dtype, device=device)
-    lengths = [sum(of_rank) for of_rank in sizes]
+    lengths = [sum(rank_sizes) for rank_sizes in sizes]
     arrived = torch.empty(sum(lengths), dtype=dtype, device=device)
-    dist.all_to_all_single(arrived, packed, lengths, [sum(t.numel() for t in of_rank) for of_rank in sent], group=group)
-    return [list(part.split(of_rank)) for part, of_rank in zip(arrived.split(lengths), sizes, strict=True)]
+    sent_lengths = [sum(tensor.numel() for tensor in rank_tensors) for rank_tensors in sent]
+    dist.all_to_all_single(arrived, packed, lengths, sent_lengths, group=group)
+    return [list(part.split(rank_sizes)) for part, rank_sizes in zip(arrived.split(lengths), sizes, strict=True)]
 
 
 def count_once(layers: Iterable[ElasticLayer], optimizer: MegatronOptimizer) -> None:
     """Counts an expert in norms only on its first holder, and excludes unused slots from training."""
     rank, first = dist.get_rank(exchange_group()), set()
     for layer in layers:
-        for expert, mlp in layer.experts.held():
+        for expert, mlp in layer.experts.assigned():
             if layer.experts.holders[expert][0] == rank:
                 first |= set(mlp.parameters())
-    for parameter, master in _of_experts(optimizer):
+    for parameter, master in _expert_parameters(optimizer):
         parameter.requires_grad_(not parameter.unused)
         parameter.shared = master.shared = parameter not in first  # megatron-core leaves shared ones out of norms
 
 
-def _of_experts(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, Any]]:
+def _expert_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Any, Any]]:
     for parameter, master in parameters_and_masters(optimizer):
         if not getattr(parameter, "allreduce", True):
             yield parameter, master

@@ -1,14 +1,13 @@
 """Handles membership changes: finds the surviving state, and moves it to the plans of the new members.
 
-Survivors keep their state. It becomes a plan of the new members, in which new workers have no expert. From there,
-experts move to the target plan, layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`).
-After another loss, each layer has its old or its new placement, and the remaining members restart the move from there.
+Survivors keep their state. The plan in force then has the new members, and new workers hold no expert. Experts move
+to the target plan layer by layer, as in a rebalancing (:mod:`megatron.pretraining.elastic.replicas`). After another
+loss, each layer has its old or its new placement, and the remaining members move experts from this placement.
 
 Joining nodes are admitted between two iterations: all workers leave the generation after the same iteration, so that no
 iteration is discarded.
 
-Departing nodes leave between two iterations, too. Before, their state moves to the plans of the other nodes, as in a
-rebalancing after which they hold nothing.
+Departing nodes also leave between two iterations. First, a rebalancing moves all of their state to the other nodes.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from megatron.pretraining.elastic.placement import (
     NodesOfStages,
     Plans,
     PlansDiffer,
+    connected_nodes,
     first_plans,
     no_loads,
-    nodes_there,
-    place,
     plans_for,
+    rank_block,
 )
 from megatron.pretraining.elastic.replicas import Replicas
 from megatron.pretraining.elastic.state_transfer import Shards
@@ -57,7 +56,7 @@ class ReportedState(NamedTuple):
     """State that a worker reports when workers connect.
 
     Attributes:
-        place: rank block of its node.
+        rank_block: rank block of its node.
         stage: its pipeline stage.
         trained: whether it has state of the run.
         plan: digest of its stage's plan in force; None without experts.
@@ -65,7 +64,7 @@ class ReportedState(NamedTuple):
         moves: whether experts still have to move to plans of other members.
     """
 
-    place: int
+    rank_block: int
     stage: int
     trained: bool
     plan: str | None
@@ -77,103 +76,113 @@ class Settled(NamedTuple):
     """Agreement among the connected workers.
 
     Attributes:
-        under_way: whether some have trained, so that the plans in force belong to a started run.
+        run_started: whether some have trained, so that the plans in force belong to a started run.
         lost: state without a holder, as the subject of a sentence; empty if nothing is lost.
         experts: number of experts without a holder, if these are all that is lost; the other state stays.
-        lacking: operators among them that this worker has a slot for.
+        missing_operators: operators among them that this worker has a slot for.
     """
 
-    under_way: bool
+    run_started: bool
     lost: str = ""
     experts: int = 0
-    lacking: frozenset[str] = frozenset()
+    missing_operators: frozenset[str] = frozenset()
 
 
 def settle(
-    config: Config, replicas: Replicas, shards: Shards | None, trained: bool, helpers: Sequence[int] = ()
+    config: Config, replicas: Replicas, shards: Shards | None, trained: bool, partial_model_parts: Sequence[int] = ()
 ) -> Settled:
     """Agrees on the holders of experts and blocks; a collective call of all workers.
 
     A layer whose move has landed on one worker lands on all. Workers that have not ``trained`` take over the plans of
-    the others, not the state. If the members have changed, :attr:`Replicas.wanted` are the plans to move to, and
-    :attr:`Shards.wanted` is the assignment. If only experts are lost, they have slots in the plans in force. Otherwise
-    the wanted plans are in force immediately, and all workers must load their state.
+    trained workers, not the state. If the members have changed, :attr:`Replicas.target` are the plans to move to, and
+    :attr:`Shards.target` is the assignment. If only experts are lost, they have slots in the plans in force. Otherwise
+    the target plans are in force immediately, and all workers must load their state.
 
     Args:
         config: the flags.
         replicas: replicas of experts.
         shards: shards of the dense optimizer state; None if it is not sharded.
         trained: whether this worker has trained.
-        helpers: by partial-model node (the last nodes), its part of the model.
+        partial_model_parts: by partial-model node (the last nodes), its part of the model.
 
     Raises:
         NoRecoveryPoint: no worker has trained, and this worker was built with other experts than it is assigned.
     """
     stage, awaited = parallel_state.get_pipeline_model_parallel_rank(), replicas.awaited
     plan = replicas.plans.get(stage)  # None if layers are dense
-    moves = replicas.wanted is not None
-    mine = ReportedState(place(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
-    told = [ReportedState(*one) for one in gather(tuple(mine))]
-    nodes = nodes_there(config, [(one.place, one.stage) for one in told], helpers)
-    if not any(one.trained for one in told):
+    moves = replicas.target is not None
+    local_state = ReportedState(rank_block(), stage, trained, plan and plan.digest, awaited and awaited.digest, moves)
+    states = [ReportedState(*fields) for fields in gather(tuple(local_state))]
+    nodes = connected_nodes(config, [(state.rank_block, state.stage) for state in states], partial_model_parts)
+    if not any(state.trained for state in states):
         _begin(config, replicas, shards, nodes)
-        return Settled(under_way=False)
-    known, loads = _shared(told, [one for one in (plan, awaited) if one is not None], replicas.loads)
-    trained_stages = {one.stage for one in told if one.trained}
-    empty = [] if min_nodes() is None else sorted({one.stage for one in told} - trained_stages)
-    changed = bool(empty) or any(one.moves for one in told) or any(_members_differ(known, one, nodes) for one in told)
+        return Settled(run_started=False)
+    local_plans = [local_plan for local_plan in (plan, awaited) if local_plan is not None]
+    plan_of, loads = _shared(states, local_plans, replicas.loads)
+    trained_stages = {state.stage for state in states if state.trained}
+    empty = [] if min_nodes() is None else sorted({state.stage for state in states} - trained_stages)
+    changed = (
+        bool(empty)
+        or any(state.moves for state in states)
+        or any(_members_differ(plan_of, state, nodes) for state in states)
+    )
     plans = {}
-    for number, own in replicas.plans.items():
+    for number, own_plan in replicas.plans.items():
         if number in empty:
-            continue  # new workers have their own plan, and others an old one
-        of_stage = [one for one in told if one.stage == number]
-        as_now = _among(nodes[number].members, [one.trained for one in of_stage]) if changed else _unchanged
+            continue  # new workers have the initial plan, and others an old one
+        stage_states = [state for state in states if state.stage == number]
+        has_state = [state.trained for state in stage_states]
+        restrict = _restriction_to(nodes[number].members, has_state) if changed else _unchanged
         plans[number] = decided(
-            [as_now(known[one.plan]) for one in of_stage if one.trained and one.plan],
-            [as_now(known[one.awaited]) for one in of_stage if one.awaited],
-            own,
+            [restrict(plan_of[state.plan]) for state in stage_states if state.trained and state.plan],
+            [restrict(plan_of[state.awaited]) for state in stage_states if state.awaited],
+            own_plan,
         )
-        if number == stage and awaited is not None and as_now(awaited) == plans[number]:
+        if number == stage and awaited is not None and restrict(awaited) == plans[number]:
             replicas.land(plans[number])
-    wanted = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
+    target = plans_for(config, nodes, loads or no_loads(config), plans) if changed else None
     lost = f"pipeline stage {empty[0] + 1}" if empty else ""
     if shards is not None and not settle_shards(shards, nodes[stage], trained):
         lost = lost or "a shard of the optimizer's state"
     if not lost:
-        return _settle_experts(replicas, plans, wanted, nodes)
-    replicas.take(wanted or plans, nodes)
-    replicas.wanted = None
+        return _settle_experts(replicas, plans, target, nodes)
+    replicas.take(target or plans, nodes)
+    replicas.target = None
     if shards is not None:
         shards.begin(nodes[stage])
     return Settled(True, lost)
 
 
-def _settle_experts(replicas: Replicas, plans: Plans, wanted: Plans | None, nodes: NodesOfStages) -> Settled:
+def _settle_experts(replicas: Replicas, plans: Plans, target: Plans | None, nodes: NodesOfStages) -> Settled:
     """Puts the plans of the survivors in force, with slots for experts that none of them holds."""
-    lost = {stage: plan.lost_experts(plan.members) for stage, plan in plans.items()} if wanted else {}
-    whole = {stage: plan.with_lost_experts(wanted[stage]) if wanted else plan for stage, plan in plans.items()}
-    replicas.take(whole, nodes)
-    replicas.wanted = wanted
+    lost = {stage: plan.lost_experts(plan.members) for stage, plan in plans.items()} if target else {}
+    complete = {stage: plan.with_lost_experts(target[stage]) if target else plan for stage, plan in plans.items()}
+    replicas.take(complete, nodes)
+    replicas.target = target
     if not any(lost.values()):
         return Settled(True)
     stage, rank = parallel_state.get_pipeline_model_parallel_rank(), dist.get_rank(exchange_group())
-    lacking = (one for one in lost.get(stage, ()) if one[1] in whole[stage].experts_of(one[0], rank))
-    names = frozenset(expert_operator(*one) for one in lacking)
-    return Settled(True, _subject([one for of in lost.values() for one in of]), sum(map(len, lost.values())), names)
+    missing = frozenset(
+        expert_operator(layer, expert)
+        for layer, expert in lost.get(stage, ())
+        if expert in complete[stage].experts_of(layer, rank)
+    )
+    experts = [expert for of_stage in lost.values() for expert in of_stage]
+    return Settled(True, _subject(experts), len(experts), missing)
 
 
-def _members_differ(known: Mapping[str, Plan], one: ReportedState, nodes: NodesOfStages) -> bool:
+def _members_differ(plan_of: Mapping[str, Plan], state: ReportedState, nodes: NodesOfStages) -> bool:
     """Returns whether the plan in force on a worker has other members than the connected nodes."""
-    return bool(one.trained and one.plan) and known[one.plan or ""].members != nodes[one.stage].members
+    return bool(state.trained and state.plan) and plan_of[state.plan or ""].members != nodes[state.stage].members
 
 
 def _subject(lost: Sequence[tuple[int, int]]) -> str:
     """Returns the experts without a holder, as the subject of a sentence; empty if there are none."""
-    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{others}" if lost else ""
+    remainder = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"expert {lost[0][1]} of layer {lost[0][0] + 1}{remainder}" if lost else ""
 
 
-def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Plan:
+def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own_plan: Plan) -> Plan:
     """Returns the plan that all workers of a stage have after a loss; pure.
 
     A loss may interrupt the move of a layer. Some workers then know that all parts arrived, and have the new plan in
@@ -182,13 +191,13 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
     Args:
         in_force: plans of workers that have trained.
         awaited: plans of workers that received their part of a move, and may not know whether all did.
-        own: the plan of this worker, used if no worker of the stage has trained.
+        own_plan: the plan of this worker, used if no worker of the stage has trained.
 
     Raises:
         PlansDiffer: workers that have trained hold experts by different plans.
     """
-    found = set(in_force)
-    possible = found & set(awaited) or found or {own}
+    candidates = set(in_force)
+    possible = candidates & set(awaited) or candidates or {own_plan}
     if len(possible) > 1:
         raise PlansDiffer(
             "workers that are left hold experts by different plans. Fix: restart the job from its last checkpoint, and "
@@ -199,7 +208,7 @@ def decided(in_force: Sequence[Plan], awaited: Sequence[Plan], own: Plan) -> Pla
 
 def is_settled(replicas: Replicas, shards: Shards | None) -> bool:
     """Returns whether all state is where the current members need it."""
-    return replicas.wanted is None and (shards is None or shards.wanted is None)
+    return replicas.target is None and (shards is None or shards.target is None)
 
 
 class HandOver(NamedTuple):
@@ -226,23 +235,26 @@ def hand_over_of(config: Config, replicas: Replicas, shards: Shards | None, depa
         departing: numbers of the nodes, as in :attr:`Plan.members`; each stage has others.
     """
     nodes = {
-        stage: Nodes(tuple(member for member in of.members if member not in departing), of.ranks)
-        for stage, of in replicas.nodes.items()
+        stage: Nodes(tuple(member for member in stage_nodes.members if member not in departing), stage_nodes.ranks)
+        for stage, stage_nodes in replicas.nodes.items()
     }
     plans = plans_for(config, nodes, replicas.loads or no_loads(config), replicas.plans)
-    now = replicas.nodes[parallel_state.get_pipeline_model_parallel_rank()]
-    cut = None
+    current_nodes = replicas.nodes[parallel_state.get_pipeline_model_parallel_rank()]
+    assignment = None
     if shards is not None:
-        left, (members, ranks) = nodes[parallel_state.get_pipeline_model_parallel_rank()], shards.spread(now)
-        cut = shards.cut_of(left).restricted_to(members, [True] * len(members) * ranks)
+        remaining, (members, ranks) = (
+            nodes[parallel_state.get_pipeline_model_parallel_rank()],
+            shards.spread(current_nodes),
+        )
+        assignment = shards.assignment_for(remaining).restricted_to(members, [True] * len(members) * ranks)
     return HandOver(
         {
-            stage: plan.restricted_to(of.members, [True] * len(of.members) * of.ranks)
+            stage: plan.restricted_to(stage_nodes.members, [True] * len(stage_nodes.members) * stage_nodes.ranks)
             for stage, plan in plans.items()
-            for of in [replicas.nodes[stage]]
+            for stage_nodes in [replicas.nodes[stage]]
         },
-        cut,
-        len({member for of in nodes.values() for member in of.members}),
+        assignment,
+        len({member for stage_nodes in nodes.values() for member in stage_nodes.members}),
     )
 
 
@@ -260,9 +272,9 @@ def hand_over(
     Arguments as in :func:`hand_over_of` and :func:`migrate`.
     """
     target = hand_over_of(config, replicas, shards, departing)
-    replicas.wanted = target.plans
+    replicas.target = target.plans
     if shards is not None:
-        shards.wanted = target.shards
+        shards.target = target.shards
     migrate(replicas, shards, engine, session, log, target.nodes)
 
 
@@ -274,7 +286,7 @@ def migrate(
     log: Listener,
     nodes: int | None = None,
 ) -> None:
-    """Moves state to the wanted plans and assignment, between two iterations; a collective call.
+    """Moves state to the target plans and assignment, between two iterations; a collective call.
 
     Args:
         replicas: replicas of experts.
@@ -284,26 +296,27 @@ def migrate(
         log: receives a message and an event.
         nodes: number of nodes that continue; by default, all current ones.
     """
-    before, begun, taken = dict(replicas.plans), time.perf_counter(), 0
-    wanted = before if replicas.wanted is None else replicas.wanted
-    if wanted == before and (shards is None or shards.wanted is None):
-        replicas.wanted = None  # departed nodes have moved their state before they left
+    previous_plans, start, received_bytes = dict(replicas.plans), time.perf_counter(), 0
+    target = previous_plans if replicas.target is None else replicas.target
+    if target == previous_plans and (shards is None or shards.target is None):
+        replicas.target = None  # departed nodes have moved their state before they left
     else:
         with session.moving():
-            if shards is not None and shards.wanted is not None:
-                taken += shards.move_to(shards.wanted)
-            if replicas.wanted is not None:
-                taken += replicas.move_to(wanted)
+            if shards is not None and shards.target is not None:
+                received_bytes += shards.move_to(shards.target)
+            if replicas.target is not None:
+                received_bytes += replicas.move_to(target)
             engine.state.describe()
-    copied = sum(count_new_replicas(before[stage], plan) for stage, plan in wanted.items())
+    copied = sum(count_new_replicas(previous_plans[stage], plan) for stage, plan in target.items())
     count = nodes or len({member for of_stage in replicas.nodes.values() for member in of_stage.members})
-    seconds, amount, iteration = time.perf_counter() - begun, sum(gather(taken)), session.position.iteration
+    seconds, iteration = time.perf_counter() - start, session.position.iteration
+    total_bytes = sum(gather(received_bytes))
     log.events.write(
         "migration",
         iteration=iteration,
         nodes=count,
         experts=copied,
-        bytes=amount,
+        bytes=total_bytes,
         elapsed_s=round(seconds, 6),
     )
     log.message(
@@ -328,10 +341,10 @@ class ReplicaCounts:
     wanted: int
 
     @classmethod
-    def of(cls, plans: Plans, wanted: int) -> ReplicaCounts:
+    def of(cls, plans: Plans, min_replicas: int) -> ReplicaCounts:
         """Counts the replicas of plans."""
-        counts = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
-        return cls(int(counts.min()), int((counts < wanted).sum()), counts.size, wanted)
+        replicas = numpy.concatenate([plan.replica_counts().ravel() for plan in plans.values() if plan.tables] or [[0]])
+        return cls(int(replicas.min()), int((replicas < min_replicas).sum()), replicas.size, min_replicas)
 
     @property
     def sentence(self) -> str:
@@ -339,9 +352,9 @@ class ReplicaCounts:
         sentence = f"every expert has at least {counted(self.least, 'replica')}"
         if not self.fewer:
             return sentence
-        few = f"{self.fewer} of {self.experts} have fewer than {self.wanted} (--elastic-min-replicas)"
+        warning = f"{self.fewer} of {self.experts} have fewer than {self.wanted} (--elastic-min-replicas)"
         return (
-            f"WARNING: {sentence}, and {few}: the loss of {counted(self.least, 'node')} can lose experts. "
+            f"WARNING: {sentence}, and {warning}: the loss of {counted(self.least, 'node')} can lose experts. "
             "Fix: raise --elastic-slots, or add nodes"
         )
 
@@ -364,26 +377,28 @@ def _unchanged(plan: Plan) -> Plan:
     return plan
 
 
-def _among(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
+def _restriction_to(members: Sequence[int], trained: Sequence[bool]) -> Callable[[Plan], Plan]:
     return lambda plan: plan.restricted_to(members, trained)
 
 
-def _shared(told: Sequence[ReportedState], mine: Sequence[Plan], loads: Loads) -> tuple[dict[str, Plan], Loads]:
+def _shared(
+    states: Sequence[ReportedState], local_plans: Sequence[Plan], loads: Loads
+) -> tuple[dict[str, Plan], Loads]:
     """Returns all plans by digest, each from the first worker that has it, and the loads; a collective call.
 
     The loads are from the first worker that has trained: others may have missed a commit.
     """
-    rank, trained = dist.get_rank(), next(rank for rank, one in enumerate(told) if one.trained)
+    rank, trained = dist.get_rank(), next(rank for rank, state in enumerate(states) if state.trained)
     first: dict[str | None, int] = {}
-    for number, one in enumerate(told):
-        first.setdefault(one.plan, number)
-        first.setdefault(one.awaited, number)
-    plans = {plan.digest: plan.to_json() for plan in mine if first[plan.digest] == rank}
+    for number, state in enumerate(states):
+        first.setdefault(state.plan, number)
+        first.setdefault(state.awaited, number)
+    plans = {plan.digest: plan.to_json() for plan in local_plans if first[plan.digest] == rank}
     shared = gather((plans, dict(loads) if rank == trained else {}))
-    return {key: Plan.from_json(one) for part, _ in shared for key, one in part.items()}, shared[trained][1]
+    return {key: Plan.from_json(plan) for part, _ in shared for key, plan in part.items()}, shared[trained][1]
 
 
-class Guests(Callback):
+class DrainAgreement(Callback):
     """Agreement on the iteration after which all workers leave, for one generation.
 
     Args:
@@ -392,7 +407,7 @@ class Guests(Callback):
     """
 
     def __init__(self, world: World, hand_over: Callable[[Collection[int]], None]):
-        self._world, self._hand_over, self._wait = world, hand_over, False
+        self._world, self._hand_over, self._drain_requested = world, hand_over, False
 
     def contribution(self) -> dict[str, float]:
         """Returns whether this worker was notified that nodes join or depart; others may not be yet."""
@@ -400,7 +415,7 @@ class Guests(Callback):
 
     def on_totals(self, totals: Mapping[str, float]) -> None:
         """Makes all workers leave after this iteration if any was notified."""
-        self._wait = totals["guests"] > 0
+        self._drain_requested = totals["guests"] > 0
 
     def between_iterations(self, run: TrainingRun) -> None:
         self.leave()
@@ -412,10 +427,10 @@ class Guests(Callback):
             MembersChange: on all workers; the device has completed its enqueued work.
             Aborted: another worker was lost meanwhile.
         """
-        if self._wait:
+        if self._drain_requested:
             synchronize_and_check(self._world.device)
-            departing = {block for told in gather(self._world.job.departing) for block in told}
+            departing = {block for blocks in gather(self._world.job.departing) for block in blocks}
             if departing:
                 self._hand_over(departing)
             reach("draining")
-            raise MembersChange(place() in departing)
+            raise MembersChange(rank_block() in departing)

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, u
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from megatron.pretraining.elastic.groups import dispatch_group, exchange_group
-from megatron.pretraining.engine.schedule import Turns
+from megatron.pretraining.engine.schedule import MicroBatchHooks
 from megatron.pretraining.process.initialize import seed_streams
 from megatron.pretraining.process.topology import Topology
 from moc.elastic.dispatch import Capacities, Exchange, exchange_of_rank
@@ -50,14 +50,14 @@ class ElasticExperts(SequentialMLP):
     slots: tuple[int | None, ...] = ()
     holders: tuple[tuple[int, ...], ...] = ()
 
-    def held(self) -> Iterator[tuple[int, torch.nn.Module]]:
+    def assigned(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """Yields this worker's experts, in ascending order, with their modules."""
-        there = {e: mlp for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None}
-        yield from sorted(there.items())
+        modules = {e: mlp for e, mlp in zip(self.slots, self.local_experts, strict=True) if e is not None}
+        yield from sorted(modules.items())
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Describes experts by their numbers in the complete model; replicas are numbered in the order of holders."""
-        apart, rank, described = (
+        separate, rank, described = (
             (metadata or {}).get("singleton_local_shards", False),
             dist.get_rank(exchange_group()),
             {},
@@ -66,13 +66,13 @@ class ElasticExperts(SequentialMLP):
             if expert is None:
                 continue
             local, offsets = f"{prefix}local_experts.{slot}.", sharded_offsets
-            whole = f"{prefix}experts.{expert}." if apart else f"{prefix}experts."
-            if not apart:
+            global_prefix = f"{prefix}experts.{expert}." if separate else f"{prefix}experts."
+            if not separate:
                 offsets = (*sharded_offsets, (len(sharded_offsets), expert, len(self.holders)))
             mlp: Any = self.local_experts[slot]
             tensors = mlp.sharded_state_dict(local, offsets, metadata)
             for tensor in tensors.values():
-                tensor.key = tensor.key.replace(local, whole, 1)
+                tensor.key = tensor.key.replace(local, global_prefix, 1)
                 tensor.replica_id = (*tensor.replica_id[:2], self.holders[expert].index(rank))
             described |= tensors
         return described
@@ -82,26 +82,26 @@ class ElasticLayer(MoELayer):
     """Mixture-of-experts layer with slots.
 
     Attributes:
-        is_ghost: the current micro batch is a dummy: its tokens reach no router and no expert.
+        is_dummy: the current micro batch is a dummy: its tokens reach no router and no expert.
     """
 
-    is_ghost = False
+    is_dummy = False
     experts: ElasticExperts
     token_dispatcher: ElasticDispatcher
 
     def __init__(self, config: TransformerConfig, submodules: MoESubmodules, slots: int, pg_collection=None, **options):
         groups, router = get_default_pg_collection(), submodules.router
         experts: Any = submodules.experts  # a functools.partial, as in megatron-core's layer specifications
-        inside = copy.copy(config)
-        inside.num_moe_experts, inside.moe_token_dispatcher_type = slots, "alltoall"
+        slot_config = copy.copy(config)
+        slot_config.num_moe_experts, slot_config.moe_token_dispatcher_type = slots, "alltoall"
         submodules = dataclasses.replace(
             submodules,
             experts=functools.partial(ElasticExperts, *experts.args, **experts.keywords),
-            router=lambda config, **others: router(config=whole, **others),
+            router=lambda config, **arguments: router(config=full_config, **arguments),
         )
-        whole = config
-        super().__init__(inside, submodules, pg_collection=groups, **options)
-        self.config, self.token_dispatcher = whole, ElasticDispatcher(whole, groups, dispatch_group())
+        full_config = config
+        super().__init__(slot_config, submodules, pg_collection=groups, **options)
+        self.config, self.token_dispatcher = full_config, ElasticDispatcher(full_config, groups, dispatch_group())
         for parameter in self.experts.parameters():
             marked: Any = parameter
             marked.allreduce = False  # megatron-core reduces and updates experts separately
@@ -112,7 +112,9 @@ class ElasticLayer(MoELayer):
         assert self.layer_number is not None  # every layer of a model has one
         return self.layer_number - 1
 
-    def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, domain: slice, capacities: Capacities) -> None:
+    def assign(
+        self, slots: Sequence[int | None], replicas: numpy.ndarray, domain: slice, capacities: Capacities
+    ) -> None:
         """Sets the experts in this worker's slots.
 
         Args:
@@ -127,17 +129,17 @@ class ElasticLayer(MoELayer):
             for parameter in mlp.parameters():
                 marked: Any = parameter
                 marked.unused = expert is None
-        self.token_dispatcher.hold(self.experts.slots, replicas[:, domain], capacities)
+        self.token_dispatcher.assign(self.experts.slots, replicas[:, domain], capacities)
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """Sends no token of a dummy micro batch to an expert, and counts none in auxiliary losses."""
-        if not self.is_ghost:
+        if not self.is_dummy:
             return super().route(hidden_states, padding_mask)
         tokens, experts = hidden_states.shape[:-1].numel(), self.config.num_moe_experts
         assert experts is not None  # otherwise the layer would be dense
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, hidden_states.dtype)  # as on other ranks
-        nothing = hidden_states.new_zeros(tokens, experts, dtype=dtype)
-        return nothing, nothing.bool()
+        zeros = hidden_states.new_zeros(tokens, experts, dtype=dtype)
+        return zeros, zeros.bool()
 
 
 def elastic_layers(chunks: Sequence[torch.nn.Module]) -> list[ElasticLayer]:
@@ -151,9 +153,9 @@ class ElasticDispatcher(MoETokenDispatcher):
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, group: dist.ProcessGroup):
         super().__init__(config=config, pg_collection=groups)
         self._group = group
-        self._held: tuple[Sequence[int | None], numpy.ndarray, Capacities] | None = None
+        self._assignment: tuple[Sequence[int | None], numpy.ndarray, Capacities] | None = None
 
-    def hold(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
+    def assign(self, slots: Sequence[int | None], replicas: numpy.ndarray, capacities: Capacities) -> None:
         """Sets the experts in this rank's slots, and the capacities of replicas.
 
         Args:
@@ -161,7 +163,7 @@ class ElasticDispatcher(MoETokenDispatcher):
             replicas: replicas of each expert on each rank of the domain, [experts, ranks].
             capacities: function that computes the tokens of the replicas.
         """
-        self._held = slots, replicas, capacities
+        self._assignment = slots, replicas, capacities
 
     def dispatch_preprocess(self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor):
         """Sorts copies of the tokens by receiver.
@@ -177,7 +179,7 @@ class ElasticDispatcher(MoETokenDispatcher):
         self._shape, (rows, experts) = hidden_states.shape, routing_map.shape
         tokens, copies = hidden_states.view(rows, -1), rows * min(self.config.moe_router_topk, experts)
         waiting = self._gather_counts(routing_map)
-        # expert * rows + token; places that are left over have a valid index
+        # expert * rows + token; unused entries have a valid index
         by_expert = torch.nonzero_static(routing_map.T.reshape(-1), size=copies, fill_value=0).view(-1)
         self._route = self._route_of(waiting.wait().numpy().reshape(-1, experts), rows, copies)
         order, self._by_slot, self._restore = self._route.on_device(tokens.device)
@@ -187,10 +189,10 @@ class ElasticDispatcher(MoETokenDispatcher):
 
     def _gather_counts(self, routing_map: torch.Tensor) -> HostCopy:
         """Begins to copy the number of tokens by rank of the group and expert to the host."""
-        mine = routing_map.sum(dim=0, dtype=torch.int64)
-        everybody = mine.new_empty(dist.get_world_size(self._group) * len(mine))
-        dist.all_gather_into_tensor(everybody, mine, group=self._group)
-        return HostCopy(everybody)
+        local_counts = routing_map.sum(dim=0, dtype=torch.int64)
+        all_counts = local_counts.new_empty(dist.get_world_size(self._group) * len(local_counts))
+        dist.all_gather_into_tensor(all_counts, local_counts, group=self._group)
+        return HostCopy(all_counts)
 
     def _route_of(self, gathered: numpy.ndarray, rows: int, copies: int) -> Route:
         """Returns this rank's route for token counts of [ranks, experts].
@@ -199,13 +201,13 @@ class ElasticDispatcher(MoETokenDispatcher):
             ValueError: a rank has more tokens than a micro batch, as after an abort. Indices from such counts would
                 fail on the device, which is unusable afterwards.
         """
-        assert self._held is not None  # hold() was called
-        slots, replicas, capacities = self._held
+        assert self._assignment is not None  # assign() was called
+        slots, replicas, capacities = self._assignment
         if gathered.min() < 0 or gathered.max() > rows or gathered.sum(axis=1).max() > copies:
             raise ValueError(f"token counts of a micro batch of {rows} tokens are invalid")
-        counts = numpy.ascontiguousarray(gathered.T)
-        shares = capacities(counts.sum(axis=1), replicas)
-        return route_of(exchange_of_rank(counts, shares, dist.get_rank(self._group)), slots)
+        token_counts = numpy.ascontiguousarray(gathered.T)
+        shares = capacities(token_counts.sum(axis=1), replicas)
+        return route_of(exchange_of_rank(token_counts, shares, dist.get_rank(self._group)), slots)
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sends tokens and probabilities to the holders."""
@@ -214,8 +216,8 @@ class ElasticDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Sorts received tokens by slot; returns them, their number by slot, and their probabilities."""
         order = self._by_slot
-        counts = torch.tensor(self._route.in_slots)
-        return hidden_states.index_select(0, order), counts, probs.index_select(0, order)
+        slot_tokens = torch.tensor(self._route.in_slots)
+        return hidden_states.index_select(0, order), slot_tokens, probs.index_select(0, order)
 
     def combine_preprocess(self, hidden_states: torch.Tensor):
         """Sorts the experts' output by sender."""
@@ -228,8 +230,8 @@ class ElasticDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor):
         """Sums the output for each token, in the shape of the layer's input."""
-        whole = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
-        return unpermute(hidden_states, self._sources, restore_shape=whole).view(self._shape)
+        shape = torch.Size((self._shape[:-1].numel(), self._shape[-1]))
+        return unpermute(hidden_states, self._sources, restore_shape=shape).view(self._shape)
 
 
 class _Swap(torch.autograd.Function):
@@ -246,8 +248,8 @@ class _Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
-        back = (_swapped(ctx.group, gradient, ctx.received, ctx.sent) for gradient in gradients)
-        return None, None, None, *back
+        returned = (_swapped(ctx.group, gradient, ctx.received, ctx.sent) for gradient in gradients)
+        return None, None, None, *returned
 
 
 def _swapped(group: dist.ProcessGroup, tensor: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -261,7 +263,7 @@ class Reordering(NamedTuple):
 
     Attributes:
         lengths: rows of each chunk, int64[chunks].
-        shifts: distance from the new to the old place of each chunk, int64[chunks].
+        shifts: distance from the new to the old position of each chunk, int64[chunks].
     """
 
     lengths: numpy.ndarray
@@ -307,11 +309,11 @@ class Route:
 
 def route_of(flow: Exchange, slots: Sequence[int | None]) -> Route:
     """Returns the route of a rank whose slots hold these experts; None for an empty slot."""
-    held = [expert for expert in slots if expert is not None]
-    columns = sorted(held)
+    assigned = [expert for expert in slots if expert is not None]
+    columns = sorted(assigned)
     arriving = flow.receives[columns].T  # by sender and expert
     send_order, _ = _transpositions(flow.sends, range(flow.sends.shape[1]))
-    by_slot, restore = _transpositions(arriving, [columns.index(expert) for expert in held])
+    by_slot, restore = _transpositions(arriving, [columns.index(expert) for expert in assigned])
     return Route(
         sent=flow.sends.sum(axis=0).tolist(),
         received=arriving.sum(axis=1).tolist(),
@@ -339,7 +341,7 @@ def _starts(sizes: numpy.ndarray) -> numpy.ndarray:
     return (sizes.cumsum() - sizes.ravel()).reshape(sizes.shape)
 
 
-class ElasticTurns(Turns):
+class ElasticMicroBatchHooks(MicroBatchHooks):
     """Hooks that seed random streams for each micro batch, and mark dummy micro batches in the layers.
 
     A dummy's tokens reach no router and no expert, and its loss is 0: it only takes part in the collectives of other
@@ -350,21 +352,21 @@ class ElasticTurns(Turns):
         super().__init__(seed, topology)
         self._layers = list(layers)
         self._iteration: int | None = None
-        self._turn = 0
+        self._round = 0
 
     def begin(self, iteration: int | None) -> None:
-        self._iteration, self._turn = iteration, 0
+        self._iteration, self._round = iteration, 0
 
-    def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
-        turn, self._turn = self._turn, self._turn + 1
-        self._come_to(turn)
+    def run_micro_batch(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
+        round_index, self._round = self._round, self._round + 1
+        self._mark_dummy(round_index)
         if self._iteration is not None:
-            seed_streams(self._seed, self._iteration, self._topology.world, self._topology.number(turn))
+            seed_streams(self._seed, self._iteration, self._topology.world, self._topology.number(round_index))
         output, loss_function = compute()
-        if output.requires_grad:  # a recomputed layer reads is_ghost again in this micro batch's backward pass
-            output.register_hook(lambda _: self._come_to(turn))
+        if output.requires_grad:  # a recomputed layer reads is_dummy again in this micro batch's backward pass
+            output.register_hook(lambda _: self._mark_dummy(round_index))
         return output, loss_function
 
-    def _come_to(self, turn: int) -> None:
+    def _mark_dummy(self, round_index: int) -> None:
         for layer in self._layers:
-            layer.is_ghost = self._topology.is_ghost(turn)
+            layer.is_dummy = self._topology.is_dummy(round_index)

@@ -69,14 +69,17 @@ def plans_for(config: Config, nodes: NodesOfStages, loads: Loads, previous: Plan
     """Returns the plans of all layers with experts for these loads; pure, so workers agree without communication."""
     network, stages = config.network, config.parallel.pipeline_model_parallel_size
     settings = plan_settings(config, nodes[0].ranks)
-    of_stage: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
+    stage_loads: dict[int, dict[int, Sequence[int]]] = defaultdict(dict)
     for layer, tokens in loads.items():
-        of_stage[ParallelLayout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
+        stage_loads[ParallelLayout(stages, pp=stages).stage_of_layer(layer, network.num_layers)][layer] = tokens
     before = previous or {}
-    return {stage: make_plan(nodes[stage].members, of, settings, before.get(stage)) for stage, of in of_stage.items()}
+    return {
+        stage: make_plan(nodes[stage].members, stage_load, settings, before.get(stage))
+        for stage, stage_load in stage_loads.items()
+    }
 
 
-def nodes_of_stages(config: Config, workers: int, helpers: Sequence[int] = ()) -> NodesOfStages:
+def nodes_of_stages(config: Config, workers: int, partial_model_parts: Sequence[int] = ()) -> NodesOfStages:
     """Returns the nodes of each stage, numbered from 0.
 
     If one node has all workers of the job, each worker counts as a node.
@@ -84,33 +87,38 @@ def nodes_of_stages(config: Config, workers: int, helpers: Sequence[int] = ()) -
     Args:
         config: the flags.
         workers: total number of workers.
-        helpers: by partial-model node (the last nodes), its part of the model.
+        partial_model_parts: by partial-model node (the last nodes), its part of the model.
     """
-    of_node, trains = stages_here(config), workers - len(helpers) * per_node()
-    size, ranks = stage_size(config, trains), ranks_of_stage(config, trains, workers_of_job())
-    counts = {
-        stage: size // ranks + sum(part == stage // of_node for part in helpers)
+    stages_per_node, training_workers = stages_here(config), workers - len(partial_model_parts) * per_node()
+    size, ranks = stage_size(config, training_workers), ranks_of_stage(config, training_workers, workers_of_job())
+    node_counts = {
+        stage: size // ranks + sum(part == stage // stages_per_node for part in partial_model_parts)
         for stage in range(config.parallel.pipeline_model_parallel_size)
     }
-    return {stage: Nodes(tuple(range(count)), ranks) for stage, count in counts.items()}
+    return {stage: Nodes(tuple(range(count)), ranks) for stage, count in node_counts.items()}
 
 
-def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequence[int] = ()) -> NodesOfStages:
+def connected_nodes(
+    config: Config, reported: Sequence[tuple[int, int]], partial_model_parts: Sequence[int] = ()
+) -> NodesOfStages:
     """Returns the connected nodes of each stage.
 
     Args:
         config: the flags.
-        told: by rank, the rank block of its node (:func:`place`), and its pipeline stage.
-        helpers: as in :func:`nodes_of_stages`.
+        reported: by rank, the rank block of its node (:func:`rank_block`), and its pipeline stage.
+        partial_model_parts: as in :func:`nodes_of_stages`.
     """
-    nodes = nodes_of_stages(config, len(told), helpers)
+    nodes = nodes_of_stages(config, len(reported), partial_model_parts)
     if not nodes_have_places(config, workers_of_job()):
         return nodes
-    members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}
-    return {stage: Nodes(members[stage], of.ranks) for stage, of in nodes.items()}
+    members = {
+        stage: tuple(dict.fromkeys(block for block, reported_stage in reported if reported_stage == stage))
+        for stage in nodes
+    }
+    return {stage: Nodes(members[stage], stage_nodes.ranks) for stage, stage_nodes in nodes.items()}
 
 
-def place() -> int:
+def rank_block() -> int:
     """Returns the rank block of this worker's node."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
@@ -120,44 +128,44 @@ def plans_to_json(plans: Plans) -> dict[str, Any]:
     return {str(stage): plan.to_json() for stage, plan in plans.items()}
 
 
-def plans_from_json(told: Mapping[str, Any]) -> Plans:
+def plans_from_json(data: Mapping[str, Any]) -> Plans:
     """Returns the plans of :func:`plans_to_json`; raises ValueError if a plan is invalid or lacks an expert."""
-    plans = {stage: Plan.from_json(one) for stage, one in decode.convert(told, dict[Count, dict[str, Any]]).items()}
-    if lacking := [stage for stage, one in plans.items() if not one.is_complete]:
-        raise ValueError(f"the plan of stage {lacking[0]} lacks an expert")
+    plans = {stage: Plan.from_json(plan) for stage, plan in decode.convert(data, dict[Count, dict[str, Any]]).items()}
+    if incomplete := [stage for stage, plan in plans.items() if not plan.is_complete]:
+        raise ValueError(f"the plan of stage {incomplete[0]} lacks an expert")
     return plans
 
 
-def fit(plans: Plans, others: Plans) -> bool:
+def fit(plans: Plans, other_plans: Plans) -> bool:
     """Returns whether two sets of plans have the same workers, domains, layers and slots."""
-    return plans.keys() == others.keys() and all(
-        (mine.members, mine.ranks, mine.domains, mine.experts, _shapes(mine))
-        == (its.members, its.ranks, its.domains, its.experts, _shapes(its))
-        for mine, its in ((plans[stage], others[stage]) for stage in plans)
+    return plans.keys() == other_plans.keys() and all(
+        (own.members, own.ranks, own.domains, own.experts, _shapes(own))
+        == (other.members, other.ranks, other.domains, other.experts, _shapes(other))
+        for own, other in ((plans[stage], other_plans[stage]) for stage in plans)
     )
 
 
-def _shapes(of: Plan) -> dict[int, tuple[int, ...]]:
-    return {layer: table.shape for layer, table in of.tables.items()}
+def _shapes(plan: Plan) -> dict[int, tuple[int, ...]]:
+    return {layer: table.shape for layer, table in plan.tables.items()}
 
 
-def adopt(layers: Iterable[ElasticLayer], of: Plan, dispatch: str) -> None:
+def assign_experts(layers: Iterable[ElasticLayer], plan: Plan, dispatch: str) -> None:
     """Assigns the experts of the stage's plan to this worker's slots; their state does not move."""
     rank = dist.get_rank(exchange_group())
-    domain = of.domain_of(rank)
+    domain = plan.domain_of(rank)
     for layer in layers:
-        held = of.experts_of(layer.layer, rank)
-        slots = slots_after(layer.experts.slots or (None,) * layer.experts.num_local_experts, held)
-        layer.hold(slots, of.replica_matrix(layer.layer), domain, CAPACITIES[dispatch])
+        assigned = plan.experts_of(layer.layer, rank)
+        slots = slots_after(layer.experts.slots or (None,) * layer.experts.num_local_experts, assigned)
+        layer.assign(slots, plan.replica_matrix(layer.layer), domain, CAPACITIES[dispatch])
 
 
-def slots_after(before: Sequence[int | None], held: Collection[int]) -> tuple[int | None, ...]:
+def slots_after(previous: Sequence[int | None], assigned: Collection[int]) -> tuple[int | None, ...]:
     """Returns the experts by slot: remaining ones keep their slots, new ones fill the free slots in ascending order."""
-    new = iter(sorted(set(held) - set(before)))
-    return tuple(expert if expert in held else next(new, None) for expert in before)
+    new = iter(sorted(set(assigned) - set(previous)))
+    return tuple(expert if expert in assigned else next(new, None) for expert in previous)
 
 
-def build_domains(config: Config, most: int) -> None:
+def build_domains(config: Config, max_workers: int) -> None:
     """Creates the group of each domain, on all ranks, after megatron-core's groups and numbered like them.
 
     A continuing worker needs equally many groups in each generation. So it has a domain group even if the few remaining
@@ -165,11 +173,11 @@ def build_domains(config: Config, most: int) -> None:
 
     Args:
         config: the flags.
-        most: workers of the job if all nodes are connected.
+        max_workers: workers of the job if all nodes are connected.
     """
     dispatch_within(None)
     parallel, world = config.parallel, dist.get_world_size()
-    if not config.elastic.elastic or len(_ranks_of_domains(config, most, stage_size(config, most))) == 1:
+    if not config.elastic.elastic or len(_ranks_of_domains(config, max_workers, stage_size(config, max_workers))) == 1:
         return
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -189,4 +197,4 @@ def _ranks_of_domains(config: Config, workers: int, size: int) -> list[int]:
     """Returns the ranks of each domain of a stage of ``size`` workers, as in its plan; ``workers`` are all."""
     ranks = nodes_of_stages(config, workers)[0].ranks
     domains = plan_settings(config, ranks).domain_sizes(size // ranks, config.moe.num_experts or 0)
-    return [of * ranks for of in domains]
+    return [size_in_nodes * ranks for size_in_nodes in domains]

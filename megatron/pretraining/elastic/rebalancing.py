@@ -38,7 +38,7 @@ class Prospect:
     Attributes:
         saves_s: seconds saved per iteration.
         costs_s: seconds of the move.
-        busiest: tokens of the busiest worker relative to the mean, now and then, over all layers.
+        busiest: tokens of the busiest worker relative to the mean, now and with the plan, over all layers.
     """
 
     saves_s: float
@@ -57,12 +57,12 @@ class Move:
     Attributes:
         plans: target plans.
         flow: transfers of this worker's stage, planned once.
-        found: benefit and cost.
+        estimate: benefit and cost.
     """
 
     plans: Plans
     flow: Flow
-    found: Prospect
+    estimate: Prospect
 
 
 def prospect(
@@ -77,27 +77,27 @@ def prospect(
         moved: bytes that the busiest worker sends and receives.
         second_per_byte: seconds per byte.
     """
-    now, then = busiest
-    balanced_s = iteration_s / (1.0 - share + share * now)
-    return Prospect(balanced_s * share * (now - then), moved * second_per_byte, busiest)
+    current, planned = busiest
+    balanced_s = iteration_s / (1.0 - share + share * current)
+    return Prospect(balanced_s * share * (current - planned), moved * second_per_byte, busiest)
 
 
 def imbalance(plans: Plans, loads: Loads) -> float:
     """Returns the tokens of the busiest worker divided by the mean, summed over layers; 1.0 without tokens."""
-    most = mean = 0.0
+    busiest = mean = 0.0
     for plan in plans.values():
         for layer in plan.tables:
             work = plan.tokens_per_rank(layer, loads[layer])
-            most, mean = most + float(work.max()), mean + float(work.mean())
-    return most / mean if mean else 1.0
+            busiest, mean = busiest + float(work.max()), mean + float(work.mean())
+    return busiest / mean if mean else 1.0
 
 
 def hash_of(plans: Plans) -> int:
     """Returns a hash of 32 bits, which the commit all-reduce sums exactly."""
-    return _short(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
+    return _hash_32_bits(json.dumps({stage: plans[stage].digest for stage in sorted(plans)}))
 
 
-def _short(text: str) -> int:
+def _hash_32_bits(text: str) -> int:
     return xxhash.xxh32_intdigest(text.encode())
 
 
@@ -141,12 +141,12 @@ class Rebalancer(Callback):
         set on all or none of them.
         """
         world = self._world
-        found = torch.zeros(world.pipeline_size, world.tensor_size, _BITS + 1, dtype=torch.float64)
+        entries = torch.zeros(world.pipeline_size, world.tensor_size, _BITS + 1, dtype=torch.float64)
         if self._shards is not None:
-            told = _short(self._shards.cut.digest)
-            bits = [float(told >> bit & 1) for bit in range(_BITS)]
-            found[world.pipeline_rank, world.tensor_rank] = torch.tensor([*bits, 1.0], dtype=torch.float64)
-        return found.view(-1)
+            digest = _hash_32_bits(self._shards.assignment.digest)
+            bits = [float(digest >> bit & 1) for bit in range(_BITS)]
+            entries[world.pipeline_rank, world.tensor_rank] = torch.tensor([*bits, 1.0], dtype=torch.float64)
+        return entries.view(-1)
 
     def on_totals(self, totals: dict) -> None:
         """Adds up the load, and compares plans and assignments.
@@ -159,14 +159,14 @@ class Rebalancer(Callback):
                 "workers hold experts by different plans, so their gradients do not belong together. Fix: restart the "
                 "job from its last checkpoint, and report this as an error of the program"
             )
-        counts = torch.tensor(totals["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
-        if bool(((counts != 0.0) & (counts != counts[:, -1:])).any()):
+        bit_sums = torch.tensor(totals["elastic_cuts"], dtype=torch.float64).view(-1, _BITS + 1)
+        if bool(((bit_sums != 0.0) & (bit_sums != bit_sums[:, -1:])).any()):
             raise PlansDiffer(
                 "workers hold optimizer state by different cuts, so some updates would be lost. Fix: restart the job "
                 "from its last checkpoint, and report this as an error of the program"
             )
-        told = {"expert_tokens": totals["elastic_tokens"], "sent_tokens": totals["elastic_sent"]}
-        for layer, tokens in self._tally.by_layer(told)[0].items():
+        sums = {"expert_tokens": totals["elastic_tokens"], "sent_tokens": totals["elastic_sent"]}
+        for layer, tokens in self._tally.by_layer(sums)[0].items():
             self._loads[layer] = [a + b for a, b in zip(self._loads.get(layer, [0] * len(tokens)), tokens, strict=True)]
         self._replicas.loads = self._loads
         self._committed_at = time.perf_counter()
@@ -178,10 +178,14 @@ class Rebalancer(Callback):
 
         Plans for other workers or slots are ignored.
         """
-        placed = self._engine.placed
-        if placed is not None and placed != self._replicas.plans and fit(placed, self._replicas.plans):
+        loaded_plans = self._engine.loaded_plans
+        if (
+            loaded_plans is not None
+            and loaded_plans != self._replicas.plans
+            and fit(loaded_plans, self._replicas.plans)
+        ):
             with moving():
-                self._replicas.move_to(placed)
+                self._replicas.move_to(loaded_plans)
                 self._engine.state.describe()
 
     def between_iterations(self, run: TrainingRun) -> None:
@@ -191,60 +195,60 @@ class Rebalancer(Callback):
 
     def rebalance(self, run: TrainingRun) -> None:
         """Moves replicas to match the load if this pays off; a collective call between two iterations."""
-        wanted = self.wanted()
-        if wanted is not None:
+        planned = self.planned_move()
+        if planned is not None:
             progress("save")
             with run.session.moving():
-                self.move(run.position.iteration, wanted, run.log.events)
+                self.move(run.position.iteration, planned, run.log.events)
             run.log.skip_time()
 
     def due(self, iteration: int) -> bool:
         """Returns whether to check for better plans after an iteration."""
         return bool(self._interval and self._commits) and iteration % self._interval == 0
 
-    def wanted(self) -> Move | None:
+    def planned_move(self) -> Move | None:
         """Returns the move for the load since the last check, if it pays off before the next; a collective call."""
         loads, seconds = self._loads, self._seconds / self._commits
         self._loads, self._seconds, self._commits = {}, 0.0, 0
-        now = self._replicas.plans
-        plans = plans_for(self._config, self._replicas.nodes, loads, now)
-        if plans == now:
+        current = self._replicas.plans
+        plans = plans_for(self._config, self._replicas.nodes, loads, current)
+        if plans == current:
             return None
         flow = self._replicas.flow_to(plans)
         moved = max(gather(bytes_moved(flow)))
-        busiest = imbalance(now, loads), imbalance(plans, loads)
-        found = prospect(seconds, self._share, busiest, moved, self._speed())
-        return Move(plans, flow, found) if found.pays(self._interval) else None
+        busiest = imbalance(current, loads), imbalance(plans, loads)
+        estimate = prospect(seconds, self._share, busiest, moved, self._measured_second_per_byte())
+        return Move(plans, flow, estimate) if estimate.pays(self._interval) else None
 
-    def move(self, iteration: int, wanted: Move, events: EventLog) -> None:
+    def move(self, iteration: int, planned: Move, events: EventLog) -> None:
         """Moves replicas; a collective call."""
-        begun, before = time.perf_counter(), dict(self._replicas.plans)
-        plans, found = wanted.plans, wanted.found
-        taken = self._replicas.move_to(plans, wanted.flow)
+        start, previous_plans = time.perf_counter(), dict(self._replicas.plans)
+        plans, estimate = planned.plans, planned.estimate
+        received_bytes = self._replicas.move_to(plans, planned.flow)
         self._engine.state.describe()
-        experts = sum(count_new_replicas(before[stage], plan) for stage, plan in plans.items())
+        experts = sum(count_new_replicas(previous_plans[stage], plan) for stage, plan in plans.items())
         self._committed_at = time.perf_counter()  # excludes the move from the iteration time
         events.write(
             "rebalance",
             iteration=iteration,
             experts=experts,
-            bytes=sum(gather(taken)),
-            elapsed_s=round(time.perf_counter() - begun, 6),
-            busiest=round(found.busiest[0], 4),
-            busiest_after=round(found.busiest[1], 4),
-            saves_s=round(found.saves_s, 6),
+            bytes=sum(gather(received_bytes)),
+            elapsed_s=round(time.perf_counter() - start, 6),
+            busiest=round(estimate.busiest[0], 4),
+            busiest_after=round(estimate.busiest[1], 4),
+            saves_s=round(estimate.saves_s, 6),
         )
 
-    def _speed(self) -> float:
+    def _measured_second_per_byte(self) -> float:
         """Returns the seconds per byte between workers, measured once; the slowest worker counts."""
-        speed = self._second_per_byte
-        if speed is None:
+        second_per_byte = self._second_per_byte
+        if second_per_byte is None:
             group, size = exchange_group(), dist.get_world_size(exchange_group())
             packed = torch.zeros(size * _PROBE, dtype=torch.uint8, device=self._world.device)
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)  # the first call opens connections
             synchronize_and_check(self._world.device)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             dist.all_to_all_single(torch.empty_like(packed), packed, group=group)
             synchronize_and_check(self._world.device)
-            speed = self._second_per_byte = max(gather((time.perf_counter() - begun) / (2 * size * _PROBE)))
-        return speed
+            second_per_byte = self._second_per_byte = max(gather((time.perf_counter() - start) / (2 * size * _PROBE)))
+        return second_per_byte

@@ -24,7 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.pretraining.elastic.gradients import count_once
 from megatron.pretraining.elastic.groups import exchange_group
 from megatron.pretraining.elastic.moe_layer import ElasticLayer
-from megatron.pretraining.elastic.placement import NodesOfStages, Plans, adopt
+from megatron.pretraining.elastic.placement import NodesOfStages, Plans, assign_experts
 from megatron.pretraining.elastic.state_transfer import Parts, as_bytes, send
 from megatron.pretraining.engine.owned import MASTER, owned_slices, write_step
 from moc.elastic.plan import Loads, Plan
@@ -48,11 +48,11 @@ Flow = Mapping[int, Sequence[ChunkTransfer]]
 
 def bytes_moved(flow: Flow) -> int:
     """Returns the maximum bytes of state that one worker sends and receives."""
-    amounts: Counter[int] = Counter()
-    for one in itertools.chain.from_iterable(flow.values()):
-        amounts[one.source] += one.chunk.nbytes
-        amounts[one.target] += one.chunk.nbytes
-    return max(amounts.values(), default=0)
+    bytes_of_rank: Counter[int] = Counter()
+    for transfer in itertools.chain.from_iterable(flow.values()):
+        bytes_of_rank[transfer.source] += transfer.chunk.nbytes
+        bytes_of_rank[transfer.target] += transfer.chunk.nbytes
+    return max(bytes_of_rank.values(), default=0)
 
 
 class Replicas:
@@ -63,7 +63,7 @@ class Replicas:
         plans: plans in force, of all stages.
         nodes: nodes of these plans.
         loads: tokens of experts in recent iterations, summed in the commit all-reduce; empty if unknown.
-        wanted: plans to move experts to after a membership change; None if they are in force.
+        target: plans to move experts to after a membership change; None if they are in force.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Replicas:
         self.layers = {layer.layer: layer for layer in layers}
         self.plans, self.nodes = dict(plans), nodes
         self.loads: Loads = {}
-        self.wanted: Plans | None = None
+        self.target: Plans | None = None
         self._stage, self._dispatch = parallel_state.get_pipeline_model_parallel_rank(), dispatch
         self._optimizer = optimizer
         self._landing: Landing | None = None
-        of_experts = (owned for owned in owned_slices(optimizer) if not getattr(owned.parameter, "allreduce", True))
-        self._slices = {owned.parameter: owned for owned in of_experts}
+        expert_slices = (owned for owned in owned_slices(optimizer) if not getattr(owned.parameter, "allreduce", True))
+        self._slices = {owned.parameter: owned for owned in expert_slices}
         count_once(self.layers.values(), optimizer)
 
     def move_to(self, plans: Plans, flow: Flow | None = None) -> int:
@@ -95,7 +95,7 @@ class Replicas:
         Returns:
             Bytes that arrived at this worker.
         """
-        taken = 0
+        received_bytes = 0
         flow = self.flow_to(plans) if flow is None else flow
         for layer in sorted(self.layers):
             before, after = self.plans[self._stage], plans[self._stage]
@@ -106,10 +106,10 @@ class Replicas:
             synchronize_group(exchange_group(), _device(self.layers[layer]))
             reach("landed")
             self._land(landing)
-            taken += sum(state.nbytes for state in landing.arrived.values())
-        self.plans, self.wanted = dict(plans), None
+            received_bytes += sum(state.nbytes for state in landing.arrived.values())
+        self.plans, self.target = dict(plans), None
         count_once(self.layers.values(), self._optimizer)
-        return taken
+        return received_bytes
 
     @property
     def awaited(self) -> Plan | None:
@@ -126,17 +126,17 @@ class Replicas:
         self._land(replace(self._landing, plan=plan))
 
     def take(self, plans: Plans, nodes: NodesOfStages) -> None:
-        """Puts other plans in force, without moving state: it is elsewhere, or already in place."""
+        """Puts other plans in force without moving state."""
         self.plans, self.nodes, self._landing = dict(plans), nodes, None
         if self.layers:
-            adopt(self.layers.values(), self.plans[self._stage], self._dispatch)
+            assign_experts(self.layers.values(), self.plans[self._stage], self._dispatch)
         count_once(self.layers.values(), self._optimizer)
 
     @property
     def sizes(self) -> dict[int, int]:
         """Bytes of an expert's state, by layer."""
-        of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
-        return {number: sum(map(len, parts)) for number, parts in of_layer.items()}
+        parts_of_layer = {number: self._parts(layer.experts.local_experts[0]) for number, layer in self.layers.items()}
+        return {number: sum(map(len, parts)) for number, parts in parts_of_layer.items()}
 
     def flow_to(self, plans: Plans) -> Flow:
         """Returns the transfers from the plans in force to other plans."""
@@ -147,8 +147,8 @@ class Replicas:
     def _land(self, landing: Landing) -> None:
         """Fills the slots of a layer with arrived state."""
         layer = self.layers[landing.layer]
-        adopt([layer], landing.plan, self._dispatch)
-        for expert, mlp in layer.experts.held():
+        assign_experts([layer], landing.plan, self._dispatch)
+        for expert, mlp in layer.experts.assigned():
             if expert in landing.arrived:
                 self._unpack(mlp, landing.arrived[expert])
         self.plans[self._stage], self._landing = landing.plan, None
@@ -157,18 +157,18 @@ class Replicas:
         """Exchanges the state that a layer needs; returns arrived state by expert."""
         group, layer = exchange_group(), self.layers[number]
         rank, device = dist.get_rank(group), _device(layer)
-        named = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
-        held = dict(layer.experts.held())
+        expert_of = {expert_operator(number, expert): expert for expert in range(len(layer.experts.holders))}
+        local_experts = dict(layer.experts.assigned())
         arrived = {
             name: torch.empty(self.sizes[number], dtype=torch.uint8, device=device)
-            for name in dict.fromkeys(one.chunk.operator for one in flow if one.target == rank)
+            for name in dict.fromkeys(transfer.chunk.operator for transfer in flow if transfer.target == rank)
         }
 
         def state(name: str) -> Parts:
-            return [arrived[name]] if name in arrived else self._parts(held[named[name]])
+            return [arrived[name]] if name in arrived else self._parts(local_experts[expert_of[name]])
 
         send(flow, state, group, device)
-        return {named[name]: values for name, values in arrived.items()}
+        return {expert_of[name]: values for name, values in arrived.items()}
 
     def _parts(self, mlp: torch.nn.Module) -> Parts:
         """Returns views of an expert's master weights and moments, and a copy of its update counts."""
@@ -187,7 +187,7 @@ class Replicas:
 
     def _tensors(self, mlp: torch.nn.Module) -> list[torch.Tensor]:
         slots = [self._slices[parameter].slots for parameter in mlp.parameters()]
-        return [of_parameter[name] for of_parameter in slots for name in sorted(of_parameter)]
+        return [slots_of_parameter[name] for slots_of_parameter in slots for name in sorted(slots_of_parameter)]
 
     def _steps(self, mlp: torch.nn.Module) -> torch.Tensor:
         counters = [self._slices[parameter].counter for parameter in mlp.parameters()]

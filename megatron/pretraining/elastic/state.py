@@ -9,8 +9,15 @@ from functools import partial
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.pretraining.config import Config, ConfigError, why_anew
-from megatron.pretraining.elastic.membership import Guests, ReplicaCounts, hand_over, is_settled, migrate, settle
-from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticTurns, elastic_layers
+from megatron.pretraining.elastic.membership import (
+    DrainAgreement,
+    ReplicaCounts,
+    hand_over,
+    is_settled,
+    migrate,
+    settle,
+)
+from megatron.pretraining.elastic.moe_layer import ElasticLayer, ElasticMicroBatchHooks, elastic_layers
 from megatron.pretraining.elastic.placement import NodesOfStages, Plans
 from megatron.pretraining.elastic.rebalancing import Rebalancer
 from megatron.pretraining.elastic.replicas import Replicas
@@ -41,7 +48,7 @@ class ElasticState:
     layers: Sequence[ElasticLayer]
     replicas: Replicas
     shards: Shards | None
-    _under_way: bool = False  # the plans in force belong to a started run
+    _run_started: bool = False  # the plans in force belong to a started run
 
     @classmethod
     def of(
@@ -59,9 +66,9 @@ class ElasticState:
         Raises:
             ConfigError: modules of a user have state that cannot move.
         """
-        if modules.of_users:
+        if modules.user_state:
             raise ConfigError(
-                f"--elastic: user modules of {next(iter(modules.of_users))} keep values of their own, which cannot "
+                f"--elastic: user modules of {next(iter(modules.user_state))} keep values of their own, which cannot "
                 "move between nodes. Fix: drop --elastic, or keep the values in parameters",
                 code="elastic-excludes-module-state",
             )
@@ -73,20 +80,20 @@ class ElasticState:
     def settle(self, parts: WorkerParts) -> None:
         """As :meth:`MovingState.settle`.
 
-        If experts are on no worker, they are loaded, and their holders lack them until then. If other state is on no
-        worker, the workers discard their live state and load the newest checkpoint.
+        If no worker has the state of some experts, their new holders load it from a checkpoint. If other state is
+        missing, all workers discard their live state and load the newest checkpoint.
         """
-        helpers = parts.world.job.partial_model_parts
-        settled = settle(parts.config, self.replicas, self.shards, parts.remains.trained, helpers)
+        partial_model_parts = parts.world.job.partial_model_parts
+        settled = settle(parts.config, self.replicas, self.shards, parts.remains.trained, partial_model_parts)
         if settled.lost:
             reason = f"no worker that is left holds {settled.lost}"
-            goes_on = "a checkpoint is read for them" if settled.experts else "all go back to the newest checkpoint"
-            parts.log.message(f"{reason}: {goes_on}")
+            consequence = "a checkpoint is read for them" if settled.experts else "all go back to the newest checkpoint"
+            parts.log.message(f"{reason}: {consequence}")
             parts.log.events.write("fallback", reason=reason, experts=settled.experts)
-            parts.remains.lacking |= settled.lacking
+            parts.remains.lacking |= settled.missing_operators
             if not settled.experts:
                 parts.remains.live = None
-        self._under_way = settled.under_way
+        self._run_started = settled.run_started
 
     def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> tuple[Callback, ...]:
         config, log = parts.config, parts.log
@@ -94,22 +101,22 @@ class ElasticState:
         try:
             if not is_settled(self.replicas, self.shards):
                 migrate(self.replicas, self.shards, engine, session, log)
-            elif not self._under_way:
+            elif not self._run_started:
                 rebalancer.restore(session.moving)  # to the placement of experts in the snapshot
         except BaseException:
             rebalancer.close()
             raise
         if self.replicas.plans:
-            counts = ReplicaCounts.of(self.replicas.plans, config.elastic.elastic_min_replicas)
-            log.message(counts.sentence)
-            log.events.write("expert_replicas", iteration=session.position.iteration, **vars(counts))
+            replica_counts = ReplicaCounts.of(self.replicas.plans, config.elastic.elastic_min_replicas)
+            log.message(replica_counts.sentence)
+            log.events.write("expert_replicas", iteration=session.position.iteration, **vars(replica_counts))
         if min_nodes() is None or not goes_on_in_process(config):
             return (rebalancer,)
         move = partial(hand_over, config, self.replicas, self.shards, engine, session, log)
-        return (Guests(parts.world, move), rebalancer)
+        return (DrainAgreement(parts.world, move), rebalancer)
 
-    def turns(self, seed: int, topology: Topology) -> ElasticTurns:
-        return ElasticTurns(seed, topology, self.layers)
+    def micro_batch_hooks(self, seed: int, topology: Topology) -> ElasticMicroBatchHooks:
+        return ElasticMicroBatchHooks(seed, topology, self.layers)
 
 
 def announce_restarts(config: Config, log: EventRecorder) -> None:

@@ -79,7 +79,7 @@ class TimedCommunicator(P2PCommunicator):
             with self._waiting():
                 return communicate(**message)
         activation, gradient, requests = communicate(wait_on_reqs=False, **message)
-        return activation, gradient, {name: _Request(one, self._waiting) for name, one in requests.items()}
+        return activation, gradient, {name: _Request(request, self._waiting) for name, request in requests.items()}
 
 
 class Recorder(TimedCommunicator):
@@ -117,16 +117,16 @@ class LogPlayer(Recorder):
     ):
         super().__init__(core_config, pipeline, sink)
         stage = self._group.rank()
-        beside = {way: pipeline.sender(stage, way) for way in Direction}
+        senders = {direction: pipeline.sender(stage, direction) for direction in Direction}
         # a stage receives activations from the previous stage, and gradients from the next
-        self._with_previous, self._with_next = (one in (stages or ()) for one in beside.values())
+        self._with_previous, self._with_next = (sender in (stages or ()) for sender in senders.values())
         self._source = source
-        self._next = {way: iter(pipeline.received_by(stage, way)) for way in Direction}
+        self._next = {direction: iter(pipeline.received_by(stage, direction)) for direction in Direction}
 
     def _communicate(
         self, *, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs=True
     ):
-        busy = {
+        directions = {
             "send_next": tensor_send_next is not None,
             "send_prev": tensor_send_prev is not None,
             "recv_prev": recv_prev,
@@ -149,8 +149,9 @@ class LogPlayer(Recorder):
             gradient = self._receive(Direction.BACKWARD, tensor_shape)
         if wait_on_reqs:
             return activation, gradient, None
-        done = {name: _Done() for name, is_so in busy.items() if is_so}  # the schedule expects one request per message
-        return activation, gradient, done | dict(requests or {})
+        # the schedule expects one request per message
+        completed = {name: _Done() for name, is_used in directions.items() if is_used}
+        return activation, gradient, completed | dict(requests or {})
 
     def _receive(self, direction: Direction, shape) -> torch.Tensor:
         logged = self._source(next(self._next[direction]))

@@ -49,9 +49,10 @@ class Model:
 class MegatronEngine:
     """This worker's :class:`moc.session.engine.Engine`; does not use the stepper's commit participants.
 
-    With ``--elastic``, snapshots contain the plans of ``replicas``; ``placed`` has the plans of the loaded snapshot, or
-    None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.  ``beginning``
-    names the checkpoint of another run that this run begins with; ``loaded_beginning`` belongs to the loaded snapshot.
+    With ``--elastic``, snapshots contain the plans of ``replicas``; ``loaded_plans`` are the plans of the loaded
+    snapshot, or None.  ``saved_by`` is the launch that saved it.  ``data`` identifies the data that the run reads.
+    ``beginning`` names the checkpoint of another run that this run begins with; ``loaded_beginning`` belongs to the
+    loaded snapshot.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class MegatronEngine:
         self._config, self._stepper, self._stream, self._replicas = config, stepper, stream, replicas
         self._model, self._data, self._beginning = model, data, beginning
         self._repeated = contents.repeated(config)
-        self.placed: Plans | None = None
+        self.loaded_plans: Plans | None = None
         self.saved_by: str | None = None
         self.loaded_beginning: str | None = None
         self.world, self.tap = stepper.world, stepper.boundaries
@@ -108,7 +109,7 @@ class MegatronEngine:
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         """Restores loss scale, learning rates and kind of norm; keeps the snapshot's expert placement and launch."""
-        self.placed = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
+        self.loaded_plans = plans_from_json(saved["elastic"]) if saved.get("elastic") else None
         self.saved_by, self.loaded_beginning = saved.get("job"), saved.get("beginning")
         if "grad_norm" not in self._config.given and not self._config.needs_exact_norm:
             # a run keeps the norm that it began with
@@ -159,7 +160,7 @@ class MegatronEngine:
 
     def rules(self) -> Rules:
         """Returns the next update's rules for experts; no Adam rules if user modules in experts keep values."""
-        if any(".expert." in operator for operator in self._stepper.modules.of_users):
+        if any(".expert." in operator for operator in self._stepper.modules.user_state):
             return Rules.of(self._stepper.optimizer.clip_grad, ())
         return Rules.of(self._stepper.optimizer.clip_grad, ((kind, group.rule) for kind, group in self._adam_groups))
 

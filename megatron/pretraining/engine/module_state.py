@@ -42,7 +42,7 @@ class ModuleState:
 
     Attributes:
         committed: the committed copy of each persistent buffer that data-parallel ranks share.
-        of_users: the bytes of user modules' values, by operator.
+        user_state: the bytes of user modules' values, by operator.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]):
@@ -50,22 +50,22 @@ class ModuleState:
         self._paths = {module: path for model in models for module, path in paths_of(model)}
         users = [module for module in self._paths if _keeps_values(module)]
         buffers = (item for module in users for item in module.named_buffers(recurse=False))
-        theirs = {id(buffer) for name, buffer in buffers if name not in SHARED_BUFFERS}
-        self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in theirs}
+        user_buffers = {id(buffer) for name, buffer in buffers if name not in SHARED_BUFFERS}
+        self._shared = {buffer: own for buffer, own in buffer_pieces(models).items() if id(buffer) not in user_buffers}
         self.committed = {buffer: buffer.detach().clone() for buffer in self._shared}
         self._modules_of = {b: module for module in self._paths for b in module.buffers(recurse=False)}
         self._undo = UndoLog(self._paths, state_holders(), excluded=self.committed)
-        self._after: list[torch.Tensor] | None = None
+        self._suspended_buffers: list[torch.Tensor] | None = None
         self._is_open = False
         self._users = self._by_operator(users)
-        self._built = {place.id: record(place.value, copies=False) for place in self._own_places(users)}
+        self._built = {location.id: record(location.value, copies=False) for location in self._own_locations(users)}
         self._loaded: set[tuple[int, str]] = set()
-        self.of_users = {operator: _memory(self._values(operator, self._own_places)) for operator in self._users}
+        self.user_state = {operator: _memory(self._values(operator, self._own_locations)) for operator in self._users}
 
     def begin(self) -> None:
         """Records the state before an iteration; first restores it if the previous iteration was not committed."""
         self.discard()
-        self._after, self._is_open = None, True
+        self._suspended_buffers, self._is_open = None, True
         self._undo.begin()
 
     @torch.no_grad()
@@ -79,16 +79,16 @@ class ModuleState:
             ModuleStateError: values of a user module have outgrown their memory.
         """
         self._undo.commit()
-        if self._after is not None:
-            _copy(self.committed, self._after)
+        if self._suspended_buffers is not None:
+            _copy(self.committed, self._suspended_buffers)
         elif not self._is_open:
             return
         for buffer, committed in self.committed.items():
             if skipped or self._is_frozen(buffer):
                 buffer.copy_(committed)
         _copy(self.committed.values(), self.committed)
-        self._after, self._is_open = None, False
-        for operator, target in self.of_users.items():
+        self._suspended_buffers, self._is_open = None, False
+        for operator, target in self.user_state.items():
             pack(self._values(operator, self._changed), target)
 
     def discard(self) -> None:
@@ -102,7 +102,7 @@ class ModuleState:
         """Restores the committed values, and keeps the new ones for :meth:`commit`; does nothing between iterations."""
         if self._is_open:
             self._is_open = False
-            self._after = [buffer.detach().clone() for buffer in self.committed]
+            self._suspended_buffers = [buffer.detach().clone() for buffer in self.committed]
             self._undo.suspend()
             _copy(self.committed, self.committed.values())
 
@@ -125,9 +125,9 @@ class ModuleState:
         """Returns the tensor chunks of each buffer of :attr:`committed`."""
         return self._shared
 
-    def pieces_of_users(self) -> Pieces:
-        """Returns the chunk of each :attr:`of_users` tensor; this rank's bytes of an operator are a separate tensor."""
-        if not self.of_users:
+    def user_state_pieces(self) -> Pieces:
+        """Returns the chunk of each :attr:`user_state` tensor; each rank has a separate tensor per operator."""
+        if not self.user_state:
             return {}
         stage: Any = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return {
@@ -142,12 +142,12 @@ class ModuleState:
                     padded=True,  # its size depends on the modules of this rank
                 )
             ]
-            for operator, data in self.of_users.items()
+            for operator, data in self.user_state.items()
         }
 
     def forget(self) -> None:
-        """Drops the values of a suspended iteration, because the state is loaded from elsewhere."""
-        self._after = None
+        """Drops the values of a suspended iteration, because a recovery loads the state."""
+        self._suspended_buffers = None
         self._undo.forget()
 
     def take_over(self) -> None:
@@ -164,61 +164,61 @@ class ModuleState:
         self.forget()
         if tensor in self.committed:
             tensor.detach().copy_(self.committed[tensor])
-        for operator in [operator for operator, data in self.of_users.items() if data is tensor]:
+        for operator in [operator for operator, data in self.user_state.items() if data is tensor]:
             self._fill(operator)
 
     def _fill(self, operator: str) -> None:
-        known = {path: place for path, place in self._places(operator)}
+        location_of = {path: location for path, location in self._locations(operator)}
         for path, value in unpack(
-            self.of_users[operator], {path: place.value for path, place in known.items()}
+            self.user_state[operator], {path: location.value for path, location in location_of.items()}
         ).items():
-            place = known.get(path) or self._new_place(operator, path)
-            place.owner[place.key] = value
-            self._loaded.add(place.id)
+            location = location_of.get(path) or self._new_location(operator, path)
+            location.owner[location.key] = value
+            self._loaded.add(location.id)
 
-    def _new_place(self, operator: str, path: str) -> Location:
+    def _new_location(self, operator: str, path: str) -> Location:
         """Returns the location of a value that the model does not have when it is built."""
-        of, _, key = path.rpartition(".")
+        parent, _, key = path.rpartition(".")
         for module in self._users[operator]:
-            if self._paths[module] == of and key.isidentifier() and not hasattr(module, key):
+            if self._paths[module] == parent and key.isidentifier() and not hasattr(module, key):
                 return Location(vars(module), key)
         raise ModuleStateError(
             f"module state: the snapshot has a value of {path}, which this model cannot have. Fix: resume with the "
             "modules that the snapshot was written with"
         )
 
-    def _values(self, operator: str, chosen) -> dict[str, Any]:
-        wanted = {place.id for place in chosen(self._users[operator])}
-        return {path: place.value for path, place in self._places(operator) if place.id in wanted}
+    def _values(self, operator: str, select) -> dict[str, Any]:
+        selected = {location.id for location in select(self._users[operator])}
+        return {path: location.value for path, location in self._locations(operator) if location.id in selected}
 
     def _changed(self, modules: Collection[torch.nn.Module]) -> Iterator[Location]:
         """Yields locations of values that changed since the model was built; on a GPU, without reading values."""
-        changing = {place.id for place in self._undo.changing} | self._loaded
-        for place in self._own_places(modules):
-            built = self._built.get(place.id)
-            if place.id in changing or built is None or differs(built, place.value):
-                yield place
+        changing = {location.id for location in self._undo.changing} | self._loaded
+        for location in self._own_locations(modules):
+            built = self._built.get(location.id)
+            if location.id in changing or built is None or differs(built, location.value):
+                yield location
 
-    def _places(self, operator: str) -> Iterator[tuple[str, Location]]:
+    def _locations(self, operator: str) -> Iterator[tuple[str, Location]]:
         for module in self._users[operator]:
-            for place in self._own_places([module]):
-                yield f"{self._paths[module]}.{place.key}", place
+            for location in self._own_locations([module]):
+                yield f"{self._paths[module]}.{location.key}", location
 
-    def _own_places(self, modules: Iterable[torch.nn.Module]) -> Iterator[Location]:
+    def _own_locations(self, modules: Iterable[torch.nn.Module]) -> Iterator[Location]:
         """Returns locations of values that only this rank has."""
         shared = {id(buffer) for buffer in self.committed}
-        return (place for place in locations(modules) if id(place.value) not in shared)
+        return (location for location in locations(modules) if id(location.value) not in shared)
 
     def _by_operator(self, modules: Iterable[torch.nn.Module]) -> dict[str, list[torch.nn.Module]]:
-        found: dict[str, list[torch.nn.Module]] = defaultdict(list)
+        by_operator: dict[str, list[torch.nn.Module]] = defaultdict(list)
         for module in modules:
-            if any(self._own_places([module])):
-                found[operator_of_module(self._paths[module])].append(module)
-        return dict(found)
+            if any(self._own_locations([module])):
+                by_operator[operator_of_module(self._paths[module])].append(module)
+        return dict(by_operator)
 
     def _is_frozen(self, buffer: torch.Tensor) -> bool:
-        own = list(self._modules_of[buffer].parameters(recurse=False))
-        return bool(own) and all(map(is_frozen, own))
+        parameters = list(self._modules_of[buffer].parameters(recurse=False))
+        return bool(parameters) and all(map(is_frozen, parameters))
 
 
 def _keeps_values(module: torch.nn.Module) -> bool:
@@ -232,18 +232,18 @@ def _keeps_values(module: torch.nn.Module) -> bool:
 def paths_of(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
     """Yields the modules of a bare model chunk, with their paths in the unpartitioned model."""
     for path, module in model.named_modules():
-        yield module, _LAYER.sub(lambda found: _global_number(model, found), path)
+        yield module, _LAYER.sub(lambda match: _global_number(model, match), path)
 
 
 _LAYER = re.compile(r"^(decoder\.layers)\.\d+(\.mlp\.experts\.local_experts\.\d+)?")
 
 
-def _global_number(model: torch.nn.Module, found: re.Match[str]) -> str:
-    layer: Any = model.get_submodule(found[0].split(".mlp.")[0])
-    path = f"{found[1]}.{layer.layer_number - 1}"
-    if not found[2]:
+def _global_number(model: torch.nn.Module, match: re.Match[str]) -> str:
+    layer: Any = model.get_submodule(match[0].split(".mlp.")[0])
+    path = f"{match[1]}.{layer.layer_number - 1}"
+    if not match[2]:
         return path
-    return f"{path}.mlp.experts.experts.{layer.mlp.local_expert_indices[int(found[2].rpartition('.')[2])]}"
+    return f"{path}.mlp.experts.experts.{layer.mlp.local_expert_indices[int(match[2].rpartition('.')[2])]}"
 
 
 def operator_of_module(path: str) -> str:

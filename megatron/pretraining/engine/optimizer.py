@@ -191,12 +191,14 @@ class CommitOptimizer:
         for member in members(self.core):
             config: Any = member.config
             name = "decoupled_grad" if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-            held = [(p, gradient) for p in member.get_parameters() if (gradient := getattr(p, name, None)) is not None]
-            if held:
-                gradients = [gradient for _, gradient in held]
+            with_gradients = [
+                (p, gradient) for p in member.get_parameters() if (gradient := getattr(p, name, None)) is not None
+            ]
+            if with_gradients:
+                gradients = [gradient for _, gradient in with_gradients]
                 # not in place: these may be the reduced gradients, which must stay unscaled
                 scaled = torch._foreach_mul(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  # no other
-                for (parameter, _), gradient in zip(held, scaled, strict=True):
+                for (parameter, _), gradient in zip(with_gradients, scaled, strict=True):
                     setattr(parameter, name, gradient)
 
 

@@ -41,7 +41,7 @@ def members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Returns the optimizers that a megatron-core optimizer chains, at all levels, without stubs."""
     core: Any = optimizer
     if hasattr(core, "chained_optimizers"):
-        return [member for one in core.chained_optimizers for member in members(one)]
+        return [member for child in core.chained_optimizers for member in members(child)]
     return [] if core.is_stub_optimizer else [optimizer]
 
 
@@ -50,7 +50,7 @@ def layer_wise_parts(optimizer: MegatronOptimizer) -> list[LayerWiseDistributedO
     core: Any = optimizer
     if isinstance(core, LayerWiseDistributedOptimizer):
         return [core]
-    return [part for one in getattr(core, "chained_optimizers", ()) for part in layer_wise_parts(one)]
+    return [part for child in getattr(core, "chained_optimizers", ()) for part in layer_wise_parts(child)]
 
 
 def gather_layers(optimizer: MegatronOptimizer) -> None:
@@ -74,13 +74,13 @@ def sharded_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
     return by_layers | {member for member in members(optimizer) if isinstance(member, kinds)}
 
 
-def _cut_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
+def _divided_members(optimizer: MegatronOptimizer) -> set[MegatronOptimizer]:
     """Returns the members that are sharded over more than one rank."""
 
-    def is_cut(member: MegatronOptimizer) -> bool:
+    def is_divided(member: MegatronOptimizer) -> bool:
         return not isinstance(member, DistributedOptimizer) or member.data_parallel_group.size() > 1
 
-    return {member for member in sharded_members(optimizer) if is_cut(member)}
+    return {member for member in sharded_members(optimizer) if is_divided(member)}
 
 
 def is_frozen(parameter: torch.nn.Parameter) -> bool:
@@ -94,35 +94,35 @@ def owned_slices(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     Raises:
         ConfigError: the shape of an optimizer's state differs from its parameter's.
     """
-    cut = _cut_members(optimizer)
+    divided = _divided_members(optimizer)
     for member in members(optimizer):
         counter_of, inner_of = _counter_of(member), _inner_of(member)
         for part in _parts(member):
             moments = _primed_moments(inner_of(part.main), getattr(member, "init_state_fn", None), part.main)
             slots = {MASTER: part.main.detach().view(-1)} | {name: values.view(-1) for name, values in moments.items()}
             counter = counter_of(part.main)
-            yield OwnedSlice(part.parameter, part.start, part.stop, slots, member in cut, counter, part.copy)
+            yield OwnedSlice(part.parameter, part.start, part.stop, slots, member in divided, counter, part.copy)
 
 
 def owned_gradients(optimizer: MegatronOptimizer) -> Iterator[OwnedSlice]:
     """Yields the reduced gradients of the slices that this rank owns, in their live memory."""
-    cut = _cut_members(optimizer)
+    divided = _divided_members(optimizer)
     for member in members(optimizer):
         if isinstance(member, ZeroOptimizer):
-            for one in member.fragments:
-                stop = one.start + one.gradient.numel()
-                yield OwnedSlice(one.parameter, one.start, stop, {GRAD: one.gradient}, sharded=True)
+            for fragment in member.fragments:
+                stop = fragment.start + fragment.gradient.numel()
+                yield OwnedSlice(fragment.parameter, fragment.start, stop, {GRAD: fragment.gradient}, sharded=True)
             continue
         for part in _parts(member):
-            whole: Any = part.parameter  # megatron-core sets main_grad on it
-            values = whole.main_grad.detach().view(-1)[part.start : part.stop]
-            yield OwnedSlice(part.parameter, part.start, part.stop, {GRAD: values}, member in cut, copy=part.copy)
+            parameter: Any = part.parameter  # megatron-core sets main_grad on it
+            values = parameter.main_grad.detach().view(-1)[part.start : part.stop]
+            yield OwnedSlice(part.parameter, part.start, part.stop, {GRAD: values}, member in divided, copy=part.copy)
 
 
 def parameters_and_masters(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Yields the parameters with a slice on this rank, with its master weights, once per slice."""
     for member in members(optimizer):
-        yield from _of_member(member)
+        yield from _masters_of(member)
 
 
 def get_step(optimizer: MegatronOptimizer) -> int:
@@ -160,7 +160,7 @@ def drop_gradients(member: MegatronOptimizer, moving: Collection[torch.nn.Parame
     With zero gradients, momentum and weight decay would still apply.
     """
     inner: Any = member.optimizer
-    for parameter, main in _of_member(member):
+    for parameter, main in _masters_of(member):
         if is_frozen(parameter) or moving is not None and parameter not in moving:
             main.grad = None
             if isinstance(inner, HybridDeviceOptimizer):
@@ -193,7 +193,7 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
         if type(inner) not in _TORCH_ADAMS and type(inner).__name__ != "FusedAdam":
             continue
         groups = {main: group for group in inner.param_groups for main in group["params"]}
-        for parameter, main in _of_member(member):
+        for parameter, main in _masters_of(member):
             group = groups[main]
             if main.dtype is torch.float32 and not group.get("amsgrad") and not group.get("maximize"):
                 decoupled = bool(group.get("decoupled_weight_decay", getattr(inner, "adam_w_mode", True)))
@@ -202,8 +202,8 @@ def adam_groups(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Paramet
 
 def _counters(optimizer: MegatronOptimizer) -> Iterator[dict]:
     for member in members(optimizer):
-        counter_of, own = _counter_of(member), _of_member(member)
-        yield from (counter_of(main) for parameter, main in own if not getattr(parameter, "unused", False))
+        counter_of, pairs = _counter_of(member), _masters_of(member)
+        yield from (counter_of(main) for parameter, main in pairs if not getattr(parameter, "unused", False))
 
 
 def _counter_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], dict]:
@@ -220,7 +220,12 @@ def _inner_of(member: MegatronOptimizer) -> Callable[[torch.Tensor], Any]:
     inner: Any = member.optimizer
     if not isinstance(inner, HybridDeviceOptimizer):
         return lambda main: inner
-    parts = ((main, one) for one in inner.sub_optimizers for group in one.param_groups for main in group["params"])
+    parts = (
+        (main, sub_optimizer)
+        for sub_optimizer in inner.sub_optimizers
+        for group in sub_optimizer.param_groups
+        for main in group["params"]
+    )
     return dict(parts).__getitem__
 
 
@@ -248,9 +253,11 @@ class _Part(NamedTuple):
 
 def _parts(member: MegatronOptimizer) -> Iterator[_Part]:
     if isinstance(member, ShardedOptimizer):
-        yield from (_Part(one.parameter, one.start, one.master, one.place) for one in member.held.values())
+        yield from (
+            _Part(shard.parameter, shard.start, shard.master, shard.holder_index) for shard in member.shards.values()
+        )
         return
-    for parameter, main in _of_member(member):
+    for parameter, main in _masters_of(member):
         yield _Part(parameter, _start(member, parameter), main)
 
 
@@ -263,12 +270,12 @@ def _start(member: MegatronOptimizer, parameter: torch.nn.Parameter) -> int:
     )
 
 
-def _of_member(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+def _masters_of(member: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     if isinstance(member, ZeroOptimizer):
-        yield from ((one.parameter, one.master) for one in member.fragments)
+        yield from ((fragment.parameter, fragment.master) for fragment in member.fragments)
         return
     if isinstance(member, ShardedOptimizer):
-        yield from ((one.parameter, one.master) for one in member.held.values())
+        yield from ((shard.parameter, shard.master) for shard in member.shards.values())
         return
     inner: Any = member.optimizer
     if isinstance(member, DistributedOptimizer):
@@ -310,9 +317,9 @@ def _initialized_moments(
     if not inner.state.get(main):
         initialize(inner)
     state = inner.state[main]
-    if other := [name for name, value in state.items() if not torch.is_tensor(value) or value.shape != main.shape]:
+    if misshapen := [name for name, value in state.items() if not torch.is_tensor(value) or value.shape != main.shape]:
         raise ConfigError(
-            f"the optimizer {type(inner).__name__} keeps {other[0]}, which has not the shape of the parameter, and "
+            f"the optimizer {type(inner).__name__} keeps {misshapen[0]}, which has not the shape of the parameter, and "
             "snapshots contain parts of parameters. Fix: choose another --optimizer",
             code="optimizer-unsupported",
         )

@@ -25,35 +25,35 @@ from megatron.pretraining.model.parameters import unwrap
 
 
 def slots_beyond(
-    processed: torch.Tensor, dropped: torch.Tensor, owed: torch.Tensor, capacity: int, most: int, ranks: int
+    processed: torch.Tensor, dropped: torch.Tensor, debt: torch.Tensor, capacity: int, max_excess: int, ranks: int
 ) -> torch.Tensor:
     """Returns the tokens beyond its capacity that each expert processes; the highest token debt has priority.
 
     Args:
         processed: tokens of each expert within its capacity, int64 (experts).
         dropped: tokens that each expert would drop.
-        owed: token debt of each expert.
+        debt: token debt of each expert.
         capacity: capacity of each expert.
-        most: maximum tokens of an expert beyond its capacity.
+        max_excess: maximum tokens of an expert beyond its capacity.
         ranks: expert-parallel ranks, each with an equal part of the experts, in order.
     """
     unused = (capacity - processed).view(ranks, -1).clamp(min=0).sum(dim=1, keepdim=True)
-    owed, dropped = owed.view(ranks, -1), dropped.view(ranks, -1)
-    order = owed.argsort(dim=1, descending=True, stable=True)
-    asked = dropped.minimum(owed).clamp(max=most).gather(1, order)
-    before = asked.cumsum(dim=1) - asked
-    given = asked.minimum((unused - before).clamp(min=0))
-    return torch.zeros_like(asked).scatter(1, order, given).flatten()
+    debt, dropped = debt.view(ranks, -1), dropped.view(ranks, -1)
+    order = debt.argsort(dim=1, descending=True, stable=True)
+    requested = dropped.minimum(debt).clamp(max=max_excess).gather(1, order)
+    before = requested.cumsum(dim=1) - requested
+    granted = requested.minimum((unused - before).clamp(min=0))
+    return torch.zeros_like(requested).scatter(1, order, granted).flatten()
 
 
-def first_of(wanted: torch.Tensor, probabilities: torch.Tensor | None, number: torch.Tensor) -> torch.Tensor:
-    """Selects up to ``number`` (experts) tokens of each expert from ``wanted``, bool (tokens, experts).
+def first_of(candidates: torch.Tensor, probabilities: torch.Tensor | None, number: torch.Tensor) -> torch.Tensor:
+    """Selects up to ``number`` (experts) tokens of each expert from ``candidates``, bool (tokens, experts).
 
     Selects the most probable tokens; without ``probabilities``, the first ones.
     """
-    keys = torch.zeros(wanted.shape, device=wanted.device) if probabilities is None else probabilities.detach()
-    order = keys.masked_fill(~wanted, -math.inf).argsort(dim=0, descending=True, stable=True)
-    return wanted & (order.argsort(dim=0) < number)
+    keys = torch.zeros(candidates.shape, device=candidates.device) if probabilities is None else probabilities.detach()
+    order = keys.masked_fill(~candidates, -math.inf).argsort(dim=0, descending=True, stable=True)
+    return candidates & (order.argsort(dim=0) < number)
 
 
 class RouterBoost:
@@ -63,13 +63,13 @@ class RouterBoost:
     Activation recomputation repeats the decision; evaluation is not boosted.
 
     Args:
-        owed: part of the token debt of each expert that one call of this router may make up.
+        debt: part of the token debt of each expert that one call of this router may make up.
         fraction: maximum excess of an expert, relative to its capacity.
     """
 
-    def __init__(self, router: TopKRouter, owed: Sequence[int], fraction: float):
+    def __init__(self, router: TopKRouter, debt: Sequence[int], fraction: float):
         self._router, self._config, self._fraction = router, router.config, fraction
-        self._owed = torch.tensor(owed, dtype=torch.int64, device=router.weight.device)
+        self._debt = torch.tensor(debt, dtype=torch.int64, device=router.weight.device)
         router.config = copy.copy(router.config)  # the original is shared by all layers
         router.config.moe_expert_capacity_factor = None
         self._hook = router.register_forward_hook(self._drop, prepend=True)  # before other hooks
@@ -100,13 +100,13 @@ class RouterBoost:
         number = slots_beyond(
             within.sum(dim=0),
             dropped.sum(dim=0),
-            self._owed,
+            self._debt,
             capacity,
             int(capacity * self._fraction),
             config.expert_model_parallel_size,
         )
-        taken = within | first_of(dropped, probabilities if policy == "probs" else None, number)
-        return probabilities * taken, taken
+        selected = within | first_of(dropped, probabilities if policy == "probs" else None, number)
+        return probabilities * selected, selected
 
 
 class RouterCounts:
@@ -137,12 +137,12 @@ class RouterCounts:
         probabilities: bool = False,
         calls: int = 1,
     ):
-        self._place = {layer: place for place, layer in enumerate(layers)}
+        self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._padded = padded
         self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
         self._sent = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self._probabilities = torch.zeros(self._counts.shape, dtype=torch.float64, device=device)
-        self._adds_up, self._calls = probabilities, calls
+        self._sums_probabilities, self._calls = probabilities, calls
         self._beyond = torch.zeros_like(self._counts)
         self._boosted, self._boosts = False, {}
         self._routers = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter)]
@@ -169,7 +169,7 @@ class RouterCounts:
     def take(self) -> dict[str, torch.Tensor]:
         """Returns this worker's flat contributions to the commit all-reduce since the last call."""
         contribution = {"expert_tokens": self._counts.flatten().double(), "sent_tokens": self._sent.double()}
-        if self._adds_up:
+        if self._sums_probabilities:
             contribution["expert_probabilities"] = self._probabilities.flatten().clone()
         if self._boosted:
             contribution["tokens_beyond"] = self._beyond.flatten().double()
@@ -179,7 +179,7 @@ class RouterCounts:
 
     def by_layer(self, totals: dict[str, list[float]]) -> tuple[dict[int, list[int]], dict[int, int]]:
         """Returns the totals by layer: tokens of each expert, and tokens sent times TopK."""
-        sent = {layer: int(totals["sent_tokens"][place]) for layer, place in self._place.items()}
+        sent = {layer: int(totals["sent_tokens"][row]) for layer, row in self._row_of.items()}
         return self._table(totals["expert_tokens"]), sent
 
     def beyond(self, totals: dict[str, list[float]]) -> dict[int, list[int]]:
@@ -189,11 +189,11 @@ class RouterCounts:
     def probabilities(self, totals: dict[str, list[float]]) -> dict[int, list[float]]:
         """Returns the total routing probabilities by layer and expert, if they are summed."""
         sums, experts = totals["expert_probabilities"], self._counts.shape[1]
-        return {layer: sums[place * experts :][:experts] for layer, place in self._place.items()}
+        return {layer: sums[row * experts :][:experts] for layer, row in self._row_of.items()}
 
     def _table(self, flat: list[float]) -> dict[int, list[int]]:
         experts, tokens = self._counts.shape[1], [int(n) for n in flat]
-        return {layer: tokens[place * experts :][:experts] for layer, place in self._place.items()}
+        return {layer: tokens[row * experts :][:experts] for layer, row in self._row_of.items()}
 
     def _count(self, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         probabilities, routed = output
@@ -203,13 +203,13 @@ class RouterCounts:
         if self._padded:
             routed = routed & (probabilities != 0)
         layer, tokens = _layer_of(router), routed.detach().sum(dim=0)
-        place = self._place[layer]
-        self._counts[place] += tokens
+        row = self._row_of[layer]
+        self._counts[row] += tokens
         if layer in self._boosts:
-            self._beyond[place] += (tokens - self._boosts[layer].capacity(len(routed))).clamp(min=0)
-        self._sent[place] += routed.shape[0] * router.topk
-        if self._adds_up:
-            self._probabilities[place] += (probabilities.detach() * routed).double().sum(dim=0)
+            self._beyond[row] += (tokens - self._boosts[layer].capacity(len(routed))).clamp(min=0)
+        self._sent[row] += routed.shape[0] * router.topk
+        if self._sums_probabilities:
+            self._probabilities[row] += (probabilities.detach() * routed).double().sum(dim=0)
 
 
 def _layer_of(router: TopKRouter) -> int:
@@ -259,10 +259,11 @@ class LoadCounter:
         routers = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, TopKRouter)]
         self._padded, self.experts = padded, core.num_moe_experts or 0
         self.layers = [number_of(router) for router in routers]
-        self._now = torch.zeros(len(routers), self.experts, dtype=torch.int64, device=device)
-        self._sum, self._sent_now, self._sent = torch.zeros_like(self._now), [0] * len(routers), [0] * len(routers)
+        self._pending = torch.zeros(len(routers), self.experts, dtype=torch.int64, device=device)
+        self._sum = torch.zeros_like(self._pending)
+        self._pending_sent, self._sent = [0] * len(routers), [0] * len(routers)
         self._hooks = [
-            router.register_forward_hook(partial(self._count, place)) for place, router in enumerate(routers)
+            router.register_forward_hook(partial(self._count, index)) for index, router in enumerate(routers)
         ]
 
     def close(self) -> None:
@@ -272,14 +273,14 @@ class LoadCounter:
 
     def keep(self) -> None:
         """Adds the counts of a complete iteration to the report."""
-        self._sum += self._now
-        self._sent = [a + b for a, b in zip(self._sent, self._sent_now, strict=True)]
+        self._sum += self._pending
+        self._sent = [a + b for a, b in zip(self._sent, self._pending_sent, strict=True)]
         self.drop()
 
     def drop(self) -> None:
         """Discards the counts of an iteration that is not reported."""
-        self._now.zero_()
-        self._sent_now = [0] * len(self._sent_now)
+        self._pending.zero_()
+        self._pending_sent = [0] * len(self._pending_sent)
 
     def take(self, layers: Sequence[int]) -> torch.Tensor:
         """Returns and clears this worker's part of a report.
@@ -288,9 +289,9 @@ class LoadCounter:
             float64 of shape ``[len(layers) * (experts + 1)]``: tokens of each expert, and tokens sent.
         """
         table = torch.zeros(len(layers), self.experts + 1, dtype=torch.float64, device=self._sum.device)
-        for place, layer in enumerate(self.layers):
-            table[layers.index(layer), :-1] += self._sum[place]
-            table[layers.index(layer), -1] += self._sent[place]
+        for index, layer in enumerate(self.layers):
+            table[layers.index(layer), :-1] += self._sum[index]
+            table[layers.index(layer), -1] += self._sent[index]
         self._sum.zero_()
         self._sent = [0] * len(self._sent)
         return table.flatten()
@@ -298,17 +299,17 @@ class LoadCounter:
     def load(self, layers: Sequence[int], totals: Sequence[float]) -> ExpertLoad:
         """Returns the load in the sum of all workers' parts."""
         width = self.experts + 1
-        rows = {layer: totals[place * width :][:width] for place, layer in enumerate(layers)}
+        rows = {layer: totals[index * width :][:width] for index, layer in enumerate(layers)}
         return ExpertLoad({n: row[:-1] for n, row in rows.items()}, {n: row[-1] for n, row in rows.items()})
 
-    def _count(self, place: int, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def _count(self, index: int, router: TopKRouter, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not router.training or not torch.is_grad_enabled():  # as in RouterCounts
             return
         probabilities, routed = output
         if self._padded:
             routed = routed & (probabilities != 0)
-        self._now[place] += routed.detach().sum(dim=0)
-        self._sent_now[place] += routed.shape[0] * router.topk
+        self._pending[index] += routed.detach().sum(dim=0)
+        self._pending_sent[index] += routed.shape[0] * router.topk
 
 
 def number_of(router: TopKRouter) -> int:

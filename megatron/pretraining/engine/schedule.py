@@ -25,8 +25,8 @@ from moc.fault_points import reach
 ForwardStep = Callable[[Iterator[Batch] | None, torch.nn.Module], tuple[torch.Tensor, Callable]]
 
 
-class Turns:
-    """Hooks around the micro batches of an iteration; this class seeds random streams as it begins."""
+class MicroBatchHooks:
+    """Hooks around the micro batches of an iteration; this class seeds random streams at its start."""
 
     def __init__(self, seed: int, topology: Topology):
         self._seed, self._topology = seed, topology
@@ -36,7 +36,7 @@ class Turns:
         if iteration is not None:
             seed_streams(self._seed, iteration, self._topology.world)
 
-    def take(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
+    def run_micro_batch(self, compute: Callable[[], tuple[torch.Tensor, Callable]]) -> tuple[torch.Tensor, Callable]:
         """Computes the forward pass of the next micro batch; returns its output and the output's loss function."""
         return compute()
 
@@ -45,21 +45,22 @@ class Schedule:
     """Runs forward and backward of all micro batches of an iteration.
 
     ``forward_step`` is ``(micro batches, model chunk) -> (output, loss function of the output)``, as megatron-core's
-    schedules call it; it draws a batch only on chunks that need one.  ``alone`` replaces any communicator, on workers
-    without neighbours in a pipeline.
+    schedules call it; it draws a batch only on chunks that need one.  ``communicator_override`` replaces any
+    communicator, on workers without neighbours in a pipeline.
     """
 
     def __init__(
         self,
         forward_step: ForwardStep,
         chunks: list[DistributedDataParallel],
-        turns: Turns,
+        hooks: MicroBatchHooks,
         num_micro_batches: int,
         micro_batch_size: int,
         seq_length: int,
-        alone: P2PCommunicator | None = None,
+        communicator_override: P2PCommunicator | None = None,
     ):
-        self._forward_step, self._chunks, self._turns, self._alone = forward_step, chunks, turns, alone
+        self._forward_step, self._chunks, self._hooks = forward_step, chunks, hooks
+        self._communicator_override = communicator_override
         self._sizes: dict[str, Any] = dict(
             num_microbatches=num_micro_batches, micro_batch_size=micro_batch_size, seq_length=seq_length
         )
@@ -75,21 +76,21 @@ class Schedule:
         ``batches`` is None on stages that read no data.
 
         Returns:
-            The loss function's report of each micro batch (last stage; else empty), and the number of tokens by which
-            to divide this rank's gradients, or None if they are already averaged.
+            The loss function's report of each micro batch (empty except on the last stage), and the token count that
+            divides this rank's gradients, or None if they are already averaged.
         """
-        self._turns.begin(iteration)
+        self._hooks.begin(iteration)
         reports = self._run(batches, forward_only=False, communicator=communicator)
         return reports, self._tokens
 
     def forward(self, batches: Iterator[Batch] | None) -> list[dict]:
         """Computes the losses only (evaluation)."""
-        self._turns.begin(None)
+        self._hooks.begin(None)
         return self._run(batches, forward_only=True)
 
     def _run(self, batches, forward_only: bool, communicator: P2PCommunicator | None = None) -> list[dict]:
         # one iterator instead of a list: at most one chunk of a worker is the model's first or last
-        several, communicator = len(self._chunks) > 1, self._alone or communicator
+        several, communicator = len(self._chunks) > 1, self._communicator_override or communicator
         tap: dict[str, Any] = (
             {} if communicator is None else dict(p2p_communicator=communicator, pg_collection=schedule_groups())
         )
@@ -108,7 +109,7 @@ class Schedule:
 
     def _one_micro_batch(self, batches, chunk) -> tuple[torch.Tensor, Callable]:
         reach("forward_backward")
-        return self._turns.take(lambda: self._forward_step(batches, chunk))
+        return self._hooks.run_micro_batch(lambda: self._forward_step(batches, chunk))
 
     def _note_tokens(self, chunks, tokens=None, **ignored) -> None:
         self._tokens = tokens
@@ -138,11 +139,11 @@ class RateSchedule(OptimizerParamScheduler):
             AssertionError: the settings differ, and no flag states which ones apply.
         """
         for name in _NOT_IN_STATE:
-            here, there = getattr(self, name), state_dict.get(name, getattr(self, name))
+            configured, saved = getattr(self, name), state_dict.get(name, getattr(self, name))
             if self.use_checkpoint_opt_param_scheduler:
-                setattr(self, name, there)
+                setattr(self, name, saved)
             elif not self.override_opt_param_scheduler:
-                assert here == there, f"{name} is {here} and not {there}"
+                assert configured == saved, f"{name} is {configured} and not {saved}"
         before = {limit: getattr(self, limit) for limit in _LIMITS}
         super().load_state_dict(state_dict)
         for group in self.optimizer.param_groups:

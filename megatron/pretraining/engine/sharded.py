@@ -45,13 +45,13 @@ class Shard:
     Attributes:
         start: index of the first element in the flattened parameter.
         master: fp32, 1-D: a view of the parameter if it is also fp32.
-        place: index of this rank among the holders: 0 for the owner.
+        holder_index: index of this rank among the holders: 0 for the owner.
     """
 
     parameter: torch.nn.Parameter
     start: int
     master: torch.Tensor
-    place: int
+    holder_index: int
 
     @property
     def stop(self) -> int:
@@ -63,7 +63,7 @@ class ShardedOptimizer(FragmentedOptimizer):
     """megatron-core optimizer of the blocks that this rank holds.
 
     Args:
-        whole: megatron-core's optimizer of all dense parameters, which this one replaces.
+        dense_optimizer: megatron-core's optimizer of all dense parameters, which this one replaces.
         masters: its parameters, each with its master weights, in the same order on all ranks.
         group: the ranks that share the blocks.
 
@@ -76,48 +76,55 @@ class ShardedOptimizer(FragmentedOptimizer):
 
     def __init__(
         self,
-        whole: MegatronOptimizer,
+        dense_optimizer: MegatronOptimizer,
         masters: Sequence[tuple[torch.nn.Parameter, torch.Tensor]],
         group: dist.ProcessGroup,
     ):
-        scaler = getattr(whole, "grad_scaler", None)
-        super().__init__(whole.optimizer, whole.config, scaler, lambda *_: None)
-        attributes: Any = whole
+        scaler = getattr(dense_optimizer, "grad_scaler", None)
+        super().__init__(dense_optimizer.optimizer, dense_optimizer.config, scaler, lambda *_: None)
+        attributes: Any = dense_optimizer
         self.tp_group, self._group = attributes.tp_group, group
-        of_group = {main: number for number, one in enumerate(self.param_groups) for main in one["params"]}
-        self._group_of = {parameter: of_group[main] for parameter, main in masters}
+        group_of_main = {
+            main: number for number, settings in enumerate(self.param_groups) for main in settings["params"]
+        }
+        self._group_of = {parameter: group_of_main[main] for parameter, main in masters}
         self._parameters = [parameter for parameter, _ in masters]
         self.blocks: tuple[Block, ...] = cut_into_blocks([parameter.numel() for parameter in self._parameters])
-        self.held: dict[int, Shard] = {}
+        self.shards: dict[int, Shard] = {}
         self._holders: Holders = ()
         self.optimizer.state.clear()
 
     @torch.no_grad()
-    def hold(self, holders: Holders) -> None:
+    def set_holders(self, holders: Holders) -> None:
         """Sets the holders of blocks; blocks that a rank already holds do not change.
 
         A block that is new to this rank gets the parameter's current weights, and has no moments yet.
         """
-        rank, before = dist.get_rank(self._group), self.held
-        mine = {number: of.index(rank) for number, of in enumerate(holders) if rank in of}
-        for number in before.keys() - mine.keys():
-            self.optimizer.state.pop(before[number].master, None)
-        self.held = {number: self._shard(number, place, before.get(number)) for number, place in sorted(mine.items())}
+        rank, previous = dist.get_rank(self._group), self.shards
+        local_indices = {
+            number: block_holders.index(rank) for number, block_holders in enumerate(holders) if rank in block_holders
+        }
+        for number in previous.keys() - local_indices.keys():
+            self.optimizer.state.pop(previous[number].master, None)
+        self.shards = {
+            number: self._shard(number, holder_index, previous.get(number))
+            for number, holder_index in sorted(local_indices.items())
+        }
         for settings in self.param_groups:
             settings["params"] = []
-        for shard in self.held.values():
+        for shard in self.shards.values():
             self.param_groups[self._group_of[shard.parameter]]["params"].append(shard.master)
         self._holders = holders
 
-    def _shard(self, number: int, place: int, before: Shard | None) -> Shard:
+    def _shard(self, number: int, holder_index: int, previous: Shard | None) -> Shard:
         block = self.blocks[number]
         parameter: Any = self._parameters[block.tensor]
         part = parameter.detach().view(-1)[block.start : block.stop]
-        master: Any = before.master if before else part if part.dtype is torch.float32 else part.float()
+        master: Any = previous.master if previous else part if part.dtype is torch.float32 else part.float()
         tensor_parallel.copy_tensor_model_parallel_attributes(master, parameter)
         # megatron-core's mark for values that count in norms on another rank
-        master.shared = place > 0 or getattr(parameter, "shared", False)
-        return Shard(parameter, block.start, master, place)
+        master.shared = holder_index > 0 or getattr(parameter, "shared", False)
+        return Shard(parameter, block.start, master, holder_index)
 
     @property
     def device(self) -> torch.device:
@@ -143,41 +150,41 @@ class ShardedOptimizer(FragmentedOptimizer):
                 parameter = self._parameters[block.tensor]
                 if parameter.dtype is dtype:
                     owned[holders[0]][number] = parameter.detach().view(-1)[block.start : block.stop]
-            most = max(sum(part.numel() for part in parts.values()) for parts in owned)
-            mine = torch.zeros(most, dtype=dtype, device=self._parameters[0].device)
+            max_numel = max(sum(part.numel() for part in parts.values()) for parts in owned)
+            local_flat = torch.zeros(max_numel, dtype=dtype, device=self._parameters[0].device)
             if owned[rank]:
-                own = torch.cat([*owned[rank].values()])
-                mine[: own.numel()].copy_(own)
-            everything = mine.new_empty(size * most)
-            dist.all_gather_into_tensor(everything, mine, group=self._group)
-            for parts, arrived in zip(owned, everything.view(size, most), strict=True):
+                local_values = torch.cat([*owned[rank].values()])
+                local_flat[: local_values.numel()].copy_(local_values)
+            gathered = local_flat.new_empty(size * max_numel)
+            dist.all_gather_into_tensor(gathered, local_flat, group=self._group)
+            for parts, rank_values in zip(owned, gathered.view(size, max_numel), strict=True):
                 lengths = [part.numel() for part in parts.values()]
-                for number, values in zip(parts, arrived[: sum(lengths)].split(lengths), strict=True):
-                    if number not in self.held:
+                for number, values in zip(parts, rank_values[: sum(lengths)].split(lengths), strict=True):
+                    if number not in self.shards:
                         parts[number].copy_(values)
 
     # a megatron-core optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Removes the gradients from the inner Adam; the reduced ones are kept."""
-        for shard in self.held.values():
+        for shard in self.shards.values():
             shard.master.grad = None
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        for shard in self.held.values():
+        for shard in self.shards.values():
             reduced: Any = shard.parameter
             shard.master.grad = reduced.main_grad.view(-1)[shard.start : shard.stop].to(shard.master.dtype)
 
     def _copy_main_params_to_model_params(self) -> None:
-        for weights, master in self._apart():
+        for weights, master in self._separate_masters():
             weights.copy_(master)
 
     def _copy_model_params_to_main_params(self, state_dict=None) -> None:
-        for weights, master in self._apart():
+        for weights, master in self._separate_masters():
             master.copy_(weights)
 
-    def _apart(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _separate_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields weights that are not their own masters, with their masters."""
-        for shard in self.held.values():
+        for shard in self.shards.values():
             if shard.parameter.dtype is not shard.master.dtype:
                 yield shard.parameter.detach().view(-1)[shard.start : shard.stop], shard.master

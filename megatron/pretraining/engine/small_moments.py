@@ -48,11 +48,11 @@ class SmallMomentsAdam(torch.optim.AdamW):
     def step(self, closure=None) -> None:
         """Updates every parameter that has a gradient; the state of all others stays bit-identical."""
         for group in self.param_groups:
-            for parameters in _at_once(parameter for parameter in group["params"] if parameter.grad is not None):
+            for parameters in _batches(parameter for parameter in group["params"] if parameter.grad is not None):
                 self._update(group, parameters)
 
     def _update(self, group: dict, parameters: list[torch.Tensor]) -> None:
-        states = [self._begun(parameter) for parameter in parameters]
+        states = [self._initialized_state(parameter) for parameter in parameters]
         weights = [parameter.float() for parameter in parameters]  # fp32 parameters are returned as they are
         means, squares = zip(*(_decoded(state) for state in states), strict=True)
         beta1, beta2 = group["betas"]
@@ -77,10 +77,10 @@ class SmallMomentsAdam(torch.optim.AdamW):
         for state, mean, square in zip(states, means, squares, strict=True):
             _encode(mean, square, state)
 
-    def _begun(self, parameter: torch.Tensor) -> dict:
+    def _initialized_state(self, parameter: torch.Tensor) -> dict:
         state = self.state[parameter]
         if not state:
-            state |= {moment: torch.zeros_like(parameter, dtype=d) for moment, d in self.name_to_dtype_map.items()}
+            state |= {name: torch.zeros_like(parameter, dtype=d) for name, d in self.name_to_dtype_map.items()}
             state["step"] = torch.tensor(0.0)
         return state
 
@@ -106,19 +106,19 @@ def _encode(mean: torch.Tensor, square: torch.Tensor, state: dict) -> None:
         _write(quotient.mul_(_SCALE[_FIRST]), state[_FIRST])
 
 
-def _write(values: torch.Tensor, kept: torch.Tensor) -> None:
-    most = torch.finfo(kept.dtype).max
-    kept.copy_(values.clamp_(-most, most))
+def _write(values: torch.Tensor, target: torch.Tensor) -> None:
+    limit = torch.finfo(target.dtype).max
+    target.copy_(values.clamp_(-limit, limit))
 
 
-def _at_once(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _batches(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yields batches of parameters, so that temporary fp32 moments do not use the memory that the formats save."""
-    some, elements = [], 0
+    batch, elements = [], 0
     for parameter in parameters:
-        if some and elements + parameter.numel() > _AT_ONCE:
-            yield some
-            some, elements = [], 0
-        some.append(parameter)
+        if batch and elements + parameter.numel() > _AT_ONCE:
+            yield batch
+            batch, elements = [], 0
+        batch.append(parameter)
         elements += parameter.numel()
-    if some:
-        yield some
+    if batch:
+        yield batch

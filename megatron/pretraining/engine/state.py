@@ -41,9 +41,9 @@ class Freezer:
         self._chunks, self._optimizer = chunks, optimizer
         self._skips_gradients = not any(isinstance(chunk, ZeroChunk) for chunk in chunks)
         self._operators = {  # owners of each parameter in the gradient buffers
-            parameter: {operator_of(piece.name) for piece in described}
-            for parameter, described in pieces.items()
-            if described and (hasattr(parameter, "main_grad") or not self._skips_gradients)
+            parameter: {operator_of(piece.name) for piece in own_pieces}
+            for parameter, own_pieces in pieces.items()
+            if own_pieces and (hasattr(parameter, "main_grad") or not self._skips_gradients)
         }
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.frozen: frozenset[str] = frozenset()
@@ -62,27 +62,27 @@ class Freezer:
     def activate(self, operators: Iterable[str]) -> None:
         self._keep_frozen(self.frozen - set(operators))
 
-    def _keep_frozen(self, wanted: frozenset[str]) -> None:
+    def _keep_frozen(self, frozen: frozenset[str]) -> None:
         for owners in self._operators.values():
-            if owners & wanted and not owners <= wanted:
+            if owners & frozen and not owners <= frozen:
                 raise FreezingError(
                     f"{', '.join(sorted(owners))} share one parameter, and can only be frozen or activated together. "
                     "Fix: drop --moe-single-grouped-weight and --moe-single-grouped-bias, or name all of them"
                 )
         for parameter, owners in self._operators.items():
-            self._freeze_one(parameter, bool(owners & wanted))
-        self.frozen = wanted
-        if wanted and not self._hooks:
+            self._set_frozen(parameter, bool(owners & frozen))
+        self.frozen = frozen
+        if frozen and not self._hooks:
             self._hooks = [*self._optimizer_hooks(), *self._embedding_hooks()]
-        elif not wanted:
+        elif not frozen:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
 
-    def _freeze_one(self, parameter: Any, frozen: bool) -> None:
+    def _set_frozen(self, parameter: Any, frozen: bool) -> None:
         if self._skips_gradients:
             parameter.requires_grad_(not frozen)
-        else:  # DeepSpeed fills buckets as gradients arrive: missing gradients would regroup the sums of the others
+        else:  # DeepSpeed fills buckets in order of arrival: a missing gradient would regroup all later sums
             parameter.frozen = frozen
 
     def _optimizer_hooks(self):
@@ -124,8 +124,8 @@ class MegatronState:
     def describe(self) -> None:
         """Rebuilds the description of the state after experts have moved; nothing may be frozen."""
         self._parameters = parameter_pieces(self._chunks)
-        self._of_users = self._modules.pieces_of_users()
-        self._pieces = self._parameters | self._modules.shared_pieces() | self._of_users
+        self._user_state = self._modules.user_state_pieces()
+        self._pieces = self._parameters | self._modules.shared_pieces() | self._user_state
         self._masters: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for owned in owned_slices(self._optimizer):
             self._masters[owned.parameter].append((owned.start, owned.slots[MASTER]))
@@ -142,10 +142,10 @@ class MegatronState:
 
         Over all ranks, the chunks with ``first_copy`` hold every element of every optimizer-state key exactly once.
         """
-        wanted = set(operators)
+        names = set(operators)
         for part in self._slices(detail):
             for fragment in fragments_of(part, self._pieces[part.parameter]):
-                if fragment.operator in wanted:
+                if fragment.operator in names:
                     yield fragment
 
     def parameters(self, operators: Iterable[str]) -> list[torch.nn.Parameter]:
@@ -154,26 +154,26 @@ class MegatronState:
         Raises:
             FreezingError: a parameter also belongs to other operators, so it cannot be updated separately.
         """
-        wanted, found = set(operators), []
+        names, parameters = set(operators), []
         for parameter, pieces in self._parameters.items():
             owners = {operator_of(piece.name) for piece in pieces}
-            if owners and owners <= wanted:
-                found.append(parameter)
-            elif owners & wanted:
+            if owners and owners <= names:
+                parameters.append(parameter)
+            elif owners & names:
                 raise FreezingError(
                     f"{', '.join(sorted(owners))} share one parameter. Fix: drop --moe-single-grouped-weight and "
                     "--moe-single-grouped-bias"
                 )
-        return found
+        return parameters
 
     def adam_groups(self, operators: Iterable[str]) -> list[tuple[str, AdamGroup]]:
         """Returns the kinds of the operators' parameters on this rank, each with the Adam group that updates it."""
-        wanted, found = set(operators), {}
+        names, groups = set(operators), {}
         for parameter, group in adam_groups(self._optimizer):
             for piece in self._pieces[parameter]:
-                if operator_of(piece.name) in wanted:
-                    found[kind_of(piece.name), id(group.values)] = group
-        return [(kind, group) for (kind, _), group in found.items()]
+                if operator_of(piece.name) in names:
+                    groups[kind_of(piece.name), id(group.values)] = group
+        return [(kind, group) for (kind, _), group in groups.items()]
 
     @torch.no_grad()
     def load(self, fragment: Fragment, values: torch.Tensor) -> None:
@@ -279,10 +279,10 @@ class MegatronState:
         owned: dict[torch.Tensor, list[OwnedSlice]] = defaultdict(list)
         for part in parts:
             owned[part.parameter].append(part)
-        held = [part for parameter in self._parameters for part in owned.get(parameter, ())]
-        yield from (_CUT[detail](part) for part in held)
+        ordered = [part for parameter in self._parameters for part in owned.get(parameter, ())]
+        yield from (_SUBSET_OF[detail](part) for part in ordered)
         if detail is not Detail.MOMENTS:
-            for data in self._of_users:  # an update repeated from saved gradients runs no module
+            for data in self._user_state:  # an update repeated from saved gradients runs no module
                 yield OwnedSlice(data, 0, data.numel(), {PARAM: data}, sharded=True)
         if detail not in (Detail.GRAD, Detail.MOMENTS):
             yield from self._owned_buffers()
@@ -326,7 +326,7 @@ def _moments(owned: OwnedSlice) -> OwnedSlice:
     return dataclasses.replace(owned, slots={slot: v for slot, v in owned.slots.items() if slot != MASTER})
 
 
-_CUT = {
+_SUBSET_OF = {
     Detail.FULL: lambda owned: owned,
     Detail.MASTER: lambda owned: dataclasses.replace(owned, slots={MASTER: owned.slots[MASTER]}),
     Detail.MOMENTS: _moments,

@@ -33,11 +33,11 @@ from moc.store.errors import CheckpointError, MissingTensorError
 class UpstreamTap(PipelineTap):
     """Boundaries of this worker's stage; the base class logs nothing.
 
-    ``helped`` states whether some workers of the stage belong to no complete pipeline.
+    ``has_partial_pipelines`` states whether the stage has workers outside complete pipelines.
     """
 
-    def __init__(self, core_config: TransformerConfig, helped: bool = False):
-        self._core_config, self._helped = core_config, helped
+    def __init__(self, core_config: TransformerConfig, has_partial_pipelines: bool = False):
+        self._core_config, self._has_partial_pipelines = core_config, has_partial_pipelines
 
     @contextlib.contextmanager
     def crossed(self, iteration: int) -> Iterator[P2PCommunicator | None]:
@@ -45,14 +45,16 @@ class UpstreamTap(PipelineTap):
         with self.computing():
             yield None if self.bubbles is None else TimedCommunicator(self._core_config, self.waiting)
 
-    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
+    def reduce(
+        self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, total_tokens: int | None
+    ) -> None:
         """Reduces the gradients of an iteration.
 
-        ``tokens`` divides this rank's gradients, or is None if they are already averaged; in a replay, ``known`` is the
-        number of tokens of all ranks.
+        ``tokens`` divides this rank's gradients, or is None if they are already averaged; in a replay, ``total_tokens``
+        is the number of tokens of all ranks.
         """
         finalize_model_grads([*chunks], tokens)
-        give_tied_gradients(chunks, self._helped)
+        send_tied_gradients(chunks, self._has_partial_pipelines)
 
 
 @dataclass
@@ -76,29 +78,29 @@ class UpstreamLog(UpstreamTap):
         config: Config,
         core_config: TransformerConfig,
         topology: Topology,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         memory: LogMemory,
     ):
         super().__init__(core_config)
-        self._config, self._world, self._tell, self._memory = config, topology.world, tell, memory
+        self._config, self._world, self._report, self._memory = config, topology.world, report, memory
         self._pipeline = pipeline_of(core_config, len(topology.micro_batches))
         self._limit = config.snapshot.upstream_log_limit * 1e9
-        self._given_up = 0.0
+        self._dropped_iterations = 0.0
         self._replaying: frozenset[int] = frozenset()
 
     def open(self, memory: Path) -> None:
         """Takes over the log of an earlier process of this rank, or continues its own from an earlier generation."""
-        stage, directory, kept = self._world.pipeline_rank, log_directory(memory, self._world.rank), self._memory
-        if kept.writer is not None:
-            if kept.directory == directory and directory.is_dir():
-                self._given_up = kept.writer.dropped_iterations  # already reported
+        stage, directory, log_memory = self._world.pipeline_rank, log_directory(memory, self._world.rank), self._memory
+        if log_memory.writer is not None:
+            if log_memory.directory == directory and directory.is_dir():
+                self._dropped_iterations = log_memory.writer.dropped_iterations  # already reported
                 return
-            kept.writer.close()
-            kept.writer = None
+            log_memory.writer.close()
+            log_memory.writer = None
         crossings = [crossing for direction in Direction for crossing in self._pipeline.sent_by(stage, direction)]
         shape, dtype = boundary_shape(self._config), compute_dtype(self._config)
-        kept.directory = directory
-        kept.writer = LogWriter(
+        log_memory.directory = directory
+        log_memory.writer = LogWriter(
             directory,
             [LogEntry(crossing.key, shape, dtype) for crossing in crossings],
             self._limit,
@@ -130,14 +132,16 @@ class UpstreamLog(UpstreamTap):
                 yield Recorder(*tap, self.waiting)
         self._log.end()
 
-    def reduce(self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, known: int | None) -> None:
+    def reduce(
+        self, chunks: list[DistributedDataParallel], tokens: torch.Tensor | None, total_tokens: int | None
+    ) -> None:
         if not self._replaying:
-            super().reduce(chunks, tokens, known)
+            super().reduce(chunks, tokens, total_tokens)
             return
         finalize_model_grads([*chunks], None)  # communicates with other stages only for tied embeddings and tokens
-        if tokens is not None and known:  # only the last stage counts tokens; the step record has the total
+        if tokens is not None and total_tokens:  # only the last stage counts tokens; the step record has the total
             for chunk in chunks:
-                scale: Any = 1.0 / torch.full_like(tokens, known)  # annotated as float; receives a tensor
+                scale: Any = 1.0 / torch.full_like(tokens, total_tokens)  # annotated as float; receives a tensor
                 chunk.scale_gradients(scale)
 
     @contextlib.contextmanager
@@ -164,32 +168,32 @@ class UpstreamLog(UpstreamTap):
 
     def serve(self, iteration: int, stages: Collection[int]) -> None:
         """Sends one message per stage and direction."""
-        under_way = []
+        sends = []
         for stage, tensors in self._sent_to(iteration, stages):
             packed = torch.stack(tensors).to(self._world.device)
-            under_way.append((dist.isend(packed, _rank_in(stage), _pipeline_group()), packed))
-        for request, _ in under_way:
+            sends.append((dist.isend(packed, _rank_in(stage), _pipeline_group()), packed))
+        for request, _ in sends:
             request.wait()
 
     def _sent_to(self, iteration: int, stages: Collection[int]) -> Iterator[tuple[int, list[torch.Tensor]]]:
         reader, pipeline = self._reader(), self._pipeline
         for stage in sorted(stages):
-            for way in Direction:
-                crossings = pipeline.received_by(stage, way)
-                if crossings and pipeline.sender(stage, way) == self._world.pipeline_rank:
-                    yield stage, [reader.read(iteration, one.key) for one in crossings]
+            for direction in Direction:
+                crossings = pipeline.received_by(stage, direction)
+                if crossings and pipeline.sender(stage, direction) == self._world.pipeline_rank:
+                    yield stage, [reader.read(iteration, crossing.key) for crossing in crossings]
 
     def _received(self) -> dict[Crossing, torch.Tensor]:
         """Receives the tensors that other stages :meth:`serve` to this worker, on its device."""
-        received, under_way, stage = {}, [], self._world.pipeline_rank
-        for way in Direction:
-            crossings, sender = self._pipeline.received_by(stage, way), self._pipeline.sender(stage, way)
+        received, receives, stage = {}, [], self._world.pipeline_rank
+        for direction in Direction:
+            crossings, sender = self._pipeline.received_by(stage, direction), self._pipeline.sender(stage, direction)
             if crossings and sender not in self._replaying:
                 shape = (len(crossings), *boundary_shape(self._config))
                 packed = torch.empty(shape, dtype=compute_dtype(self._config), device=self._world.device)
-                under_way.append(dist.irecv(packed, _rank_in(sender), _pipeline_group()))
+                receives.append(dist.irecv(packed, _rank_in(sender), _pipeline_group()))
                 received |= zip(crossings, packed, strict=True)
-        for request in under_way:
+        for request in receives:
             request.wait()
         return received
 
@@ -205,12 +209,12 @@ class UpstreamLog(UpstreamTap):
         """Handles the totals of the commit all-reduce, see :class:`UpstreamTap`."""
         if totals["upstream_failed"]:
             raise CheckpointError(first_reported(self._log.failure()))
-        if totals["upstream_given_up"] and not self._given_up:
-            self._tell(
+        if totals["upstream_given_up"] and not self._dropped_iterations:
+            self._report(
                 "upstream logs are full, so the oldest iterations are dropped, and a recovery that needs them will be "
                 "a replay by all stages: raise --upstream-log-limit, or shorten --sparse-window"
             )
-        self._given_up = totals["upstream_given_up"]
+        self._dropped_iterations = totals["upstream_given_up"]
         self.gauges = {
             "upstream_log_bytes": totals["upstream_bytes"],
             "upstream_log_iterations": totals["upstream_iterations"] / self._world.size,
@@ -244,22 +248,22 @@ def boundaries(
     config: Config,
     core_config: TransformerConfig,
     topology: Topology,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     memory: LogMemory,
 ) -> UpstreamTap:
     """Returns the boundaries that the flags select: :class:`UpstreamLog` or :class:`UpstreamTap`."""
     if config.snapshot.upstream_logging:
-        return UpstreamLog(config, core_config, topology, tell, memory)
+        return UpstreamLog(config, core_config, topology, report, memory)
     data_size = parallel_state.get_data_parallel_world_size()
-    return UpstreamTap(core_config, helped=data_size > topology.world.data_size)
+    return UpstreamTap(core_config, has_partial_pipelines=data_size > topology.world.data_size)
 
 
-def give_tied_gradients(chunks: list[DistributedDataParallel], helped: bool) -> None:
+def send_tied_gradients(chunks: list[DistributedDataParallel], has_partial_pipelines: bool) -> None:
     """Sends the gradient of a weight shared by the first and last stage to workers outside complete pipelines.
 
     Workers of complete pipelines already have its sum over both stages.
     """
-    if not helped:
+    if not has_partial_pipelines:
         return
     group: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

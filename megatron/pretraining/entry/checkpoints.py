@@ -248,7 +248,7 @@ class StockCheckpoints(Saves):
 
         with replaced(args, **settings), replaced(checkpointing, schedule_async_save=scheduled.append):
             with self._saving_to(staging, position.iteration):
-                self.together(save, *_WRITES)
+                self.finalize_together(save, *_WRITES)
         if digests is not None:
             run_on_rank0(lambda: digests.write(staging), "cannot write a checkpoint")
         entries = None
@@ -283,11 +283,11 @@ class StockCheckpoints(Saves):
                 one()
 
         with self._saving_to(staging, iteration):
-            self.together(finalize, *_WRITES)
+            self.finalize_together(finalize, *_WRITES)
 
-    def publish(self, root: Path, iteration: int) -> None:
+    def commit(self, root: Path, iteration: int) -> None:
         """See :class:`Saves`; reports the checkpoint to W&B, with its final paths."""
-        super().publish(root, iteration)
+        super().commit(root, iteration)
         final = str(dense_files.checkpoint_path(root, iteration))
         if self._records:  # on the worker with the W&B writer; may include records of failed saves
             self._records.clear()

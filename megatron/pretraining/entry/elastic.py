@@ -22,7 +22,7 @@ from megatron.pretraining.data.streams import Batch, BatchStream
 from megatron.pretraining.elastic.gradients import ElasticDataParallel
 from megatron.pretraining.elastic.groups import gradient_groups
 from megatron.pretraining.elastic.moe_layer import ElasticLayer, elastic_layers
-from megatron.pretraining.elastic.placement import Plans, adopt, build_domains
+from megatron.pretraining.elastic.placement import Plans, assign_experts, build_domains
 from megatron.pretraining.engine.optimizer import shard_by_blocks
 from megatron.pretraining.engine.step import Stepper, sum_losses
 from megatron.pretraining.entry.stock import bare_chunks, get_args, replaced
@@ -109,7 +109,7 @@ def place(config: Config, chunks: Sequence[torch.nn.Module], plans: Plans) -> No
         code="elastic-unsupported",
     )
     if plan is not None:
-        adopt(layers, plan, config.elastic.elastic_dispatch)
+        assign_experts(layers, plan, config.elastic.elastic_dispatch)
 
 
 @contextlib.contextmanager

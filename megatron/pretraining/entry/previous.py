@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pretraining.checkpoint import contents, fragments
-from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs
+from megatron.pretraining.checkpoint.unpickling import check_metadata, restricted_unpickling
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.layer_pattern import expand, parse_layer_freq
 from megatron.pretraining.model.parameters import unwrap
@@ -116,7 +116,7 @@ def _load_weights(parts: WorkerParts, directory: Path) -> None:
     described = contents.described_weights(parts.chunks)
     contents.name_as_stored(described, frozenset(keys))
     try:
-        with nothing_runs():
+        with restricted_unpickling():
             loaded: Any = dist_checkpointing.load(described, str(directory))
     except (CheckpointingException, CheckpointException, KeyError, RuntimeError, OSError, ValueError) as error:
         raise CheckpointError(

@@ -56,7 +56,7 @@ from megatron.pretraining.process.phases import Phases
 from megatron.pretraining.process.stopping import StopRequests
 from megatron.pretraining.process.topology import Topology, topology_of
 from megatron.pretraining.session import auto_policy
-from megatron.pretraining.setup import alone_of, turns_of
+from megatron.pretraining.setup import alone_of, micro_batch_hooks
 from moc.errors import warning
 from moc.fault_points import reach
 from moc.runtime.collectives import run_on_rank0, sum_over_workers
@@ -177,7 +177,11 @@ class StockProgram:
         reports = Reports(parts, topology)
         _log_of(parts).begin(reports, topology)
         return StockSchedule(
-            reporting(self.forward_step, reports), parts.chunks, turns_of(parts, topology), topology, alone_of(parts)
+            reporting(self.forward_step, reports),
+            parts.chunks,
+            micro_batch_hooks(parts, topology),
+            topology,
+            alone_of(parts),
         )
 
     def auxiliary(self, parts: WorkerParts, topology: Topology) -> Reports:

@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.pretraining.config import ConfigError
 from megatron.pretraining.duties import due
 from megatron.pretraining.engine.routing import ExpertLoad, LoadCounter
-from megatron.pretraining.engine.schedule import ForwardStep, Schedule, Turns
+from megatron.pretraining.engine.schedule import ForwardStep, MicroBatchHooks, Schedule
 from megatron.pretraining.entry.stock import get_args
 from megatron.pretraining.parts import WorkerParts
 from megatron.pretraining.process.topology import Topology
@@ -146,12 +146,12 @@ class StockSchedule(Schedule):
         self,
         forward_step: ForwardStep,
         chunks: list[DistributedDataParallel],
-        turns: Turns,
+        hooks: MicroBatchHooks,
         topology: Topology,
         alone: P2PCommunicator | None = None,
     ):
         sizes = topology.rounds, topology.micro_batch_size, get_args().seq_length
-        super().__init__(forward_step, chunks, turns, *sizes, alone)
+        super().__init__(forward_step, chunks, hooks, *sizes, alone)
         self._topology = topology
 
     def sizes(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron import training
-from megatron.pretraining.checkpoint.unpickling import nothing_runs
+from megatron.pretraining.checkpoint.unpickling import restricted_unpickling
 from moc.runtime.collectives import first_line
 from moc.runtime.process_group import Aborted, PeerFailure
 from moc.store.errors import CheckpointError
@@ -54,7 +54,7 @@ def reads_checkpoint(root: str | None) -> Iterator[None]:
         CheckpointError: Megatron-LM cannot read it.
     """
     try:
-        with nothing_runs():
+        with restricted_unpickling():
             yield
     except _FAILURES as error:
         if isinstance(error, (Aborted, PeerFailure)):

@@ -56,7 +56,7 @@ class WorkerFacts:
 
 
 def facts_of_worker(world: World, parameters: int) -> WorkerFacts:
-    """Returns the facts of this worker, which holds so many parameters."""
+    """Returns the facts of this worker, which holds ``parameters`` parameters."""
     node, device = platform.node(), world.device
     if device.type != "cuda":
         return WorkerFacts(node, "", 0, 0, world.pipeline_rank, parameters)
@@ -73,10 +73,10 @@ def gather_facts(world: World, parameters: int) -> list[WorkerFacts]:
 def versions() -> str:
     """Returns the releases that determine a result."""
     packages = {name: version(name) for name in ("moc-megatron", "torch", "megatron-core")}
-    found = [*(f"{name} {number}" for name, number in packages.items()), f"Python {platform.python_version()}"]
+    entries = [*(f"{name} {number}" for name, number in packages.items()), f"Python {platform.python_version()}"]
     if torch.cuda.is_available():
-        found += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, nccl.version()))}"]
-    return ", ".join(found)
+        entries += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, nccl.version()))}"]
+    return ", ".join(entries)
 
 
 def describe_devices(workers: Sequence[WorkerFacts]) -> str:
@@ -109,16 +109,16 @@ def stage_lines(workers: Sequence[WorkerFacts], stage_of_layer: Sequence[int]) -
     lines = []
     for stage in sorted({worker.stage for worker in workers}):
         ranks = [rank for rank, worker in enumerate(workers) if worker.stage == stage]
-        layers = [layer + 1 for layer, of in enumerate(stage_of_layer) if of == stage]
-        most = max(workers[rank].parameters for rank in ranks)
-        lines.append(f"workers {ranges(ranks)}; layers {ranges(layers)}; up to {most:,} parameters each")
+        layers = [layer + 1 for layer, layer_stage in enumerate(stage_of_layer) if layer_stage == stage]
+        max_parameters = max(workers[rank].parameters for rank in ranks)
+        lines.append(f"workers {ranges(ranks)}; layers {ranges(layers)}; up to {max_parameters:,} parameters each")
     return lines
 
 
 def ranges(numbers: Sequence[int]) -> str:
     """Returns ascending numbers with runs as ranges: ``0-3, 6``; ``none`` without numbers."""
-    cuts = [0, *(at + 1 for at, (one, other) in enumerate(pairwise(numbers)) if other != one + 1), len(numbers)]
-    runs = [(numbers[begin], numbers[end - 1]) for begin, end in pairwise(cuts) if begin < end]
+    starts = [index for index, (number, following) in enumerate(pairwise(numbers), 1) if following != number + 1]
+    runs = [(numbers[begin], numbers[end - 1]) for begin, end in pairwise([0, *starts, len(numbers)]) if begin < end]
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs) or "none"
 
 
@@ -134,7 +134,7 @@ def describe_parameters(operators: Sequence[Operator], experts_per_token: int) -
 
 
 def describe_data(data: DataSizes | None, samples: int, seq_length: int) -> str:
-    """Returns the sizes of the data, and how often a run of so many samples reads them."""
+    """Returns the sizes of the data, and the epochs of a run that reads ``samples`` samples."""
     tokens = samples * seq_length
     if data is None or not data.tokens:
         return f"the run reads {tokens:,} tokens"
@@ -155,7 +155,7 @@ def describe_policy(policy: Policy | None, tier: str, save_interval: int | None,
     if cost is None:
         return "none, and no checkpoints: a lost worker costs all iterations"
     saves = "none; checkpoints" if policy is None else f"{policy.name}, {tier},"
-    return f"{saves} {counted(cost.apart, 'iteration')} apart; {cost.described(iteration_s)}"
+    return f"{saves} {counted(cost.interval, 'iteration')} apart; {cost.described(iteration_s)}"
 
 
 @dataclass(frozen=True)
@@ -163,27 +163,27 @@ class FailureCost:
     """Work that a lost worker causes, besides the seconds to detect the loss and to connect the workers again.
 
     Attributes:
-        apart: iterations between the states that a run can resume from.
+        interval: iterations between the states that a run can resume from.
         replays: iterations of a window that are replayed in addition, at most in the time of an iteration each.
         restarts: all workers are started again, since no snapshots are saved.
         is_exact: the recovery loses no tokens of experts.
     """
 
-    apart: int
+    interval: int
     replays: int
     restarts: bool
     is_exact: bool
 
     def described(self, iteration_s: float | None) -> str:
         """Returns the expected and the largest cost in iterations, and in seconds if an iteration's are known."""
-        expected, most = self.apart / 2 + self.replays, self.apart + self.replays
+        expected, max_iterations = self.interval / 2 + self.replays, self.interval + self.replays
         seconds = "" if iteration_s is None else f" = {expected * iteration_s:.3g} s"
-        limit = "" if iteration_s is None else f" = {most * iteration_s:.3g} s"
+        limit = "" if iteration_s is None else f" = {max_iterations * iteration_s:.3g} s"
         window = f", including the replay of {self.replays} in a window" if self.replays else ""
-        more = [*["a restart"] * self.restarts, *["tokens of experts"] * (not self.is_exact)]
+        extra_costs = [*["a restart"] * self.restarts, *["tokens of experts"] * (not self.is_exact)]
         return (
-            f"expected cost of a lost worker: {expected:g} iterations{seconds} of repeated work, at most {most}{limit}"
-            f"{window}{''.join(f', and {one}' for one in more)}"
+            f"expected cost of a lost worker: {expected:g} iterations{seconds} of repeated work, at most "
+            f"{max_iterations}{limit}{window}{''.join(f', and {extra_cost}' for extra_cost in extra_costs)}"
         )
 
 
@@ -198,15 +198,14 @@ def expected_failure_cost(policy: Policy | None, save_interval: int | None) -> F
 def describe_logs(config: Config) -> str:
     """Returns the places of all logs."""
     logging = config.logging
-    places = {
+    locations = {
         "events": logging.log_dir,
         "TensorBoard": logging.tensorboard_dir,
         "MLflow": logging.mlflow_experiment,
         "workers": os.environ.get(OUTPUT_DIRECTORY),
     }
-    return (
-        ", ".join(f"{name} {place}" for name, place in places.items() if place) or "none (--log-dir names a directory)"
-    )
+    described = ", ".join(f"{name} {location}" for name, location in locations.items() if location)
+    return described or "none (--log-dir names a directory)"
 
 
 def summary_lines(parts: Mapping[str, str | Sequence[str]]) -> list[str]:

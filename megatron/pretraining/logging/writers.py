@@ -24,21 +24,21 @@ from moc.errors import warning
 PREFIX = "moc/"
 """Prefix of the names of our scalars, which distinguishes them from Megatron-LM's."""
 
-_MOST_WAITING = 10_000  # batches of values; reached only if a write hangs
+_MAX_QUEUED = 10_000  # batches of values; reached only if a write hangs
 _POLL_S = 0.2
 _CLOSING_S = 10.0
 
 
 @dataclass(frozen=True)
 class Listeners:
-    """Functions that learn of a writer's failures; a writer calls them in its own thread, or when it closes.
+    """Callbacks for a writer's failures; a writer calls them in its own thread, or when it closes.
 
     Attributes:
-        say: prints a message.
+        message: prints a message.
         lost: records lost values: the service, their number, and the seconds since the first failure.
     """
 
-    say: Callable[[str], None]
+    message: Callable[[str], None]
     lost: Callable[[str, int, float], None]
 
 
@@ -46,14 +46,14 @@ class BackgroundWriter(ABC):
     """Writes to one service in a thread of its own.
 
     Args:
-        what: the subject of a message, such as ``TensorBoard's files in log``.
+        subject: the subject of a message, such as ``TensorBoard's files in log``.
         service: name of the service in ``log_failed`` events.
         connect: returns the object to write to; repeated after a failure.
-        listeners: learn of failures.
+        listeners: callbacks for failures.
     """
 
-    def __init__(self, what: str, service: str, connect: Callable[[], Any], listeners: Listeners):
-        self._what, self._service, self._connect, self._listeners = what, service, connect, listeners
+    def __init__(self, subject: str, service: str, connect: Callable[[], Any], listeners: Listeners):
+        self._subject, self._service, self._connect, self._listeners = subject, service, connect, listeners
         self._thread = threading.Thread(target=self._work, name=service, daemon=True)
         self._trouble, self._target = Trouble(), None
         self._waiting: deque[tuple[Callable[[Any], object], int]] = deque()
@@ -78,7 +78,7 @@ class BackgroundWriter(ABC):
     def _end(self, target: Any) -> None:
         """Ends the connection to the service."""
 
-    def _is_gone(self) -> bool:
+    def _target_is_removed(self) -> bool:
         """Returns whether the object to write to has become useless without an error."""
         return False
 
@@ -86,25 +86,25 @@ class BackgroundWriter(ABC):
         """Writes the remaining values, if the service takes them within ten seconds; reports the others as lost."""
         self._closing.set()
         self._thread.join(_CLOSING_S)
-        left = self._in_flight + sum(count for _, count in [*self._waiting])
-        if left or self._dropped:
-            self._listeners.lost(self._service, left + self._dropped, self._lasted_s())
+        unwritten = self._in_flight + sum(count for _, count in [*self._waiting])
+        if unwritten or self._dropped:
+            self._listeners.lost(self._service, unwritten + self._dropped, self._lasted_s())
 
     def _submit(self, write: Callable[[Any], object], count: int) -> None:
-        """Queues a write of so many values; drops them if too many writes wait.
+        """Queues a write of ``count`` values; drops them if too many writes wait.
 
-        The thread looks at the queue a few times a second: to wake it for each value would cost training more.
+        The thread polls the queue a few times a second, since waking it for each value would cost training more.
         """
-        if len(self._waiting) < _MOST_WAITING:
+        if len(self._waiting) < _MAX_QUEUED:
             self._waiting.append((write, count))
             return
         self._drop(count)
         if not self._hangs:
             self._hangs = True
-            self._listeners.say(
+            self._listeners.message(
                 warning(
-                    f"{self._what} cannot be written, since a write hangs; training continues, and drops the values. "
-                    "Fix: look at the service or its network",
+                    f"{self._subject} cannot be written, since a write hangs; training continues, and drops the "
+                    "values. Fix: look at the service or its network",
                     code="log-unwritable",
                 )
             )
@@ -134,16 +134,16 @@ class BackgroundWriter(ABC):
             self._drop(count)
             return
         try:
-            if self._target is None or self._is_gone():
+            if self._target is None or self._target_is_removed():
                 self._target = self._connect()
             write(self._target)
         except Exception as error:  # a service may raise anything
             self._target = None
             self._drop(count)
             if self._trouble.failed():
-                self._listeners.say(
+                self._listeners.message(
                     warning(
-                        f"{self._what} cannot be written ({getattr(error, 'strerror', None) or error}); training "
+                        f"{self._subject} cannot be written ({getattr(error, 'strerror', None) or error}); training "
                         "continues, and tries again. Fix: correct the permissions or the address, or make room",
                         code="log-unwritable",
                     )
@@ -196,7 +196,7 @@ class Board(BackgroundWriter):
         """Lets TensorBoard write its buffer; returns immediately."""
         self._submit(lambda board: board.flush(), 0)
 
-    def _is_gone(self) -> bool:
+    def _target_is_removed(self) -> bool:
         return not Path(self._directory).is_dir()  # writes to removed files succeed
 
     def _flush_after_trouble(self, board: Any) -> None:
@@ -295,9 +295,9 @@ def _silence_writers() -> None:
     if getattr(before, "of_board", False):
         return
 
-    def hook(what) -> None:
-        if type(what.thread).__module__.partition(".")[0] != "tensorboard":
-            before(what)
+    def hook(arguments) -> None:
+        if type(arguments.thread).__module__.partition(".")[0] != "tensorboard":
+            before(arguments)
 
     hook.of_board = True
     threading.excepthook = hook

@@ -44,7 +44,7 @@ def normalize_full_width(layers: Any, config: TransformerConfig) -> None:
     heads = config.num_attention_heads, config.num_query_groups or config.num_attention_heads
     for layer in layers:
         parts = layer.submodules.self_attention.submodules
-        parts.q_layernorm, parts.k_layernorm = (ModuleSpec(FullWidthNorm, params=dict(heads=one)) for one in heads)
+        parts.q_layernorm, parts.k_layernorm = (ModuleSpec(FullWidthNorm, params=dict(heads=count)) for count in heads)
 
 
 class FullWidthNorm:

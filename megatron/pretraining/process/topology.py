@@ -40,7 +40,7 @@ class Topology:
         """Returns the number of this worker's micro batch in a round; dummies are numbered after all others."""
         return (self.rounds if self.world.is_partial_model else round) * self.world.data_size + self.world.data_rank
 
-    def is_ghost(self, round: int) -> bool:
+    def is_dummy(self, round: int) -> bool:
         """Returns whether this worker has no samples in a round."""
         return self.number(round) * self.micro_batch_size >= self.global_batch_size
 

@@ -164,22 +164,22 @@ def test_evaluation_changes_no_module_state(of_user):
 
 def test_library_modules_have_no_user_state(state):
     modules, _ = state
-    assert not modules.of_users and not modules.pieces_of_users()
+    assert not modules.user_state and not modules.user_state_pieces()
 
 
 def test_torch_modules_keep_values_if_they_have_buffers(monkeypatch):
     router: Any = Router()
     router.norm, router.linear = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
     modules, _ = built(monkeypatch, router)
-    assert list(modules.of_users) == [OPERATOR]
+    assert list(modules.user_state) == [OPERATOR]
     modules.begin()
     router.norm(torch.randn(4, 3))
     modules.commit()
     others_router: Any = Router()
     others_router.norm = torch.nn.BatchNorm1d(3)
     others, _ = built(monkeypatch, others_router)
-    others.of_users[OPERATOR].copy_(modules.of_users[OPERATOR])
-    others.loaded(others.of_users[OPERATOR])
+    others.user_state[OPERATOR].copy_(modules.user_state[OPERATOR])
+    others.loaded(others.user_state[OPERATOR])
     for name, buffer in router.norm.named_buffers():
         assert torch.equal(others_router.norm.get_buffer(name), buffer), name
 
@@ -192,16 +192,16 @@ def test_values_of_user_module_are_loaded_by_another_process(monkeypatch, of_use
         router.mean.add_(1)
         router.appeared = {"tokens": router.calls}
         modules.commit()
-    ((data, (piece,)),) = modules.pieces_of_users().items()
-    assert piece.name == f"module_state.{OPERATOR}.6" and piece.view is data is modules.of_users[OPERATOR]
+    ((data, (piece,)),) = modules.user_state_pieces().items()
+    assert piece.name == f"module_state.{OPERATOR}.6" and piece.view is data is modules.user_state[OPERATOR]
     assert operator_of(piece.name) == OPERATOR and is_module_state(piece.name)
     others, other = built(monkeypatch, UserRouter())
-    others.of_users[OPERATOR].copy_(data)
-    others.loaded(others.of_users[OPERATOR])
+    others.user_state[OPERATOR].copy_(data)
+    others.loaded(others.user_state[OPERATOR])
     assert (other.calls, other.mean.tolist(), other.appeared) == (3, [3, 3], {"tokens": 3})
     others.begin()
     others.commit()  # what was loaded is saved again, although nothing has changed here
-    assert torch.equal(others.of_users[OPERATOR], data)
+    assert torch.equal(others.user_state[OPERATOR], data)
 
 
 def test_values_larger_than_their_memory_are_refused(of_user):
@@ -220,9 +220,9 @@ def test_bytes_of_other_model_are_refused(monkeypatch, of_user):
     others, other = built(monkeypatch, UserRouter())
     del other.calls
     other.appeared = torch.nn.Linear(1, 1)
-    others.of_users[OPERATOR].copy_(modules.of_users[OPERATOR])
+    others.user_state[OPERATOR].copy_(modules.user_state[OPERATOR])
     with pytest.raises(ModuleStateError):
-        others.loaded(others.of_users[OPERATOR])
+        others.loaded(others.user_state[OPERATOR])
 
 
 def test_fp8_scales_of_transformer_engine_are_restored(monkeypatch):

@@ -69,7 +69,7 @@ def test_failure_costs_half_interval_plus_window(name):
     policy = policy_named(name)(OPERATORS, SimpleNamespace(iterations=4))
     cost = startup.expected_failure_cost(policy, 99)
     apart, replays = policy.schedule.snapshot_interval, policy.schedule.window_length - 1
-    assert (cost.apart, cost.replays, cost.restarts) == (apart, replays, False)
+    assert (cost.interval, cost.replays, cost.restarts) == (apart, replays, False)
     numbers = numbers_in(startup.describe_policy(policy, "memory", None, 0.5))
     for iterations in (apart / 2 + replays, apart + replays):
         assert f"{iterations:g}" in numbers and f"{iterations * 0.5:.3g}" in numbers

@@ -22,7 +22,7 @@ from megatron.pretraining.process import cpu
 cpu.install()  # comes before megatron.core
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402
 
-from megatron.pretraining.checkpoint.unpickling import check_metadata, nothing_runs  # noqa: E402
+from megatron.pretraining.checkpoint.unpickling import check_metadata, restricted_unpickling  # noqa: E402
 from moc.errors import code_of  # noqa: E402
 from moc.files import safe_directory  # noqa: E402
 from moc.store.errors import CheckpointError  # noqa: E402
@@ -53,7 +53,7 @@ def directory(tmp_path):
 
 def read(directory):
     state = {"w": torch.zeros(4)}
-    with nothing_runs():
+    with restricted_unpickling():
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state["w"].tolist()
 
@@ -236,7 +236,7 @@ def test_hostile_objects_are_refused_quickly(tmp_path, hostile):
     path = tmp_path / "common.pt"
     path.write_bytes(hostile())
     began = time.process_time()
-    with nothing_runs():
+    with restricted_unpickling():
         for source in (path, io.BytesIO(path.read_bytes())):
             with pytest.raises(CheckpointError):
                 torch.load(source, weights_only=True)
@@ -245,7 +245,7 @@ def test_hostile_objects_are_refused_quickly(tmp_path, hostile):
 
 def test_file_with_long_record_list_is_refused(tmp_path):
     a_long_list(tmp_path / "model_optim_rng.pt")
-    with nothing_runs(), pytest.raises(CheckpointError) as refused:
+    with restricted_unpickling(), pytest.raises(CheckpointError) as refused:
         torch.load(tmp_path / "model_optim_rng.pt", weights_only=True)
     assert code_of(refused.value) == "metadata-refused"
 
@@ -254,7 +254,7 @@ def test_tensors_may_exceed_object_size_limit(tmp_path):
     weights = torch.arange(safe_directory.MAX_MANIFEST_BYTES // 4 + 1, dtype=torch.float32)
     torch.save({"model": {"weight": weights}, "iteration": 3}, tmp_path / "model_optim_rng.pt")
     assert (tmp_path / "model_optim_rng.pt").stat().st_size > safe_directory.MAX_MANIFEST_BYTES
-    with nothing_runs():
+    with restricted_unpickling():
         loaded = torch.load(tmp_path / "model_optim_rng.pt")
     assert loaded["iteration"] == 3 and loaded["model"]["weight"].equal(weights)
 
@@ -262,7 +262,7 @@ def test_tensors_may_exceed_object_size_limit(tmp_path):
 @each_row("make", [os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), os.mkdir])
 def test_only_regular_files_are_loaded(tmp_path, make):
     make(tmp_path / "common.pt")
-    with nothing_runs(), pytest.raises(OSError):
+    with restricted_unpickling(), pytest.raises(OSError):
         torch.load(tmp_path / "common.pt", weights_only=True)
 
 
@@ -271,6 +271,6 @@ def test_stock_checkpoint_contents_are_loaded(tmp_path):
     state = {"args": flags, "iteration": 3, "rng": [torch.get_rng_state()], "half": torch.ones(3, dtype=torch.bfloat16)}
     torch.save(state, tmp_path / "common.pt")
     register_safe_globals()
-    with nothing_runs():
+    with restricted_unpickling():
         loaded = torch.load(tmp_path / "common.pt")
     assert loaded["args"] == flags and loaded["half"].tolist() == [1, 1, 1]

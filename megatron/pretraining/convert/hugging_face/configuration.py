@@ -18,8 +18,8 @@ _SIZES = {  # keys by field of Megatron-LM's options
     "moe_router_topk": "num_experts_per_tok",
     "vocab_size": "vocab_size",
 }
-_MOST_LAYERS = 10_000
-_MOST = 1 << 40  # maximum of any size
+_MAX_LAYERS = 10_000
+_MAX = 1 << 40  # maximum of any size
 _LONGEST = 80  # characters of a value in a message
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ROPE = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
@@ -36,21 +36,21 @@ def key_missing(key: str) -> CheckpointError:
 def unsupported(key: str, value: object, why: str) -> CheckpointError:
     """Returns the error for a value that this program does not support."""
     return CheckpointError(
-        f"config.json has {key} {_written(value)}: {why}. Fix: convert a model that has another value, or correct it "
-        "if it is wrong",
+        f"config.json has {key} {_shortened_json(value)}: {why}. Fix: convert a model that has another value, or "
+        "correct it if it is wrong",
         code="config-value-unsupported",
     )
 
 
-def whole(config: Config, key: str, default: int | None = None, least: int = 1) -> int:
+def required_integer(config: Config, key: str, default: int | None = None, minimum: int = 1) -> int:
     """Returns an integer that is required unless it has a default."""
     value = config.get(key)
     if value is None:
         if default is None:
             raise key_missing(key)
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        raise unsupported(key, value, f"it must be an integer from {least} to {_MOST}")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX:
+        raise unsupported(key, value, f"it must be an integer from {minimum} to {_MAX}")
     return value
 
 
@@ -59,12 +59,12 @@ def required_number(config: Config, key: str, default: float | None = None) -> f
     value = default if config.get(key) is None else config[key]
     if value is None:
         raise key_missing(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MAX:
         raise unsupported(key, value, "it must be a number")
     return float(value)
 
 
-def yes(config: Config, key: str, default: bool) -> bool:
+def read_switch(config: Config, key: str, default: bool) -> bool:
     """Returns a switch; ``default`` applies if the key is absent."""
     value = default if config.get(key) is None else config[key]
     if not isinstance(value, bool):
@@ -72,9 +72,9 @@ def yes(config: Config, key: str, default: bool) -> bool:
     return value
 
 
-def only(config: Config, key: str, wanted: object, why: str) -> None:
+def require_only(config: Config, key: str, expected: object, why: str) -> None:
     """Raises CheckpointError unless a key is absent or has this value."""
-    if config.get(key) not in (None, wanted):
+    if config.get(key) not in (None, expected):
         raise unsupported(key, config[key], why)
 
 
@@ -94,22 +94,22 @@ def read_common_options(
         CheckpointError: the configuration is not supported.
     """
     _check(config)
-    values = LLAMA_LIKE | fixed | {field: whole(config, key) for field, key in _SIZES.items()}
+    values = LLAMA_LIKE | fixed | {field: required_integer(config, key) for field, key in _SIZES.items()}
     _layers(config)
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    groups = whole(config, "num_key_value_heads", heads)
+    groups = required_integer(config, "num_key_value_heads", heads)
     base, share = _rope(config, theta, partial)
     if share != fixed.get("rotary_percent", share):
         raise unsupported("partial_rotary_factor", share, "models of this family rotate all dimensions of a head")
     values |= dict(
-        kv_channels=whole(config, "head_dim", hidden // heads),
+        kv_channels=required_integer(config, "head_dim", hidden // heads),
         group_query_attention=groups != heads,
         num_query_groups=groups,
         num_experts=_experts(config, experts, values["num_layers"]),
         norm_epsilon=required_number(config, "rms_norm_eps"),
         rotary_base=base,
         rotary_percent=share,
-        untie_embeddings_and_output_weights=not yes(config, "tie_word_embeddings", False),
+        untie_embeddings_and_output_weights=not read_switch(config, "tie_word_embeddings", False),
         attention_dropout=required_number(config, "attention_dropout", 0.0),
         hidden_dropout=0.0,
     )
@@ -157,11 +157,11 @@ def softmax_router(config: Config, divided: bool) -> dict[str, Any]:
 
 def dense_and_sparse(config: Config) -> dict[str, Any]:
     """Returns the fields of dense layers and experts, from a list of dense layers and a step."""
-    step, layers = whole(config, "decoder_sparse_step", 1), range(_layers(config))
+    step, layers = required_integer(config, "decoder_sparse_step", 1), range(_layers(config))
     dense = {layer for layer in _items(config, "mlp_only_layers") if isinstance(layer, int)}
     return dict(
-        ffn_hidden_size=whole(config, "intermediate_size"),
-        moe_ffn_hidden_size=whole(config, "moe_intermediate_size"),
+        ffn_hidden_size=required_integer(config, "intermediate_size"),
+        moe_ffn_hidden_size=required_integer(config, "moe_intermediate_size"),
         moe_layer_freq=layer_freq([int(layer not in dense and (layer + 1) % step == 0) for layer in layers]),
     )
 
@@ -194,28 +194,28 @@ def no_windows(config: Config, switch: str | None = None) -> None:
     for kind in _items(config, "layer_types"):
         if kind != "full_attention":
             raise unsupported("layer_types", kind, why)
-    width = whole(config, "sliding_window", 0, least=0)
-    on = switch is None or yes(config, switch, False)
-    if on and 0 < width < whole(config, "max_position_embeddings"):
+    width = required_integer(config, "sliding_window", 0, minimum=0)
+    on = switch is None or read_switch(config, switch, False)
+    if on and 0 < width < required_integer(config, "max_position_embeddings"):
         raise unsupported("sliding_window", width, why)
 
 
 def _layers(config: Config) -> int:
-    layers = whole(config, "num_hidden_layers")
-    if layers > _MOST_LAYERS:
-        raise unsupported("num_hidden_layers", layers, f"at most {_MOST_LAYERS} are supported")
+    layers = required_integer(config, "num_hidden_layers")
+    if layers > _MAX_LAYERS:
+        raise unsupported("num_hidden_layers", layers, f"at most {_MAX_LAYERS} are supported")
     return layers
 
 
 def _experts(config: Config, key: str, layers: int) -> int:
     """Returns the number of experts, also from transformers' alternative keys: Qwen3-MoE has used two."""
-    said = {whole(config, one) for one in (key, *_EXPERTS) if config.get(one) is not None}
-    if len(said) > 1:
+    numbers = {required_integer(config, name) for name in (key, *_EXPERTS) if config.get(name) is not None}
+    if len(numbers) > 1:
         raise CheckpointError(
             f"config.json has different numbers of experts ({', '.join(_EXPERTS)}). Fix: drop one of them",
             code="config-contradictory",
         )
-    experts = said.pop() if said else whole(config, key)
+    experts = numbers.pop() if numbers else required_integer(config, key)
     if experts * layers > MAX_OPERATORS:
         raise unsupported(key, experts, f"at most {MAX_OPERATORS} experts in all layers are supported")
     return experts
@@ -224,10 +224,10 @@ def _experts(config: Config, key: str, layers: int) -> int:
 def _check(config: Config) -> None:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise unsupported("hidden_act", config["hidden_act"], "feed-forward layers must be gated by silu")
-    only(config, "quantization_config", None, "quantised weights are not supported, convert them first")
+    require_only(config, "quantization_config", None, "quantised weights are not supported, convert them first")
     why = "layers that predict further tokens (MTP) are not supported: set it to 0, and remove their weights"
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        only(config, key, 0, why)
+        require_only(config, key, 0, why)
 
 
 def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
@@ -239,16 +239,16 @@ def _rope(config: Config, theta: float, partial: float) -> tuple[int, float]:
             kind = name in ("type", "rope_type")
             if isinstance(value, dict) or name not in _ROPE or (kind and value != "default"):
                 raise unsupported(key, {name: value}, "scaled rotary frequencies are not supported")
-    places = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
+    sections = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, config
     values = []
     for key, default in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        said = {required_number(of, key) for of in places if of.get(key) is not None}
-        if len(said) > 1:
+        values_of_key = {required_number(section, key) for section in sections if section.get(key) is not None}
+        if len(values_of_key) > 1:
             raise CheckpointError(
                 f"config.json has {key} twice, with different values. Fix: drop one of them",
                 code="config-contradictory",
             )
-        values.append(said.pop() if said else default)
+        values.append(values_of_key.pop() if values_of_key else default)
     base, share = values
     if not base.is_integer():
         raise unsupported("rope_theta", base, "only integers are supported")
@@ -262,6 +262,6 @@ def _items(config: Config, key: str) -> list:
     return value or []
 
 
-def _written(value: object) -> str:
+def _shortened_json(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -24,7 +24,7 @@ import numpy
 import torch
 import yaml
 
-from megatron.pretraining.convert.contents import DTYPE_NAMES, DTYPES, check_whole, describe_unverified
+from megatron.pretraining.convert.contents import DTYPE_NAMES, DTYPES, check_complete, describe_unverified
 from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.hugging_face import CONFIG
 from megatron.pretraining.convert.hugging_face.families import family_for, family_named, family_of
@@ -65,7 +65,7 @@ from moc.store.manifest import compute_digest
 
 CONVERSION = "conversion.json"
 FORMAT = "moc-megatron conversion 1"
-_MOST_STAGING = 100  # attempts, since other users can create directories with these names
+_MAX_STAGING = 100  # attempts, since other users can create directories with these names
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}  # names in config.json
 
 _HERE = "megatron.pretraining.convert.hugging_face"
@@ -96,16 +96,16 @@ class Description:
 
 
 def write_directory(
-    model: Exported, about: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
+    model: Exported, description: Description, output: Path, file_bytes: int, verify: bool, advance: Advance
 ) -> list[str]:
     """Writes a model for transformers; ``output`` appears only when it is complete.
 
     Args:
         model: the tensors.
-        about: their metadata.
+        description: their metadata.
         output: the directory, which must not exist or be empty.
         file_bytes: size that starts the next file.
-        verify: read everything again, and compare all bits with the source, before publishing.
+        verify: read all files again and compare all bits with the source before the rename.
         advance: called with the number of bytes written and of bytes compared.
 
     Returns:
@@ -115,28 +115,28 @@ def write_directory(
         CheckpointError: ``output`` exists and is not empty, or the source cannot be read.
     """
     refuse_existing(output)
-    with _staged(output) as staging:
+    with _staging_directory(output) as staging:
         files, tensors = {}, {}
         planned = shards(model.tensors, file_bytes)
         for name, part in planned.items():
-            files[name], digests = write_file(staging / name, part, _counted(model, advance))
+            files[name], digests = write_file(staging / name, part, _counted_blocks(model, advance))
             tensors |= digests
         if list(planned) != [ONE_FILE]:
             total = sum(tensor.nbytes for tensor in model.tensors)
             where = {tensor.name: name for name, part in planned.items() for tensor in part}
             _write(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-        generation, notes = write_tokenizer(about.tokenizer, staging)
-        generation = about.generation or generation
+        generation, notes = write_tokenizer(description.tokenizer, staging)
+        generation = description.generation or generation
         dtype = _DTYPES[model.dtype]
-        _write(staging / CONFIG, {**about.config, **generation.special, "dtype": dtype, "torch_dtype": dtype})
+        _write(staging / CONFIG, {**description.config, **generation.special, "dtype": dtype, "torch_dtype": dtype})
         if generation.settings is not None:
             _write(staging / GENERATION, generation.settings)
         if verify:
             compare_directory(model, staging, advance)
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             files.setdefault(str(path.relative_to(staging)), dense_files.describe_file(path))
-        said = {"format": FORMAT, "source": dict(about.source), "files": files, "tensors": tensors}
-        write_durably(staging / CONVERSION, json.dumps(said, indent=1))
+        record = {"format": FORMAT, "source": dict(description.source), "files": files, "tensors": tensors}
+        write_durably(staging / CONVERSION, json.dumps(record, indent=1))
         sync_directory(staging)
         os.rename(staging, output)
         sync_directory(output.parent)
@@ -155,7 +155,7 @@ def refuse_existing(output: Path) -> None:
 def compare_directory(model: Exported, directory: Path, advance: Advance) -> None:
     """Reads a directory again; raises CheckpointError unless all of its tensors have the source's bits."""
     stored = read_directory(directory)
-    model.names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
+    model.names.check_theirs({name: location.tensor.shape for name, location in stored.items()})
     for tensor in model.tensors:
         if stored[tensor.name].tensor != tensor:
             raise CheckpointError(
@@ -182,8 +182,8 @@ def check_conversion_hashes(directory: Path, advance: Advance) -> None:
     """
     if not (directory / CONVERSION).is_file():
         return
-    said = read_json(directory / CONVERSION)
-    if said.get("format") != FORMAT or not isinstance(files := said.get("files"), dict):
+    record = read_json(directory / CONVERSION)
+    if record.get("format") != FORMAT or not isinstance(files := record.get("files"), dict):
         raise CheckpointError(
             f"{directory / CONVERSION} is not of this program. Fix: remove it, if you know where it is from",
             code="conversion-record-foreign",
@@ -197,7 +197,7 @@ def check_conversion_hashes(directory: Path, advance: Advance) -> None:
         advance(entry["bytes"])
 
 
-def _counted(model: Exported, advance: Advance):
+def _counted_blocks(model: Exported, advance: Advance):
     def blocks(tensor) -> Iterator[torch.Tensor]:
         for values in model.blocks(tensor):
             yield values
@@ -211,13 +211,13 @@ def _write(path: Path, content: Mapping) -> None:
 
 
 @contextlib.contextmanager
-def _staged(output: Path) -> Iterator[Path]:
+def _staging_directory(output: Path) -> Iterator[Path]:
     """Yields an empty directory inside one that only this user can change, and removes it in the end.
 
     Also removes the files of a killed conversion.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    private, descriptor = _private(output)
+    private, descriptor = _lock_staging_directory(output)
     try:
         safe_directory.delete_contents(descriptor)
         staging = private / os.path.basename(os.path.realpath(output))
@@ -229,14 +229,14 @@ def _staged(output: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _private(output: Path) -> tuple[Path, int]:
+def _lock_staging_directory(output: Path) -> tuple[Path, int]:
     """Locks a directory of this user next to the output; returns it and its descriptor."""
-    for number in range(_MOST_STAGING):
+    for number in range(_MAX_STAGING):
         path = output.parent / f".{os.path.basename(os.path.realpath(output))}.incomplete{f'-{number}' * bool(number)}"
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        gone_or_theirs = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
-        with contextlib.ExitStack() as opened, gone_or_theirs:
+        skip_unusable = contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError)
+        with contextlib.ExitStack() as opened, skip_unusable:
             if path.is_symlink():
                 continue
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -261,7 +261,7 @@ def _private(output: Path) -> tuple[Path, int]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """Two models to compare.
 
     Attributes:
@@ -280,7 +280,7 @@ class Asked:
     trust: bool
 
 
-def compare_logits(asked: Asked) -> str:
+def compare_logits(comparison: Comparison) -> str:
     """Computes the difference between both models' logits on random tokens, as a sentence.
 
     Raises:
@@ -291,47 +291,54 @@ def compare_logits(asked: Asked) -> str:
             "--check-logits needs the package transformers. Fix: pip install transformers",
             code="package-missing",
         )
-    length = min(_SHAPE[1], asked.model["max_position_embeddings"])
-    tokens = numpy.random.default_rng(1).integers(0, asked.model["vocab_size"], (_SHAPE[0], length))
+    length = min(_SHAPE[1], comparison.model["max_position_embeddings"])
+    tokens = numpy.random.default_rng(1).integers(0, comparison.model["vocab_size"], (_SHAPE[0], length))
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         numpy.save(root / "tokens.npy", tokens)
-        ask = dict(source=str(asked.ours.resolve()), allow_stale=asked.allow_stale, trust=asked.trust,
-                   dtype=asked.dtype, model=dict(asked.model), tokens=str(root / "tokens.npy"),
-                   into=str(root / "ours.npy"))  # fmt: skip
-        (root / "asked.json").write_text(json.dumps(ask), encoding="utf-8")
-        _run("megatron_logits", str(root / "asked.json"))
-        _run("transformers_logits", str(asked.theirs.resolve()), str(root / "tokens.npy"), str(root / "theirs.npy"))
+        request = dict(
+            source=str(comparison.ours.resolve()),
+            allow_stale=comparison.allow_stale,
+            trust=comparison.trust,
+            dtype=comparison.dtype,
+            model=dict(comparison.model),
+            tokens=str(root / "tokens.npy"),
+            into=str(root / "ours.npy"),
+        )
+        (root / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        _run("megatron_logits", str(root / "request.json"))
+        model = str(comparison.theirs.resolve())
+        _run("transformers_logits", model, str(root / "tokens.npy"), str(root / "theirs.npy"))
         ours, theirs = (numpy.load(root / f"{name}.npy") for name in ("ours", "theirs"))
-    return _judged(ours, theirs)
+    return _describe_difference(ours, theirs)
 
 
-def _judged(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
+def _describe_difference(ours: numpy.ndarray, theirs: numpy.ndarray) -> str:
     if ours.shape != theirs.shape:
         raise CheckpointError(
             f"our logits have the shape {ours.shape}, and the logits of transformers {theirs.shape}. Fix: convert "
             "again, and report the model if they still differ",
             code="logits-differ",
         )
-    apart, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
-    if not apart <= CLOSE * max(largest, 1.0):  # the comparison is false for NaNs
+    difference, largest = float(numpy.abs(ours - theirs).max()), float(numpy.abs(theirs).max())
+    if not difference <= CLOSE * max(largest, 1.0):  # the comparison is false for NaNs
         raise CheckpointError(
-            f"the models differ: their logits are up to {apart:.2g} apart, and the largest is {largest:.2g}. Fix: "
+            f"the models differ: their logits are up to {difference:.2g} apart, and the largest is {largest:.2g}. Fix: "
             "compare the files that were written, which stay, and do not use them",
             code="logits-differ",
         )
-    return f"logits are at most {apart:.1e} apart, of {largest:.2g} (fp32, {ours.shape[0] * ours.shape[1]} tokens)"
+    return f"logits are at most {difference:.1e} apart, of {largest:.2g} (fp32, {ours.shape[0] * ours.shape[1]} tokens)"
 
 
 def _run(module: str, *arguments: str) -> None:
-    done = subprocess.run(
+    process = subprocess.run(
         child_processes.module_command(f"{_HERE}.{module}", *arguments), capture_output=True, text=True
     )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        whose = "our model" if module == "megatron_logits" else "transformers"
+    if process.returncode != 0:
+        lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        model = "our model" if module == "megatron_logits" else "transformers"
         raise CheckpointError(
-            f"the logits of {whose} could not be computed: {lines[-1]}. Fix: install the packages that the line "
+            f"the logits of {model} could not be computed: {lines[-1]}. Fix: install the packages that the line "
             "names, or drop --check-logits",
             code="logits-not-computed",
         )
@@ -348,23 +355,25 @@ def export(directory: Path, args: argparse.Namespace, replayed: bool = False) ->
         contents = contents_of(directory, args.allow_stale, args.trust, advance=advance)
     remark = describe_unverified(contents, directory)
     state = contents.facts.state
-    said = args.dtype or state.get("params_dtype")
-    dtype = DTYPES.get(said or "")
+    dtype_name = args.dtype or state.get("params_dtype")
+    dtype = DTYPES.get(dtype_name or "")
     weights = weights_of(contents, dtype)
-    check_whole(weights)
+    check_complete(weights)
     flags = args.flags if replayed or not state.get("model") else _refuse_flags(args.flags)
     model, tokenizer = recorded(state, flags, directory)
     family = family_named(args.family) if args.family else family_for(model)
     config = family.config_of(model)
     exported = Exported(weights, name_map(model, family), dtype)
     total = sum(tensor.nbytes for tensor in exported.tensors)
-    about = Description(config, tokenizer, _source(directory, contents.facts.iteration), recorded_generation(state))
+    description = Description(
+        config, tokenizer, _source(directory, contents.facts.iteration), recorded_generation(state)
+    )
     size = (args.max_file_size or _EXPORT_FILE_MB) * 10**6
     with progress(total * (2 if args.verify else 1), "converting") as advance:
-        notes = write_directory(exported, about, args.output, size, args.verify, advance)
+        notes = write_directory(exported, description, args.output, size, args.verify, advance)
     print_lines(*notes, *filter(None, [remark]), error=True)
     if args.check_logits:
-        print_lines(compare_logits(Asked(directory, args.output, model, said, args.allow_stale, args.trust)))
+        print_lines(compare_logits(Comparison(directory, args.output, model, dtype_name, args.allow_stale, args.trust)))
     return args.output
 
 
@@ -378,14 +387,14 @@ def _refuse_flags(flags: list[str]) -> list[str]:
 
 
 def _source(directory: Path, iteration: int) -> Mapping[str, object]:
-    said = {"name": directory.resolve().name, "iteration": iteration}
+    source = {"name": directory.resolve().name, "iteration": iteration}
     with contextlib.suppress(FileNotFoundError):
-        return said | {
+        return source | {
             "manifest_xxh3_128": compute_digest(
                 SafeDirectory(directory).read(MANIFEST, safe_directory.MAX_MANIFEST_BYTES)
             )
         }
-    return said
+    return source
 
 
 def import_directory(args: argparse.Namespace) -> Path:
@@ -427,12 +436,12 @@ def import_directory(args: argparse.Namespace) -> Path:
             contents, args.output, 1, DTYPES[dtype], (args.max_file_size or _IMPORT_FILE_MB) * 10**6, advance
         )
         if args.verify:
-            _compare(contents, DenseContents(written), advance)
+            _compare_written(contents, DenseContents(written), advance)
     values = recipe(model, dtype, tokenizer)
     write_durably(recipe_file, yaml.safe_dump(decode.parse(json.dumps(values)), sort_keys=False))
     if args.check_logits:
-        print_lines(compare_logits(Asked(written, source, contents.facts.state["model"], dtype, False, False)))
-    print_lines(*_told(args.output, recipe_file, model["vocab_size"]))
+        print_lines(compare_logits(Comparison(written, source, contents.facts.state["model"], dtype, False, False)))
+    print_lines(*_next_steps(args.output, recipe_file, model["vocab_size"]))
     return written
 
 
@@ -443,10 +452,11 @@ def _tokenizer(source: Path, rows: int) -> dict[str, Any]:
     return dict(tokenizer_type="NullTokenizer", vocab_size=rows)
 
 
-def _compare(contents: Imported, written: DenseContents, advance: Advance) -> None:
+def _compare_written(contents: Imported, written: DenseContents, advance: Advance) -> None:
     for tensor in contents.tensors:
-        one, other = (of.read(tensor.name, PARAM, tensor.region) for of in (contents, written))
-        if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8)):
+        source, copied = (reader.read(tensor.name, PARAM, tensor.region) for reader in (contents, written))
+        same_bits = torch.equal(source.view(torch.uint8), copied.contiguous().view(torch.uint8))
+        if source.dtype != copied.dtype or not same_bits:
             raise CheckpointError(
                 f"{tensor.name} was read back with other bits. Fix: remove iter_0000000, and write to another disk",
                 code="written-bits-differ",
@@ -454,7 +464,7 @@ def _compare(contents: Imported, written: DenseContents, advance: Advance) -> No
         advance(tensor.nbytes)
 
 
-def _told(root: Path, recipe_file: Path, rows: int) -> list[str]:
+def _next_steps(root: Path, recipe_file: Path, rows: int) -> list[str]:
     load, config = shlex.quote(str(root)), shlex.quote(str(recipe_file))
     return [
         f"to train: python pretrain_gpt_moe.py --config {config} --load {load} --finetune --save NEW_DIRECTORY ...",

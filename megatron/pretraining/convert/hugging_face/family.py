@@ -169,33 +169,34 @@ def described_model(model: Model) -> Described:
     Raises:
         CheckpointError: values are missing or contradict each other, or no family supports an option.
     """
-    given = {name: value for name, value in model.items() if value is not None}
-    given.setdefault("norm_epsilon", given.get("layernorm_epsilon", 1e-5))  # Megatron-LM's argument for --norm-epsilon
-    if given.get("qk_layernorm_full_width"):  # option of an earlier version
-        given["spec"] = FULL_WIDTH
+    values = {name: value for name, value in model.items() if value is not None}
+    # Megatron-LM's argument for --norm-epsilon
+    values.setdefault("norm_epsilon", values.get("layernorm_epsilon", 1e-5))
+    if values.get("qk_layernorm_full_width"):  # option of an earlier version
+        values["spec"] = FULL_WIDTH
     for name, usual in _OF_NO_FAMILY.items():
-        if (value := given.get(name)) not in (usual, None, False):
+        if (value := values.get(name)) not in (usual, None, False):
             _refuse(True, f"no family can express --{name.replace('_', '-')} {str(value)[:80]}")
     try:
-        made = decode.convert(_derived(given), Described)
-        layers = len(made.expert_layers)
-        if layers != made.num_layers:
-            raise ValueError(f"it has {made.num_layers} layers, and its moe_layer_freq lists {layers}")
+        described = decode.convert(_derived(values), Described)
+        layers = len(described.expert_layers)
+        if layers != described.num_layers:
+            raise ValueError(f"it has {described.num_layers} layers, and its moe_layer_freq lists {layers}")
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"the model that the checkpoint describes is none: {error}. Fix: correct its description, or convert "
             "another checkpoint",
             code="model-description-invalid",
         ) from None
-    return made
+    return described
 
 
 def check_options(name: str, model: Described, fixed: dict[str, Any]) -> None:
     """Raises CheckpointError unless the model's options have the values that all models of a family share."""
     _refuse(not any(model.expert_layers), f"{name} has experts, and a model without --num-experts has none")
-    for option, wanted in ({"spec": None} | LLAMA_LIKE | fixed).items():
-        there = getattr(model, option)
-        _refuse(there != wanted, f"{name} cannot express {_spelled(option, there, wanted)}")
+    for option, expected in ({"spec": None} | LLAMA_LIKE | fixed).items():
+        value = getattr(model, option)
+        _refuse(value != expected, f"{name} cannot express {_describe_option(option, value, expected)}")
     balancing = model.moe_router_load_balancing_type
     _refuse(
         "sinkhorn" in ((balancing,) if isinstance(balancing, str) else balancing),
@@ -213,19 +214,19 @@ def _refuse(wrong: object, sentence: str) -> None:
         raise CheckpointError(f"{sentence}. Fix: choose another --family", code="family-cannot-express")
 
 
-def _spelled(option: str, there: object, wanted: object) -> str:
+def _describe_option(option: str, value: object, expected: object) -> str:
     if option == "add_bias_linear":
-        return f"a model {'without' if there else 'with'} --disable-bias-linear"
+        return f"a model {'without' if value else 'with'} --disable-bias-linear"
     spelling = f"--{option.replace('_', '-')}"
-    if isinstance(there, bool):
-        return f"a model {'with' if there else 'without'} {spelling}"
-    there, wanted = (" ".join(one) if isinstance(one, tuple) else one for one in (there, wanted))
-    return f"{spelling} {there}{'' if wanted is None else f', only {wanted}'}"
+    if isinstance(value, bool):
+        return f"a model {'with' if value else 'without'} {spelling}"
+    value, expected = (" ".join(part) if isinstance(part, tuple) else part for part in (value, expected))
+    return f"{spelling} {value}{'' if expected is None else f', only {expected}'}"
 
 
-def _derived(given: Mapping[str, Any]) -> dict[str, Any]:
+def _derived(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fills in widths; drops options without effect: a factor of one, and groups that are all selected."""
-    values = dict(given)
+    values = dict(options)
     hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if "kv_channels" not in values and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         values["kv_channels"] = hidden // heads

@@ -65,10 +65,10 @@ class TensorLocation:
         return values.view(count, *tensor.shape[1:])
 
 
-def read_json(path: Path, most: int = safe_directory.MAX_MANIFEST_BYTES) -> Mapping:
-    """Reads the object in a file of at most ``most`` bytes; raises CheckpointError if there is none."""
+def read_json(path: Path, max_bytes: int = safe_directory.MAX_MANIFEST_BYTES) -> Mapping:
+    """Reads the object in a file of at most ``max_bytes`` bytes; raises CheckpointError if there is none."""
     try:
-        return decode.require_object(decode.parse(SafeDirectory(path.parent).read(path.name, most)), "it")
+        return decode.require_object(decode.parse(SafeDirectory(path.parent).read(path.name, max_bytes)), "it")
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}). Fix: correct its permissions, or download it again",
@@ -87,11 +87,11 @@ def read_directory(directory: Path) -> dict[str, TensorLocation]:
     Raises:
         CheckpointError: it has no tensors, has pickles, or its files are damaged or contradict the index.
     """
-    found: dict[str, TensorLocation] = {}
+    locations: dict[str, TensorLocation] = {}
     index = _index(directory)
     for file in sorted(set(index.values())) if index is not None else [ONE_FILE]:
         for name, stored in _read_file(directory / file).items():
-            if name in found:
+            if name in locations:
                 raise CheckpointError(
                     f"{name} is in two files of {directory}. Fix: remove one of them",
                     code="weights-index-wrong",
@@ -101,14 +101,14 @@ def read_directory(directory: Path) -> dict[str, TensorLocation]:
                     f"{directory / INDEX} does not place {name} in {file}. Fix: download the file and the index again",
                     code="weights-index-wrong",
                 )
-            found[name] = stored
-    if lacking := [name for name in index or () if name not in found]:
+            locations[name] = stored
+    if missing := [name for name in index or () if name not in locations]:
         raise CheckpointError(
-            f"{lacking[0]} is not in {directory / (index or {})[lacking[0]]}, where the index places it. Fix: "
+            f"{missing[0]} is not in {directory / (index or {})[missing[0]]}, where the index places it. Fix: "
             "download the file and the index again",
             code="weights-index-wrong",
         )
-    return found
+    return locations
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _read_file(path: Path) -> dict[str, TensorLocation]:
         tensors, _, begin = header.read_header(blob.size, blob.read)
         header.check_spans(tensors.values(), blob.size - begin, allows_slack=False)
         return {
-            decode.require_name(name, "a tensor"): _stored(blob, begin, name, about) for name, about in tensors.items()
+            decode.require_name(name, "a tensor"): _stored(blob, begin, name, stored_tensor)
+            for name, stored_tensor in tensors.items()
         }
     except OSError as error:
         raise CheckpointError(
@@ -162,10 +163,13 @@ def _read_file(path: Path) -> dict[str, TensorLocation]:
         ) from None
 
 
-def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) -> TensorLocation:
-    if about.dtype not in _DTYPES:
-        raise ValueError(f"{name} is of dtype {short_repr(about.dtype)}, and only {', '.join(_DTYPES)} can be read")
-    tensor, (start, stop) = TensorSpec(name, about.shape, _DTYPES[about.dtype]), about.data_offsets
+def _stored(blob: LocalBlob, begin: int, name: str, stored_tensor: header.StoredTensor) -> TensorLocation:
+    if stored_tensor.dtype not in _DTYPES:
+        raise ValueError(
+            f"{name} is of dtype {short_repr(stored_tensor.dtype)}, and only {', '.join(_DTYPES)} can be read"
+        )
+    tensor = TensorSpec(name, stored_tensor.shape, _DTYPES[stored_tensor.dtype])
+    start, stop = stored_tensor.data_offsets
     if stop - start != tensor.nbytes:
         raise ValueError(f"{name} must have {shorten(f'{tensor.nbytes:,}')} bytes, and has {stop - start:,}")
     return TensorLocation(tensor, blob, begin + start)
@@ -174,13 +178,13 @@ def _stored(blob: LocalBlob, begin: int, name: str, about: header.StoredTensor) 
 def shards(tensors: Iterable[TensorSpec], file_bytes: int) -> dict[str, list[TensorSpec]]:
     """Assigns tensors to files in order; a file starts where the previous one would exceed its size."""
     files: list[list[TensorSpec]] = []
-    room = 0
+    remaining_bytes = 0
     for tensor in tensors:
-        if not files or tensor.nbytes > room:
+        if not files or tensor.nbytes > remaining_bytes:
             files.append([])
-            room = file_bytes
+            remaining_bytes = file_bytes
         files[-1].append(tensor)
-        room -= tensor.nbytes
+        remaining_bytes -= tensor.nbytes
     if len(files) == 1:
         return {ONE_FILE: files[0]}
     return {f"model-{number:05d}-of-{len(files):05d}.safetensors": part for number, part in enumerate(files, 1)}
@@ -199,22 +203,22 @@ def write_file(
     Returns:
         Size and xxh3-128 of the file, and the xxh3-128 of each tensor.
     """
-    ordered, digests, whole = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), {}, xxhash.xxh3_128()
+    ordered, digests, file_digest = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), {}, xxhash.xxh3_128()
     with open(path, "xb") as file:
         header = _header(ordered)
         file.write(header)
-        whole.update(header)
+        file_digest.update(header)
         for tensor in ordered:
-            one = xxhash.xxh3_128()
+            tensor_digest = xxhash.xxh3_128()
             for values in blocks(tensor):
                 data = tensor_bytes(values)
                 file.write(data)
-                one.update(data)
-                whole.update(data)
-            digests[tensor.name] = one.hexdigest()
+                tensor_digest.update(data)
+                file_digest.update(data)
+            digests[tensor.name] = tensor_digest.hexdigest()
         file.flush()
         os.fsync(file.fileno())
-        return {"bytes": file.tell(), "xxh3_128": whole.hexdigest()}, digests
+        return {"bytes": file.tell(), "xxh3_128": file_digest.hexdigest()}, digests
 
 
 def _header(tensors: Iterable[TensorSpec]) -> bytes:

@@ -23,7 +23,7 @@ from megatron.training.argument_utils import (  # noqa: E402
 )
 from torch.distributed import HashStore  # noqa: E402  # pyright: ignore[reportPrivateImportUsage]  # not in __all__
 
-from megatron.pretraining.convert.contents import DTYPES, ConvertedState, whole_of  # noqa: E402
+from megatron.pretraining.convert.contents import DTYPES, ConvertedState, complete_bounds  # noqa: E402
 from megatron.pretraining.convert.hugging_face.model_record import run_configuration  # noqa: E402
 from megatron.pretraining.convert.snapshot import contents_of, weights_of  # noqa: E402
 from megatron.pretraining.entry.offline import kept_environment  # noqa: E402
@@ -38,16 +38,16 @@ from moc.files.safe_directory import MAX_SMALL_FILE_BYTES, SafeDirectory  # noqa
 from moc.state.operators import is_module_state  # noqa: E402
 
 
-def main(asked: str) -> int:
+def main(request_file: str) -> int:
     """Writes the logits requested by a file of :mod:`logits`, fp32 of shape (sequences, tokens, vocabulary)."""
-    ask = parse(SafeDirectory(Path(asked).parent).read(Path(asked).name, MAX_SMALL_FILE_BYTES))
-    contents = contents_of(Path(ask["source"]), ask["allow_stale"], ask["trust"])
-    weights = weights_of(contents, DTYPES.get(ask["dtype"] or ""))
-    tokens = torch.from_numpy(numpy.load(ask["tokens"]))
+    request = parse(SafeDirectory(Path(request_file).parent).read(Path(request_file).name, MAX_SMALL_FILE_BYTES))
+    contents = contents_of(Path(request["source"]), request["allow_stale"], request["trust"])
+    weights = weights_of(contents, DTYPES.get(request["dtype"] or ""))
+    tokens = torch.from_numpy(numpy.load(request["tokens"]))
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    numpy.save(ask["into"], _logits(ask["model"], weights, tokens, DTYPES.get(ask["dtype"] or "")))
+    numpy.save(request["into"], _logits(request["model"], weights, tokens, DTYPES.get(request["dtype"] or "")))
     dist.destroy_process_group()
     return 0
 
@@ -57,13 +57,13 @@ def _logits(
 ) -> numpy.ndarray:
     length = tokens.shape[1]
     model = built(run_configuration(values, length), values["vocab_size"]).eval()
-    pieces = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
-    there = {entry.name: entry for entry in weights.tensors}
+    piece_lists = (unpartitioned_parameters(model) | unpartitioned_buffers(model)).values()
+    entries = {entry.name: entry for entry in weights.tensors}
     with torch.no_grad():
-        for piece in (piece for held in pieces for piece in held):
-            into, entry = piece.view.view(piece.region.shape), there[piece.name]
-            box = whole_of(into.shape)  # excludes the embedding's padding
-            read = weights.read(entry.name, entry.slot, box)
+        for piece in (piece for pieces in piece_lists for piece in pieces):
+            into, entry = piece.view.view(piece.region.shape), entries[piece.name]
+            bounds = complete_bounds(into.shape)  # excludes the embedding's padding
+            read = weights.read(entry.name, entry.slot, bounds)
             into.copy_(read if rounded is None or is_module_state(entry.name) else read.to(rounded))
         positions = torch.arange(length)[None].expand(len(tokens), -1)
         later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of
+from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, complete_bounds
 from megatron.pretraining.convert.hugging_face.family import FULL_WIDTH, Described, Family, described_model
 from megatron.pretraining.convert.hugging_face.files import TensorLocation, TensorSpec
 from moc.inspect.coverage import PARAM, operator_or_other
@@ -28,7 +28,7 @@ Shapes = Mapping[str, Shape]
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _NORM, _NORM_OF_EXPERTS = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 _DERIVED = re.compile(r"(?:.+\.)?rotary_emb\.inv_freq")  # in files of old versions; a function of the configuration
-_TOLD = 3  # maximum names in a message
+_MAX_LISTED = 3  # maximum names in a message
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class NameMap:
 
     def of_ours(self) -> dict[str, list[Pair]]:
         """Returns the pairs by this program's name."""
-        found: dict[str, list[Pair]] = {}
+        pairs_of: dict[str, list[Pair]] = {}
         for pair in self.pairs:
-            found.setdefault(pair.ours, []).append(pair)
-        return found
+            pairs_of.setdefault(pair.ours, []).append(pair)
+        return pairs_of
 
     def their_shapes(self) -> dict[str, Shape]:
         """Returns the shapes of all transformers' tensors by name, in the order of the forward pass."""
@@ -90,60 +90,60 @@ class NameMap:
         Raises:
             CheckpointError: one of the checkpoint's tensors is missing, superfluous, or has another shape.
         """
-        pairs = tuple(replace(pair, ours=_named(pair.ours, shapes)) for pair in self.pairs)
-        wanted = {pair.ours: pair.our_shape for pair in pairs}
-        _check_names(wanted, shapes, "the checkpoint", "the flags of its model")
-        for name, shape in wanted.items():
-            there = shapes[name]
-            padded = name in (_EMBEDDING, _OUTPUT) and there[1:] == shape[1:] and there[0] >= shape[0]
-            if there != shape and not padded:
+        pairs = tuple(replace(pair, ours=_existing_name(pair.ours, shapes)) for pair in self.pairs)
+        expected = {pair.ours: pair.our_shape for pair in pairs}
+        _check_names(expected, shapes, "the checkpoint", "the flags of its model")
+        for name, shape in expected.items():
+            stored_shape = shapes[name]
+            padded = name in (_EMBEDDING, _OUTPUT) and stored_shape[1:] == shape[1:] and stored_shape[0] >= shape[0]
+            if stored_shape != shape and not padded:
                 raise CheckpointError(
-                    f"{name} has the shape {list(there)} in the checkpoint, and {list(shape)} by the flags of its "
-                    "model. Fix: give the flags that the model was trained with",
+                    f"{name} has the shape {list(stored_shape)} in the checkpoint, and {list(shape)} by the flags of "
+                    "its model. Fix: give the flags that the model was trained with",
                     code="tensor-shape-wrong",
                 )
         return replace(self, pairs=pairs)
 
     def check_theirs(self, shapes: Shapes) -> None:
         """Raises CheckpointError if one of transformers' tensors is missing, superfluous, or has another shape."""
-        there = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
-        wanted = self.their_shapes()
-        _check_names(wanted, there, "the directory", "config.json")
-        for name, shape in wanted.items():
-            if there[name] != shape:
+        stored_shapes = {name: shape for name, shape in shapes.items() if not _DERIVED.fullmatch(name)}
+        expected = self.their_shapes()
+        _check_names(expected, stored_shapes, "the directory", "config.json")
+        for name, shape in expected.items():
+            if stored_shapes[name] != shape:
                 raise CheckpointError(
-                    f"{name} has the shape {list(there[name])} in the directory, and {list(shape)} by config.json. "
-                    "Fix: correct config.json, or download the files again",
+                    f"{name} has the shape {list(stored_shapes[name])} in the directory, and {list(shape)} by "
+                    "config.json. Fix: correct config.json, or download the files again",
                     code="tensor-shape-wrong",
                 )
 
 
 def name_map(model: Mapping[str, Any], family: Family) -> NameMap:
     """Returns the tensors of a model, here and in a family; raises CheckpointError if the model is invalid."""
-    ours = described_model(model)
-    pairs, zeros = _pairs(ours, family), {}
-    for layer in (layer for layer, experts in enumerate(ours.expert_layers) if experts):
-        zeros |= _zeros(ours, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
+    described = described_model(model)
+    pairs, zeros = _pairs(described, family), {}
+    for layer in (layer for layer, experts in enumerate(described.expert_layers) if experts):
+        zeros |= _zeros(described, family, f"model.layers.{layer}.{family.moe}", family.shared_width(model))
     return NameMap(tuple(pairs), zeros)
 
 
 def _pairs(model: Described, family: Family) -> Iterator[Pair]:
     words = (model.vocab_size, model.hidden_size)
-    yield _same(_EMBEDDING, "model.embed_tokens.weight", words)
+    yield _equal_pair(_EMBEDDING, "model.embed_tokens.weight", words)
     for layer, experts in enumerate(model.expert_layers):
         for pair in (*_attention(model), *(_experts(model, family) if experts else _dense(model))):
             yield replace(
                 pair, ours=f"decoder.layers.{layer}.{pair.ours}", theirs=f"model.layers.{layer}.{pair.theirs}"
             )
-    yield _same("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
+    yield _equal_pair("decoder.final_layernorm.weight", "model.norm.weight", words[1:])
     if model.untie_embeddings_and_output_weights:
-        yield _same(_OUTPUT, "lm_head.weight", words)
+        yield _equal_pair(_OUTPUT, "lm_head.weight", words)
 
 
 def _attention(model: Described) -> Iterator[Pair]:
     hidden, width = model.hidden_size, model.kv_channels
     heads, groups = model.num_attention_heads, model.num_query_groups
-    yield _same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
+    yield _equal_pair("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (hidden,))
     yield from _queries_keys_values("weight", heads, groups, width, (hidden,))
     if model.add_qkv_bias:
         yield from _queries_keys_values("bias", heads, groups, width, ())
@@ -151,19 +151,19 @@ def _attention(model: Described) -> Iterator[Pair]:
         full = model.spec == FULL_WIDTH
         for kind, number in (("q", heads), ("k", groups)):
             shape = (number * width if full else width,)
-            yield _same(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
-    yield _same("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * width))
-    yield _same(_NORM, "post_attention_layernorm.weight", (hidden,))
+            yield _equal_pair(f"self_attention.{kind}_layernorm.weight", f"self_attn.{kind}_norm.weight", shape)
+    yield _equal_pair("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, heads * width))
+    yield _equal_pair(_NORM, "post_attention_layernorm.weight", (hidden,))
 
 
-def _queries_keys_values(kind: str, heads: int, groups: int, width: int, rest: Shape) -> Iterator[Pair]:
+def _queries_keys_values(kind: str, heads: int, groups: int, width: int, trailing: Shape) -> Iterator[Pair]:
     """Yields the pairs of the joint matrix, whose rows are, for each group, its query heads, key and value."""
     ratio = heads // groups
     stride = (ratio + 2) * width
     for which, first, count in (("q", 0, ratio), ("k", ratio, 1), ("v", ratio + 1, 1)):
         rows = tuple(Rows(g * stride + first * width, g * count * width, count * width) for g in range(groups))
         ours, theirs = f"self_attention.linear_qkv.{kind}", f"self_attn.{which}_proj.{kind}"
-        yield Pair(ours, theirs, (groups * stride, *rest), (groups * count * width, *rest), rows)
+        yield Pair(ours, theirs, (groups * stride, *trailing), (groups * count * width, *trailing), rows)
 
 
 def _dense(model: Described) -> Iterator[Pair]:
@@ -173,9 +173,9 @@ def _dense(model: Described) -> Iterator[Pair]:
 def _experts(model: Described, family: Family) -> Iterator[Pair]:
     hidden, experts = model.hidden_size, model.num_experts
     assert experts is not None  # some layers have experts
-    yield _same("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
+    yield _equal_pair("mlp.router.weight", f"{family.moe}.gate.weight", (experts, hidden))
     if model.moe_router_enable_expert_bias:
-        yield _same("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
+        yield _equal_pair("mlp.router.expert_bias", f"{family.moe}.gate.e_score_correction_bias", (experts,))
     names = (family.gate, family.up, family.down)
     for expert in range(experts):
         ours, theirs = f"mlp.experts.experts.{expert}", f"{family.moe}.experts.{expert}"
@@ -186,7 +186,7 @@ def _experts(model: Described, family: Family) -> Iterator[Pair]:
         factor = family.ungated_down if doubled else 1.0
         yield from _gated("mlp.shared_experts", shared, _shared_names(family), model, model.shared, factor)
         if model.moe_shared_expert_gate:
-            yield _same("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
+            yield _equal_pair("mlp.shared_experts.gate_weight", f"{shared}_gate.weight", (1, hidden))
 
 
 def _shared_names(family: Family) -> tuple[str, str, str]:
@@ -199,9 +199,9 @@ def _gated(
     hidden = model.hidden_size
     assert width is not None
     gate, up, down = (f"{theirs}.{name}.weight" for name in names)
-    yield _same(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
-    yield _same(f"{ours}.linear_fc1.weight_v", up, (width, hidden))
-    yield replace(_same(f"{ours}.linear_fc2.weight", down, (hidden, width)), factor=factor)
+    yield _equal_pair(f"{ours}.linear_fc1.weight_w", gate, (width, hidden))
+    yield _equal_pair(f"{ours}.linear_fc1.weight_v", up, (width, hidden))
+    yield replace(_equal_pair(f"{ours}.linear_fc2.weight", down, (hidden, width)), factor=factor)
 
 
 def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[tuple[str, Shape]]:
@@ -220,38 +220,38 @@ def _zeros(model: Described, family: Family, moe: str, shared: int) -> Iterator[
         yield f"{moe}.{family.shared}_gate.weight", (1, hidden)
 
 
-def _same(ours: str, theirs: str, shape: Shape) -> Pair:
+def _equal_pair(ours: str, theirs: str, shape: Shape) -> Pair:
     return Pair(ours, theirs, shape, shape, (Rows(0, 0, shape[0]),))
 
 
-def _named(name: str, there: Shapes) -> str:
+def _existing_name(name: str, stored: Shapes) -> str:
     """Returns the existing name: local layers and Transformer Engine name the norm before experts differently."""
-    other = name.removesuffix(_NORM) + _NORM_OF_EXPERTS
-    return other if name.endswith(_NORM) and name not in there and other in there else name
+    alternative = name.removesuffix(_NORM) + _NORM_OF_EXPERTS
+    return alternative if name.endswith(_NORM) and name not in stored and alternative in stored else name
 
 
-def _check_names(wanted: Shapes, there: Shapes, where: str, by: str) -> None:
-    if missing := [name for name in wanted if name not in there]:
+def _check_names(expected: Shapes, stored: Shapes, where: str, by: str) -> None:
+    if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
-            f"{_listed(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
+            f"{_join_names(missing)} not in {where}, and must be by {by}. Fix: convert a complete model",
             code="tensor-missing",
         )
-    if strangers := [name for name in there if name not in wanted]:
+    if unexpected := [name for name in stored if name not in expected]:
         raise CheckpointError(
-            f"{_listed(strangers)} in {where}, and must not be by {by}. Fix: convert a model without them, or correct "
-            "its description",
+            f"{_join_names(unexpected)} in {where}, and must not be by {by}. Fix: convert a model without them, or "
+            "correct its description",
             code="tensor-unexpected",
         )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_TOLD])
-    others = f" and {len(names) - _TOLD} others" if len(names) > _TOLD else ""
-    return f"{shown}{others} {'is' if len(names) == 1 else 'are'}"
+def _join_names(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_LISTED])
+    remainder = f" and {len(names) - _MAX_LISTED} others" if len(names) > _MAX_LISTED else ""
+    return f"{shown}{remainder} {'is' if len(names) == 1 else 'are'}"
 
 
 _BLOCK = 64 << 20
-_HELD = 1 << 30  # bytes of a tensor that is cached for its later rows
+_MAX_CACHED_BYTES = 1 << 30  # bytes of a tensor that is cached for its later rows
 
 
 class Exported:
@@ -267,15 +267,15 @@ class Exported:
     """
 
     def __init__(self, weights: ConvertedState, names: NameMap, dtype: torch.dtype | None):
-        self._weights = _Held(weights)
+        self._weights = _CachedRows(weights)
         ours = {entry.name: entry for entry in weights.tensors}
         self.names = names.fitted({name: entry.global_shape for name, entry in ours.items()})
         self._pairs = {pair.theirs: pair for pair in self.names.pairs}
         self._dtypes = {pair.theirs: _dtype(pair.ours, ours[pair.ours].dtype, dtype) for pair in self.names.pairs}
-        most = dtype or most_common(self._dtypes.values())
-        self._dtypes |= {name: _dtype(name, most, None) for name in self.names.zeros}
+        common_dtype = dtype or most_common(self._dtypes.values())
+        self._dtypes |= {name: _dtype(name, common_dtype, None) for name in self.names.zeros}
         self.tensors = [TensorSpec(name, shape, self._dtypes[name]) for name, shape in _in_order(self.names).items()]
-        self.dtype = most
+        self.dtype = common_dtype
 
     def blocks(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
         """Yields the values of one of transformers' tensors, in parts, by rows."""
@@ -292,7 +292,7 @@ class Exported:
         if tensor.name not in self._pairs:
             return torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype)
         pair = self._pairs[tensor.name]
-        spans = _common(((r.theirs, r.ours, r.count) for r in pair.rows), first, count)
+        spans = _overlaps(((r.theirs, r.ours, r.count) for r in pair.rows), first, count)
         parts = [self._weights.rows(pair.ours, ours, number) for ours, number in spans]
         values = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(tensor.dtype)
         if pair.factor == 1:
@@ -320,7 +320,7 @@ class Imported(ConvertedState):
     """
 
     def __init__(self, stored: Mapping[str, TensorLocation], names: NameMap, dtype: torch.dtype | None, state: dict):
-        names.check_theirs({name: one.tensor.shape for name, one in stored.items()})
+        names.check_theirs({name: location.tensor.shape for name, location in stored.items()})
         self._stored, self._pairs = stored, names.of_ours()
         self.tensors = [self._entry(name, pairs, dtype) for name, pairs in self._pairs.items()]
         self._dtypes = {entry.name: entry.dtype for entry in self.tensors}
@@ -342,24 +342,24 @@ class Imported(ConvertedState):
         parts: dict[int, torch.Tensor] = {}
         for pair in self._pairs[name]:
             for r in pair.rows:
-                for theirs, number in _common([(r.ours, r.theirs, r.count)], region.offset[0], region.shape[0]):
+                for theirs, number in _overlaps([(r.ours, r.theirs, r.count)], region.offset[0], region.shape[0]):
                     values = self._stored[pair.theirs].rows(theirs, number).to(self._dtypes[name])
                     parts[r.ours] = values if pair.factor == 1 else values / pair.factor
-        whole = torch.cat([parts[start] for start in sorted(parts)])
-        return whole[(slice(None), *region.slices()[1:])].contiguous()
+        values = torch.cat([parts[start] for start in sorted(parts)])
+        return values[(slice(None), *region.slices()[1:])].contiguous()
 
     def _entry(self, name: str, pairs: list[Pair], dtype: torch.dtype | None) -> TensorBox:
-        there = {self._stored[pair.theirs].tensor.dtype for pair in pairs}
-        if len(there) > 1 and dtype is None:
+        dtypes = {self._stored[pair.theirs].tensor.dtype for pair in pairs}
+        if len(dtypes) > 1 and dtype is None:
             raise CheckpointError(
                 f"{' and '.join(p.theirs for p in pairs)} have several dtypes. Fix: pass --dtype",
                 code="dtype-missing",
             )
         shape = pairs[0].our_shape
-        return TensorBox(name, PARAM, shape, whole_of(shape), _dtype(name, there.pop(), dtype))
+        return TensorBox(name, PARAM, shape, complete_bounds(shape), _dtype(name, dtypes.pop(), dtype))
 
 
-class _Held:
+class _CachedRows:
     """Reads rows of weights; caches the last tensor unless it is huge."""
 
     def __init__(self, weights: ConvertedState):
@@ -370,7 +370,7 @@ class _Held:
     def rows(self, name: str, first: int, count: int) -> torch.Tensor:
         """Returns rows of a weight."""
         entry = self._entries[name]
-        if entry.nbytes > _HELD:
+        if entry.nbytes > _MAX_CACHED_BYTES:
             offset = (first, *(0 for _ in entry.global_shape[1:]))
             return self._weights.read(name, entry.slot, Region(offset, (count, *entry.global_shape[1:])))
         if name != self._name:
@@ -378,12 +378,12 @@ class _Held:
         return self._values[first : first + count]
 
 
-def _common(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
+def _overlaps(spans: Iterable[tuple[int, int, int]], first: int, count: int) -> Iterator[tuple[int, int]]:
     """Yields the overlaps of spans (start, other start, length) with a range, as (other start, length)."""
-    for start, elsewhere, length in spans:
+    for start, other_start, length in spans:
         low, high = max(first, start), min(first + count, start + length)
         if low < high:
-            yield elsewhere + low - start, high - low
+            yield other_start + low - start, high - low
 
 
 def most_common(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -391,10 +391,10 @@ def most_common(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     return Counter(dtypes).most_common(1)[0][0]
 
 
-def _dtype(name: str, there: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _dtype(name: str, stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     if is_module_state(name) or name.endswith("e_score_correction_bias"):
         return torch.float32
-    return wanted or there
+    return requested or stored
 
 
 def _in_order(names: NameMap) -> dict[str, tuple[int, ...]]:
@@ -402,6 +402,6 @@ def _in_order(names: NameMap) -> dict[str, tuple[int, ...]]:
     shapes, layers = names.their_shapes(), {}
     for name, shape in shapes.items():
         parts = name.split(".")
-        place = int(parts[2]) + 1 if parts[1] == "layers" else 0 if "embed" in name else len(shapes)
-        layers.setdefault(place, {})[name] = shape
-    return {name: shape for place in sorted(layers) for name, shape in layers[place].items()}
+        position = int(parts[2]) + 1 if parts[1] == "layers" else 0 if "embed" in name else len(shapes)
+        layers.setdefault(position, {})[name] = shape
+    return {name: shape for position in sorted(layers) for name, shape in layers[position].items()}

@@ -48,7 +48,7 @@ def attach() -> Any:
         )
         backend: Any = comm.comm.cdb
         # looked up in each call: while a replacement builds without peers, torch has a stand-in, which must not be kept
-        backend.all_gather_function = lambda **how: dist.all_gather_into_tensor(**how)
+        backend.all_gather_function = lambda **arguments: dist.all_gather_into_tensor(**arguments)
     return module
 
 

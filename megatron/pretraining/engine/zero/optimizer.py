@@ -43,20 +43,20 @@ class PartitionedGradients:
     def __init__(self, zero: Any, average_over: int):
         self._zero, self._average_over = zero, average_over
         self._groups = range(len(zero.bit16_groups))
-        self._begun = False
+        self._has_micro_batch = False
         self.partitions: list[torch.Tensor] = [self._memory(group) for group in self._groups]
 
     def begin_micro_batch(self) -> None:
         """Prepares for the hooks of the next backward; at stage 2, ends the previous micro batch."""
         zero = self._zero
-        if self._begun and not zero.partition_gradients:
+        if self._has_micro_batch and not zero.partition_gradients:
             return  # with a pipeline, forward passes precede the backward passes of others
-        if self._begun:
+        if self._has_micro_batch:
             self._end_micro_batch()
         zero.set_gradient_accumulation_boundary(False)
         zero.clear_backward_seen_flag()
         zero.enter_backward()
-        self._begun = True
+        self._has_micro_batch = True
 
     def reduce(self, tied: Iterable[torch.nn.Parameter] = (), peers: Any = None) -> None:
         """Reduces the remaining gradients into :attr:`partitions`; a collective call of data-parallel peers.
@@ -83,7 +83,7 @@ class PartitionedGradients:
         for group in self._groups:
             self._collect(group)
         self.scale(1.0 / self._average_over)
-        self._begun = False
+        self._has_micro_batch = False
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiplies all gradients."""
@@ -101,7 +101,7 @@ class PartitionedGradients:
             zero._offload_accumulated_param_ids.clear()
         for partition in self.partitions:
             partition.zero_()
-        self._begun = False
+        self._has_micro_batch = False
 
     def forget(self) -> None:
         """Clears the state of an interrupted backward or reduction in DeepSpeed's objects."""
@@ -189,7 +189,9 @@ class ZeroOptimizer(FragmentedOptimizer):
         self.fragments = tuple(self._split())
         self._stages: Any = parallel_state.get_embedding_group(check_initialized=False)
         several = self._stages is not None and self._stages.size() > 1
-        self._tied = [one for one in chunk.parameters() if several and getattr(one, "shared_embedding", False)]
+        self._tied = [
+            parameter for parameter in chunk.parameters() if several and getattr(parameter, "shared_embedding", False)
+        ]
         self.starts = {fragment.parameter: fragment.start for fragment in self.fragments}
         chunk.reducer = self
 
@@ -205,10 +207,10 @@ class ZeroOptimizer(FragmentedOptimizer):
             for parameter, offset in zip(*order, strict=True):
                 begin, end = max(offset, first), min(offset + parameter.numel(), first + masters.numel())
                 if begin < end:
-                    mine = slice(begin - first, end - first)
-                    settings["params"].append(masters[mine])
+                    local_range = slice(begin - first, end - first)
+                    settings["params"].append(masters[local_range])
                     name = zero.param_names[parameter]
-                    yield ZeroFragment(name, parameter, begin - offset, settings["params"][-1], gradients[mine])
+                    yield ZeroFragment(name, parameter, begin - offset, settings["params"][-1], gradients[local_range])
 
     # gradients of the chunk: see :class:`megatron.pretraining.engine.zero.chunk.Reducing`
 
@@ -264,11 +266,11 @@ class ZeroOptimizer(FragmentedOptimizer):
                 summed.append(fragment.gradient)
         for gradients, divisor in ((summed, 1), (averaged, group.size())):
             if gradients:
-                together = torch.cat(gradients)  # each is 1-D
-                reduced = together.to(self.fragments[0].parameter.device)  # from the host, with offload
+                flat = torch.cat(gradients)  # each is 1-D
+                reduced = flat.to(self.fragments[0].parameter.device)  # from the host, with offload
                 dist.all_reduce(reduced, group=group)
-                together.copy_(reduced).div_(divisor)
-                for gradient, values in zip(gradients, together.split([one.numel() for one in gradients]), strict=True):
+                flat.copy_(reduced).div_(divisor)
+                for gradient, values in zip(gradients, flat.split([part.numel() for part in gradients]), strict=True):
                     gradient.copy_(values)
 
     # a megatron-core optimizer

@@ -6,7 +6,7 @@ import zlib
 
 import torch
 
-from megatron.pretraining.convert.contents import ConvertedState, Facts, whole_of
+from megatron.pretraining.convert.contents import ConvertedState, Facts, complete_bounds
 from moc.inspect.coverage import operator_or_other
 from moc.state.operators import Region
 from moc.store.shard_file import TensorBox
@@ -59,7 +59,7 @@ class Model(ConvertedState):
     def __init__(self, parameters=None, biased: bool = True, steps=None, **state):
         parameters = shapes() if parameters is None else parameters
         self.tensors = [
-            TensorBox(name, slot, shape, whole_of(shape), torch.float32)
+            TensorBox(name, slot, shape, complete_bounds(shape), torch.float32)
             for name, shape in parameters.items()
             for slot in SLOTS
         ]
@@ -67,7 +67,9 @@ class Model(ConvertedState):
             for name in parameters:
                 if name.endswith("router.weight"):
                     bias = name.replace("weight", "expert_bias")
-                    self.tensors.append(TensorBox(bias, "param", (EXPERTS,), whole_of((EXPERTS,)), torch.float32))
+                    self.tensors.append(
+                        TensorBox(bias, "param", (EXPERTS,), complete_bounds((EXPERTS,)), torch.float32)
+                    )
         self.facts = Facts(3, "full", {"world": 2}, STATE | state, 2)
         names = dict.fromkeys(operator_or_other(tensor.name) for tensor in self.tensors)
         self.operators = {name: ("full", (steps or {}).get(name, 2)) for name in names}

@@ -21,12 +21,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from megatron.pretraining.convert import program  # noqa: E402
-from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, whole_of  # noqa: E402
+from megatron.pretraining.convert.contents import COMPUTE, ConvertedState, Facts, complete_bounds  # noqa: E402
 from megatron.pretraining.convert.dense import DenseContents, write_dense  # noqa: E402
 from megatron.pretraining.convert.hugging_face import conversions, tensors  # noqa: E402
 from megatron.pretraining.convert.hugging_face.conversions import (  # noqa: E402
     Description,
-    _judged,
+    _describe_difference,
     write_directory,
 )
 from megatron.pretraining.convert.hugging_face.families import family_named  # noqa: E402
@@ -73,7 +73,7 @@ class Drawn(ConvertedState):
             values = torch.randn((PADDED if words else rows, *rest), generator=generator)
             self.values[name] = values if name.endswith("expert_bias") else values.to(dtype)
         self.tensors = [
-            TensorBox(name, "param", tuple(values.shape), whole_of(tuple(values.shape)), values.dtype)
+            TensorBox(name, "param", tuple(values.shape), complete_bounds(tuple(values.shape)), values.dtype)
             for name, values in self.values.items()
         ]
         self.operators = {operator_or_other(name): (COMPUTE, None) for name in shapes}
@@ -194,7 +194,7 @@ def test_huge_tensor_rows_are_read_in_blocks(tmp_path, monkeypatch):
     contents, names, family, model = drawn("qwen2")
     one = written(contents, names, family, model, tmp_path / "one")
     monkeypatch.setattr(tensors, "_BLOCK", 1000)
-    monkeypatch.setattr(tensors, "_HELD", 0)
+    monkeypatch.setattr(tensors, "_MAX_CACHED_BYTES", 0)
     other = written(contents, names, family, model, tmp_path / "other")
     assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
@@ -371,7 +371,7 @@ def test_staging_avoids_directories_others_can_change(dense, tmp_path, make):
     left = tmp_path / ".hf.incomplete"
     make(left)
     before = left.lstat()
-    with conversions._staged(tmp_path / "hf") as staging:
+    with conversions._staging_directory(tmp_path / "hf") as staging:
         assert staging.parent.lstat().st_mode & 0o777 == 0o700 and staging.parent != left
     convert(dense[0], tmp_path / "hf", "--to", "hf")
     assert left.lstat() == before and (tmp_path / "victim/precious").read_text() == "precious"
@@ -389,7 +389,7 @@ def test_existing_output_is_never_replaced(dense, tmp_path, capsys):
 
 
 def test_conversion_in_progress_is_not_disturbed(dense, tmp_path, capsys):
-    with conversions._staged(tmp_path / "hf"):
+    with conversions._staging_directory(tmp_path / "hf"):
         assert only_code(refused(capsys, dense[0], tmp_path / "hf", "--to", "hf")) == "directory-in-use"
 
 
@@ -474,8 +474,8 @@ def test_incompatible_flags_and_families_are_refused(dense, tmp_path, capsys):
 @each_row("apart", [1.0, 2e-3, math.nan])
 def test_differing_logits_are_refused(apart):
     theirs = numpy.full((2, 3, 4), 10.0, numpy.float32)
-    assert "at most" in _judged(theirs + 1e-4, theirs)
+    assert "at most" in _describe_difference(theirs + 1e-4, theirs)
     ours = theirs.copy()
     ours[1, 2, 3] += apart
     with raises("logits-differ"):
-        _judged(ours, theirs)
+        _describe_difference(ours, theirs)

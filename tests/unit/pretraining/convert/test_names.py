@@ -14,11 +14,11 @@ from torch.distributed import HashStore  # noqa: E402
 
 from megatron.pretraining.convert.hugging_face.megatron_logits import built  # noqa: E402
 from megatron.pretraining.convert.torch_dist import (  # noqa: E402
-    StockPlace,
+    StockPosition,
     extra_states,
     stacks_layers,
-    stock_places,
-    unpartitioned_places,
+    stock_positions,
+    unpartitioned_positions,
 )
 from megatron.pretraining.entry.configuration import described as described_by_arguments  # noqa: E402
 from megatron.pretraining.model.parameters import unpartitioned_buffers, unpartitioned_parameters  # noqa: E402
@@ -84,7 +84,7 @@ def described(model) -> tuple[dict[tuple, tuple], set[str]]:
                 continue
             assert isinstance(part, ShardedTensor)
             region = Region(tuple(part.global_offset), (1,) * part.prepend_axis_num + tuple(part.local_shape))
-            boxes[StockPlace(part.key, tuple(part.global_shape), region, part.prepend_axis_num)] = memory(part.data)
+            boxes[StockPosition(part.key, tuple(part.global_shape), region, part.prepend_axis_num)] = memory(part.data)
     return boxes, objects
 
 
@@ -104,13 +104,13 @@ def test_stock_names_equal_those_of_real_model(name):
         model, shape = build(MODELS[name])
         boxes, objects = described(model)
         tensors = unpartitioned(model)
-    places = stock_places({name: shape for name, (_, shape) in tensors.items()}, stacks_layers(shape))
+    places = stock_positions({name: shape for name, (_, shape) in tensors.items()}, stacks_layers(shape))
     assert {place: tensors[name] for name, place in places.items()} == boxes
     extra = [ShardedObject(key, None, whole, at).unique_key for key, whole, at in extra_states(places)]
     assert len(extra) == len(set(extra)) and set(extra) >= objects
     engines = {key for key in extra if "layernorm._extra_state" in key or "core_attention._extra_state" in key}
     assert set(extra) - objects == engines
-    assert unpartitioned_places({place.key: place.global_shape for place in boxes}) == places
+    assert unpartitioned_positions({place.key: place.global_shape for place in boxes}) == places
 
 
 WHOLE = {
@@ -122,9 +122,9 @@ WHOLE = {
 @each_row("stacked", [True, False])
 @each_row("name", WHOLE)
 def test_missing_or_different_tensor_is_refused(name, stacked):
-    filled = sum(place.region.numel for place in stock_places(WHOLE, stacked).values())
+    filled = sum(place.region.numel for place in stock_positions(WHOLE, stacked).values())
     assert filled == sum(map(math.prod, WHOLE.values()))
     with raises("checkpoint-incomplete", "linear_fc1.weight"):
-        stock_places({n: shape for n, shape in WHOLE.items() if n != name}, stacked)
+        stock_positions({n: shape for n, shape in WHOLE.items() if n != name}, stacked)
     with raises("checkpoint-incomplete"):
-        stock_places(WHOLE | {name: (5, 4)}, stacked)
+        stock_positions(WHOLE | {name: (5, 4)}, stacked)

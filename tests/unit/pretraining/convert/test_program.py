@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretraining.convert import program
-from megatron.pretraining.convert.contents import cut_tensors, whole_of
+from megatron.pretraining.convert.contents import complete_bounds, cut_tensors
 from megatron.pretraining.convert.dense import DenseContents, write_dense
 from megatron.pretraining.convert.snapshot import SnapshotContents, write_snapshot
 from moc.store.manifest import Manifest
@@ -71,7 +71,7 @@ def checkpoint(root):
 def tensors(draw):
     some = draw(st.lists(st.tuples(st.lists(st.integers(1, 6), max_size=3), st.booleans()), min_size=1, max_size=5))
     return [
-        TensorBox(f"t{i}", "param", tuple(shape), whole_of(tuple(shape)), BF16 if half else torch.float32)
+        TensorBox(f"t{i}", "param", tuple(shape), complete_bounds(tuple(shape)), BF16 if half else torch.float32)
         for i, (shape, half) in enumerate(some)
     ]
 
@@ -131,9 +131,9 @@ def test_weights_are_rounded_masters(tmp_path):
     found = DenseContents(checkpoint(tmp_path / "b"))
     for (name, slot), master in values(Model()).items():
         if slot == "master":
-            assert torch.equal(found.weight(name, whole_of(master.shape)), master.to(BF16))
+            assert torch.equal(found.weight(name, complete_bounds(master.shape)), master.to(BF16))
         elif slot == "param":  # biases of routers keep their dtype
-            assert torch.equal(found.weight(name, whole_of(master.shape)), master)
+            assert torch.equal(found.weight(name, complete_bounds(master.shape)), master)
 
 
 def test_dtype_comes_from_flags_if_checkpoint_has_none(tmp_path, capsys):

@@ -136,7 +136,7 @@ def test_uncompressed_file_with_compressed_suffix_is_refused(tmp_path, suffix):
 
 
 def test_decompression_bomb_uses_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.pretraining.data.documents.MOST_LINE", 1_000_000)
+    monkeypatch.setattr("megatron.pretraining.data.documents.MAX_LINE_BYTES", 1_000_000)
     path = tmp_path / "a.jsonl.zst"
     pressed = zstandard.ZstdCompressor().compressobj(size=1 << 28)
     data = b"".join(pressed.compress(bytes(1 << 24)) for _ in range(1 << 4)) + pressed.flush()

@@ -333,7 +333,7 @@ def test_concurrent_writer_is_refused(tmp_path, capsys):
         assert preprocess(*args, *NUMBERS) == 1
         assert only_code(capsys.readouterr().err) == "output-in-use"
         other.complete()
-        other.publish()
+        other.commit()
     assert documents(tmp_path / "o_text_document") == [[9]]
 
 

@@ -51,7 +51,7 @@ class Held(SimpleNamespace):
 def settled(membership, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 3), trained=True):
     """Replicas of the first worker after it has settled, and what it has told; the others tell plans, or None."""
     config = parse(FLAGS, workers=4)
-    held = Held(plans={0: mine}, awaited=awaited, wanted=None, loads={}, landed=None)
+    held = Held(plans={0: mine}, awaited=awaited, target=None, loads={}, landed=None)
     others = [one if isinstance(one, tuple) else (one, None) for one in told]
     known = {plan.digest: plan.to_json() for plan in [mine, awaited, *(one for pair in others for one in pair)] if plan}
     answers = iter([lambda own: [own, *words], lambda own: [(known, {})] * (len(told) + 1)])
@@ -60,7 +60,7 @@ def settled(membership, monkeypatch, mine, told, awaited=None, places=(0, 1, 2, 
         for place, (plan, waits) in zip(places[1:], others, strict=False)
     ]
     monkeypatch.setattr(membership, "gather", lambda own: next(answers)(own))
-    monkeypatch.setattr(membership, "place", lambda: places[0])
+    monkeypatch.setattr(membership, "rank_block", lambda: places[0])
     monkeypatch.setattr(membership.dist, "get_rank", lambda group=None: 0)
     monkeypatch.setattr(membership.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     monkeypatch.setenv("MOC_PLACES", "9")
@@ -77,22 +77,22 @@ def test_plan_landed_on_one_worker_lands_on_all(membership, monkeypatch):
     held, _ = settled(membership, monkeypatch, after, [(before, after), after], None, places)
     assert held.landed is None and held.plans[0] == after
     held, told = settled(membership, monkeypatch, before, [after, after], None, places, trained=False)
-    assert held.plans[0] == after and told.under_way  # a replacement takes over the plan
-    assert held.wanted is None  # nobody left or came
+    assert held.plans[0] == after and told.run_started  # a replacement takes over the plan
+    assert held.target is None  # nobody left or came
 
 
 def test_survivors_keep_state_and_send_experts(membership, monkeypatch):
     old = plan_of(membership, 4)
     held, told = settled(membership, monkeypatch, old, [old, old], places=(0, 2, 3))
-    assert held.nodes[0].members == held.wanted[0].members == (0, 2, 3) and told.lost == ""
+    assert held.nodes[0].members == held.target[0].members == (0, 2, 3) and told.lost == ""
     assert [held.plans[0].experts_of(0, rank) for rank in range(3)] == [old.experts_of(0, rank) for rank in (0, 2, 3)]
-    assert all(len(held.wanted[0].holders(layer, expert)) >= 2 for layer in range(4) for expert in range(8))
+    assert all(len(held.target[0].holders(layer, expert)) >= 2 for layer in range(4) for expert in range(8))
 
 
 def test_joining_worker_holds_no_experts(membership, monkeypatch):
     old = plan_of(membership, 2, among=(0, 2))
     held, _ = settled(membership, monkeypatch, old, [None, old], places=(0, 1, 2))
-    assert held.plans[0].experts_of(0, 1) == () and held.wanted[0].experts_of(0, 1)
+    assert held.plans[0].experts_of(0, 1) == () and held.target[0].experts_of(0, 1)
 
 
 def test_absent_worker_agrees_on_membership_history(membership, monkeypatch):
@@ -100,7 +100,7 @@ def test_absent_worker_agrees_on_membership_history(membership, monkeypatch):
     between = old.restricted_to((0, 1, 2), [True] * 3)
     one, _ = settled(membership, monkeypatch, old, [between], places=(0, 2))
     other, _ = settled(membership, monkeypatch, between, [old], places=(0, 2))
-    assert one.plans == other.plans and one.wanted == other.wanted
+    assert one.plans == other.plans and one.target == other.target
 
 
 def test_landed_layer_lands_again_with_survivors(membership, monkeypatch):
@@ -118,8 +118,8 @@ def test_lost_experts_take_slots_without_moving_others(membership, monkeypatch):
     held, told = settled(membership, monkeypatch, gone, [gone], places=(0, 1))
     lost, now = gone.restricted_to((0, 1), [True, True]).lost_experts((0, 1)), held.plans[0]
     assert told.lost.startswith("expert ") and "layer 1" in told.lost and told.experts == len(lost)
-    assert held.wanted[0].members == (0, 1) and now.lost_experts((0, 1)) == ()
-    assert told.lacking == {expert_operator(*one) for one in lost if one[1] in now.experts_of(one[0], 0)}
+    assert held.target[0].members == (0, 1) and now.lost_experts((0, 1)) == ()
+    assert told.missing_operators == {expert_operator(*one) for one in lost if one[1] in now.experts_of(one[0], 0)}
     for layer, expert in {(layer, expert) for layer in range(4) for expert in range(8)} - {*lost}:
         assert {*now.holders(layer, expert)} <= {*gone.holders(layer, expert)}  # no other expert has moved
 
@@ -127,7 +127,7 @@ def test_lost_experts_take_slots_without_moving_others(membership, monkeypatch):
 def test_untrained_worker_built_for_others_starts_over(membership, monkeypatch):
     fresh = plan_of(membership, 3)
     held, told = settled(membership, monkeypatch, fresh, [None, None], places=(0, 2, 5), trained=False)
-    assert held.plans[0] == replace(fresh, members=(0, 2, 5)) and not told.under_way
+    assert held.plans[0] == replace(fresh, members=(0, 2, 5)) and not told.run_started
     taken_over = plan_of(membership, 3, [1, 900, *[1] * 6])  # from workers that had trained, and are gone
     for mine, places in ((fresh, (0, 2)), (taken_over, (0, 2, 5))):
         with pytest.raises(NoRecoveryPoint):

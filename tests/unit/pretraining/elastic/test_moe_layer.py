@@ -83,7 +83,7 @@ def dispatch(moe_layer, monkeypatch):
     group = dist.group.WORLD
     groups = SimpleNamespace(ep=group, expt_tp=group, tp_ep=group)
     dispatcher = moe_layer.ElasticDispatcher(SimpleNamespace(moe_router_topk=TOPK), groups, group)
-    dispatcher.hold((4, 1, None, 2), REPLICAS, level_capacities)
+    dispatcher.assign((4, 1, None, 2), REPLICAS, level_capacities)
     waits = []
 
     def passed(counts):

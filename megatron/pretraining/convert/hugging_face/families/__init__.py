@@ -51,8 +51,8 @@ def family_of(config: Config) -> Family:
 
 def families_for(model: Model) -> list[Family]:
     """Returns the families that can express a model: exact matches, or otherwise families that need added zeros."""
-    able = [family for family in FAMILIES.values() if _refusal(family, model) is None]
-    return [family for family in able if _plainly(family, model)] or able
+    candidates = [family for family in FAMILIES.values() if _refusal(family, model) is None]
+    return [family for family in candidates if _needs_no_zeros(family, model)] or candidates
 
 
 def family_for(model: Model) -> Family:
@@ -61,12 +61,12 @@ def family_for(model: Model) -> Family:
     Raises:
         CheckpointError: no family or several can.
     """
-    able = families_for(model)
-    if len(able) == 1:
-        return able[0]
-    if able:
+    candidates = families_for(model)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
         raise CheckpointError(
-            f"several families can express this model. Fix: choose --family {' or '.join(f.name for f in able)}",
+            f"several families can express this model. Fix: choose --family {' or '.join(f.name for f in candidates)}",
             code="family-ambiguous",
         )
     reasons = "; ".join(cause_of(_refusal(family, model)) for family in FAMILIES.values())
@@ -85,7 +85,7 @@ def _refusal(family: Family, model: Model) -> CheckpointError | None:
     return None
 
 
-def _plainly(family: Family, model: Model) -> bool:
-    ours = described_model(model)
-    gated = not family.shared_gate or ours.moe_shared_expert_gate
-    return gated and family.shared_width(model) == ours.shared
+def _needs_no_zeros(family: Family, model: Model) -> bool:
+    described = described_model(model)
+    gated = not family.shared_gate or described.moe_shared_expert_gate
+    return gated and family.shared_width(model) == described.shared

@@ -27,74 +27,74 @@ _PER_GROUP = 2  # experts whose scores sum to a group's in transformers; topk //
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     values = common.read_common_options(config, _EXPERTS, _FIXED, partial=0.5)
-    width = common.whole(config, "moe_intermediate_size")
+    width = common.required_integer(config, "moe_intermediate_size")
     factor = common.required_number(config, "routed_scaling_factor", 1.0)
-    dense = common.whole(config, "first_k_dense_replace", 1, least=0)
+    dense = common.required_integer(config, "first_k_dense_replace", 1, minimum=0)
     return (
         values
         | ({} if factor == 1 else dict(moe_router_topk_scaling_factor=factor))
         | _groups_of(config, values["moe_router_topk"])
         | dict(
-            ffn_hidden_size=common.whole(config, "intermediate_size"),
+            ffn_hidden_size=common.required_integer(config, "intermediate_size"),
             moe_ffn_hidden_size=width,
-            moe_shared_expert_intermediate_size=width * common.whole(config, "n_shared_experts", 1),
+            moe_shared_expert_intermediate_size=width * common.required_integer(config, "n_shared_experts", 1),
             moe_layer_freq=common.layer_freq([int(layer >= dense) for layer in range(values["num_layers"])]),
             moe_router_enable_expert_bias=True,
             moe_router_dtype="fp32",
-            qk_layernorm=common.yes(config, "use_qk_norm", False),
-            add_qkv_bias=common.yes(config, "attention_bias", False),
+            qk_layernorm=common.read_switch(config, "use_qk_norm", False),
+            add_qkv_bias=common.read_switch(config, "attention_bias", False),
         )
     )
 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    _check_groups(ours)
-    dense = ours.expert_layers.index(1)
-    if not all(ours.expert_layers[dense:]):
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    _check_groups(described)
+    dense = described.expert_layers.index(1)
+    if not all(described.expert_layers[dense:]):
         raise CheckpointError(
-            f"{_NAME} cannot express --moe-layer-freq {list(ours.expert_layers)}, only dense layers before all with "
-            "experts. Fix: choose another --family",
+            f"{_NAME} cannot express --moe-layer-freq {list(described.expert_layers)}, only dense layers before all "
+            "with experts. Fix: choose another --family",
             code="family-cannot-express",
         )
-    width = ours.moe_ffn_hidden_size or 1  # always set, since there are experts
-    if ours.shared % width:
+    width = described.moe_ffn_hidden_size or 1  # always set, since there are experts
+    if described.shared % width:
         raise CheckpointError(
-            f"{_NAME} cannot express --moe-shared-expert-intermediate-size {ours.shared}, only a multiple of "
+            f"{_NAME} cannot express --moe-shared-expert-intermediate-size {described.shared}, only a multiple of "
             f"--moe-ffn-hidden-size {width}. Fix: choose another --family",
             code="family-cannot-express",
         )
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        intermediate_size=ours.ffn_hidden_size,
+        intermediate_size=described.ffn_hidden_size,
         moe_intermediate_size=width,
         n_shared_experts=shared_width(model) // width,
         first_k_dense_replace=dense,
-        n_group=ours.moe_router_num_groups or 1,
-        topk_group=ours.moe_router_group_topk or 1,
-        norm_topk_prob=ours.moe_router_topk > 1,
-        routed_scaling_factor=ours.moe_router_topk_scaling_factor or 1.0,
-        use_qk_norm=ours.qk_layernorm,
-        attention_bias=ours.add_qkv_bias,
-        partial_rotary_factor=ours.rotary_percent,
+        n_group=described.moe_router_num_groups or 1,
+        topk_group=described.moe_router_group_topk or 1,
+        norm_topk_prob=described.moe_router_topk > 1,
+        routed_scaling_factor=described.moe_router_topk_scaling_factor or 1.0,
+        use_qk_norm=described.qk_layernorm,
+        attention_bias=described.add_qkv_bias,
+        partial_rotary_factor=described.rotary_percent,
         num_nextn_predict_layers=0,
     )
 
 
 def shared_width(model: Model) -> int:
     """Returns the inner width of the shared experts, which the family always has."""
-    ours = described_model(model)
-    return ours.shared or ours.moe_ffn_hidden_size or 0
+    described = described_model(model)
+    return described.shared or described.moe_ffn_hidden_size or 0
 
 
 def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
-    groups, selected = common.whole(config, "n_group", 1), common.whole(config, "topk_group", 1)
-    if common.yes(config, "norm_topk_prob", True) != (chosen > 1):
+    groups, selected = common.required_integer(config, "n_group", 1), common.required_integer(config, "topk_group", 1)
+    if common.read_switch(config, "norm_topk_prob", True) != (chosen > 1):
         raise common.unsupported(
             "norm_topk_prob",
             config.get("norm_topk_prob", True),
@@ -112,8 +112,8 @@ def _groups_of(config: Config, chosen: int) -> dict[str, Any]:
     return dict(moe_router_num_groups=groups, moe_router_group_topk=selected)
 
 
-def _check_groups(ours: Described) -> None:
-    chosen, selected = ours.moe_router_topk, ours.moe_router_group_topk
+def _check_groups(described: Described) -> None:
+    chosen, selected = described.moe_router_topk, described.moe_router_group_topk
     if selected and chosen // selected != _PER_GROUP:
         raise CheckpointError(
             f"{_NAME} compares groups by their {_PER_GROUP} best experts, and --moe-router-topk {chosen} with "

@@ -28,23 +28,23 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
-    width = common.whole(config, "intermediate_size")
+    width = common.required_integer(config, "intermediate_size")
     values = common.read_common_options(config, _EXPERTS, _FIXED, theta=1e6)
     return values | common.softmax_router(config, True) | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    check_all_layers_have_experts(_NAME, ours)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    check_all_layers_have_experts(_NAME, described)
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        intermediate_size=ours.moe_ffn_hidden_size,
-        router_aux_loss_coef=ours.aux_loss_coeff,
+        intermediate_size=described.moe_ffn_hidden_size,
+        router_aux_loss_coef=described.aux_loss_coeff,
         sliding_window=None,
     )
 

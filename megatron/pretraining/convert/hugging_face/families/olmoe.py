@@ -30,35 +30,35 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config)
-    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
-    common.only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
-    width = common.whole(config, "intermediate_size")
+    common.require_only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    common.require_only(config, "clip_qkv", None, "clipping of queries, keys and values is not supported")
+    width = common.required_integer(config, "intermediate_size")
     values = common.read_common_options(config, _EXPERTS, _FIXED)
     if values["kv_channels"] * values["num_attention_heads"] != values["hidden_size"]:
         raise common.unsupported("head_dim", values["kv_channels"], "heads of this family make up hidden_size")
-    values |= common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+    values |= common.softmax_router(config, common.read_switch(config, "norm_topk_prob", False))
     return values | dict(ffn_hidden_size=width, moe_ffn_hidden_size=width)
 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    check_all_layers_have_experts(_NAME, ours)
-    if ours.kv_channels * ours.num_attention_heads != ours.hidden_size:
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    check_all_layers_have_experts(_NAME, described)
+    if described.kv_channels * described.num_attention_heads != described.hidden_size:
         raise CheckpointError(
-            f"{_NAME} cannot express --kv-channels {ours.kv_channels}, only --hidden-size / --num-attention-heads. "
-            "Fix: choose another --family",
+            f"{_NAME} cannot express --kv-channels {described.kv_channels}, only --hidden-size / "
+            "--num-attention-heads. Fix: choose another --family",
             code="family-cannot-express",
         )
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        intermediate_size=ours.moe_ffn_hidden_size,
-        norm_topk_prob=not ours.moe_router_pre_softmax,
-        router_aux_loss_coef=ours.aux_loss_coeff,
+        intermediate_size=described.moe_ffn_hidden_size,
+        norm_topk_prob=not described.moe_router_pre_softmax,
+        router_aux_loss_coef=described.aux_loss_coeff,
         attention_bias=False,
         clip_qkv=None,
     )

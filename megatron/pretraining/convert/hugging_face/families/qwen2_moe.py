@@ -27,11 +27,11 @@ def flags_of(config: Config) -> dict[str, Any]:
     common.no_windows(config, "use_sliding_window")
     return (
         common.read_common_options(config, _EXPERTS, _FIXED)
-        | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+        | common.softmax_router(config, common.read_switch(config, "norm_topk_prob", False))
         | common.dense_and_sparse(config)
         | dict(
-            add_qkv_bias=common.yes(config, "qkv_bias", True),
-            moe_shared_expert_intermediate_size=common.whole(config, "shared_expert_intermediate_size"),
+            add_qkv_bias=common.read_switch(config, "qkv_bias", True),
+            moe_shared_expert_intermediate_size=common.required_integer(config, "shared_expert_intermediate_size"),
             moe_shared_expert_gate=True,
         )
     )
@@ -39,17 +39,17 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
     return common.write(
         _NAME,
         _ARCHITECTURE,
-        ours,
+        described,
         _EXPERTS,
-        qkv_bias=ours.add_qkv_bias,
+        qkv_bias=described.add_qkv_bias,
         shared_expert_intermediate_size=shared_width(model),
         use_sliding_window=False,
-        **common.sparse_keys(ours),
+        **common.sparse_keys(described),
     )
 
 

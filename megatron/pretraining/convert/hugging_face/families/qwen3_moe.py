@@ -26,20 +26,20 @@ _FIXED: dict[str, Any] = SOFTMAX | dict(
 def flags_of(config: Config) -> dict[str, Any]:
     """Returns the model in Megatron-LM's options; see :class:`Family`."""
     common.no_windows(config, "use_sliding_window")
-    common.only(config, "attention_bias", False, "biases of all attention layers are not supported")
+    common.require_only(config, "attention_bias", False, "biases of all attention layers are not supported")
     return (
         common.read_common_options(config, _EXPERTS, _FIXED)
-        | common.softmax_router(config, common.yes(config, "norm_topk_prob", False))
+        | common.softmax_router(config, common.read_switch(config, "norm_topk_prob", False))
         | common.dense_and_sparse(config)
     )
 
 
 def config_of(model: Model) -> dict[str, Any]:
     """Returns the configuration; see :class:`Family`."""
-    ours = described_model(model)
-    check_options(_NAME, ours, _FIXED)
-    own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(ours)
-    return common.write(_NAME, _ARCHITECTURE, ours, _EXPERTS, **own)
+    described = described_model(model)
+    check_options(_NAME, described, _FIXED)
+    own = dict(attention_bias=False, use_sliding_window=False) | common.sparse_keys(described)
+    return common.write(_NAME, _ARCHITECTURE, described, _EXPERTS, **own)
 
 
 FAMILY = Family(_NAME, _ARCHITECTURE, flags_of, config_of)
