@@ -23,7 +23,7 @@ def take_as_long(seconds: float) -> None:
         return take(self, compute)
 
     def slept_unless_ghost(self, compute):
-        if not self._topology.is_ghost(self._turn):
+        if not self._topology.is_dummy(self._turn):
             time.sleep(seconds)
         return take_elastic(self, compute)
 

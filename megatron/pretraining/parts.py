@@ -174,7 +174,7 @@ class WorkerParts:
         log_memory: memory of its upstream logs, also kept.
         moving: state that moves between workers; None if the number of nodes is fixed.
         callbacks: callbacks of the current generation.
-        began: iterations completed before this worker began to train; None until then.
+        initial_iteration: iterations completed before this worker began to train; None until then.
     """
 
     config: Config
@@ -198,28 +198,34 @@ class WorkerParts:
     log_memory: LogMemory = field(default_factory=LogMemory)
     moving: MovingState | None = None
     callbacks: tuple[Callback, ...] = ()
-    began: int | None = None
+    initial_iteration: int | None = None
 
-    def met(self, loss: Interruption | None) -> None:
+    def adopt_generation(self, interruption: Interruption | None) -> None:
         """Takes over the rank and groups of the generation after all workers reconnected; logs it after a loss."""
         self.world = world_of(self.world.job)
         self.log.move(self.world)
-        if loss is not None:
-            earlier = loss.lost.get("earlier", ())
+        if interruption is not None:
+            earlier = interruption.lost.get("earlier", ())
             earlier = earlier and unwritten(earlier, self.log.events.newest("generation"), self.world.job.id)
-            lost = {name: value for name, value in loss.lost.items() if name != "earlier"}
-            what = {"generation": loss.generation, "cause": loss.cause, "reason": loss.reason, **lost}
-            what |= {"noticed_s": loss.detection_s, "met_s": loss.reconnection_s}
-            what |= {"job": self.world.job.id, "term": self.world.job.term}
-            self.log.events.write("generation", **(what | {"earlier": earlier} if earlier else what))
-            reasons = [*(one["reason"] for one in earlier), loss.reason]
+            lost = {name: value for name, value in interruption.lost.items() if name != "earlier"}
+            event = {
+                "generation": interruption.generation,
+                "cause": interruption.cause,
+                "reason": interruption.reason,
+                **lost,
+            }
+            event |= {"noticed_s": interruption.detection_s, "met_s": interruption.reconnection_s}
+            event |= {"job": self.world.job.id, "term": self.world.job.term}
+            self.log.events.write("generation", **(event | {"earlier": earlier} if earlier else event))
+            reasons = [*(generation["reason"] for generation in earlier), interruption.reason]
             self.log.message(
-                f"generation {loss.generation}: {'; '.join(reasons)}; all met again after {loss.reconnection_s:.2f} s"
+                f"generation {interruption.generation}: {'; '.join(reasons)}; all met again after "
+                f"{interruption.reconnection_s:.2f} s"
             )
 
-    def go_on_after(self, loss: Interruption | None) -> None:
+    def reset_after(self, interruption: Interruption | None) -> None:
         """Closes the interrupted session and resets everything except the state to between iterations."""
-        self.met(loss)
+        self.adopt_generation(interruption)
         if self.checkpoints is not None:
             self.saved = max(self.saved, self.checkpoints.published)
             self.checkpoints.close()
@@ -241,7 +247,7 @@ class TrainingRun:
         streams: as in :class:`WorkerParts`.
         splits: the splits with data, identical on all workers.
         train_iters: iterations of the complete run.
-        stops: a worker received a stop request during set-up, and there is state to save.
+        stop_requested: a worker received a stop request during set-up, and there is state to save.
         missed: duties of the last completed iteration that are not done.
     """
 
@@ -256,7 +262,7 @@ class TrainingRun:
     streams: dict[str, BatchStream | None]
     splits: set[str]
     train_iters: int
-    stops: bool = False
+    stop_requested: bool = False
     missed: Duties = Duties()
 
     @property

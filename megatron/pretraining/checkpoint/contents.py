@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.pretraining.config import Config, global_batch_size, train_iterations
-from megatron.pretraining.config.deterministic import is_exact, promises_bits
+from megatron.pretraining.config.deterministic import is_exact, recovery_is_exact
 from megatron.pretraining.config.flag import dashed
 from megatron.pretraining.config.groups import group_classes
 from megatron.pretraining.config.world import data_parallel_size
@@ -222,7 +222,7 @@ def check_package(config: Config, optimizer: CommitOptimizer, saved: Mapping, wh
         CheckpointError: the implementations differ.
     """
     there, here = saved.get("optimizer_package"), package_of(optimizer.core)
-    if there and here and there != here and promises_bits(config) and not config.training.allow_nondeterministic:
+    if there and here and there != here and recovery_is_exact(config) and not config.training.allow_nondeterministic:
         raise CheckpointError(
             f"{where} ends a window whose updates the optimizer of {there} made, and this run uses {here}, whose bits "
             f"differ. Fix: resume where {there} is installed, or pass --allow-nondeterministic",
@@ -394,7 +394,7 @@ def check_replay(
     Raises:
         CheckpointError: the flags differ; the message lists all of them.
     """
-    if not promises_bits(config) or config.training.allow_nondeterministic:
+    if not recovery_is_exact(config) or config.training.allow_nondeterministic:
         return
     here, there = repeated(config), saved.get(KEY) or {}
     names = [name for name, value in here.items() if name in there and there[name] != value]

@@ -51,7 +51,7 @@ class BatchStream:
             self._reader = iter(self._loader(topology, consumed_samples))
         self._place = None  # unknown until all micro batches of the iteration are drawn
         for turn in range(topology.rounds):
-            batch = self._ghost_of(topology) if topology.is_ghost(turn) else next(self._reader, None)
+            batch = self._ghost_of(topology) if topology.is_dummy(turn) else next(self._reader, None)
             if batch is None:
                 raise ConfigError(
                     f"--train-iters and --global-batch-size give fewer samples than the {consumed_samples} that the "

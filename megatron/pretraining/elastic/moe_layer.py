@@ -82,10 +82,10 @@ class ElasticLayer(MoELayer):
     """Mixture-of-experts layer with slots.
 
     Attributes:
-        is_ghost: the current micro batch is a dummy: its tokens reach no router and no expert.
+        is_dummy: the current micro batch is a dummy: its tokens reach no router and no expert.
     """
 
-    is_ghost = False
+    is_dummy = False
     experts: ElasticExperts
     token_dispatcher: ElasticDispatcher
 
@@ -131,7 +131,7 @@ class ElasticLayer(MoELayer):
 
     def route(self, hidden_states: torch.Tensor, padding_mask: torch.Tensor | None = None):
         """Sends no token of a dummy micro batch to an expert, and counts none in auxiliary losses."""
-        if not self.is_ghost:
+        if not self.is_dummy:
             return super().route(hidden_states, padding_mask)
         tokens, experts = hidden_states.shape[:-1].numel(), self.config.num_moe_experts
         assert experts is not None  # otherwise the layer would be dense
@@ -361,10 +361,10 @@ class ElasticTurns(Turns):
         if self._iteration is not None:
             seed_streams(self._seed, self._iteration, self._topology.world, self._topology.number(turn))
         output, loss_function = compute()
-        if output.requires_grad:  # a recomputed layer reads is_ghost again in this micro batch's backward pass
+        if output.requires_grad:  # a recomputed layer reads is_dummy again in this micro batch's backward pass
             output.register_hook(lambda _: self._come_to(turn))
         return output, loss_function
 
     def _come_to(self, turn: int) -> None:
         for layer in self._layers:
-            layer.is_ghost = self._topology.is_ghost(turn)
+            layer.is_dummy = self._topology.is_dummy(turn)

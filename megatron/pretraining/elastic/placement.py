@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.pretraining.config import Config, nodes_have_places, plan_settings, ranks_of_stage, stage_size
+from megatron.pretraining.config import Config, nodes_have_rank_blocks, plan_settings, ranks_of_stage, stage_size
 from megatron.pretraining.elastic.groups import dispatch_within, exchange_group
 from megatron.pretraining.elastic.moe_layer import ElasticLayer
-from megatron.pretraining.process.nodes import per_node, stages_here, workers_of_job
+from megatron.pretraining.process.nodes import per_node, stages_on_node, workers_of_job
 from moc.elastic.allocation import domain_slices
 from moc.elastic.dispatch import even_capacities, level_capacities
 from moc.elastic.plan import Loads, Plan, make_plan
@@ -86,7 +86,7 @@ def nodes_of_stages(config: Config, workers: int, helpers: Sequence[int] = ()) -
         workers: total number of workers.
         helpers: by partial-model node (the last nodes), its part of the model.
     """
-    of_node, trains = stages_here(config), workers - len(helpers) * per_node()
+    of_node, trains = stages_on_node(config), workers - len(helpers) * per_node()
     size, ranks = stage_size(config, trains), ranks_of_stage(config, trains, workers_of_job())
     counts = {
         stage: size // ranks + sum(part == stage // of_node for part in helpers)
@@ -104,7 +104,7 @@ def nodes_there(config: Config, told: Sequence[tuple[int, int]], helpers: Sequen
         helpers: as in :func:`nodes_of_stages`.
     """
     nodes = nodes_of_stages(config, len(told), helpers)
-    if not nodes_have_places(config, workers_of_job()):
+    if not nodes_have_rank_blocks(config, workers_of_job()):
         return nodes
     members = {stage: tuple(dict.fromkeys(place for place, its in told if its == stage)) for stage in nodes}
     return {stage: Nodes(members[stage], of.ranks) for stage, of in nodes.items()}

@@ -103,19 +103,23 @@ def chosen(
 
 def explained(run: Running, plan: PolicyChoice) -> list[str]:
     """Formats the choice and the runners-up as lines."""
-    lines = [f"{found.name}: {_figures(found)}" for found in (plan.best, *plan.alternatives)]
+    lines = [f"{candidate.name}: {_figures(candidate)}" for candidate in (plan.best, *plan.alternatives)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
     return [*lines, "", *sentences(plan.reason), "", f"{flags} {tier}"]
 
 
-def told(run: Running, plan: PolicyChoice) -> dict:
+def policy_report(run: Running, plan: PolicyChoice) -> dict:
     """Returns the choice and the runners-up for JSON."""
-    found = {
-        one.name: {"ettr": one.ettr, "plt": one.plt, "host_bytes": one.host_bytes}
-        for one in (plan.best, *plan.alternatives)
+    policies = {
+        candidate.name: {"ettr": candidate.ettr, "plt": candidate.plt, "host_bytes": candidate.host_bytes}
+        for candidate in (plan.best, *plan.alternatives)
     }
-    return {"flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier}, "reason": plan.reason, "policies": found}
+    return {
+        "flags": flags_of_candidate(plan.best) | {"ckpt_tier": run.tier},
+        "reason": plan.reason,
+        "policies": policies,
+    }
 
 
 def _with(config: Config, policy: str, tier: str) -> Config | None:
@@ -132,23 +136,23 @@ def _gradients(config: Config, tier: str) -> bool:
     return job is not None and may_save_gradients(job)
 
 
-def _figures(found: Candidate) -> str:
-    lost = f", PLT {100 * found.plt:.2g} %" if found.plt else ""
-    return f"ETTR {found.ettr:.3f}{lost}, {found.host_bytes / 1e9:,.1f} GB of a node's memory"
+def _figures(candidate: Candidate) -> str:
+    lost = f", PLT {100 * candidate.plt:.2g} %" if candidate.plt else ""
+    return f"ETTR {candidate.ettr:.3f}{lost}, {candidate.host_bytes / 1e9:,.1f} GB of a node's memory"
 
 
 def _running(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> Running:
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
-    found, nodes = figures("--explain-policy", names, args, config, operators, layout)
+    measured, nodes = figures("--explain-policy", names, args, config, operators, layout)
     tier = "memory" if args.tier == "peers" and nodes == 1 else args.tier
     saved = saved_by_rules(operators, layout, state, _gradients(config, tier))
-    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **found)
+    return Running(tier, nodes, -(-layout.world // nodes), saved, loads=None, **measured)
 
 
 def figures(
-    asking: str,
+    requesting_flag: str,
     names: Sequence[str],
     args: argparse.Namespace,
     config: Config,
@@ -158,7 +162,7 @@ def figures(
     """Returns the figures from measurements or the cluster's data, in seconds and bytes per second, and the node count.
 
     Args:
-        asking: the flag that needs the figures.
+        requesting_flag: the flag that needs the figures.
         names: names of the needed figures.
         args: the parsed flags.
         config: the model's configuration.
@@ -169,13 +173,13 @@ def figures(
         ToolError: a figure is missing, or there are more nodes than ranks.
     """
     cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
-    found = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
+    measured = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
     for name, (flag, unit) in _FLAGS.items():
         if getattr(args, flag) is not None:
-            found[name] = unit * getattr(args, flag)
-        elif name not in found and name in names:
+            measured[name] = unit * getattr(args, flag)
+        elif name not in measured and name in names:
             raise ToolError(
-                f"{asking} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
+                f"{requesting_flag} needs --{flag.replace('_', '-')}, or a --cluster. Fix: add what was measured",
                 code="flag-needs-another",
             )
     nodes = args.nodes or (cluster.nodes if cluster else max(1, layout.world // 8))
@@ -183,19 +187,19 @@ def figures(
         raise ToolError(
             f"--nodes is {nodes}. Fix: give a number from 1 to {layout.world}, the ranks", code="value-out-of-range"
         )
-    return found, nodes
+    return measured, nodes
 
 
 def _by_sheet(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster
 ) -> dict[str, float]:
-    found = {
+    measured = {
         "copy_rate": cluster.host_bandwidth,
         "write_rate": cluster.storage_bandwidth / cluster.gpus,
         "replicate_rate": cluster.inter_bandwidth,
     }
     if args.iteration_s is not None:
-        return found | {"forward_backward_s": args.iteration_s}
+        return measured | {"forward_backward_s": args.iteration_s}
     work = Work(
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
@@ -205,4 +209,4 @@ def _by_sheet(
         pipelines=max(1, layout.world // (layout.tp * layout.pp * layout.ep)),
     )
     timing = estimate(operators, layout, cluster, work)
-    return found | {"iteration_s": timing.iteration_s, "forward_backward_s": timing.forward_backward_s}
+    return measured | {"iteration_s": timing.iteration_s, "forward_backward_s": timing.forward_backward_s}

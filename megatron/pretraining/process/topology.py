@@ -40,7 +40,7 @@ class Topology:
         """Returns the number of this worker's micro batch in a round; dummies are numbered after all others."""
         return (self.rounds if self.world.is_partial_model else round) * self.world.data_size + self.world.data_rank
 
-    def is_ghost(self, round: int) -> bool:
+    def is_dummy(self, round: int) -> bool:
         """Returns whether this worker has no samples in a round."""
         return self.number(round) * self.micro_batch_size >= self.global_batch_size
 
@@ -68,7 +68,7 @@ def is_first_worker() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def let_first_worker_speak() -> None:
+def wait_for_first_worker() -> None:
     """Waits, except on rank 0, until rank 0 can have reported; others then report errors that only they have."""
     if not is_first_worker():
         time.sleep(PATIENCE)

@@ -60,7 +60,7 @@ def test_topologies_partition_batch_in_order(size, iteration):
 def test_dummy_micro_batches_fill_last_round(data_size, micro_batches, micro_batch_size):
     for rank in range(data_size):
         one = topology(rank, data_size, micro_batch_size, micro_batches * micro_batch_size)
-        numbers = [None if one.is_ghost(turn) else one.number(turn) for turn in range(one.rounds)]
+        numbers = [None if one.is_dummy(turn) else one.number(turn) for turn in range(one.rounds)]
         assert len(numbers) == -(-micro_batches // data_size) and None not in numbers[:-1]
         assert [number for number in numbers if number is not None] == list(one.micro_batches)
 
