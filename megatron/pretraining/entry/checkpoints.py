@@ -148,7 +148,7 @@ class StockCheckpoints(Saves):
         if "vocabulary-padding" not in parts.config.training.corrections:
             run_on_rank0(lambda: _refuse_other_padding(directory, args.padded_vocab_size), "cannot read a checkpoint")
         if manifest is not None and manifest["format"] == dense_files.FORMAT:
-            return self._load_boxes(directory, manifest)
+            return self._load_own_format(directory, manifest)
         state = None
         if manifest is not None and dense_files.STATE_FILE in manifest["files"]:
             state = run_on_rank0(lambda: read_state(directory, resumes=True), "cannot read a checkpoint")
