@@ -27,7 +27,7 @@ POLL_S = 0.25
 """Seconds between two reads of the event file."""
 
 _HOOK_TIMEOUT_S = 60.0
-_MOST_WAITING = 1000  # events for the hook
+_MAX_WAITING = 1000  # events for the hook
 
 _log = logging.getLogger("moc")
 
@@ -114,7 +114,7 @@ class EventHook:
         """Queues events, except of types that occur in each iteration."""
         for event in events if self._command else ():
             if event["type"] not in FREQUENT_TYPES and event["time"] >= self._since:
-                if len(self._waiting) < _MOST_WAITING:
+                if len(self._waiting) < _MAX_WAITING:
                     self._waiting.append(event)
                 else:
                     self.results["dropped"] += 1
