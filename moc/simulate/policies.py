@@ -223,8 +223,8 @@ class Setup:
         if price is not None and price.interval is not None:
             options = dataclasses.replace(options, interval=price.interval)
         k = None if price is None else price.k
-        every = 1 if k is not None and options.interval is None else options.interval
-        saving = POLICIES[name](self, dataclasses.replace(options, interval=every)).saving
+        chosen_interval = 1 if k is not None and options.interval is None else options.interval
+        saving = POLICIES[name](self, dataclasses.replace(options, interval=chosen_interval)).saving
 
         def plt(interval: int) -> float:
             return self.iteration_s / options.mtbf_s * interval * saving.at_risk
@@ -263,8 +263,8 @@ def blocking(setup: Setup, options: Options) -> Strategy:
 
 def checkfreq(setup: Setup, options: Options) -> Strategy:
     """Takes snapshots in the background, then writes them; the interval caps the overhead at 3 % (CheckFreq)."""
-    stall_s, least = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
-    interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, least)
+    stall_s, min_interval = setup.stall_s(setup.full.busiest), math.ceil(setup.iterations(_write_s(setup)))
+    interval = options.interval or capped_interval(stall_s, setup.iteration_s, _CAP, min_interval)
     return Strategy(_to_storage(setup, "checkfreq", interval))
 
 
@@ -331,8 +331,10 @@ def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
         price = setup.price(kind, options)
         if price.k is None:
             options = dataclasses.replace(options, interval=price.interval or options.interval)
-            least = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
-            return Strategy(_at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), least))
+            min_interval = math.ceil(setup.iterations(_replicate_s(setup, options, price.size.busiest)))
+            return Strategy(
+                _at_best_interval(setup, options, _in_memory(setup, options, kind.name, price), min_interval)
+            )
         return _partial(setup, options, kind, price.k)
 
     return strategy
@@ -467,9 +469,9 @@ def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> Sim
     return dataclasses.replace(saving, survives=copies.replicas, copies=copies, beyond=beyond)
 
 
-def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, least: int) -> SimulatedCosts:
+def _at_best_interval(setup: Setup, options: Options, saving: SimulatedCosts, min_interval: int) -> SimulatedCosts:
     iteration_s = setup.timing.iteration_s
-    interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, least))
+    interval = options.interval or best_interval(saving, iteration_s, options.mtbf_s, max(1, min_interval))
     return at_interval(saving, interval, iteration_s)
 
 
