@@ -148,7 +148,7 @@ class MovingState(Protocol):
         ...
 
     def callbacks(self, parts: WorkerParts, engine: MegatronEngine, session: Session) -> Sequence[Callback]:
-        """Moves the state to its new places after the workers resumed, and returns the generation's callbacks."""
+        """Moves state to its new owners after the workers resumed, and returns the generation's callbacks."""
         ...
 
     def turns(self, seed: int, topology: Topology) -> Turns:

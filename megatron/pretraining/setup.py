@@ -98,7 +98,7 @@ def start(parts: WorkerParts, stop: StopRequests, phases: Phases) -> TrainingRun
         exact=is_exact(config, world.device.type == "cuda"),
     )
     parts.remains.trained = True
-    missed_duties = _missed(parts, session, checkpoints, engine.saved_by)
+    missed_duties = _missed_duties(parts, session, checkpoints, engine.saved_by)
     parts.initial_iteration = position.iteration if parts.initial_iteration is None else parts.initial_iteration
     return TrainingRun(
         config=config,
@@ -209,7 +209,7 @@ def agree_on_data(local_identity: DataIdentity | None) -> DataIdentity | None:
     return identities[first_rank][1] if local_identity is None else local_identity
 
 
-def _missed(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
+def _missed_duties(parts: WorkerParts, session: Session, checkpoints: Saves, saved_by: str | None) -> Duties:
     """Returns the duties of the last completed iteration that are not done; a collective call."""
     iteration, record, log, job = session.position.iteration, session.record, parts.log, parts.world.job
 

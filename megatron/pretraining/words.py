@@ -80,7 +80,7 @@ def _unreadable(action: argparse.Action, word: str, reason: str) -> ConfigError:
 
 
 def _text_in_quotes(text: str) -> str:
-    """Returns what a text of argparse has in quotation marks."""
+    """Returns the quoted part of an argparse message."""
     return text.partition("'")[2].rpartition("'")[0]
 
 

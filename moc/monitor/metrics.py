@@ -169,14 +169,14 @@ def _job(job: JobView) -> Iterator[Metric]:
 
 
 def _gauge(name: str, text: str, *value: Any) -> Metric:
-    return _filled(GaugeMetricFamily, name, text, *value)
+    return _metric_family(GaugeMetricFamily, name, text, *value)
 
 
 def _counter(name: str, text: str, *value: Any) -> Metric:
-    return _filled(CounterMetricFamily, name, text, *value)
+    return _metric_family(CounterMetricFamily, name, text, *value)
 
 
-def _filled(family: type, name: str, text: str, *value: Any) -> Metric:
+def _metric_family(family: type, name: str, text: str, *value: Any) -> Metric:
     if len(value) == 1:
         return family(name, text, value=value[0])
     label, values = value

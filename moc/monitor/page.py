@@ -119,16 +119,16 @@ def _timeline(state: RunState, now: float) -> str:
     losses = [recovery.time for recovery in state.recoveries if points and recovery.time >= points[0][0]]
     if points and not state.ended:
         points.append((now, points[-1][1]))  # flat while training stands still
-    return _drawing(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
+    return _draw_curve(points, losses, "iteration (dashed: training resumed after a loss)", "local time")
 
 
 def _loss(state: RunState) -> str:
     values = ((number, trained.event.get("loss")) for number, trained in state.history)
     points = [(float(number), loss) for number, loss in values if loss is not None]
-    return _drawing(points, [], "nats per token", "iteration")
+    return _draw_curve(points, [], "nats per token", "iteration")
 
 
-def _drawing(points: Sequence[tuple[float, float]], marks: Sequence[float], unit: str, axis: str) -> str:
+def _draw_curve(points: Sequence[tuple[float, float]], marks: Sequence[float], unit: str, axis: str) -> str:
     """Returns an SVG of a curve, with vertical lines at the marks."""
     if len(points) < 2:
         return ""

@@ -35,7 +35,7 @@ START_SILENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: whether training stands still or state is at risk, one sentence, and what to do about it."""
+    """A problem: whether training stands still or state is at risk, a sentence, and the remedy."""
 
     is_critical: bool
     text: str
@@ -172,7 +172,7 @@ _WARNINGS = (
     ),
     ("fallback", "So many nodes were lost that a checkpoint was read", "raise --replicas if nodes fail together"),
 )
-"""Events that are problems for an hour: type, sentence, and what to do."""
+"""Events that are problems for an hour: type, sentence and remedy."""
 
 
 def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
@@ -202,7 +202,7 @@ def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
         )
         yield Problem(
             True,
-            f"{shortage}, and some have {replicas['least']:,}: {_lost_with(replicas['least'])}",
+            f"{shortage}, and some have {replicas['least']:,}: {_describe_expert_loss(replicas['least'])}",
             "start the launchers of lost nodes again, or raise --elastic-slots",
         )
     for kind, text, remedy in _WARNINGS:
@@ -223,7 +223,7 @@ def _snapshot_problems(state: RunState, now: float) -> Iterator[Problem]:
         )
 
 
-def _lost_with(replicas: int) -> str:
+def _describe_expert_loss(replicas: int) -> str:
     return f"the loss of {counted(replicas, 'more node')} can lose them"
 
 

@@ -173,7 +173,7 @@ class Monitor:
     async def follow_events(self) -> None:
         """Reads events until the launcher ends."""
         while not self._has_read_all:
-            self._has_read_all = self.has_ended  # what was written before the end is read now
+            self._has_read_all = self.has_ended  # reads the events written before the end
             with contextlib.suppress(OSError):
                 self._path = self._find_file()
             while events := self.run.poll(self._path):

@@ -48,7 +48,7 @@ def find_page(job: str | None) -> str:
         with contextlib.suppress(OSError, ToolError):
             if file.parent.lstat().st_uid == os.geteuid():  # others could ask for our token
                 url = SafeDirectory(file.parent).read(file.name, _MAX_URL_BYTES).decode()
-                jobs.append(_fetched(url, None).job)
+                jobs.append(_fetch_summary(url, None).job)
                 pages.append(url)
     matching = [url for url, other in zip(pages, jobs, strict=True) if job in (None, other)]
     if len(matching) != 1:
@@ -70,7 +70,7 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     """
     address = find_page(job) if address is None else address
     if address.startswith(("http://", "https://")):
-        return lambda: _fetched(address, job)
+        return lambda: _fetch_summary(address, job)
     path, run = events_file(address), FollowedRun()
     path.stat()  # a mistake in the path is not a run without events
 
@@ -82,7 +82,7 @@ def source_of(address: str | None, job: str | None) -> Callable[[], JobSummary]:
     return read
 
 
-def _fetched(url: str, job: str | None) -> JobSummary:
+def _fetch_summary(url: str, job: str | None) -> JobSummary:
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN_VARIABLE)) else {}
     request = urllib.request.Request(f"{url.rstrip('/')}/state", headers=headers)
     try:
@@ -103,7 +103,7 @@ def _fetched(url: str, job: str | None) -> JobSummary:
 
 
 def render(summary: JobSummary, rows: int):
-    """Returns what the terminal shows, with at most ``rows`` rows of each table."""
+    """Returns the content of the terminal, with at most ``rows`` rows of each table."""
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -403,7 +403,7 @@ ones. The lines below it are the parts of the wall clock; docs/how-to/read-a-run
 def build_parser() -> argparse.ArgumentParser:
     """Builds the command line parser."""
     parser = Parser(
-        description="Say what a run was like: time, faults and recoveries, snapshots, experts, choices.",
+        description="Summarize runs: time, faults and recoveries, snapshots, experts, choices.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

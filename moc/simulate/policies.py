@@ -249,14 +249,14 @@ class Weighed:
 
 def none(setup: Setup, options: Options) -> Strategy:
     """Saves no checkpoints: a failure loses everything."""
-    return Strategy(_global(setup, "none", interval=NEVER))
+    return Strategy(_rollback_costs(setup, "none", interval=NEVER))
 
 
 def blocking(setup: Setup, options: Options) -> Strategy:
     """Lets training wait until the full state is in storage, as in Megatron-DeepSpeed."""
     sizes = setup.full
     stall_s = sizes.busiest / setup.cluster.host_bandwidth + sizes.total / setup.cluster.storage_bandwidth
-    saving = _global(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
+    saving = _rollback_costs(setup, "blocking", stall_s, load_s=sizes.total / setup.cluster.storage_bandwidth)
     saving = dataclasses.replace(saving, traffic=Traffic(host=sizes.total, storage=sizes.total))
     return Strategy(_at_best_interval(setup, options, saving, 1))
 
@@ -322,7 +322,7 @@ def elastic(setup: Setup, options: Options) -> Strategy:
     return Strategy(saving)
 
 
-def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
+def _strategy_of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
     """Returns a function that builds the strategy of a training policy from its own price."""
 
     def strategy(setup: Setup, options: Options) -> Strategy:
@@ -342,13 +342,13 @@ def _of(kind: RegisteredPolicy) -> Callable[[Setup, Options], Strategy]:
 
 POLICIES: dict[str, Callable[[Setup, Options], Strategy]] = {
     **{system.__name__: system for system in (none, blocking, checkfreq)},
-    **{name: _of(kind) for name, kind in REGISTERED.items()},
+    **{name: _strategy_of(kind) for name, kind in REGISTERED.items()},
     elastic.__name__: elastic,
 }
 """Training policies, and systems for comparison, by name."""
 
 
-def _global(
+def _rollback_costs(
     setup: Setup, name: str, stall_s: float = 0.0, interval: int = 1, lag: float = 0, load_s: float = 0.0
 ) -> SimulatedCosts:
     """Returns costs with a global rollback."""
@@ -397,7 +397,7 @@ def _to_storage(setup: Setup, name: str, interval: int) -> SimulatedCosts:
     """Returns costs of full snapshots in the background that are then written to storage."""
     sizes, write_s = setup.full, _write_s(setup)
     lag = setup.iterations(_copy_s(setup, sizes) + write_s)
-    saving = _global(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
+    saving = _rollback_costs(setup, name, setup.stall_s(sizes.busiest), interval, lag, write_s)
     traffic = Traffic(host=sizes.total, storage=sizes.total)
     return dataclasses.replace(saving, traffic=traffic, host_bytes=sizes.total)
 
@@ -410,7 +410,7 @@ def _in_memory(setup: Setup, options: Options, name: str, price: Price) -> Simul
         host_bytes = (price.snapshots_in_memory + 1) * sizes.total
     stall_s = setup.stall_s(sizes.busiest)
     lag = setup.iterations(_copy_s(setup, sizes) + _replicate_s(setup, options, sizes.busiest))
-    saving = _global(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
+    saving = _rollback_costs(setup, name, stall_s, options.interval or 1, lag, setup.full.busiest / setup.network_rate)
     saving = dataclasses.replace(
         saving,
         traffic=Traffic(host=sizes.total, network=options.replicas * sizes.total),
@@ -460,7 +460,7 @@ def _with_storage(setup: Setup, options: Options, saving: SimulatedCosts) -> Sim
     """
     write_s = _write_s(setup)
     interval = options.persist_interval or max(1, math.ceil(setup.iterations(write_s)))
-    beyond = _global(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
+    beyond = _rollback_costs(setup, saving.name, 0.0, interval, setup.iterations(write_s), write_s)
     nodes = setup.cluster.nodes
     copies = place(nodes, min(options.replicas, nodes - 1))
     changed = dataclasses.replace(beyond, why="other number of nodes") if setup.shrinks else None

@@ -142,7 +142,7 @@ class Saver:
         buffer = self._buffers.get(slot)
         if buffer is not None and nbytes <= buffer.nbytes <= max_nbytes:
             return
-        self._give_back(slot)
+        self._release_buffer(slot)
         directory = self._directory
         buffer = self._kept.take(nbytes, directory)
         self._buffers[slot] = buffer or HostBuffer(nbytes, self._new_path(), pin=self._device.type == "cuda")
@@ -150,7 +150,7 @@ class Saver:
     def trim(self, slots: int) -> None:
         """Frees the buffers of all slots from ``slots`` on, and kept ones without a slot."""
         for slot in [slot for slot in self._buffers if slot >= slots]:
-            self._give_back(slot)
+            self._release_buffer(slot)
         self._kept.trim(max(0, slots - len(self._buffers)))
 
     def reuse_buffers(self, iterations: Iterable[int]) -> None:
@@ -279,7 +279,7 @@ class Saver:
             self.reserve(slot, size, max_nbytes)
         except InsufficientMemoryError:
             for other_slot in other_slots:
-                self._give_back(other_slot)
+                self._release_buffer(other_slot)
             self.reserve(slot, size, max_nbytes)
 
     def _swap(self, slot: int, other_slots: Iterable[int], nbytes: int, max_nbytes: float) -> None:
@@ -293,7 +293,7 @@ class Saver:
             if previous is not None:
                 self._buffers[best] = previous
 
-    def _give_back(self, slot: int) -> None:
+    def _release_buffer(self, slot: int) -> None:
         buffer = self._buffers.pop(slot, None)
         if buffer is not None:
             self._copies.pop(buffer, None)

@@ -65,7 +65,7 @@ class Claim:
     @property
     def tag(self) -> str:
         """Job and term as used in file names."""
-        return f"{_word(self.job)}-{self.term[0]}-{self.term[1]}"
+        return f"{_tag_of_job(self.job)}-{self.term[0]}-{self.term[1]}"
 
     @property
     def generation(self) -> str:
@@ -75,12 +75,12 @@ class Claim:
     def supersedes(self, name: str) -> bool:
         """Returns whether a file name has the tag of an older term or of another launch; False without a tag."""
         tag = term_in(name)
-        return tag is not None and (tag[0] != _word(self.job) or tag[1] < self.term)
+        return tag is not None and (tag[0] != _tag_of_job(self.job) or tag[1] < self.term)
 
     def made(self, name: str) -> bool:
         """Returns whether a file name has the tag of any term of this launch."""
         tag = term_in(name)
-        return tag is not None and tag[0] == _word(self.job)
+        return tag is not None and tag[0] == _tag_of_job(self.job)
 
 
 def term_in(name: str) -> tuple[str, tuple[int, int]] | None:
@@ -89,7 +89,7 @@ def term_in(name: str) -> tuple[str, tuple[int, int]] | None:
     return match and (match[1], (int(match[2]), int(match[3])))
 
 
-def _word(job: str) -> str:
+def _tag_of_job(job: str) -> str:
     return job if _WORD.fullmatch(job) else xxhash.xxh3_64_hexdigest(job.encode())
 
 
@@ -208,7 +208,7 @@ class Fence:
     def __init__(self, root: Path, claim: Claim, patience: float = 10.0):
         self._root, self.claim, self._patience, self._tree = root, claim, patience, SafeDirectory(root)
         self._lock: _Lock | None = None
-        self._other = ""
+        self._other_owner = ""
 
     def take(self, make_room: Callable[[], None] = lambda: None) -> None:
         """Begins the term of the claim; from then on, older terms cannot publish.
@@ -232,7 +232,7 @@ class Fence:
             is_full = error.errno in OUT_OF_SPACE_ERRNOS
             owner = self.read() if is_full else None
             is_same_job = owner is not None and owner.claim.job == self.claim.job
-            if not is_full or (owner is not None and not is_same_job and self._life_of(owner) is not None):
+            if not is_full or (owner is not None and not is_same_job and self._live_process(owner) is not None):
                 raise
             self._sweep_unfinished()
             make_room()
@@ -240,9 +240,9 @@ class Fence:
 
     def _take(self) -> None:
         deadline = time.monotonic() + self._patience
-        while not self._begins():
+        while not self._try_begin():
             if time.monotonic() > deadline:
-                raise _taken(self._root, self._other)
+                raise _taken_error(self._root, self._other_owner)
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -261,9 +261,9 @@ class Fence:
             return None
         except (RefusedFileError, ValueError) as error:
             print_once(f"{self._root / NAME} is damaged ({error}): the lock files there show who owns {self._root}")
-            return self._shown_by_locks()
+            return self._owner_by_locks()
 
-    def _shown_by_locks(self) -> Holder | None:
+    def _owner_by_locks(self) -> Holder | None:
         """Returns the live launch that owns the directory; if there is none, the one with the newest lock file."""
         holders: list[tuple[bool, int, Holder]] = []
         for name in self._tree.list_names():
@@ -277,23 +277,23 @@ class Fence:
                 holders.append((owner is not None, made, holder))
         return max(holders, key=lambda entry: entry[:2])[2] if holders else None
 
-    def _begins(self) -> bool:
+    def _try_begin(self) -> bool:
         """Tries to begin the term; False if another launch is alive or was faster."""
-        self._show_life()
+        self._lock_liveness()
         has_begun = False
         try:
-            if self._writes():
+            if self._try_write():
                 self._sweep()
-                self._show_life()  # the previous owner may have swept the lock away
-                self._show_ownership(True)
+                self._lock_liveness()  # the previous owner may have swept the lock away
+                self._lock_ownership(True)
                 owner = self.read()
                 has_begun = owner is not None and owner.claim == self.claim
         finally:
             if not has_begun:
-                self._show_ownership(False)
+                self._lock_ownership(False)
         return has_begun
 
-    def _writes(self) -> bool:
+    def _try_write(self) -> bool:
         """Writes the fence, unless another launch is alive or faster."""
         try:
             self._tree.write(NAME, self._successor(), tag=self.claim.tag)
@@ -301,7 +301,7 @@ class Fence:
         except FileNotFoundError:  # another term has begun meanwhile
             pass
         except _AliveError as error:
-            self._other = f" ({error})"
+            self._other_owner = f" ({error})"
         except IsADirectoryError:
             self._move_aside()
         return False
@@ -311,10 +311,10 @@ class Fence:
         owner = self.read()
         before = successors(self.claim, owner, str(self._root))
         if owner is not None and owner.claim.job != self.claim.job:
-            process = self._life_of(owner)
+            process = self._live_process(owner)
             if process is not None:
-                raise _AliveError(_described(owner, process))
-        self._show_ownership(True)
+                raise _AliveError(_describe_owner(owner, process))
+        self._lock_ownership(True)
         yield Holder.this(self.claim, before).to_json().encode()
 
     def _move_aside(self) -> None:
@@ -352,7 +352,7 @@ class Fence:
             with contextlib.suppress(OSError):
                 self._tree.remove(path)
 
-    def _show_life(self) -> None:
+    def _lock_liveness(self) -> None:
         """Locks the launch's file for the lifetime of this process."""
         path = self._root.resolve() / f"{_LOCK}.{self.claim.tag}"  # the name may be a link, which is not resolved
         if _is_current(path):
@@ -364,7 +364,7 @@ class Fence:
             if self.claim.run:
                 _newest[path.parent] = lock
 
-    def _show_ownership(self, owns: bool) -> None:
+    def _lock_ownership(self, owns: bool) -> None:
         if self._lock is None or self._lock.owns == owns:
             return
         if owns:
@@ -373,7 +373,7 @@ class Fence:
             fcntl.lockf(self._lock.file, fcntl.LOCK_UN, 1, _OWNERSHIP)
             self._lock.owns = False
 
-    def _life_of(self, holder: Holder) -> int | None:
+    def _live_process(self, holder: Holder) -> int | None:
         """Returns the process that holds an owner's lock, 0 if it is on another machine; None if no process does."""
         return self._locker(f"{_LOCK}.{holder.claim.tag}", _LIFE)
 
@@ -401,7 +401,7 @@ def lives(root: Path) -> Holder | None:
     """Returns the live owner of a directory, if there is one; does not contact it."""
     fence = Fence(root, Claim.of_process())
     owner = fence.read()
-    return owner if owner is not None and fence._life_of(owner) is not None else None
+    return owner if owner is not None and fence._live_process(owner) is not None else None
 
 
 def refuse_owned(root: Path, patience_s: float) -> None:
@@ -412,19 +412,19 @@ def refuse_owned(root: Path, patience_s: float) -> None:
         OSError: the fence cannot be read.
     """
     deadline, fence = time.monotonic() + patience_s, Fence(root, Claim.of_process())
-    while (owner := fence.read()) is not None and (process := fence._life_of(owner)) is not None:
+    while (owner := fence.read()) is not None and (process := fence._live_process(owner)) is not None:
         if time.monotonic() > deadline:
-            raise _taken(root, f" ({_described(owner, process)})")
+            raise _taken_error(root, f" ({_describe_owner(owner, process)})")
         time.sleep(_POLL_S)
 
 
-def _taken(root: Path, owner: str) -> TakenError:
+def _taken_error(root: Path, owner: str) -> TakenError:
     return TakenError(
         f"another job is using {root}{owner}. Fix: stop it, or give this job another directory (--ckpt-dir, --save)"
     )
 
 
-def _described(holder: Holder, process: int) -> str:
+def _describe_owner(holder: Holder, process: int) -> str:
     """Describes an owner, or the process of this machine that holds the lock in its stead."""
     if process in (0, holder.pid) or holder.host != socket.gethostname():
         return f"process {holder.pid} on {holder.host}"

@@ -103,12 +103,12 @@ class LoopEngine:
         self.state = TorchState(saved, loop.optimizer)
         self.operators, self.stages = self.state.described(), (0,) * structure.layers
         self.layout, self.slices = {"workers": world.size}, (world.rank,)
-        self._plain = list(
+        self._unsharded = list(
             {id(entry.tensor): entry.tensor for entry in saved if not isinstance(entry.tensor, DTensor)}.values()
         )
         parameters = self.state.parameters(self.state.operators())
         self._parameters = {id(tensor): tensor for tensor in parameters.values()}
-        self._described = xxhash.xxh3_64_hexdigest(
+        self._model_digest = xxhash.xxh3_64_hexdigest(
             repr([(entry.name, entry.global_shape, str(entry.tensor.dtype)) for entry in saved]).encode()
         )
         self.averages = True
@@ -159,7 +159,7 @@ class LoopEngine:
     def begin(self, position: Position) -> None:
         """Moves the data to a position, and makes all workers start from rank 0's weights if nothing was loaded."""
         if not position.iteration:
-            for tensor in self._plain if self.world.size > 1 else ():
+            for tensor in self._unsharded if self.world.size > 1 else ():
                 dist.broadcast(tensor.detach(), src=0)
         self._restore_buffers()
         states = self._data_states
@@ -173,7 +173,7 @@ class LoopEngine:
 
     def scalars(self, position: Position) -> dict:
         kind = "sgd" if isinstance(self.loop.optimizer, torch.optim.SGD) else "adam"
-        return vars(position) | {"optimizer": kind, "model": self._described, "loop": self._committed}
+        return vars(position) | {"optimizer": kind, "model": self._model_digest, "loop": self._committed}
 
     def load_scalars(self, saved: Mapping, where: str) -> None:
         loop, values = self.loop, decode_plain(saved["loop"])
@@ -201,7 +201,7 @@ class LoopEngine:
             self.state.set_step(name, self._updates - lag)
 
     def check(self, saved: Mapping, where: str, window: bool = False) -> None:
-        if saved.get("model") != self._described:
+        if saved.get("model") != self._model_digest:
             raise CheckpointError(
                 f"{where} is of a model with other parameters. Fix: name another directory, or build the model that "
                 "was saved",

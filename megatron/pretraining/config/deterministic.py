@@ -1,4 +1,4 @@
-"""Sets what bit-identical results need on CUDA, in addition to torch's deterministic kernels.
+"""Sets the environment variables that bit-identical results on CUDA need besides torch's deterministic kernels.
 
 See docs/reference/bit-identity.md.
 """

@@ -265,7 +265,7 @@ def flags_of_section(content: Mapping[str, Any], path: str, problems: Problems, 
     for name, value in content.items():
         key = f"{section}{name}"
         if key in _SECTIONS and isinstance(value, Mapping):
-            yield from flags_of_section(_in_force(value), path, problems, f"{key}.")
+            yield from flags_of_section(_active_keys(value), path, problems, f"{key}.")
         elif value == AUTO and (key in _SUPPORTED or key in _PAIRS):
             continue
         elif key in _SUPPORTED:
@@ -330,7 +330,7 @@ def agree(
     return {name: setting.value for name, setting in added.items()}
 
 
-def _in_force(section: Mapping[str, Any]) -> Mapping[str, Any]:
+def _active_keys(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a section's contents; if it is switched off, only the switch."""
     for switch, off in (("enabled", (False,)), ("device", ("none", None))):
         if switch in section and section[switch] in off:

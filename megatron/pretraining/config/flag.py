@@ -288,7 +288,7 @@ def convert_value(flag: Flag, value: object) -> object:
         )
         return None
     try:
-        result = flag.parse(value) if flag.parse else _BY_KIND[flag.kind](value)
+        result = flag.parse(value) if flag.parse else _PARSERS[flag.kind](value)
     except (TypeError, ValueError, OverflowError) as error:
         cause, _, remedy = str(error).partition(FIX)
         reason = "" if flag.parse is None else f" ({cause})"
@@ -313,36 +313,36 @@ def _is_none(flag: Flag, value: object) -> bool:
     return flag.default is None and flag.kind in (int, float) and str(value).lower() == "none"
 
 
-def _switch(value: object) -> bool:
+def _parse_switch(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def _integer(value: Any) -> int:
+def _parse_integer(value: Any) -> int:
     if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
         raise TypeError
     return int(value)
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     if isinstance(value, bool):
         raise TypeError
     return float(value)
 
 
-def _text(value: object) -> str:
+def _parse_text(value: object) -> str:
     if isinstance(value, (bool, list, tuple, dict)):
         raise TypeError
     return str(value)
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def _parse_texts(value: object) -> tuple[str, ...]:
     items = value.split() if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)):
         raise TypeError
-    return tuple(_text(item) for item in items)
+    return tuple(_parse_text(item) for item in items)
 
 
-_BY_KIND = {bool: _switch, int: _integer, float: _number, str: _text, tuple: _texts}
+_PARSERS = {bool: _parse_switch, int: _parse_integer, float: _parse_number, str: _parse_text, tuple: _parse_texts}
 _EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a word", tuple: "words"}

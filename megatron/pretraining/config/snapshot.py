@@ -258,7 +258,7 @@ def refuse_by(kind: RegisteredPolicy, conflict: str | PolicyError, problems: Pro
     problems.refuse(True, str(error), code=error.code)
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _parse_fault_texts(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     return tuple(str(fault) for text in texts for fault in parse_faults(text))
 
@@ -275,7 +275,7 @@ class FaultFlags(FlagGroup):
         (default 1); and the point (default start): point=NAME:
         {"; ".join(f"{name}, {text}" for name, text in POINTS.items())}. Each happens once in a job, restarts
         included.""",
-        type=_texts,
+        type=_parse_fault_texts,
         nargs="+",
         metavar="FAULT",
     )

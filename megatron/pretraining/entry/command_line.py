@@ -151,7 +151,7 @@ class _Parser(argparse.ArgumentParser):
 def _read_with_added_words(
     parser: argparse.ArgumentParser, words: list[str], parse: Parse, problems: Problems
 ) -> dict[str, Any]:
-    """Reads the words including a file's; returns the values, and adds new problems."""
+    """Parses words to which a file has added some; returns the values, and adds new problems."""
     values, new_problems = read_words(parser, words, parse, getattr(parser, "ignores_unknown", False))
     known = {str(problem) for problem in problems.found}
     problems.found += [problem for problem in new_problems.found if str(problem) not in known]
@@ -159,7 +159,7 @@ def _read_with_added_words(
 
 
 def _refuse_other_sources(values: dict[str, Any], problems: Problems) -> None:
-    """Refuses the sources of options that Megatron-LM reads before it compares options, and cannot read here."""
+    """Rejects options that name other sources of options, which Megatron-LM would read before it checks options."""
     problems.refuse(
         values.get("yaml_cfg"),
         "--yaml-cfg takes the place of all options. Fix: pass a file of options with --config",

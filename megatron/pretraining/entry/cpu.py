@@ -173,7 +173,7 @@ def _extend_local_attention() -> None:
 
     def forward(self, query, key, value, attention_mask, *args, **kwargs):
         if self.config.context_parallel_size > 1:
-            key, value, attention_mask = _gathered(key, value)
+            key, value, attention_mask = _gather_keys_and_values(key, value)
         return real_forward(self, query, key.contiguous(), value.contiguous(), attention_mask, *args, **kwargs)
 
     def forward_softmax(self, input, mask, softmax_offset=None):
@@ -185,7 +185,7 @@ def _extend_local_attention() -> None:
     attention.__init__, attention.forward, softmax.forward_torch_softmax = init, forward, forward_softmax
 
 
-def _gathered(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gather_keys_and_values(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the keys and values of all positions, and the causal mask of this rank's queries.
 
     With context parallelism a rank has two chunks of the sequence: one from the front, and its mirror from the back.

@@ -251,12 +251,12 @@ _SET_UP = {
     "_set_wandb_writer": ("the writer of Weights & Biases", ("wandb_project", "wandb_exp_name", "wandb_save_dir")),
     "_set_one_logger": ("the writer of one_logger", ("one_logger_project", "one_logger_run_name")),
 }
-"""By function of Megatron-LM, what it sets up, and the arguments that it reads."""
+"""By function of Megatron-LM: the component that it sets up, and the arguments that it reads."""
 _TOKENIZER_FILES = "tokenizer_model", "vocab_file", "merge_file"
 
 
 def _set_up_error(args: argparse.Namespace, error: BaseException) -> ConfigError:
-    """Returns the error for what Megatron-LM could not set up: the tokenizer, a writer of logs, or something else."""
+    """Returns the error for a failed set-up of Megatron-LM: of the tokenizer, a log writer or another component."""
     called = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     cause = f"{type(error).__name__}: {_cause_of(error)}"
     if "_build_tokenizer" in called:
@@ -294,7 +294,7 @@ def _board(listeners: Listeners, log_dir: str, max_queue: int) -> Board:
 
 @contextlib.contextmanager
 def _module(**modules: Any) -> Iterator[None]:
-    """Lets an import find other modules."""
+    """Temporarily replaces modules for imports."""
     before = {name: sys.modules[name] for name in modules}
     sys.modules.update(modules)
     try:

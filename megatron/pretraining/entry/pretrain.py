@@ -98,7 +98,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _disable_local_checks(args: Any, container: Any) -> None:
-    """Turns off Megatron-LM's checks for non-finite results: the commit all-reduce checks them on all workers."""
+    """Turns off Megatron-LM's local checks for non-finite results, since the commit all-reduce checks all workers."""
     args.rerun_mode = "disabled"
     args.check_for_nan_in_loss_and_grad = False
     args.use_gloo_process_groups = False

@@ -151,13 +151,13 @@ def early_problems(
         config = _check_together(values, read, None if read.concealed else workers, problems)
         if config and not (has_cuda or problems.found):
             problems.check(check_backend, config, "gloo")
-    problems.found = [*read.problems, *_of_known_values(problems.found[len(read.problems) :], read.concealed)]
+    problems.found = [*read.problems, *_without_concealed(problems.found[len(read.problems) :], read.concealed)]
     if workers and not problems.found:
         problems.check(check_paths, values, groups["snapshot"], own.get("log_dir"), is_own, workers.max_nodes)
     return problems
 
 
-def _of_known_values(problems: Sequence[ConfigError], concealed: Collection[str]) -> list[ConfigError]:
+def _without_concealed(problems: Sequence[ConfigError], concealed: Collection[str]) -> list[ConfigError]:
     """Returns the problems that name no option whose value is not readable, and which has its default until then."""
     names = "|".join(re.escape(dashed(name.removeprefix(PREFIX))) for name in concealed)
     return [problem for problem in problems if not names or not re.search(rf"({names})(?![\w-])", str(problem))]

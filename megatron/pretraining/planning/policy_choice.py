@@ -82,7 +82,7 @@ def chosen(
         raise ToolError(
             "--explain-k chooses numbers of experts. Fix: take a model that has some", code="model-without-experts"
         )
-    run, mtbf_s = _running(args, config, operators, layout, state), 3600 * args.mtbf_hours
+    run, mtbf_s = _assumed_run(args, config, operators, layout, state), 3600 * args.mtbf_hours
     if args.replicas is not None and not 1 <= args.replicas < run.nodes:
         raise ToolError(
             f"--replicas is {args.replicas}. Fix: give a number from 1 to {run.nodes - 1}, the other nodes",
@@ -95,7 +95,7 @@ def chosen(
         plt_by_policy={
             name: POLICIES[name].flags.max_lost_tokens(config.snapshot) for name in NAMES if args.plt_limit is None
         },
-        policies=tuple(name for name in names if _with(config, name, run.tier) is not None),
+        policies=tuple(name for name in names if _with_policy(config, name, run.tier) is not None),
         replicas=(1, 2)[: run.nodes - 1] if args.replicas is None else (args.replicas,),
     )
     return run, best_of(every_candidate(run, mtbf_s, limits), run.iteration_s, mtbf_s, limits)
@@ -103,7 +103,7 @@ def chosen(
 
 def explained(run: Running, plan: PolicyChoice) -> list[str]:
     """Formats the choice and the runners-up as lines."""
-    lines = [f"{candidate.name}: {_figures(candidate)}" for candidate in (plan.best, *plan.alternatives)]
+    lines = [f"{candidate.name}: {_format_figures(candidate)}" for candidate in (plan.best, *plan.alternatives)]
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags_of_candidate(plan.best).items())
     tier = f"--ckpt-tier {run.tier}"
     return [*lines, "", *sentences(plan.reason), "", f"{flags} {tier}"]
@@ -122,7 +122,7 @@ def policy_report(run: Running, plan: PolicyChoice) -> dict:
     }
 
 
-def _with(config: Config, policy: str, tier: str) -> Config | None:
+def _with_policy(config: Config, policy: str, tier: str) -> Config | None:
     """Returns the configuration with this policy and tier; None if the training flags do not allow it."""
     try:
         return config.replace("snapshot", ckpt_policy=policy, ckpt_tier=tier, ckpt_dir=".")
@@ -132,16 +132,16 @@ def _with(config: Config, policy: str, tier: str) -> Config | None:
 
 def _gradients(config: Config, tier: str) -> bool:
     """Returns whether the training flags allow gradients in place of state with this tier."""
-    job = _with(config, AUTO, tier)
+    job = _with_policy(config, AUTO, tier)
     return job is not None and may_save_gradients(job)
 
 
-def _figures(candidate: Candidate) -> str:
+def _format_figures(candidate: Candidate) -> str:
     lost = f", PLT {100 * candidate.plt:.2g} %" if candidate.plt else ""
     return f"ETTR {candidate.ettr:.3f}{lost}, {candidate.host_bytes / 1e9:,.1f} GB of a node's memory"
 
 
-def _running(
+def _assumed_run(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, state: StateBytes
 ) -> Running:
     names = [name for name in _FLAGS if name != "replicate_rate" or args.tier == "peers"]
@@ -173,7 +173,7 @@ def figures(
         ToolError: a figure is missing, or there are more nodes than ranks.
     """
     cluster = cluster_named(f"{args.cluster}:{layout.world}") if args.cluster else None
-    measured = {} if cluster is None else _by_sheet(args, config, operators, layout, cluster)
+    measured = {} if cluster is None else _figures_of_cluster(args, config, operators, layout, cluster)
     for name, (flag, unit) in _FLAGS.items():
         if getattr(args, flag) is not None:
             measured[name] = unit * getattr(args, flag)
@@ -190,7 +190,7 @@ def figures(
     return measured, nodes
 
 
-def _by_sheet(
+def _figures_of_cluster(
     args: argparse.Namespace, config: Config, operators: Sequence[Operator], layout: ParallelLayout, cluster: Cluster
 ) -> dict[str, float]:
     measured = {

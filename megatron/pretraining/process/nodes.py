@@ -49,8 +49,8 @@ def stages_on_node(config: Config) -> int:
 class RanksByCopies:
     """Ranks of a job, copy by copy of the model, followed by the ranks of partial-model nodes.
 
-    megatron-core supports only complete copies. So it is given one more copy for each stage of a partial-model node;
-    only that stage has ranks, and the other stages are empty.
+    megatron-core supports only complete copies. Each stage of a partial-model node is therefore another copy, whose
+    other stages are empty.
 
     Attributes:
         size: world size.
@@ -73,7 +73,7 @@ class RanksByCopies:
 
     @property
     def core_ranks(self) -> int:
-        """Number of ranks that megatron-core is given."""
+        """World size passed to megatron-core, including empty ranks."""
         return (self.copies + len(self.model_parts) * self.stages_per_node) * self.stages * self.inner
 
     def rank(self, core_rank: int) -> int:

@@ -47,7 +47,7 @@ def check_paths(arguments: Any, snapshot: SnapshotFlags, log_dir: str | None, re
         ConfigError: a file is missing, a directory is a file, or a directory is not writable.
     """
     problems = Problems()
-    for flag, path, problem in _wrong_inputs(arguments, snapshot, reads_tokens):
+    for flag, path, problem in _input_problems(arguments, snapshot, reads_tokens):
         problems.refuse(True, f"{flag} {path}: {problem}. Fix: correct the path", code="input-missing")
     if nodes == 1:
         directories = arguments.save, log_dir, arguments.tensorboard_dir, arguments.data_cache_path
@@ -57,7 +57,7 @@ def check_paths(arguments: Any, snapshot: SnapshotFlags, log_dir: str | None, re
     problems.raise_found()
 
 
-def _wrong_inputs(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
+def _input_problems(arguments: Any, snapshot: SnapshotFlags, reads_tokens: bool) -> Iterator[tuple[str, str, str]]:
     """Yields flags, their paths, and the problems of these paths."""
     for name in _FILES:
         path = getattr(arguments, name, None)

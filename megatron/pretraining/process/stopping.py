@@ -25,10 +25,10 @@ class StopRequested(Exception):
 
 
 class StopRequests:
-    """Record of stop requests to this worker, from its construction on.
+    """Records stop requests to this worker.
 
     With ``--exit-signal-handler``, SIGTERM, SIGINT, SIGUSR1, SIGHUP and ``--exit-signal`` request a stop.
-    ``--exit-duration-in-mins`` requests it when the time is over.
+    ``--exit-duration-in-mins`` requests it after that time.
     """
 
     def __init__(self, config: Config):
@@ -53,10 +53,10 @@ class StopRequests:
         return sum_over_workers({"signal": float(self.signal is not None)}, world)["signal"] > 0
 
     def may_lose(self, job: Job) -> bool:
-        """Returns whether the job may lose something if it ends before this worker is set up.
+        """Returns whether the job may lose state if it ends before this worker is set up.
 
-        This is so if others have trained and wait for this worker. It is also so if they may have left a snapshot in
-        memory that is newer than the stored ones.
+        It may if other workers have trained and wait for this worker, or may have left a snapshot in memory that is
+        newer than the snapshots in storage.
         """
         return job.joins_running_job or (self._in_memory and job.is_restart)
 
@@ -65,7 +65,7 @@ class StopRequests:
 
         Args:
             world: this worker's coordinates.
-            would_lose_state: whether something would be lost, to the knowledge of this worker.
+            would_lose_state: whether this worker knows of state that would be lost.
 
         Returns:
             Whether to stop after setup: state that any worker would lose is saved first.

@@ -55,7 +55,7 @@ def _num_experts(line: Line, values: Sequence[str]) -> OptionOutcome:
     return OptionOutcome(("--num-experts", str(experts[0])))
 
 
-def _of_experts(rule: Rule) -> Rule:
+def _if_experts(rule: Rule) -> Rule:
     """Returns a rule that ignores the option in models without experts."""
     return lambda line, values: (
         rule(line, values) if _has_experts(line) else OptionOutcome(why="the model has no experts")
@@ -201,13 +201,13 @@ _TOKENIZERS = {"PretrainedFromHF": becomes("--tokenizer-type", "HuggingFaceToken
 
 RULES: dict[str, Rule] = {
     "--num-experts": _num_experts,
-    "--topk": _of_experts(_topk),
-    "--expert-interval": _of_experts(integer(_interval)),
-    "--moe-expert-parallel-size": _of_experts(renamed("--expert-model-parallel-size")),
-    "--moe-loss-coeff": _of_experts(renamed("--moe-aux-loss-coeff")),
-    "--moe-train-capacity-factor": _of_experts(_capacity),
-    "--moe-eval-capacity-factor": _of_experts(_evaluated_capacity),
-    "--moe-min-capacity": _of_experts(_min_capacity),
+    "--topk": _if_experts(_topk),
+    "--expert-interval": _if_experts(integer(_interval)),
+    "--moe-expert-parallel-size": _if_experts(renamed("--expert-model-parallel-size")),
+    "--moe-loss-coeff": _if_experts(renamed("--moe-aux-loss-coeff")),
+    "--moe-train-capacity-factor": _if_experts(_capacity),
+    "--moe-eval-capacity-factor": _if_experts(_evaluated_capacity),
+    "--moe-min-capacity": _if_experts(_min_capacity),
     "--disable-moe-token-dropping": ignored("without a capacity, no token is dropped"),
     "--disable-moe-top2-2nd-expert-sampling": ignored("the second expert is never drawn"),
     "--enable-expert-tensor-parallelism": ignored("it is the default"),
